@@ -19,7 +19,7 @@ import httpx
 
 from benchmarks.report.__main__ import made_episode
 from perdure.episodes import turns_parquet
-from perdure.episodes.manifest import build_manifest
+from perdure.episodes.manifest import build_manifest, counted
 from perdure.settings.load import load_settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
@@ -69,7 +69,7 @@ def make_run(store: Path, rollouts: int) -> None:
             (attempt / name).touch()
         (folder / "episode.json").write_text(episode.model_dump_json(indent=1))
         episodes.append(episode)
-    manifest = json.dumps(build_manifest(RUN, episodes), indent=1)
+    manifest = json.dumps(build_manifest(RUN, [counted(episode) for episode in episodes]), indent=1)
     (store / keys.manifest(RUN)).write_text(manifest)
 
 

@@ -2,17 +2,66 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from perdure.episodes.accounting import count
 from perdure.episodes.episode import Episode
-from perdure.types import Outcome
+from perdure.types import AgentEnd, Failure, Outcome, RolloutStatus
 
 NOT_CALIBRATED = "not_calibrated"
 
 
-def build_manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a manifest counts of one episode. A whole one takes 17 KB and more, this some 2."""
+
+    instance: str
+    sample_index: int
+    key: str
+    agent: str
+    status: RolloutStatus
+    outcome: Outcome | None
+    official: Outcome | None
+    """The verdict of the row's own protocol, where twins change it."""
+    verification: str | None
+    calibration: str | None
+    """What was known of its row in the sandboxes that graded it; None: it was not graded."""
+    reward: float | None
+    agent_end: AgentEnd | None
+    failure: Failure | None
+    attempts: int
+    trainable: bool
+    turns: int
+    prompt_tokens: int
+    sampled_tokens: int
+    trained_tokens: int
+    seconds: float
+    stage_seconds: Mapping[str, float]
+    engine_seconds: float
+    environment_seconds: float
+
+
+SAME = [
+    field.name
+    for field in fields(Counted)
+    if field.name not in {"verification", "calibration", "attempts"}
+]
+
+
+def counted(episode: Episode) -> Counted:
+    grade = episode.grade
+    known = grade.calibration.value if grade and grade.calibration else NOT_CALIBRATED
+    return Counted(
+        **{name: getattr(episode, name) for name in SAME},
+        verification=grade.verification.state if grade and grade.verification else None,
+        calibration=known if grade else None,
+        attempts=len(episode.attempts),
+    )
+
+
+def build_manifest(run_id: str, episodes: Sequence[Counted]) -> dict[str, Any]:
     """Totals of a run and the list of its episodes, as JSON."""
     graded = [episode for episode in episodes if episode.reward is not None]
     stages: Counter[str] = Counter()
@@ -23,14 +72,12 @@ def build_manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
         "schema_version": 1,
         "run_id": run_id,
         "rollouts": len(episodes),
-        "instances": len({episode.instance_id for episode in episodes}),
+        "instances": len({episode.instance for episode in episodes}),
         "graded": len(graded),
         "resolved": sum(episode.outcome is Outcome.RESOLVED for episode in graded),
         "official_resolved": sum((e.official or e.outcome) is Outcome.RESOLVED for e in graded),
-        "verification": count(
-            e.grade.verification.state for e in graded if e.grade and e.grade.verification
-        ),
-        "calibration": count(_calibration(episode) for episode in graded),
+        "verification": count(e.verification for e in graded if e.verification),
+        "calibration": count(e.calibration for e in graded if e.calibration),
         "mean_reward": _mean([episode.reward or 0.0 for episode in graded]),
         "pass_at_1": passed.get("1"),
         "pass_at_k": passed,
@@ -38,7 +85,7 @@ def build_manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
         "by_outcome": count(e.outcome.value for e in graded if e.outcome is not None),
         "by_agent_end": count(e.agent_end.value for e in episodes if e.agent_end is not None),
         "failures_by_boundary": count(e.failure.boundary.value for e in episodes if e.failure),
-        "attempts": sum(len(episode.attempts) for episode in episodes),
+        "attempts": sum(episode.attempts for episode in episodes),
         "trainable": sum(episode.trainable for episode in episodes),
         "turns": sum(episode.turns for episode in episodes),
         "prompt_tokens": sum(episode.prompt_tokens for episode in episodes),
@@ -52,36 +99,25 @@ def build_manifest(run_id: str, episodes: Sequence[Episode]) -> dict[str, Any]:
     }
 
 
-def counted(episode: Episode) -> Episode:
-    """The episode without what a manifest leaves out: tests, segments, the tokens of each turn, the request."""
-    grade = episode.grade and episode.grade.model_copy(
-        update={"fail_to_pass": {}, "pass_to_pass": {}}
-    )
-    provenance = episode.provenance.model_copy(update={"request": {}})
-    left_out = {"grade": grade, "provenance": provenance, "segments": (), "turn_tokens": ()}
-    return episode.model_copy(update=left_out)
-
-
-def _entry(episode: Episode) -> dict[str, Any]:
-    fields = {"sample_index", "status", "outcome", "reward", "seconds", "sampled_tokens", "failure"}
+def _entry(episode: Counted) -> dict[str, Any]:
     return {
-        "instance_id": episode.instance_id,
+        "instance_id": episode.instance.split("/", 1)[1],
         "agent": episode.agent,
-        **episode.model_dump(mode="json", include=fields),
+        "sample_index": episode.sample_index,
+        "status": episode.status.value,
+        "outcome": episode.outcome.value if episode.outcome else None,
+        "reward": episode.reward,
+        "failure": episode.failure.model_dump(mode="json") if episode.failure else None,
+        "sampled_tokens": episode.sampled_tokens,
+        "seconds": episode.seconds,
         **({"official": episode.official.value} if episode.official else {}),
-        **({"calibration": _calibration(episode)} if episode.grade else {}),
-        "attempts": len(episode.attempts),
+        **({"calibration": episode.calibration} if episode.calibration else {}),
+        "attempts": episode.attempts,
         "key": episode.key,
     }
 
 
-def _calibration(episode: Episode) -> str:
-    """What was known of its row in the sandboxes that graded it."""
-    state = episode.grade.calibration if episode.grade else None
-    return state.value if state else NOT_CALIBRATED
-
-
-def pass_at(episodes: Sequence[Episode]) -> dict[str, float]:
+def pass_at(episodes: Sequence[Episode | Counted]) -> dict[str, float]:
     """Unbiased pass@k (Chen et al. 2021) for every k, over the instances with at least k graded samples.
 
     Example:

@@ -253,9 +253,13 @@ def test_pass_at_k_is_unbiased(episodes: Sequence[Episode], passed: dict[str, fl
     assert pass_at(episodes) == passed
 
 
+def manifest(episodes: Sequence[Episode]) -> dict[str, Any]:
+    return build_manifest("r", [counted(episode) for episode in episodes])
+
+
 def test_manifest_counts_failures_apart() -> None:
     """Failed rollouts are counted by boundary and do not lower the mean reward."""
-    totals = build_manifest("r", samples(RESOLVED, None, UNRESOLVED))
+    totals = manifest(samples(RESOLVED, None, UNRESOLVED))
 
     assert (totals["rollouts"], totals["graded"], totals["resolved"]) == (3, 2, 1)
     assert (totals["mean_reward"], totals["pass_at_1"]) == (0.5, 0.5)
@@ -267,14 +271,14 @@ def test_manifest_tells_environment_from_engine_time() -> None:
     """The sandbox's seconds are the agent's without those in which it waited for an engine or the engine
     was sampling."""
     slow = TURNS[0].model_copy(update={"engine_seconds": 4.0, "waiting_seconds": 3.0})
-    totals = build_manifest("r", [episode(turns=(slow,), stage_seconds={"agent": 10.0})])
+    totals = manifest([episode(turns=(slow,), stage_seconds={"agent": 10.0})])
 
     assert (totals["environment_seconds"], totals["engine_seconds"]) == (3.0, 4.0)
 
 
 def test_manifest_of_nothing_graded_has_no_mean() -> None:
     """Where no rollout has a verdict the means are null, not 0."""
-    totals = build_manifest("r", samples(None))
+    totals = manifest(samples(None))
 
     assert (totals["mean_reward"], totals["pass_at_1"]) == (None, None)
 
@@ -284,25 +288,12 @@ def test_a_manifest_marks_rows_that_are_not_proved() -> None:
     proved = RESOLVED.model_copy(update={"calibration": CalibrationState.PROVED})
     bad = RESOLVED.model_copy(update={"calibration": CalibrationState.QUARANTINED})
 
-    totals = build_manifest("r", samples(proved, bad, RESOLVED, None))
+    totals = manifest(samples(proved, bad, RESOLVED, None))
 
     assert totals["calibration"] == {"not_calibrated": 1, "proved": 1, "quarantined": 1}
     assert [entry.get("calibration") for entry in totals["episodes"]] == [
         *("proved", "quarantined", "not_calibrated", None)
     ]
-
-
-def test_a_manifest_counts_alike_without_details() -> None:
-    """A worker that sums up 16,500 rollouts keeps of each only what a manifest counts."""
-    exposed = {"official": Outcome.RESOLVED, "verification": Verification(state="exposed")}
-    found = [
-        *samples(RESOLVED, UNRESOLVED.model_copy(update=exposed), None),
-        episode(turns=TURNS, stage_seconds={"agent": 10.0}),
-    ]
-
-    assert build_manifest("r", list(map(counted, found))) == build_manifest("r", found)
-    assert found[-1].turn_tokens
-    assert not counted(found[-1]).turn_tokens
 
 
 def test_a_manifest_counts_what_twins_change() -> None:
@@ -317,7 +308,7 @@ def test_a_manifest_counts_what_twins_change() -> None:
     )
     found = samples(RESOLVED, exposed)
 
-    totals = build_manifest("r", found)
+    totals = manifest(found)
 
     assert (totals["resolved"], totals["official_resolved"]) == (1, 2)
     assert totals["verification"] == {"exposed": 1}
