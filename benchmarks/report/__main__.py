@@ -1,7 +1,7 @@
-"""`python -m benchmarks.report`: seconds and memory of `perdure report` for a run of 16,500 rollouts.
+"""`python -m benchmarks.report`: seconds and memory of the end of a run of 16,500 rollouts, and of its report.
 
 The run is made: episodes with 40 turns, 200 tests and 20 kept files each, 1 in 20 failed, on a local
-store. The command is timed as a process of its own, imports included.
+store. Each step is timed as a process of its own, imports included.
 """
 
 import argparse
@@ -38,6 +38,8 @@ TESTS = 200
 FILES = ("sandbox.json", "agent.json", "patch.json", "patch.diff", "turns.parquet", "grade-1.json")
 MORE_FILES = 14
 """The agent's own."""
+ENDS = ("client", "worker")
+"""What reads all episodes when a run ends."""
 FORMS: dict[str, list[str]] = {"text": [], "json": ["--json"], "html": ["--html", "report.html"]}
 LIMIT_S = 3600.0
 
@@ -53,7 +55,7 @@ def main() -> None:
         names = [f"big-{number}" for number in range(asked.runs)]
         for seed, name in enumerate(names):
             make_run(home / "store", name, asked.rollouts, random.Random(seed))
-        rows = [_timed(home, names, form) for form in FORMS]
+        rows = [_timed(home, names, form) for form in (*ENDS, *FORMS)]
     if asked.json:
         print(json.dumps(rows, indent=1))
         return
@@ -64,8 +66,13 @@ def main() -> None:
 
 def _timed(home: Path, names: list[str], form: str) -> dict[str, Any]:
     """One call. The peak is that of the largest child so far, so memory grows down the rows."""
-    environment = {**os.environ, "PERDURE_HOME": str(home), "PERDURE_STORE": str(home / "store")}
-    command = [sys.executable, "-m", "perdure.cli.main", "report", *names, *FORMS[form]]
+    ours = {"PERDURE_HOME": str(home), "PERDURE_STORE": str(home / "store")}
+    environment = {**os.environ, **ours, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m"]
+    if form in ENDS:
+        command += ["benchmarks.report.end_of_run", form, str(home / "store"), names[0]]
+    else:
+        command += ["perdure.cli.main", "report", *names, *FORMS[form]]
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     done = subprocess.run(
         command, cwd=home, env=environment, capture_output=True, timeout=LIMIT_S, check=True

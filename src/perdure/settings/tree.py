@@ -88,7 +88,8 @@ class GatewaySettings(Group):
     reach: Literal["auto", "url", "socket", "dial", "stdio", "file"] = "auto"
     """How sandboxes reach it: by `url`, a unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
-    """Gateway processes that `perdure up` starts. One process serves about 100 turns a second."""
+    """Gateway processes that `perdure up` starts. One process serves some 250 turns a second, of 30k
+    tokens each."""
     calls_per_minute: int = Field(1_200, ge=1)
     """Model calls that one session may start a minute in one gateway process; more of them wait."""
     tokens_per_minute: int = Field(400_000, ge=1)
