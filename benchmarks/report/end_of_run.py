@@ -1,6 +1,6 @@
 """The end of a large run, as a process: the worker sums up its episodes, the waiting client reads them.
 
-    python -m benchmarks.report.end_of_run worker STORE RUN      # or client
+python -m benchmarks.report.end_of_run worker STORE RUN      # or client
 """
 
 import asyncio

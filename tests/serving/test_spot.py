@@ -32,6 +32,8 @@ GRACE_S = "20"
 THOUGHT = " ".join(f"thought{number}" for number in range(300))
 """Seconds, of which a kill meets the middle."""
 ROLLOUTS = 4
+AMID = 16 * ROLLOUTS
+"""Tokens of a group after which all of its first turns have some, and none is at its end."""
 
 
 @pytest.fixture
@@ -156,11 +158,13 @@ async def test_rollouts_outlive_a_killed_node(home: Home) -> None:
 
 
 async def sampling(watching: EnginePool, run: "asyncio.Task[str]") -> str:
-    """The engine on which the run's own gateway samples: a group stays together."""
+    """The engine on which the run's own gateway is amid its turns: a group stays together."""
+    begun: dict[str, float] = {}
     async with asyncio.timeout(PATIENCE_S):
         while True:
             for name, pooled in watching.engines.items():
-                if pooled.health.vitals.running > 1:
+                vitals, tokens = pooled.health.vitals, pooled.health.vitals.tokens or 0.0
+                if vitals.running > 1 and tokens - begun.setdefault(name, tokens) >= AMID:
                     return name
             if run.done():
                 await run
