@@ -18,7 +18,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._no_body = 0
-        """Bytes since the last byte of a body, or the end of a request."""
+        """Bytes since the last byte of a body, or the end of a head or a request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         gathering = Gathering(cast(asyncio.Transport, transport), self.loop)
@@ -32,6 +32,10 @@ class HttpProtocol(HttpToolsProtocol):
                 self.send_400_response(f"A head may have at most {MAX_HEAD} bytes.")
             else:
                 self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._no_body = 0
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._no_body = 0

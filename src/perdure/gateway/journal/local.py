@@ -65,9 +65,8 @@ class LocalJournal:
     async def tail(self, session_id: str, known: Known) -> DecodedRecords:
         """The records behind `known`; costs what is new. Raises: as `read`."""
         with contextlib.suppress(OSError):
-            if (
-                os.stat(self._path(session_id)).st_size == known.end
-            ):  # nothing new, without a thread
+            size = os.stat(self._path(session_id)).st_size
+            if size == known.end:  # nothing new, without a thread
                 return DecodedRecords([], known.end)
         deadline = time.monotonic() + BUSY_LIMIT_S
         while True:
