@@ -33,7 +33,7 @@ THOUGHT = " ".join(f"thought{number}" for number in range(300))
 """Seconds, of which a kill meets the middle."""
 ROLLOUTS = 4
 AMID = 16 * ROLLOUTS
-"""Tokens of a group after which all of its first turns have some, and none is at its end."""
+"""Tokens after which a group is amid its first turns."""
 
 
 @pytest.fixture

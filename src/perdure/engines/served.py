@@ -106,9 +106,11 @@ class ServedFunction:
             ]
         )
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
-        quiet["http"] = "h11"  # httptools bounds no head
+        bounded: dict[str, Any] = {
+            "http": "h11"
+        }  # httptools, which uvicorn would prefer, bounds no head
         waits: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
-        self._server = _Server(uvicorn.Config(app, **quiet, **waits))
+        self._server = _Server(uvicorn.Config(app, **quiet, **bounded, **waits))
         self._serving = asyncio.create_task(self._server.serve([listener]))
 
     async def stop(self) -> None:

@@ -43,7 +43,7 @@ class Counted:
     environment_seconds: float
 
 
-SAME = [
+SAME = [  # fields that an episode has under the same name
     field.name
     for field in fields(Counted)
     if field.name not in {"verification", "calibration", "attempts"}

@@ -164,8 +164,8 @@ def create_app(
 
 
 class App(Starlette):
-    """Model calls go straight to their handler: it answers its errors itself, and what Starlette wraps
-    around every route costs as much as reading the request."""
+    """Model calls go straight to their handler. It answers its errors itself, so Starlette's middlewares
+    would only cost time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         called = scope["type"] == "http" and scope["path"] in DIALECTS

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol on httptools, with what is missing there: a bound for heads, no copies of a large
-body, and an answer that leaves in one write."""
+"""uvicorn's HTTP protocol on httptools. It adds a bound for heads, copies a large body less often, and sends
+an answer in one write."""
 
 import asyncio
 from typing import Any, cast
@@ -8,8 +8,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10
-"""Bytes that may arrive and be no body: httptools itself keeps what a sandbox sends, however much it is. A
-head that arrives whole may be longer, and the application refuses it."""
+"""Bytes of an unfinished head, chunk extension or trailer, above which the connection is refused. httptools
+would keep all of them. A head that is complete may be a little longer; the application refuses it."""
 AT_ONCE = 64 << 10
 """Bytes of an answer that leave without waiting for more."""
 
@@ -58,8 +58,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Gathering:
-    """A transport that writes what one step of the event loop gave it at once: uvloop would send the head
-    of an answer by itself, and a packet costs more than most of the code before it."""
+    """A transport that joins the writes of one step of the event loop. uvloop would send the head of an
+    answer as a packet of its own."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

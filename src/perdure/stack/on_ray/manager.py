@@ -229,7 +229,7 @@ def start(key: str, plan: WorkersPlan) -> Any:
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=-1,
-            max_task_retries=-1,  # who asks while it starts again waits for it
+            max_task_retries=-1,  # calls wait while the manager starts again
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
             max_concurrency=32,
