@@ -132,7 +132,8 @@ def _pytest(line: str, grading: Grading, junit: str) -> _Added:
     # Without paths, pytest collects by its configuration; adding one path would make it the only
     # one.
     path = shlex.quote(canary.path) if named else ""
-    return f"-rA -o junit_family=xunit1 --junitxml={junit} {path}".rstrip(), canary, junit
+    suffix = f"-rA -o junit_family=xunit1 --junitxml={shlex.quote(junit)} {path}"
+    return suffix.rstrip(), canary, junit
 
 
 def _sympy(line: str, grading: Grading, junit: str) -> _Added:

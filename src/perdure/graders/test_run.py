@@ -80,9 +80,9 @@ class Command:
     """Where the runner writes its junit file; empty when it writes none."""
 
 
-def scratch_folder() -> str:
+def scratch_folder(sandbox: Sandbox) -> str:
     """A random name for the grader's own folder in the sandbox, outside the repository."""
-    return f"/tmp/.perdure-{token_hex(12)}"
+    return f"{sandbox.tmp}/.perdure-{token_hex(12)}"
 
 
 async def run_tests(

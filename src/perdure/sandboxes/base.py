@@ -146,6 +146,8 @@ class Sandbox(ABC):
 
     identity: str
     workdir: str
+    tmp: str = "/tmp"
+    """A folder for temporary files, which goes with the sandbox."""
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
     waits_inside: bool = False

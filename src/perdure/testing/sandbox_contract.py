@@ -131,6 +131,17 @@ class SandboxContract:
 
             assert (again.identity, again.workdir) == (box.identity, box.workdir)
 
+    async def test_temporary_files_are_its_own(self, provider: SandboxProvider) -> None:
+        """What one sandbox leaves in its `tmp` is in no other's."""
+        name = f"perdure-contract-{uuid4().hex}"
+        async with self.box(provider) as first:
+            await first.put(f"{first.tmp}/{name}", b"here")
+            found = await first.exec(["cat", f"{first.tmp}/{name}"])
+        async with self.box(provider) as second:
+            gone = await second.exec(["ls", f"{second.tmp}/{name}", f"/tmp/{name}"])
+
+        assert (found.stdout, gone.stdout) == (b"here", b"")
+
     async def test_attach_to_nothing_is_not_found(self, provider: SandboxProvider) -> None:
         """An identity that was never used is NotFound, not lost."""
         with raises(NotFound):

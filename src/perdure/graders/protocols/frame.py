@@ -63,7 +63,7 @@ class ProtocolGrader(ABC):
         kept = await filtered(patch, instance)
         if (early := judge_filtered(kept)) is not None:
             return Graded(make_grade(self, early, patch, kept), b"")
-        scratch = scratch_folder()
+        scratch = scratch_folder(sandbox)
         plan = self.plan(instance, scratch)
         run = await run_tests(
             sandbox, instance, kept.data, plan.command, scratch=scratch, timeout_s=timeout_s

@@ -77,7 +77,7 @@ def validate_suite(instance: Instance) -> None:
     except MalformedDiff as error:
         raise InstanceError(f"{instance.ref}: `test_patch` is not a git diff: {error}") from error
     parser_of(instance)
-    tampering.guarded_command(grading, scratch_folder())
+    tampering.guarded_command(grading, scratch="/tmp")
 
 
 async def run_suite(
@@ -87,7 +87,7 @@ async def run_suite(
 
     Raises: InstanceError, RetryHere, SandboxLost.
     """
-    scratch = scratch_folder()
+    scratch = scratch_folder(sandbox)
     command, canary = tampering.guarded_command(instance.grading, scratch)
     run = await run_tests(sandbox, instance, patch, command, scratch=scratch, timeout_s=timeout_s)
     return SuiteRun(run, canary, bool(command.junit_path), parser_of(instance))

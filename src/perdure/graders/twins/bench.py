@@ -38,12 +38,12 @@ class Bench:
         instance: Instance | None = None,
     ) -> SuiteRun:
         instance = instance or self.instance
-        scratch = scratch_folder()
-        suite = _suite(instance, scratch)
-        files = {**(files or {}), **suite.command.extra_files}
-        command = replace(suite.command, extra_files=files)
         self.runs += 1
         async with await self._make(f"twins-{purpose}") as sandbox:
+            scratch = scratch_folder(sandbox)
+            suite = _suite(instance, scratch)
+            files = {**(files or {}), **suite.command.extra_files}
+            command = replace(suite.command, extra_files=files)
             run = await run_tests(
                 sandbox, instance, patch, command, scratch=scratch, timeout_s=self._limit_s
             )
@@ -51,10 +51,10 @@ class Bench:
 
     async def in_sandbox(self, purpose: str, script: str) -> bytes:
         """What a script prints, on gold with the hidden tests in place."""
-        scratch = scratch_folder()
         command = Command(script, {})
         self.runs += 1
         async with await self._make(f"twins-{purpose}") as sandbox:
+            scratch = scratch_folder(sandbox)
             run = await run_tests(
                 sandbox, self.instance, self.gold, command, scratch=scratch, timeout_s=300
             )

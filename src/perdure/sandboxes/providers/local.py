@@ -38,6 +38,10 @@ OWN_FOLDERS = ("tree", "home", "tmp")
 class LocalSandbox(HostSandbox):
     """A folder and a keeper. `workdir` is the real folder, not the path that the spec names."""
 
+    def __init__(self, box: Box, meta: BoxMeta) -> None:
+        super().__init__(box, meta)
+        self.tmp = str(box.path / "tmp")
+
     @cached_property
     def _named(self) -> re.Pattern[str]:
         longest_first = sorted(self.meta.paths, key=len, reverse=True)
