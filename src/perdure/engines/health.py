@@ -97,12 +97,13 @@ class HealthCheck:
             return Finding(EngineState.DEAD if silent.gone else EngineState.SUSPECT, str(silent))
         except ControlPlaneError:
             vitals = self.vitals  # without metrics, only its tokens show whether it hangs
+        now = time.monotonic()
         restarted = self._note(vitals)
         if restarted or _another_process(record, vitals):
             return Finding(EngineState.DEAD, "another process answers at its address")
-        if await self._is_paused():
+        sampled = self._moved_at >= now  # since the last look: a pause shows in the next one
+        if not sampled and await self._is_paused():
             return Finding(EngineState.PAUSED, "paused from outside")
-        now = time.monotonic()
         if load.in_flight and now - max(load.progress, self._moved_at) > self._hang_s:
             return Finding(
                 EngineState.SUSPECT,

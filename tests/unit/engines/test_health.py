@@ -168,6 +168,34 @@ async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
     assert (bool(refused), watch.refused) == (True, "")
 
 
+async def test_an_engine_that_samples_is_not_asked_whether_it_is_paused(
+    engine: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Each gateway looks at each engine every second. A pause amid the work shows in the next look."""
+    asked: list[str] = []
+
+    async def note(request: httpx.Request) -> None:
+        asked.append(request.url.path)
+
+    client.event_hooks["request"].append(note)
+    ready = record(engine.url, EngineState.READY)
+    control = EngineControl(engine.url, client)
+    watch = HealthCheck(control, hang_s=5.0)
+    await watch.look(ready, Load())
+    await control.round_trip("policy")
+    asked.clear()
+    sampled = await watch.look(ready, Load())
+    await control.round_trip("policy")
+    await control.pause("keep")
+    amid = await watch.look(ready, Load())
+    after = await watch.look(ready, Load())
+
+    assert asked.count("/is_paused") == 1
+    assert (sampled, amid) == (None, None)
+    assert after is not None
+    assert after.state is EngineState.PAUSED
+
+
 # --- calls on it ------------------------------------------------------------------------------
 
 
