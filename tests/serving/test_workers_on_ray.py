@@ -126,8 +126,8 @@ async def test_a_node_on_which_a_rollout_has_just_begun_is_not_given_back(
 async def test_rays_autoscaler_adds_nodes_for_what_waits_and_takes_idle_ones_back(
     tmp_path: Path,
 ) -> None:
-    """From no node to two of the kind that the label names, and back to one: the last decides and
-    counts. Rollouts that come while a node is given back start once each."""
+    """From no node to two of the kind that the label names, and back to one, whichever was first: the
+    last decides and counts. Rollouts that come while a node is given back start once each."""
     offered = {"CPU": 2, "worker": 1, "object_store_memory": 80 << 20}
     async with a_cluster(tmp_path, offered, PYTHONPATH=str(ROOT)) as cluster:
         words = ("--most-rollouts", "4", "--idle-s", "15", "--label", SPOT)
@@ -136,6 +136,11 @@ async def test_rays_autoscaler_adds_nodes_for_what_waits_and_takes_idle_ones_bac
         await cluster.at_work(requests, 3)
         assert cluster.raylets() == 1 + 2
         await cluster.end(requests)
+
+        await until(lambda: cluster.raylets() == 1 + 1, "one node is left", PATIENCE_S)
+        more = await cluster.begin("grows-again", 3)
+        await cluster.at_work(more, 3)
+        await cluster.end(more)
 
         await until(lambda: cluster.at_home() == 1, "one worker has left its node", PATIENCE_S)
         again = await cluster.begin("comes-back", 3)

@@ -75,4 +75,11 @@ def test_the_autoscaler_is_asked_for_every_rollout_up_to_the_most(
     share = {"CPU": 0.5, "w": 0.001}
     chosen = plan(spare_cpus=2, cpus_per_rollout=0.5, resource="w", most_rollouts=10)
 
-    assert chosen.bundles(2, rollouts) == [share] * asked + [{"CPU": 2.0, "w": 0.001}] * 2
+    spare = [{"CPU": 2.0, "w": 0.001}] * 2
+    assert chosen.bundles(2, rollouts, seats=0) == [share] * asked + spare
+
+
+@pytest.mark.parametrize(("seats", "asked"), [(2, 3), (3, 0), (9, 0)])
+def test_what_fits_where_workers_are_keeps_no_other_node(seats: int, asked: int) -> None:
+    """Ray reserves room on whichever node it likes, so it never took back one that we had left."""
+    assert len(plan(most_rollouts=10).bundles(2, 3, seats=seats)) == asked

@@ -197,17 +197,21 @@ class WorkersManager:
                 one.busy_at = monotonic()
         else:
             await self._give_back()
-        bundles = self._plan.bundles(len(nodes), taken + self._waiting)
+        seats = sum(self._plan.seats(one.node) for one in self._placed.values() if not one.left)
+        bundles = self._plan.bundles(len(nodes), taken + self._waiting, seats)
         only = [dict(self._plan.labels)] * len(bundles) if self._plan.labels else None
         await asyncio.to_thread(request_resources, bundles=bundles, bundle_label_selectors=only)
 
     async def _give_back(self) -> None:
         """Free the nodes that have been idle for long, except for one, which decides and counts.
 
-        Ray takes no node on which an actor was placed again meanwhile.
+        Ray takes no node on which an actor was placed again meanwhile. An actor that never answered is
+        not asked: if others hold its CPUs, Ray has not started it, and the call would wait for that.
         """
         idle = [
-            k for k, one in self._placed.items() if monotonic() - one.busy_at > self._plan.idle_s
+            key
+            for key, one in self._placed.items()
+            if one.report is not None and monotonic() - one.busy_at > self._plan.idle_s
         ]
         for key in idle[: len(self._placed) - 1]:
             placed = self._placed[key]

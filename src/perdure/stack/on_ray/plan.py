@@ -54,13 +54,17 @@ class WorkersPlan(Frozen):
         seats = str(self.seats(node))
         return {**self.environment, "PERDURE_HOME": home, "PERDURE_SLOTS__AGENT": seats}
 
-    def bundles(self, nodes: int, rollouts: int) -> list[dict[str, float]]:
+    def bundles(self, nodes: int, rollouts: int, seats: int) -> list[dict[str, float]]:
         """The resources of so many rollouts, and what these nodes keep for engines.
 
-        One rollout at least: without any worker, no rollout would reach the queue that is counted.
+        Nothing if the `seats` that workers hold are enough: their actors keep their nodes, and what is
+        asked for besides would keep any node, perhaps one that is given back. One rollout at least:
+        without any worker, no rollout would reach the queue that is counted.
         """
         only = {self.resource: 0.001} if self.resource else {}
         wanted = min(max(rollouts, 1), self.most_rollouts)
+        if wanted <= seats:
+            return []
         spare = [{"CPU": self.spare_cpus, **only}] * nodes if self.spare_cpus else []
         return [{"CPU": self.cpus_per_rollout, **only}] * wanted + spare
 
