@@ -1,5 +1,7 @@
 """From logs and junit files to statuses, and from statuses to outcome and rewards."""
 
+import shlex
+
 import pytest
 
 from perdure.errors import InstanceError
@@ -128,6 +130,13 @@ def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -
     assert canary.path.rpartition("/")[0] == folder.removeprefix(".")
     assert (canary.path in guarded.shell) == named
     assert guarded.shell.startswith(command)
+
+
+def test_a_junit_path_with_a_space_is_one_argument() -> None:
+    """The `local` provider's folder for temporary files lies below the home, whatever its name."""
+    guarded, _ = guarded_command(tiny_instance(test_cmd="pytest tests").grading, "/my home/x")
+
+    assert f"--junitxml={guarded.junit_path}" in shlex.split(guarded.shell)
 
 
 def test_canary_matches_a_keyword_expression() -> None:
