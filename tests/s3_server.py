@@ -9,7 +9,9 @@ from typing import Any
 
 import boto3
 import pytest
+from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3.models import s3_backends
 from werkzeug.serving import make_server
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -29,6 +31,9 @@ def with_bucket(name: str, host: str = "127.0.0.1") -> Iterator["S3Server"]:
             yield server
         finally:
             server.close()
+            moto = s3_backends[DEFAULT_ACCOUNT_ID]["aws"]  # it lives as long as the process
+            moto.buckets[name].keys.clear()
+            moto.delete_bucket(name)
 
 
 class S3Server:

@@ -209,10 +209,12 @@ class Supervisor:
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
         """Check every part now and then; restart one that hangs."""
         temporal = functools.partial(readiness.answers, self.plan.temporal_health)
-        watches = {"temporal": Watch(temporal)}
+        checks = {"temporal": temporal}
         for name in (*self._gateways(), "worker"):
             health = self.plan.health_socket(name)
-            watches[name] = Watch(functools.partial(readiness.socket_answers, health))
+            checks[name] = functools.partial(readiness.socket_answers, health)
+        pids = {name: child.state.pid for name, child in self.children.items() if child.state}
+        watches = {name: Watch(check, pids.get(name, 0)) for name, check in checks.items()}
         while not stopped.done():
             await asyncio.wait({stopped}, timeout=CHECK_EVERY_S)
             for name, child in self.children.items():

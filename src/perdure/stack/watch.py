@@ -11,10 +11,11 @@ STARTS_WITHIN = 18
 class Watch:
     """The checks of one part, whose process may be another one each time."""
 
-    def __init__(self, check: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, check: Callable[[], Awaitable[bool]], started: int) -> None:
+        """`started`: the process that the start of the stack saw at work."""
         self._check = check
-        self._pid = 0
-        self._answered = False
+        self._pid = started
+        self._answered = True
         self._failed = 0
 
     async def hangs(self, pid: int) -> bool:

@@ -33,15 +33,14 @@ async def _checks_until_hanging(watch: Watch, pid: int) -> int:
 
 
 async def test_a_part_hangs_when_it_fails_some_checks_in_a_row() -> None:
-    """One answer starts the count again; a part that has not answered yet gets longer."""
-    answers = True
+    """One answer starts the count again; a part that was started again and has not answered yet gets
+    longer. The first process of a stack has answered when `perdure up` waited for it."""
+    answers = False
 
     async def check() -> bool:
         return answers
 
-    watch = Watch(check)
-    assert not await watch.hangs(1)
-    answers = False
+    watch = Watch(check, started=1)
     for _ in range(HANGS_AFTER - 1):
         assert not await watch.hangs(1)
     answers = True
