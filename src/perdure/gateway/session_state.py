@@ -103,6 +103,8 @@ class Session:
     """Calls in flight: a retry joins, and a sibling is a call of its own."""
     callers: "dict[CallKey, list[Caller]]" = field(default_factory=dict)
     """Who waits for each of them."""
+    unwritten: dict[CallKey, TurnRecord] = field(default_factory=dict)
+    """Sampled turns that the journal did not take: the repeated call gets them, and samples nothing."""
     sampling: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """Engine calls in progress, which closing the session abandons."""
     users: int = 0

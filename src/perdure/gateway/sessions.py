@@ -21,7 +21,13 @@ from perdure.apart.working import work
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
+from perdure.errors import (
+    ConfigurationError,
+    GatewayUnavailable,
+    NotFound,
+    PerdureError,
+    StoreUnavailable,
+)
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.partials import Partials
@@ -399,19 +405,26 @@ class Sessions:
 
     async def _turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
         arrived = time.time()
-        known = len(awake.tree.nodes)
-        if await self._refresh(awake.session):
+        known, session = len(awake.tree.nodes), awake.session
+        news = await self._refresh(session)
+        if news:
             location = awake.tree.locate(request).of_sibling(location.sibling)
-            key = (request.chain, location.digests.exact)
-            if (node := self._recorded(awake, key, known)) is not None:
-                return node.record.answer
+        key = (request.chain, location.digests.exact)
+        unwritten = session.unwritten.pop(key, None)
+        if news and (node := self._recorded(awake, key, known)) is not None:
+            return node.record.answer
         pending = PendingTurn(awake, request, location, arrived)
         recording = awake.recording
         across = location.digests.across
         recorded = recording.take(request.chain, across) if recording is not None else None
         if recording is None or recorded is None:
-            answer = await self._commit(pending, known, await self._sampled(pending))
-            self._partials.done(awake.session.spec.session_id, pending.call_id)
+            draft = unwritten or await self._sampled(pending)
+            try:
+                answer = await self._commit(pending, known, draft)
+            except (GatewayUnavailable, StoreUnavailable):
+                session.unwritten[key] = draft
+                raise
+            self._partials.done(session.spec.session_id, pending.call_id)
             return answer
         try:
             return await self._commit(pending, known, replayed(pending, recorded))

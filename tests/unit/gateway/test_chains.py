@@ -721,6 +721,30 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
     assert len(await process.turns()) == 1
 
 
+async def test_a_turn_that_the_journal_did_not_take_is_not_sampled_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store was away for longer than one call waits: the repeated call gets the tokens that it sampled."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+
+    async def away(*_: object, **__: object) -> None:
+        raise GatewayUnavailable("the journal cannot be written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process.journal, "append", away)
+        for _ in range(2):
+            with pytest.raises(GatewayUnavailable):
+                await process.ask(HELLO)
+    answer = await process.ask(HELLO)
+    await process.ask(_next(HELLO, answer))
+
+    assert len(speaker.seen) == 2
+    assert len(await process.turns()) == 2
+    assert process.sessions._sessions["s"].unwritten == {}
+
+
 async def test_the_same_request_on_two_chains_is_two_turns(start: Start) -> None:
     """Two agents that send the same at once each get an answer, and each continues its own."""
     process = start(Speaker())
