@@ -104,7 +104,7 @@ class Session:
     callers: "dict[CallKey, list[Caller]]" = field(default_factory=dict)
     """Who waits for each of them."""
     unwritten: dict[CallKey, TurnRecord] = field(default_factory=dict)
-    """Sampled turns that the journal did not take: the repeated call gets them, and samples nothing."""
+    """Sampled turns that the journal did not take. The repeated call writes and gets them."""
     sampling: "set[asyncio.Future[Any]]" = field(default_factory=set)
     """Engine calls in progress, which closing the session abandons."""
     users: int = 0

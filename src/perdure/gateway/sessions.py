@@ -21,13 +21,7 @@ from perdure.apart.working import work
 from perdure.dialects.base import Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
-from perdure.errors import (
-    ConfigurationError,
-    GatewayUnavailable,
-    NotFound,
-    PerdureError,
-    StoreUnavailable,
-)
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.partials import Partials
@@ -421,7 +415,7 @@ class Sessions:
             draft = unwritten or await self._sampled(pending)
             try:
                 answer = await self._commit(pending, known, draft)
-            except (GatewayUnavailable, StoreUnavailable):
+            except BaseException:
                 session.unwritten[key] = draft
                 raise
             self._partials.done(session.spec.session_id, pending.call_id)

@@ -40,6 +40,7 @@ async def test_a_part_hangs_when_it_fails_some_checks_in_a_row() -> None:
     async def check() -> bool:
         return answers
 
+    assert await _checks_until_hanging(Watch(check, started=1), 1) == HANGS_AFTER
     watch = Watch(check, started=1)
     for _ in range(HANGS_AFTER - 1):
         assert not await watch.hangs(1)

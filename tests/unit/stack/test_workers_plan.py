@@ -81,5 +81,5 @@ def test_the_autoscaler_is_asked_for_every_rollout_up_to_the_most(
 
 @pytest.mark.parametrize(("seats", "asked"), [(2, 3), (3, 0), (9, 0)])
 def test_what_fits_where_workers_are_keeps_no_other_node(seats: int, asked: int) -> None:
-    """Ray reserves room on whichever node it likes, so it never took back one that we had left."""
+    """Ray may meet a request with a node that was given back, and then keeps that node."""
     assert len(plan(most_rollouts=10).bundles(2, 3, seats=seats)) == asked

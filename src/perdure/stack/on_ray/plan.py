@@ -57,9 +57,9 @@ class WorkersPlan(Frozen):
     def bundles(self, nodes: int, rollouts: int, seats: int) -> list[dict[str, float]]:
         """The resources of so many rollouts, and what these nodes keep for engines.
 
-        Nothing if the `seats` that workers hold are enough: their actors keep their nodes, and what is
-        asked for besides would keep any node, perhaps one that is given back. One rollout at least:
-        without any worker, no rollout would reach the queue that is counted.
+        Nothing while the workers have `seats` enough. Their actors keep their nodes, and Ray may meet a
+        request with a node that is given back, which then stays. One rollout at least: without any
+        worker, no rollout would reach the queue that is counted.
         """
         only = {self.resource: 0.001} if self.resource else {}
         wanted = min(max(rollouts, 1), self.most_rollouts)
