@@ -20,7 +20,7 @@ async def save(store: Store, instance: Instance) -> None:
 
 
 async def save_import(store: Store, dataset: str, rows: list[dict[str, Any]]) -> None:
-    """Keep what became of each row. Written last: without it, an import did not come to its end."""
+    """Keep what became of each row of the dataset's source."""
     await store.put(keys.dataset_import(dataset), json.dumps(rows, indent=0).encode())
 
 

@@ -6,7 +6,8 @@ import io
 import os
 import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -17,6 +18,8 @@ from perdure.settings.load import load_settings
 
 ATTRIBUTES = "* -export-ignore -export-subst\n"
 """A tree has all files of its commit, also those that the project keeps out of its archives."""
+_WAITING: defaultdict[Path, list[tuple[str, ...]]] = defaultdict(list)
+"""Commits that threads of this process wait for, by repository: the next fetch brings all of them."""
 _AWAY = ("Could not resolve host", "Connection", "timed out", "unable to access")
 
 
@@ -53,17 +56,15 @@ def _with(url: str, *commits: str) -> Path:
     """A repository that has these commits."""
     folder = cache() / hashlib.sha256(url.encode()).hexdigest()[:16]
     if not all(_has(folder, commit) for commit in commits):
-        with locked(folder) as lock:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            repository.git(folder, "init", "-q", "--template=", keep_open=(lock,))
-            info = folder / ".git" / "info"
-            info.mkdir(exist_ok=True)
-            (info / "attributes").write_text(ATTRIBUTES)
-            _clear(folder)
-            _borrow(folder, url)
-            for commit in commits:
-                if not _has(folder, commit):
-                    _fetch(folder, url, commit, lock)
+        waits = _WAITING[folder]
+        waits.append(commits)
+        try:
+            with locked(folder) as lock:
+                if missing := _missing(folder, commits):  # else another thread has fetched them
+                    _prepare(folder, url, lock)
+                    _fetch_all(folder, url, missing, lock)
+        finally:
+            waits.remove(commits)
     os.utime(folder)  # the time of the last use, for whoever removes old ones
     return folder
 
@@ -103,6 +104,32 @@ def locked(folder: Path) -> Iterator[int]:
         os.close(lock)
 
 
+def _prepare(folder: Path, url: str, lock: int) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    repository.git(folder, "init", "-q", "--template=", keep_open=(lock,))
+    info = folder / ".git" / "info"
+    info.mkdir(exist_ok=True)
+    (info / "attributes").write_text(ATTRIBUTES)
+    _clear(folder)
+    _borrow(folder, url)
+
+
+def _missing(folder: Path, commits: Iterable[str]) -> list[str]:
+    return [commit for commit in dict.fromkeys(commits) if not _has(folder, commit)]
+
+
+def _fetch_all(folder: Path, url: str, missing: list[str], lock: int) -> None:
+    """Fetch these commits, in one call with those that other threads wait for."""
+    others = [commit for commits in list(_WAITING[folder]) for commit in commits]
+    together = _missing(folder, [*missing, *others])
+    try:
+        _fetch(folder, url, together, lock)
+    except InstanceError:  # the address lacks one of them: perhaps another thread's
+        if together == missing:
+            raise
+        _fetch(folder, url, missing, lock)
+
+
 def _has(folder: Path, commit: str) -> bool:
     if not (folder / ".git").is_dir():
         return False
@@ -128,11 +155,11 @@ def _borrow(folder: Path, url: str) -> None:
         (folder / ".git" / "objects" / "info" / "alternates").write_text(f"{clone / told}\n")
 
 
-def _fetch(folder: Path, url: str, commit: str, lock: int) -> None:
-    words = ("fetch", "-q", "--no-tags", "--depth", "1", url, commit)
+def _fetch(folder: Path, url: str, commits: list[str], lock: int) -> None:
+    words = ("fetch", "-q", "--no-tags", "--depth", "1", url, *commits)
     try:
         repository.git(folder, *words, keep_open=(lock,))
     except InstanceError as error:
         if any(word in str(error) for word in _AWAY):
             raise RetryHere(f"cannot reach {url}: {error}", boundary=Boundary.INSTANCE) from error
-        raise InstanceError(f"{url} has no commit {commit}: {error}") from error
+        raise InstanceError(f"{url} has no commit {' or '.join(commits)}: {error}") from error

@@ -16,7 +16,7 @@ def dataset_prefix(dataset: str) -> str:
 
 
 def dataset_import(dataset: str) -> str:
-    """What became of each row of a dataset's last import; written when it came to its end."""
+    """What became of each row of a dataset's source, also of those that are not imported yet."""
     return f"imports/{dataset}.json"
 
 

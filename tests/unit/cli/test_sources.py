@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.runs.selection import Choice, resolve
+from perdure.cli.runs.selection import resolve
 from perdure.errors import InstanceError
+from perdure.instances.rows.choice import Choice
 from perdure.storage.local import LocalStore
 
 ROW: dict[str, Any] = {

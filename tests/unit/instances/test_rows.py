@@ -9,6 +9,7 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.instances import catalog
+from perdure.instances.rows.choice import Choice
 from perdure.instances.rows.importing import dataset_name, import_rows, to_instance
 from perdure.storage.local import LocalStore
 from perdure.types import Instance, SourceKind
@@ -208,7 +209,9 @@ async def test_import_stops_at_the_limit(tmp_path: Path) -> None:
     """`limit` is how many rows are read."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({**ROW, "instance_id": f"i{n}"}) + "\n" for n in range(3)))
-    report = await import_rows(LocalStore(tmp_path / "store"), path, dataset="d", limit=2)
+    report = await import_rows(
+        LocalStore(tmp_path / "store"), path, dataset="d", choice=Choice(limit=2)
+    )
 
     assert report.refs == ["d/i0", "d/i1"]
 

@@ -81,13 +81,14 @@ async def _request(
     from perdure.cli.runs import selection
     from perdure.cli.runs.launch import make_ready
     from perdure.handlers import import_handlers
+    from perdure.instances.rows.choice import Choice
     from perdure.storage.base import open_store
     from perdure.storage.preflight import check_store
     from perdure.types import CalibrationRequest
 
     import_handlers(settings.handlers)
     await check_store(settings)
-    choice = selection.Choice(chosen["include"], chosen["exclude"], chosen["limit"], True)
+    choice = Choice(chosen["include"], chosen["exclude"], chosen["limit"], True)
     found = await selection.resolve(open_store(settings), source, choice)
     for note in found.notes:
         say(note)

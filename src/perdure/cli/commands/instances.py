@@ -180,6 +180,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
 
     from perdure.cli.runs.selection import check_row, published_as
     from perdure.handlers import import_handlers
+    from perdure.instances.rows.choice import Choice
     from perdure.instances.rows.importing import import_rows
     from perdure.storage.base import open_store
 
@@ -187,9 +188,8 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     published = published_as(dataset or source)
     if published is not None and dataset is not None and source != published.recipe.name:
         published = replace(published, elsewhere=source)
-    report = asyncio.run(
-        import_rows(open_store(settings), published or source, dataset, limit, validate=check_row)
-    )
+    store, choice = open_store(settings), Choice(limit=limit)
+    report = asyncio.run(import_rows(store, published or source, dataset, choice, check_row))
     for problem in report.problems:
         click.echo(f"error: {source}: {problem}", err=True)
     if as_json:
@@ -212,14 +212,15 @@ def list_(dataset: str | None, as_json: bool) -> None:
     """
     settings = load_settings()
     found = asyncio.run(_listed(settings, dataset))
+    left = asyncio.run(_rows_left(settings, list(found)))
     if dataset:
-        _list_one(settings, dataset, found[dataset], as_json)
+        _list_one(settings, dataset, found[dataset], left[dataset], as_json)
         return
     if as_json:
         answer(found)
         return
     for name, refs in found.items():
-        click.echo(f"{name} ({len(refs)})")
+        click.echo(_counted(name, len(refs), left[name]))
     if not found:
         click.echo(f"No instances in {settings.store_url}: perdure instances build")
 
@@ -263,7 +264,13 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     click.echo(f"\n{instance.problem_statement.strip()}")
 
 
-def _list_one(settings: Settings, dataset: str, refs: list[str], as_json: bool) -> None:
+def _counted(dataset: str, here: int, left: int) -> str:
+    """`suite (40)`, `suite (1 of 40 rows; the rest is imported when a command asks for it)`."""
+    rest = f" of {here + left} rows; the rest is imported when a command asks for it"
+    return f"{dataset} ({here}{rest if left else ''})"
+
+
+def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_json: bool) -> None:
     from perdure.cli import marks
     from perdure.instances import calibration
     from perdure.storage.base import open_store
@@ -278,9 +285,9 @@ def _list_one(settings: Settings, dataset: str, refs: list[str], as_json: bool) 
             }
             for ref, here in records.items()
         ]
-        answer({"dataset": dataset, "instances": told})
+        answer({"dataset": dataset, "rows_left": left, "instances": told})
         return
-    click.echo(f"{dataset} ({len(refs)})")
+    click.echo(_counted(dataset, len(refs), left))
     wide = max(map(len, refs))
     for ref, here in records.items():
         click.echo(f"  {ref:<{wide}}  {marks.of_list(here)}")
@@ -298,6 +305,17 @@ async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str
         there = ", ".join(await catalog.datasets(store)) or "none yet"
         raise NotFound(f"no dataset {dataset!r} in {store.url} (there: {there})")
     return {name: refs for name, refs in found.items() if refs}
+
+
+async def _rows_left(settings: Settings, datasets: list[str]) -> dict[str, int]:
+    """How many rows of each dataset's source are not imported yet."""
+    from perdure.instances.rows.importing import earlier_import
+    from perdure.storage.base import open_store
+
+    store = open_store(settings)
+    reports = [await earlier_import(store, name) for name in datasets]
+    counts = [0 if report is None else report.left for report in reports]
+    return dict(zip(datasets, counts, strict=True))
 
 
 def _told(one: "Built") -> str:

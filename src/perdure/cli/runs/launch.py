@@ -27,6 +27,7 @@ from perdure.engines.reported import configured_engine, engine_settings
 from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
 from perdure.instances import interpreters
 from perdure.instances.calibration import Mark, quarantined
+from perdure.instances.rows.choice import Choice
 from perdure.rollouts import identity
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
@@ -94,9 +95,7 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
     phases.check(check(options), None, partial(provider, settings))
     await check_store(settings)
     store = open_store(settings)
-    choice = selection.Choice(
-        options.include, options.exclude, options.limit, options.skip_bad_rows
-    )
+    choice = Choice(options.include, options.exclude, options.limit, options.skip_bad_rows)
     found = await selection.resolve(store, options.source, choice)
     for note in found.notes:
         say(note)

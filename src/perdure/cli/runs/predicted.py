@@ -14,6 +14,7 @@ from perdure.cli.runs import launch, selection
 from perdure.cli.runs.request import RunOptions, check
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
+from perdure.instances.rows.choice import Choice
 from perdure.rollouts.predictions import Prediction, digest_of, place, read_predictions
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
@@ -65,7 +66,11 @@ async def _plan(
     phases.check(check(options), None, partial(provider, settings))
     await check_store(settings)
     store = open_store(settings)
-    found = await selection.resolve(store, options.source, selection.Choice(skip_bad_rows=True))
+    ids = tuple(dict.fromkeys(one.instance_id for one in given))
+    try:
+        found = await selection.resolve(store, options.source, Choice(ids, skip_bad_rows=True))
+    except selection.NoneChosen:
+        raise _lacks(options.source, ids) from None
     refs = await _refs(store, found)
     kept = _known(given, refs, options.source, skip_unknown)
     wanted = tuple(dict.fromkeys(refs[one.instance_id] for one in kept))
@@ -80,7 +85,7 @@ async def _plan(
 
 async def _refs(store: Store, found: selection.Selection) -> dict[str, str]:
     """Instance id -> reference."""
-    refs = found.refs or await catalog.refs(store, found.dataset)
+    refs = await catalog.refs(store, found.dataset) if found.refs is None else found.refs
     return {ref.split("/", 1)[1]: ref for ref in refs}
 
 
@@ -90,11 +95,14 @@ def _known(
     unknown = [one.instance_id for one in given if one.instance_id not in refs]
     kept = [one for one in given if one.instance_id in refs]
     if unknown and not (skip_unknown and kept):
-        some = ", ".join(list(dict.fromkeys(unknown))[:3])
-        raise ConfigurationError(
-            f"{source} lacks {many(len(set(unknown)), 'instance')} of the predictions (such as"
-            f" {some}); --skip-unknown leaves them out"
-        )
+        raise _lacks(source, list(dict.fromkeys(unknown)))
     if unknown:
         say(f"left out: {many(len(unknown), 'prediction')} of unknown instances")
     return kept
+
+
+def _lacks(source: str, unknown: Sequence[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{source} lacks {many(len(unknown), 'instance')} of the predictions (such as"
+        f" {', '.join(unknown[:3])}); --skip-unknown leaves them out"
+    )

@@ -135,7 +135,7 @@ async def instances_of(
     A dataset's quarantined rows are left out of the list, not of what is said. Raises:
     ConfigurationError.
     """
-    refs = list(source.refs or await catalog.refs(store, source.dataset))
+    refs = list(await catalog.refs(store, source.dataset) if source.refs is None else source.refs)
     found = chosen(refs, request.include, request.exclude)
     if not found:
         some = ", ".join(ref.split("/", 1)[1] for ref in refs[:3])

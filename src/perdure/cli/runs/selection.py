@@ -2,30 +2,29 @@
 dataset."""
 
 import difflib
-import fnmatch
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.errors import ConfigurationError, InstanceError, MissingDependency, NotFound
 from perdure.graders.diff import git_diff
 from perdure.handlers import handler_of
-from perdure.instances import catalog
+from perdure.instances import calibration, catalog
 from perdure.instances.recipes.public_set import PublicSet
 from perdure.instances.recipes.recipe import find_recipe, load_recipe
+from perdure.instances.rows.choice import ALL, Choice
 from perdure.instances.rows.importing import (
     ImportedRow,
     ImportReport,
     dataset_name,
-    earlier_import,
     import_rows,
 )
 from perdure.stack.checkout import find_root
 from perdure.storage import keys
 from perdure.storage.base import Store
-from perdure.types import Instance
+from perdure.types import CalibrationState, Instance
 
 FILES = (".jsonl", ".json", ".parquet")
 ALIASES = {
@@ -47,17 +46,8 @@ class Selection:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which instances of a source are wanted, and what a bad row among them means."""
-
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    limit: int | None = None
-    skip_bad_rows: bool = False
-
-
-ALL = Choice()
+class NoneChosen(ConfigurationError):
+    """No row of the source is wanted."""
 
 
 async def resolve(store: Store, source: str, choice: Choice = ALL) -> Selection:
@@ -108,15 +98,23 @@ async def _dataset(store: Store, name: str, choice: Choice) -> Selection:
         name = ALIASES[name]
     published = published_as(name)
     if published is not None:
-        report = await earlier_import(store, name)
-        if report is None:
-            report = await import_rows(store, published, validate=check_row)
+        wanted = await _without_quarantined(store, name, choice)
+        report = await import_rows(store, published, None, wanted, check_row, keep=True)
         by_id = sorted(report.rows, key=lambda row: row.instance_id)  # as the store lists them
         notes = _judged(name, report, by_id, choice)
         return Selection(name, name, None, f"dataset:{name}", notes)
     if not await catalog.refs(store, name):
         raise ConfigurationError(await _unknown(store, name))
     return Selection(name, name, None, f"dataset:{name}")
+
+
+async def _without_quarantined(store: Store, dataset: str, choice: Choice) -> Choice:
+    """A limit that is still met when a run leaves out the dataset's quarantined rows."""
+    if choice.limit is None:
+        return choice
+    known = await calibration.records(store, await catalog.refs(store, dataset))
+    bad = [r for r in known.values() if any(x.state is CalibrationState.QUARANTINED for x in r)]
+    return replace(choice, limit=choice.limit + len(bad))
 
 
 def published_as(name: str) -> PublicSet | None:
@@ -148,12 +146,14 @@ async def _unknown(store: Store, name: str) -> str:
 
 
 async def _imported(store: Store, source: str, choice: Choice) -> Selection:
-    report = await import_rows(store, source, validate=check_row)
+    report = await import_rows(store, source, None, choice, check_row)
     file = Path(source)
     content = file.read_bytes() if file.is_file() else source.encode()
     notes = _judged(source, report, report.rows, choice)
     digest = hashlib.sha256(content).hexdigest()
-    return Selection(dataset_name(source), report.dataset, tuple(report.refs), digest, notes)
+    here = (ref for ref in report.refs if choice.wants(ref.split("/", 1)[1]))
+    refs = tuple(here)[: choice.limit]
+    return Selection(dataset_name(source), report.dataset, refs, digest, notes)
 
 
 def _judged(
@@ -162,15 +162,20 @@ def _judged(
     """What to say of the bad rows among the chosen ones; the others do not matter.
 
     Raises: InstanceError where one of them is bad and may not be skipped; ConfigurationError where
-    no row is usable.
+    no row is usable; NoneChosen.
     """
-    asked = [row for row in rows if wanted(row.instance_id, choice.include, choice.exclude)]
+    asked = [row for row in rows if choice.wants(row.instance_id)]
+    if rows and not asked:
+        some = ", ".join(row.instance_id for row in rows[:3])
+        raise NoneChosen(
+            f"--include / --exclude leave none of {len(rows)} instances (such as {some})"
+        )
     if not choice.skip_bad_rows:
         asked = asked[: choice.limit]
     problems = [row.problem for row in asked if row.problem]
     if problems and not choice.skip_bad_rows:
         raise InstanceError(bad_rows(problems))
-    if not report.refs:
+    if not any(row.instance_id and not row.problem and not row.is_left for row in asked):
         raise ConfigurationError(
             f"{source} has no usable rows: it must hold one JSON object for each instance"
         )
@@ -187,9 +192,5 @@ def bad_rows(problems: Sequence[str]) -> str:
 
 def chosen(refs: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:
     """The references whose instance id matches a glob of `include` and none of `exclude`."""
-    return [ref for ref in refs if wanted(ref.split("/", 1)[1], include, exclude)]
-
-
-def wanted(instance_id: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    included = not include or any(fnmatch.fnmatch(instance_id, glob) for glob in include)
-    return included and not any(fnmatch.fnmatch(instance_id, glob) for glob in exclude)
+    choice = Choice(tuple(include), tuple(exclude))
+    return [ref for ref in refs if choice.wants(ref.split("/", 1)[1])]

@@ -3,8 +3,10 @@
 A new row format is one file with `to_instance(row, dataset)` and one line in `registry.ROWS`.
 """
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,16 +15,19 @@ from typing import Any, NamedTuple, cast
 from pydantic import ValidationError
 
 from perdure import registry
-from perdure.errors import InstanceError
+from perdure.errors import InstanceError, RetryHere
 from perdure.instances import catalog
 from perdure.instances.recipes.public_set import PublicSet
+from perdure.instances.rows.choice import ALL, Choice
 from perdure.instances.rows.fields import Row
 from perdure.instances.rows.readers import NumberedRow, read_rows
-from perdure.instances.rows.recognition import recognised, refuse_other_marks
+from perdure.instances.rows.recognition import given_id, recognised, refuse_other_marks
 from perdure.storage.base import Store
 from perdure.types import Instance, slugify
 
 Reader = Callable[[Row, str], Instance]
+AT_ONCE = 32
+"""Rows that are converted at a time: some formats fetch commits, which takes seconds each."""
 
 
 class ImportedRow(NamedTuple):
@@ -33,23 +38,31 @@ class ImportedRow(NamedTuple):
     """Empty where the row names none."""
     problem: str = ""
     """Why it was left out."""
+    is_left: bool = False
+    """Not imported yet: no command has asked for it."""
 
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The result of an import, in row order."""
+    """The state of a dataset's rows after an import, in row order."""
 
     dataset: str
-    rows: list[ImportedRow]
+    rows: Sequence[ImportedRow]
 
     @property
     def refs(self) -> list[str]:
-        return [f"{self.dataset}/{row.instance_id}" for row in self.rows if not row.problem]
+        here = (row for row in self.rows if row.instance_id and not row.problem)
+        return [f"{self.dataset}/{row.instance_id}" for row in here if not row.is_left]
 
     @property
     def problems(self) -> list[str]:
         """One line for each row that was left out."""
         return [row.problem for row in self.rows if row.problem]
+
+    @property
+    def left(self) -> int:
+        """Rows that are not imported yet."""
+        return sum(row.is_left for row in self.rows)
 
 
 def to_instance(
@@ -70,42 +83,176 @@ async def import_rows(
     store: Store,
     source: str | Path | PublicSet,
     dataset: str | None = None,
-    limit: int | None = None,
+    choice: Choice = ALL,
     validate: Callable[[Instance], None] | None = None,
+    *,
+    keep: bool = False,
 ) -> ImportReport:
-    """Keep every row of `source` in the catalog; a bad row is reported and left out.
+    """Keep the chosen rows of `source` in the catalog; a bad row is reported and left out.
 
-    `dataset`: its name in the catalog, by default the file's name or the recipe's. `limit`: rows
-    read at most. `validate`: a further check (the grader's), which raises InstanceError.
-    Raises: ConfigurationError or MissingDependency when the source cannot be read at all.
+    A limit counts the rows of a file in their order, those of a public set by their ids, as a run does.
+
+    `dataset`: its name in the catalog, by default the file's name or the recipe's. `validate`: a
+    further check (the grader's), which raises InstanceError. `keep`: do not read rows again that
+    are imported.
+    Raises: ConfigurationError or MissingDependency when the source cannot be read at all; RetryHere
+    naming the row whose repository cannot be reached. What was imported before it stays.
     """
-    published = source if isinstance(source, PublicSet) else None
-    name = published.recipe.name if published else dataset_name(str(source))
-    report = ImportReport(dataset or name, [])
-    known: set[str] = set()
-    folder = _folder_of(source)
-    rows = published.read() if published else read_rows(str(source))
-    for row in islice(rows, limit):
-        try:
-            instance = _instance_of(
-                row, report.dataset, known, folder, published=published, validate=validate
-            )
-        except InstanceError as error:
-            given = row.fields.get("instance_id")
-            own = given if isinstance(given, str) else ""
-            report.rows.append(ImportedRow(row.number, own, str(error)))
-            continue
-        await catalog.save(store, instance)
-        known.add(instance.instance_id)
-        report.rows.append(ImportedRow(row.number, instance.instance_id))
-    await catalog.save_import(store, report.dataset, [row._asdict() for row in report.rows])
-    return report
+    own_name = source.recipe.name if isinstance(source, PublicSet) else dataset_name(str(source))
+    name = dataset or own_name
+    rows = [ImportedRow(**row) for row in await catalog.load_import(store, name) or ()]
+    if keep and rows and _Import(source, name, rows, choice, keep=keep).is_complete():
+        return ImportReport(name, rows)
+    listed = await asyncio.to_thread(lambda: list(_listed(source, rows, keep=keep)))
+    running = _Import(source, name, listed, choice, keep=keep, validate=validate)
+    try:
+        await running.save(store)  # marks the dataset as partial if this process is killed
+        await running.play(store)
+    finally:
+        await running.save(store)
+    return ImportReport(name, running.rows)
 
 
 async def earlier_import(store: Store, dataset: str) -> ImportReport | None:
-    """The report of the last import of this dataset that came to its end."""
+    """What earlier imports of this dataset left."""
     rows = await catalog.load_import(store, dataset)
     return None if rows is None else ImportReport(dataset, [ImportedRow(**row) for row in rows])
+
+
+class _Import:
+    """One import: converts the chosen rows in rounds, until enough of them are good."""
+
+    def __init__(
+        self,
+        source: str | Path | PublicSet,
+        dataset: str,
+        rows: list[ImportedRow],
+        choice: Choice,
+        *,
+        keep: bool,
+        validate: Callable[[Instance], None] | None = None,
+    ) -> None:
+        self.source = source
+        self.published = source if isinstance(source, PublicSet) else None
+        self.dataset = dataset
+        self.rows = rows
+        self.choice = choice
+        self.validate = validate
+        self._done = {place for place, row in enumerate(rows) if keep and not row.is_left}
+        """Positions of rows that need no conversion any more."""
+        good = (place for place in self._done if not self.rows[place].problem)
+        self._first = {self.rows[place].instance_id: place for place in good}
+        """Instance id -> the position of its row."""
+
+    def is_complete(self) -> bool:
+        """Every row that the choice asks for is imported."""
+        return not self._round()
+
+    async def save(self, store: Store) -> None:
+        rows = [row._asdict() for row in self.rows]
+        await catalog.save_import(store, self.dataset, rows)
+
+    async def play(self, store: Store) -> None:
+        """Raises: RetryHere naming the row."""
+        with ThreadPoolExecutor(AT_ONCE, "import") as threads:
+            while places := self._round():
+                rows = enumerate(_read(self.source))
+                asked = ((place, row) for place, row in rows if place in places)
+                while some := list(islice(asked, AT_ONCE)):
+                    await self._convert(store, threads, some)
+                self._done |= places  # also of a source that became shorter
+
+    def _round(self) -> set[int]:
+        """Positions of the rows to convert next; empty: the choice is complete."""
+        unnamed = {place for place in self._open() if not self.rows[place].instance_id}
+        if unnamed and self.published:  # their ids decide their order
+            return unnamed
+        chosen: set[int] = set()
+        counted = 0
+        for place in self._order():
+            row, is_open = self.rows[place], place not in self._done
+            if counted == self.choice.limit:
+                break
+            if not (self.choice.wants(row.instance_id) or (is_open and not row.instance_id)):
+                continue
+            if is_open:
+                chosen.add(place)
+            counted += is_open or not (row.problem and self.choice.skip_bad_rows)
+        return chosen
+
+    def _order(self) -> Sequence[int]:
+        places = range(len(self.rows))
+        if self.published is None:
+            return places
+        return sorted(places, key=lambda place: self.rows[place].instance_id)
+
+    def _open(self) -> Iterator[int]:
+        return (place for place in range(len(self.rows)) if place not in self._done)
+
+    async def _convert(
+        self, store: Store, threads: ThreadPoolExecutor, some: Sequence[tuple[int, NumberedRow]]
+    ) -> None:
+        loop, away = asyncio.get_running_loop(), list[RetryHere]()
+        reads = [loop.run_in_executor(threads, self._instance_of, row) for _, row in some]
+        results = await asyncio.gather(*reads, return_exceptions=True)
+        for (place, row), result in zip(some, results, strict=True):
+            if isinstance(result, RetryHere):
+                where = f"row {row.number} ({self.rows[place].instance_id})"
+                away.append(RetryHere(f"{where}: {result}", boundary=result.boundary))
+                continue
+            self._done.add(place)
+            self.rows[place] = await self._kept(store, row, place, result)
+        if away:
+            raise away[0]
+
+    async def _kept(
+        self, store: Store, row: NumberedRow, place: int, result: Instance | BaseException
+    ) -> ImportedRow:
+        """Save the instance. Raises: what is no fault of the row."""
+        if isinstance(result, Instance):
+            own = result.instance_id
+            if self._first.setdefault(own, place) == place:
+                await catalog.save(store, result)
+                return ImportedRow(row.number, own)
+            repeats = f"row {row.number} repeats the `instance_id` {own!r} of an earlier row"
+            return ImportedRow(row.number, own, repeats)
+        if not isinstance(result, InstanceError):
+            raise result
+        given = row.fields.get("instance_id")
+        return ImportedRow(row.number, given if isinstance(given, str) else "", str(result))
+
+    def _instance_of(self, row: NumberedRow) -> Instance:
+        """Called in a thread. Raises: InstanceError, RetryHere."""
+        if row.problem:
+            raise InstanceError(row.problem)
+        instance = to_instance(row.fields, self.dataset, row.number, _folder_of(self.source))
+        try:
+            if self.published:
+                instance = self.published.finished(instance)
+            if self.validate is not None:
+                self.validate(instance)
+        except InstanceError as error:
+            problem = str(error).removeprefix(f"{instance.ref}: ")
+            where = f"row {row.number}{'' if problem.startswith('lacks ') else ':'}"
+            raise InstanceError(f"{where} {problem}") from error
+        return instance
+
+
+def _read(source: str | Path | PublicSet) -> Iterator[NumberedRow]:
+    return source.read() if isinstance(source, PublicSet) else read_rows(str(source))
+
+
+def _listed(
+    source: str | Path | PublicSet, earlier: Sequence[ImportedRow], *, keep: bool
+) -> Iterator[ImportedRow]:
+    """The rows of the source, with what earlier imports made of them."""
+    for place, row in enumerate(_read(source)):
+        given = "" if row.problem else given_id(Row(row.number, row.fields))
+        known = earlier[place] if place < len(earlier) else ImportedRow(0, "", is_left=True)
+        if known.is_left or given not in ("", known.instance_id):
+            yield ImportedRow(row.number, given, is_left=True)
+        else:  # without `keep` the source may have changed: only the id that it gives now counts
+            yield known if keep else known._replace(instance_id=given)
 
 
 def dataset_name(source: str | Path) -> str:
@@ -120,34 +267,6 @@ def _folder_of(source: str | Path | PublicSet) -> Path:
         return _folder_of(source.elsewhere) if source.elsewhere else source.folder
     path = Path(source)
     return path if path.is_dir() else path.parent
-
-
-def _instance_of(
-    row: NumberedRow,
-    dataset: str,
-    known: set[str],
-    folder: Path,
-    *,
-    published: PublicSet | None,
-    validate: Callable[[Instance], None] | None,
-) -> Instance:
-    if row.problem:
-        raise InstanceError(row.problem)
-    instance = to_instance(row.fields, dataset, row.number, folder)
-    if instance.instance_id in known:
-        raise InstanceError(
-            f"row {row.number} repeats the `instance_id` {instance.instance_id!r} of an earlier row"
-        )
-    try:
-        if published is not None:
-            instance = published.finished(instance)
-        if validate is not None:
-            validate(instance)
-    except InstanceError as error:
-        problem = str(error).removeprefix(f"{instance.ref}: ")
-        where = f"row {row.number}{'' if problem.startswith('lacks ') else ':'}"
-        raise InstanceError(f"{where} {problem}") from error
-    return instance
 
 
 def _format_of(row: Row) -> Reader:

@@ -94,6 +94,19 @@ def recognised(row: Row) -> str:
     return name
 
 
+def given_id(row: Row) -> str:
+    """The instance id, if the row's format takes it from the field `instance_id`; else empty: only the
+    conversion tells."""
+    try:
+        named = row.optional_text("data_source")
+        name = registry.data_source_named(named) if named else recognised(row)
+        own = FORMATS.get(ALIKE.get(name or "", name or ""))
+        takes_it = own is not None and "instance_id" in own.needs and name not in registry.HANDLERS
+        return row.optional_text("instance_id") if takes_it else ""
+    except InstanceError:
+        return ""
+
+
 def refuse_other_marks(row: Row, name: str) -> None:
     """Refuse a field by which another format than the row's grades, because it would be ignored.
 
