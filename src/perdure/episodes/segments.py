@@ -4,11 +4,13 @@ Owns the rule for what continues a segment and what starts a new one. Nothing is
 here, so every sampled token is trained exactly once, as it was sampled.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from perdure.episodes.conversations import answer_of, conversations
+from perdure.episodes.merge_turns import merge_turns
 from perdure.episodes.slime_tree import Sequenced, Spoken, cut_like_slime
 from perdure.types import FinishReason, Purpose, SamplingSpan, Segment, SegmentKind, Turn
 
@@ -20,17 +22,17 @@ RewardShare = Literal["split", "full", "last"]
 counts a rollout once; `split`: 1/K of it, as in slime's first coding example; `last`: only the last one
 gets it."""
 
-SegmentMode = Literal["tree", "slime"]
-"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. `slime`: its
-message tree of August 2026, for prompts that were rendered again; it does not train tokens that a later prompt
-changes."""
+SegmentMode = Literal["tree", "merge_turns", "slime"]
+"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. The others
+are slime's, and do not train tokens that a later prompt changes: `merge_turns` that of its coding-agent example,
+`slime` its message tree of August 2026."""
 
 
 class Untrained(NamedTuple):
     """A turn whose sampled tokens are in no segment with mask 1, and why.
 
     `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent went on without the
-    answer), `drift` (mode `slime` only: a later prompt does not repeat it token for token)."""
+    answer), `drift` (slime's modes only: a later prompt does not repeat it token for token)."""
 
     turn: int
     tokens: int
@@ -89,7 +91,8 @@ def cut(
     `slime` for a turn without its messages.
     """
     taken = [t for t in turns if _why_left_out(t, keep_unused=keep_unused) is None]
-    grown = _slimed(taken) if mode == "slime" else _grown(taken)
+    grow = {"tree": _grown, "merge_turns": _merged, "slime": _slimed}[mode]
+    grown = grow(taken)
     stretches = [stretch for stretch in grown if stretch.response_ids]
     stretches.sort(key=lambda stretch: stretch.frozen_at)
     last = {stretch.chain: stretch for stretch in stretches}
@@ -164,6 +167,22 @@ def _grown(turns: Sequence[Turn]) -> list[_Stretch]:
         stretch.add(turn)
         stretch.frozen_at = position
         newest[turn.chain] = ending_with[turn.index] = stretch
+    return found
+
+
+def _merged(turns: Sequence[Turn]) -> list[_Stretch]:
+    at = {turn.index: position for position, turn in enumerate(turns)}
+    chains: dict[str, list[Turn]] = {}
+    for turn in turns:
+        chains.setdefault(turn.chain, []).append(turn)
+    found: list[_Stretch] = []
+    for own in chains.values():
+        sequences = merge_turns(own, token_versions)
+        for sequence, following in itertools.zip_longest(sequences, sequences[1:]):
+            stretch = _from_slime(sequence, at)
+            if following is not None and following.first is not None:
+                stretch.frozen_at = at[following.first.index] - 0.5
+            found.append(stretch)
     return found
 
 

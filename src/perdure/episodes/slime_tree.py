@@ -45,22 +45,23 @@ class Sequenced:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    first: Turn | None = None
     last: Turn | None = None
     _answered_at: int = 0
     """Where the newest completion starts."""
 
     def fits(self, turn: Turn, threshold: int) -> bool:
         """Whether the turn continues this sequence, exactly or over its newest completion."""
-        drift = _common(self.ids, turn.prompt_ids)
+        drift = self.kept_by(turn)
         if drift == len(self.ids):
             return True
         return drift >= self._answered_at and len(turn.completion_ids) < threshold
 
     def add(self, turn: Turn, versions: Sequence[int], *, trained: bool) -> None:
-        if self.last is None:
-            self.prompt = len(turn.prompt_ids)
-        elif _common(self.ids, turn.prompt_ids) < len(self.ids):
-            self._drop_from(self._answered_at)
+        if self.first is None:
+            self.first, self.prompt = turn, len(turn.prompt_ids)
+        elif self.kept_by(turn) < len(self.ids):
+            self.drop_from(self._answered_at)
         self._context(turn.prompt_ids[len(self.ids) :])
         self._answered_at = len(self.ids)
         self.last = turn
@@ -79,9 +80,20 @@ class Sequenced:
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
 
-    def _drop_from(self, start: int) -> None:
+    def kept_by(self, turn: Turn) -> int:
+        """How many of the tokens the turn's prompt repeats."""
+        return _common(self.ids, turn.prompt_ids)
+
+    def drop_from(self, start: int) -> None:
+        """Of a completion that this divides, the rest becomes context."""
         for row in (self.ids, self.loss_mask, self.logprobs, self.versions):
             del row[start:]
+        for span in self.spans:
+            if span.start < start < span.end:
+                width = start - span.start
+                self.loss_mask[span.start :] = [0] * width
+                self.logprobs[span.start :] = [0.0] * width
+                self.versions[span.start :] = [-1] * width
         self.spans = [span for span in self.spans if span.end <= start]
 
 

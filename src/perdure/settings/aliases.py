@@ -62,8 +62,8 @@ NOT_APPLICABLE = {
     "SWE_CLAUDE_CDN": "Claude Code comes from npm, or from `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
     "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`, or `agent_options.extra_args`",
     "SLIME_AGENT_CC_EXTRA_ENVS": "a request says them: `agent_options.extra_env`",
-    "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "merging drops nothing for its length; "
-    "a request limits generation",
+    "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "`perdure export --segments slime` uses slime's default, "
+    "1024; the other modes have no such limit",
     "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` bounds the sandboxes of every provider",
     "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
     "CONFIG": "torchtitan's own; Perdure reads `PERDURE_CONFIG`",

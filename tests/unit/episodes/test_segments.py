@@ -257,6 +257,17 @@ def test_a_segment_of_a_tree_is_what_the_engine_saw(turns: list[Turn]) -> None:
         assert masked == [token for t in own for token in t.completion_ids]
 
 
+@given(trees())
+def test_merge_turns_accounts_for_every_token(turns: list[Turn]) -> None:
+    """Each sampled token is trained once, or the reason is recorded."""
+    segments = cut(turns, mode="merge_turns")
+    left = untrained(turns, segments)
+    masked = sum(sum(segment.loss_mask) for segment in segments)
+
+    assert len(trained_by(segments)) == len(set(trained_by(segments)))
+    assert masked + sum(one.tokens for one in left) == sum(len(t.completion_ids) for t in turns)
+
+
 def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
     """A retry that was sampled anew leaves both answers trained, each once; the main chain continues."""
     segments = cut(

@@ -49,10 +49,10 @@ SUFFIXES = {
 @click.option(
     "--segments",
     "mode",
-    type=click.Choice(["tree", "slime"]),
+    type=click.Choice(["tree", "merge_turns", "slime"]),
     default="tree",
     show_default=True,
-    help="How segments are cut: by recorded token ids, or by slime's message tree.",
+    help="How segments are cut: by recorded token ids, or as slime's example or its message tree does.",
 )
 @click.option(
     "--reward-share",
