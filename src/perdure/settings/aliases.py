@@ -30,6 +30,7 @@ ALIASES = (
     Alias("SLIME_AGENT_SANDBOX_METADATA_FILE", "setting", "e2b.metadata_file"),
     Alias("SWE_SANDBOX_IMAGE_METADATA_KEY", "setting", "e2b.metadata_image_key"),
     Alias("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "setting", "e2b.metadata_image_key"),
+    Alias("HOSTED_VLLM_API_BASE", "setting", "engine.url"),
     Alias("SHIM_BIND_HOST", "setting", "gateway.host"),
     Alias("ADAPTER_BIND_HOST", "setting", "gateway.host"),
     Alias("SHIM_PORT", "setting", "gateway.port"),
@@ -64,6 +65,7 @@ NOT_APPLICABLE = {
     "SLIME_AGENT_CC_EXTRA_ENVS": "a request says them: `agent_options.extra_env`",
     "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "`perdure export --segments slime` uses slime's default, "
     "1024; the other modes have no such limit",
+    "LITELLM_MODEL_REGISTRY_PATH": "prices come from a file: `--prices FILE`",
     "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` bounds the sandboxes of every provider",
     "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
     "CONFIG": "torchtitan's own; Perdure reads `PERDURE_CONFIG`",

@@ -113,6 +113,19 @@ async def test_a_token_endpoint_is_found_by_asking(
     assert engine.stats().calls == 2
 
 
+async def test_a_vllm_by_mini_swe_agents_variable_gives_exact_tokens(
+    tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HOSTED_VLLM_API_BASE names a vLLM, not a hosted API."""
+    monkeypatch.setenv("HOSTED_VLLM_API_BASE", f"{engine.url}/v1")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    async with LocalGateway(tmp_path) as gateway:
+        await _converse(gateway, await gateway.open("s"))
+        summary = await gateway.control.get("s")
+
+    assert summary.trainable
+
+
 async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> None:
     """/stats is a JSON document also when calls were counted by session."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as http:
