@@ -66,7 +66,7 @@ test-agents: setup ## every agent from its registry, end to end in a sandbox (sl
 test-redteam: setup ## hostile code inside every local sandbox provider; it must fail
 	@$(RUN) pytest -rs tests/redteam
 
-test-cheats: setup ## 190 ways to a reward without a fix, on three runners; all but known ones must fail (slow)
+test-cheats: setup ## ways to a reward without a fix, on three runners; all but known ones must fail (slow)
 	@$(RUN) pytest -s tests/cheats
 
 test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, by podman (slow)

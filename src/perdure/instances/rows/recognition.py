@@ -59,7 +59,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "slime": Format("slime", ("swepro", "remote_env_info"), ("prompt", "metadata")),
     }
 )
-"""By the name in `registry.ROWS`; one that is not there yet has no reader."""
+"""By the name in `registry.ROWS`."""
 
 ALIKE = {
     "swe-bench": "swebench",
@@ -74,7 +74,7 @@ ALIKE = {
 def recognised(row: Row) -> str:
     """The format's name in `registry.ROWS`, by the row's fields.
 
-    Raises: InstanceError when none fits, when two do, or when its reader is not built.
+    Raises: InstanceError when none fits, or when two do.
     """
     marked = [name for name, format_ in FORMATS.items() if _mark_of(row, format_)]
     if _is_slime(row):
@@ -88,10 +88,7 @@ def recognised(row: Row) -> str:
             f"`{_mark_of(row, FORMATS[n])}` of {FORMATS[n].title}" for n in marked[:2]
         )
         raise row.refused(f"it has {both}: name its format in `data_source`, such as {marked[0]!r}")
-    name = marked[0] if marked else _nearest(row)
-    if name not in registry.ROWS:
-        raise row.refused(f"{FORMATS[name].title} rows are not built yet")
-    return name
+    return marked[0] if marked else _nearest(row)
 
 
 def given_id(row: Row) -> str:
