@@ -64,3 +64,39 @@ async def test_rollouts_without_a_run_are_counted_under_their_run_id(client: Cli
     assert found is not None
     assert (found.state, found.total, found.done, found.running) == ("started by hand", 2, 1, 1)
     assert await perdure.started_by_hand("nobody's") is None
+
+
+async def test_a_rollout_that_ran_again_is_listed_once(client: Client) -> None:
+    """Of two executions of one rollout, or of one run, the last one is shown."""
+    perdure = Perdure(client)
+    for _ in range(2):
+        await _start(client, 0)
+        await client.get_workflow_handle(_request(0).workflow_id).terminate()
+        await client.start_workflow(names.RUN, id="run/r1", task_queue="nothing-polls-this")
+        await client.get_workflow_handle("run/r1").terminate()
+    await _start(client, 0)
+
+    async def listed() -> bool:
+        counted = await client.count_workflows("WorkflowId = 'run/r1'")
+        return counted.count == 2 and await rollouts.count(client, "r1") == {
+            "Running": 1,
+            "Terminated": 2,
+        }
+
+    await until(listed, "the server lists all executions")
+
+    assert [one.execution for one in await rollouts.newest(client, "r1", 9)] == ["Running"]
+    assert [one.id for one in await perdure.runs()] == ["run/r1"]
+
+
+async def test_rollouts_without_a_seat_are_counted_as_waiting(client: Client) -> None:
+    """Nothing has begun their boot."""
+    for number in range(2):
+        await _start(client, number)
+
+    async def listed() -> bool:
+        return await rollouts.count(client, "r1") == {"Running": 2}
+
+    await until(listed, "the server lists both")
+
+    assert await rollouts.waiting(client, "r1") == 2

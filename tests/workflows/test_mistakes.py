@@ -2,11 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.client import Client
 
 from perdure.cli.main import invoke
+from perdure.client import connection
+from perdure.client.api import Perdure
+from perdure.client.episodes import read_episodes
+from perdure.errors import ConfigurationError
+from perdure.settings.tree import Settings
 
 COMMANDS = ("status r", "watch r", "pause r", "resume r", "resize r 3", "cancel r")
 
@@ -29,3 +35,27 @@ async def test_an_unknown_run_is_one_line(
     told = capsys.readouterr().err.strip()
     assert code == 1
     assert told == "error: run 'r' does not exist: `perdure status` lists the runs"
+
+
+async def test_a_namespace_that_is_not_there_is_one_line(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told when the connection is made, not as an error of the first call."""
+    monkeypatch.setattr(connection, "NAMESPACE_PATIENCE_S", 0.0)
+    monkeypatch.setenv("TEMPORAL_NAMESPACE", "elsewhere")
+    address = client.service_client.config.target_host
+
+    with pytest.raises(ConfigurationError, match=r"has no namespace 'elsewhere': set TEMPORAL_NAM"):
+        await Perdure.connect(address, settings=Settings(home=tmp_path))
+
+
+async def test_what_is_no_request_is_named(client: Client) -> None:
+    """A dict is the likely mistake, and the message says how to make a request of it."""
+    perdure, nothing = Perdure(client), dict[str, Any]()
+    starts: list[Any] = [perdure.start_group, perdure.start_rollout, perdure.start_run]
+
+    for start, name in zip(starts, ("GroupRequest", "RolloutRequest", "RunRequest"), strict=True):
+        with pytest.raises(ConfigurationError, match=rf"give a {name}, not a dict: {name}.model_v"):
+            await start(nothing)
+    with pytest.raises(ConfigurationError, match=r"read_episodes takes EpisodeRefs, .* not 'x'"):
+        await read_episodes(["x"])  # type: ignore[list-item]  # the mistake

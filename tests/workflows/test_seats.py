@@ -18,7 +18,7 @@ from perdure.client.api import Perdure
 from perdure.rollouts.messages import AgentRun, Attempt, Booted, Captured
 from perdure.rollouts.sandbox.seats import Seats
 from perdure.rollouts.sandbox.term import HostTerm
-from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
+from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import until
 from tests.workflows.stages import QUEUES, Stages
 from workers.host import seats as slots
@@ -138,3 +138,25 @@ async def test_a_list_tells_who_waits_from_who_boots(client: Client, tmp_path: P
         told.set()
 
         assert (await rollout.result()).status is RolloutStatus.GRADED
+
+
+async def test_a_run_counts_rollouts_without_a_seat_as_waiting(
+    client: Client, tmp_path: Path
+) -> None:
+    """Of two open rollouts without a seat none runs; both have run when there is one."""
+    stages, seats = Stages(), Seats(tmp_path, 1)
+    stages.instances = ("toy/add-1",)
+    seats.take("p-9-agent-1")
+    asked = RunRequest(run_id="r1", instances=("toy/add-1",), n_samples=2, rollout={"agent": "nop"})
+    async with host(client, seats, stages):
+        run = await Perdure(client).start_run(asked)
+
+        async def both_wait() -> bool:
+            progress = await run.progress()
+            return (progress.started, progress.running) == (2, 0)
+
+        await until(both_wait, "both wait")
+        seats.leave("p-9-agent-1")
+        await run.result()
+
+        assert (await run.progress()).done == 2

@@ -39,7 +39,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from perdure.agents.check import check_options
 from perdure.client import asked, names, rollouts
 from perdure.client import search_attributes as attributes
-from perdure.client.connection import connect
+from perdure.client.connection import check_namespace, connect
 from perdure.client.rollouts import RolloutInfo, execution_name, info
 from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
@@ -56,6 +56,7 @@ from perdure.types import (
 )
 
 Result = TypeVar("Result")
+Request = TypeVar("Request", bound=BaseModel)
 logger = logging.getLogger(__name__)
 
 PASSING = {
@@ -96,12 +97,15 @@ class Perdure:
     async def connect(
         cls, address: str | None = None, *, settings: Settings | None = None
     ) -> "Perdure":
-        """`settings`: by default this process's. Raises: ConfigurationError when no server answers."""
-        return cls(await connect(address, settings=settings))
+        """`settings`: by default this process's. Raises: ConfigurationError when no server answers, or it
+        lacks the namespace."""
+        client = await connect(address, settings=settings)
+        await check_namespace(client)
+        return cls(client)
 
     async def start_run(self, request: RunRequest) -> "RunHandle":
         """Start the run, or join it when it exists. Raises: ConfigurationError."""
-        request = run_with_defaults(request)
+        request = run_with_defaults(_a(RunRequest, request))
         _check_agent(request.rollout)
         agent = request.rollout.get("agent", "mini_swe_agent")
         handle, joined = await self._start_run(request, str(agent))
@@ -127,7 +131,8 @@ class Perdure:
 
     async def start_group(self, request: GroupRequest) -> "GroupHandle":
         """Start n samples of one instance, or join them. Raises: ConfigurationError."""
-        request = request.model_copy(update={"rollout": rollout_with_defaults(request.rollout)})
+        rollout = rollout_with_defaults(_a(GroupRequest, request).rollout)
+        request = request.model_copy(update={"rollout": rollout})
         _check_agent(request.rollout.model_dump())
         handle, joined = await self._start(
             names.GROUP,
@@ -142,7 +147,7 @@ class Perdure:
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
         """Start one rollout, or join it. Raises: ConfigurationError."""
-        request = rollout_with_defaults(request)
+        request = rollout_with_defaults(_a(RolloutRequest, request))
         _check_agent(request.model_dump())
         handle, joined = await self._start(
             names.ROLLOUT,
@@ -186,9 +191,10 @@ class Perdure:
         return RolloutHandle(self, self.client.get_workflow_handle(workflow_id))
 
     async def runs(self, limit: int = 50) -> list[WorkflowExecution]:
-        """The newest runs first."""
+        """The newest runs first; of a run that was started again, the last execution."""
         query = f"WorkflowType = '{names.RUN}'"
-        return [w async for w in self.client.list_workflows(query, limit=limit)]
+        found = [w async for w in self.client.list_workflows(query, limit=limit)]
+        return rollouts.last_of_each(found)
 
     async def rollouts(self, run_id: str) -> list[RolloutInfo]:
         """Every rollout of a run that has started, in any state."""
@@ -294,7 +300,8 @@ class RunHandle:
     async def progress(
         self, *, listed: WorkflowExecution | None = None, patience: timedelta | None = None
     ) -> RunStatus:
-        """How far the run is. A closed run answers from its result.
+        """How far the run is. A closed run answers from its result. Rollouts that wait for a seat on a
+        host do not count as running.
 
         `listed`: the run as a listing showed it, which saves a request. `patience`: how long its
         workflow may take to answer; without an answer its rollouts are counted.
@@ -302,8 +309,10 @@ class RunHandle:
         described = listed or await _described(self.handle, f"run '{self.run_id}'")
         if described.status is WorkflowExecutionStatus.RUNNING:
             try:
-                status = await self.handle.query("status", result_type=dict, rpc_timeout=patience)
-                return RunStatus.model_validate(status)
+                answer = await self.handle.query("status", result_type=dict, rpc_timeout=patience)
+                status = RunStatus.model_validate(answer)
+                queued = await rollouts.waiting(self.perdure.client, self.run_id)
+                return status.model_copy(update={"running": max(0, status.running - queued)})
             except RPCError as error:
                 if not _unanswered(error) and FAILING not in error.message:
                     raise
@@ -510,6 +519,16 @@ class RolloutHandle:
     async def cancel(self) -> None:
         """Raises: NotFound if it had ended before (the message says how) or never started."""
         await _cancel(self.handle, f"rollout '{self.handle.id}'")
+
+
+def _a(kind: type[Request], given: Request) -> Request:
+    """Raises: ConfigurationError for something else, such as a dict."""
+    if not isinstance(given, kind):
+        raise ConfigurationError(
+            f"give a {kind.__name__}, not a {type(given).__name__}: "
+            f"{kind.__name__}.model_validate(...) makes one of a dict"
+        )
+    return given
 
 
 def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:

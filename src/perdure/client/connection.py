@@ -1,22 +1,26 @@
 """Connects to Temporal: to the user's server or to this home's stack, with our data converter."""
 
+import asyncio
 import atexit
 import gc
 import re
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import ClassVar, Self, cast
 
+from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
 from temporalio.client import Client, Interceptor
 from temporalio.contrib.pydantic import PydanticPayloadConverter, ToJsonOptions
 from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes
 from temporalio.runtime import Runtime
-from temporalio.service import RPCError
+from temporalio.service import RPCError, RPCStatusCode
 
 from perdure import tracing
 from perdure.client import local_stack
 from perdure.client.server import Server, dev_server, given_address, given_server
 from perdure.errors import ConfigurationError
+from perdure.settings import environment
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 
@@ -42,6 +46,9 @@ class CompactConverter(PydanticPayloadConverter):
 
 DEFAULT_ADDRESS = "localhost:7233"
 """The `temporal` command's default, and what `perdure up` listens on if it is free."""
+NAMESPACE_PATIENCE_S, NAMESPACE_PAUSE_S = 3.0, 0.5
+"""A busy dev server does not know its namespace for a moment after the namespace was changed."""
+ASK_LIMIT = timedelta(seconds=2)
 EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
 """Without encryption."""
@@ -79,8 +86,13 @@ async def connect(
     settings = settings or load_settings()
     if address or given_address(settings):
         return await connect_to(given_server(settings, address or ""), settings, runtime)
-    here = local_stack.address(settings) or DEFAULT_ADDRESS
-    return await connect_to(dev_server(settings, here), settings, runtime)
+    here = local_stack.address(settings)
+    if here is None and environment.variables().get("TEMPORAL_ADDRESS") == "":
+        raise ConfigurationError(
+            f"TEMPORAL_ADDRESS is empty and nothing runs in {settings.home}, the home: set it to a "
+            f"server's address, or unset it for {DEFAULT_ADDRESS}"
+        )
+    return await connect_to(dev_server(settings, here or DEFAULT_ADDRESS), settings, runtime)
 
 
 async def connect_to(server: Server, settings: Settings, runtime: Runtime | None = None) -> Client:
@@ -99,6 +111,29 @@ async def connect_to(server: Server, settings: Settings, runtime: Runtime | None
             f"no Temporal server answers at {server.address}: run `perdure up`, or set TEMPORAL_ADDRESS"
             f" ({_reason(error)})"
         ) from error
+
+
+async def check_namespace(client: Client) -> None:
+    """Raises: ConfigurationError if the server has no such namespace.
+
+    A server that does not tell, such as one with narrow API keys, is believed.
+    """
+    asked = DescribeNamespaceRequest(namespace=client.namespace)
+    until = time.monotonic() + NAMESPACE_PATIENCE_S
+    while True:
+        try:
+            await client.workflow_service.describe_namespace(asked, timeout=ASK_LIMIT)
+        except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND and time.monotonic() < until:
+                await asyncio.sleep(NAMESPACE_PAUSE_S)
+                continue
+            if error.status is RPCStatusCode.NOT_FOUND:
+                raise ConfigurationError(
+                    f"the Temporal server at {client.service_client.config.target_host} has no namespace"
+                    f" {client.namespace!r}: set TEMPORAL_NAMESPACE or PERDURE_TEMPORAL__NAMESPACE to"
+                    " one that `temporal operator namespace list` shows"
+                ) from error
+        return
 
 
 def _interceptors(settings: Settings) -> list[Interceptor]:

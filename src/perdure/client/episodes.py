@@ -38,6 +38,12 @@ async def read_episodes(
     ConfigurationError (they are in another store), ValueError (unreadable).
     """
     source = store or _named(load_settings())
+    refs = list(refs)
+    for given in refs:
+        if not isinstance(given, EpisodeRef):
+            raise ConfigurationError(
+                f"read_episodes takes EpisodeRefs, as handles and groups give them, not {given!r:.80}"
+            )
 
     async def one(ref: EpisodeRef) -> EpisodeSegments:
         at = source.key_of if isinstance(source, GatewayEpisodes) else partial(_key, store=source)

@@ -15,6 +15,8 @@ from perdure.types import EpisodeRef
 PAGE = 1000
 FEW = 50
 """Listing a rollout costs the server a millisecond, counting thousands costs ten."""
+WAITING = "waiting"
+"""The stage of a rollout before its boot has begun."""
 INSTANT = timedelta(milliseconds=1)
 
 
@@ -37,12 +39,10 @@ class RolloutInfo:
 
 async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
     """Every rollout of a run that has started, in any state, by instance and sample: its last play."""
-    last: dict[str, WorkflowExecution] = {}
-    async for found in client.list_workflows(_query(run_id), page_size=PAGE):
-        if found.id not in last or last[found.id].start_time < found.start_time:
-            last[found.id] = found
+    found = [one async for one in client.list_workflows(_query(run_id), page_size=PAGE)]
     return sorted(
-        [await info(found) for found in last.values()], key=lambda r: (r.instance, r.sample_index)
+        [await info(one) for one in last_of_each(found)],
+        key=lambda r: (r.instance, r.sample_index),
     )
 
 
@@ -68,9 +68,26 @@ def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
 
 
 async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
-    """In Temporal's order: the open ones that started last, then those that ended last."""
+    """In Temporal's order: the open ones that started last, then those that ended last. Of a rollout
+    that was played again or reset, the last execution."""
     listed = client.list_workflows(_query(run_id), page_size=limit, limit=limit)
-    return [await info(w) async for w in listed]
+    return [await info(w) for w in last_of_each([w async for w in listed])]
+
+
+def last_of_each(found: Sequence[WorkflowExecution]) -> list[WorkflowExecution]:
+    """The execution of each workflow id that started last, in the order of `found`."""
+    last: dict[str, WorkflowExecution] = {}
+    for one in found:
+        if one.id not in last or last[one.id].start_time < one.start_time:
+            last[one.id] = one
+    return [one for one in found if last[one.id] is one]
+
+
+async def waiting(client: Client, run_id: str) -> int:
+    """How many open rollouts of a run have no seat on a host yet."""
+    stage = f"{attributes.STAGE.name} = '{WAITING}'"
+    query = f"{_query(run_id)} AND ExecutionStatus = 'Running' AND {stage}"
+    return (await client.count_workflows(query)).count
 
 
 async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:

@@ -294,7 +294,7 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
     if not provider.runs_images:
         raise ConfigurationError(
             f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
-            f"--sandbox {provider.name} cannot run: give the row a `source`, or leave it out"
+            f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
         )
     if instance.environment.install:
         raise InstanceError(

@@ -116,7 +116,14 @@ async def read(store: Store, name: RolloutName) -> StoredRollout:
     """Read a rollout's files. Raises: NotFound when it has none."""
     found = [key async for key in store.list(f"{name.prefix}/")]
     if not found:
-        raise NotFound(f"no rollout {name} in {store.url}: `perdure status` lists the runs")
+        others = f"runs/{name.run_id}/rollouts/{name.instance_id}/"
+        samples = {key.removeprefix(others).split("/")[0] async for key in store.list(others)}
+        fix = (
+            f"it has the samples {', '.join(sorted(samples))}"
+            if samples
+            else ("`perdure status` lists the runs")
+        )
+        raise NotFound(f"no rollout {name} in {store.url}: {fix}")
     reader = _Reader(store, found)
     episode = await reader.episode(f"{name.prefix}/episode.json")
     numbers = sorted({_attempt_of(key, name) for key in found} - {0})

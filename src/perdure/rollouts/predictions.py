@@ -45,6 +45,8 @@ def read_predictions(path: Path) -> list[Prediction]:
     found = []
     for where, entry in entries:
         instance_id = _text(where, entry, "instance_id")
+        if "model_patch" not in entry and "patch" not in entry:
+            raise ConfigurationError(f"{where} lacks `model_patch`: null stands for no change")
         patch = entry.get("model_patch", entry.get("patch"))
         if patch is not None and not isinstance(patch, str):
             raise ConfigurationError(f"{where}: `model_patch` must be text or null")

@@ -47,6 +47,10 @@ def _meant(where: tuple[int | str, ...], model: type[BaseModel] | None) -> str:
     if model is None:
         return ""
     known = list(model.model_fields)
+    for group in known:
+        inner = _field_of(model, group)
+        if inner is not None and where[-1] in inner.model_fields:
+            return f"; did you mean {group}.{where[-1]}?"
     close = difflib.get_close_matches(str(where[-1]), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
 

@@ -50,6 +50,17 @@ async def test_the_variable_of_the_temporal_command_counts(
     assert asked == ["temporal.internal:7233"]
 
 
+async def test_an_empty_address_joins_no_server_by_chance(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cleared variable does not mean the server that happens to listen on this host."""
+    monkeypatch.setenv("TEMPORAL_ADDRESS", "")
+    with pytest.raises(ConfigurationError, match=r"TEMPORAL_ADDRESS is empty and nothing runs in"):
+        await connect()
+
+    assert asked == []
+
+
 @pytest.mark.parametrize(("variable", "folder"), [("XDG_CONFIG_HOME", ""), ("HOME", ".config")])
 async def test_the_file_of_the_temporal_command_counts(
     asked: list[str],

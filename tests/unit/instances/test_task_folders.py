@@ -64,6 +64,10 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
     ("more", "said"),
     [
         ('\n[[steps]]\nname = "a"\n', "`steps`, which Perdure does not do"),
+        (
+            "artifacts = []\n[more]\n[solution]\nenv = {}\n",
+            "`more`, `environment.artifacts`, `solution.env`",
+        ),
         ('\n[environment.healthcheck]\ncommand = "x"\n', "`environment.healthcheck`"),
         ("gpus = 1\n", "needs a GPU"),
         ('env = {KEY = "${KEY}"}\n', "takes a value from the host"),

@@ -50,6 +50,14 @@ async def test_wrong_instance_of_a_run_is_answered_with_its_rollouts(store: Loca
         await stored.find(store, "r1/django")
 
 
+async def test_a_sample_that_is_not_there_is_answered_with_those_that_are(
+    store: LocalStore,
+) -> None:
+    """The error names the samples of the instance."""
+    with pytest.raises(NotFound, match=r"no rollout r2/click-8.1/7 .*: it has the samples 0, 1"):
+        await stored.read(store, RolloutName("r2", "click-8.1", 7))
+
+
 async def test_failing_tests_are_those_that_should_have_passed(store: LocalStore) -> None:
     """Failing, erroring and missing tests of both lists are listed; passing ones are not."""
     grade = Grade(

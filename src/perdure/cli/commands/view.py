@@ -19,7 +19,8 @@ STEP_S = 2.0
 @click.argument(
     "where", metavar="[RUN[/INSTANCE[/SAMPLE]]]", default="", shell_complete=completion.runs
 )
-@click.option("--port", default=PORT, show_default=True, help="Port; 0 = any free port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True,
+              help="0 = any free port.")  # fmt: skip
 def view(where: str, port: int) -> None:
     """Browse runs, groups and rollouts in a browser, until Ctrl-C.
 

@@ -42,8 +42,10 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
     runs = [await facts.read_facts(store, run_id) for run_id in run_ids]
     for run in runs:
         if not run.rollouts and not run.unreadable:
+            globs = "give whole names, not globs; " if set(run.run_id) & set("*?[") else ""
             raise NotFound(
-                f"run {run.run_id!r} has no episodes in {store.url}: `perdure status` lists the runs"
+                f"run {run.run_id!r} has no episodes in {store.url}: {globs}`perdure status` lists"
+                " the runs"
             )
     made = [(run, await _report(settings, store, run, runs, known)) for run in runs]
     others = [run for run in runs[1:] if not bounds.gives_bounds(run, runs[0])]

@@ -134,6 +134,16 @@ def _is_slime(row: Row) -> bool:
     )
 
 
+def _rows_in(value: object) -> str:
+    """What a field holds, if whole rows or predictions; else empty."""
+    one = next(iter(value), None) if isinstance(value, list) else value
+    if not isinstance(one, Mapping):
+        return ""
+    if "model_patch" in one:
+        return "predictions (`perdure grade SOURCE -p FILE` grades them)"
+    return "rows" if "problem_statement" in one else ""
+
+
 def _nearest(row: Row) -> str:
     """The format with the largest share of its fields in the row, at least half of them."""
 
@@ -149,6 +159,10 @@ def _nearest(row: Row) -> str:
 
 
 def _unknown(row: Row, nearest: str) -> InstanceError:
+    if "model_patch" in row.fields:
+        return row.refused("it is a prediction: `perdure grade SOURCE -p FILE` grades such a file")
+    if inside := next((_rows_in(one) for one in row.fields.values() if _rows_in(one)), ""):
+        return row.refused(f"it has {inside} inside: write each as a row of the file's own list")
     has = ", ".join(f"`{name}`" for name in list(row.fields)[:8]) or "none"
     lacks = ", ".join(f"`{name}`" for name in FORMATS[nearest].needs if not row.has(name))
     return row.refused(

@@ -98,11 +98,13 @@ def _task(row: Row, folder: Path) -> dict[str, Any]:
         task = tomllib.loads((folder / "task.toml").read_text())
     except (OSError, ValueError) as error:
         raise row.wrong("task_folder", f"its task.toml: {error}") from error
-    for table, keys in READ.items():
-        given = task if not table else _table(row, task, table)
-        if ignored := sorted(given.keys() - keys):
-            name = f"{table}.{ignored[0]}".lstrip(".")
-            raise row.refused(f"task.toml asks for `{name}`, which Perdure does not do")
+    asked = [
+        f"`{table}.{key}`".replace("`.", "`")
+        for table, keys in READ.items()
+        for key in sorted((_table(row, task, table) if table else task).keys() - keys)
+    ]
+    if asked:
+        raise row.refused(f"task.toml asks for {', '.join(asked)}, which Perdure does not do")
     return task
 
 
