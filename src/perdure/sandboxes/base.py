@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, RetryHere
@@ -150,6 +150,8 @@ class Sandbox(ABC):
     """A folder for temporary files, which goes with the sandbox."""
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
+    users: ClassVar[Sequence[str]] = ("agent",)
+    """Users that a command may run as and a file may belong to; the first is the default."""
     waits_inside: bool = False
     """`next_output` waits in the sandbox: each call costs one request, however long it waits."""
 
@@ -281,10 +283,26 @@ class Sandbox(ABC):
     async def write_file(
         self, path: str, content: bytes | str | Path, user: str | None = None
     ) -> None:
+        """`content`: text, bytes or a file of the host. `user`: its owner, the agent's by default.
+
+        Raises: ConfigurationError for a user that the sandbox lacks.
+        """
+        self.check_user(user)
         await self.put(path, content.encode() if isinstance(content, str) else content)
+        if user == "root":
+            copy = ["bash", "-c", 'cp -- "$1" "$1.root" && mv -f -- "$1.root" "$1"', "_", path]
+            await self.exec(copy, user=user, check=True)  # a file belongs to the user that makes it
 
     async def read_file(self, path: str, user: str | None = None) -> bytes:
+        """Raises: NotFound; ConfigurationError for a user that the sandbox lacks."""
+        self.check_user(user)
         return await self.get(path)
+
+    def check_user(self, user: str | None) -> None:
+        """Raises: ConfigurationError for a user that the sandbox lacks."""
+        if user is not None and user not in self.users:
+            there = " and ".join(self.users)
+            raise ConfigurationError(f"user={user!r}: this sandbox has {there}; leave user unset")
 
     async def __aenter__(self) -> Self:
         return self

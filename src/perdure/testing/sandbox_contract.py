@@ -327,13 +327,23 @@ class SandboxContract:
             assert (result.status.ok, b"no-such-program" in result.stderr) == (False, True)
 
     async def test_users(self, provider: SandboxProvider) -> None:
-        """Commands run as the agent unless another user is named; an unknown user is refused."""
+        """Commands run as the agent, and files are the agent's, unless another user is named; an unknown
+        user is refused."""
         async with self.box(provider) as box:
             own, named = await box.exec("id -u"), await box.exec("id -u", user="agent")
 
             assert own.stdout == named.stdout
+            for user in box.users:
+                await box.write_file(f"of-{user}", b"kept", user=user)
+                owner = await box.exec(["stat", "-c", "%u", f"of-{user}"])
+                assert owner.stdout == (await box.exec("id -u", user=user)).stdout
+                assert await box.read_file(f"of-{user}", user=user) == b"kept"
             with raises(ConfigurationError):
                 await box.exec("true", user="nobody-of-this-name")
+            with raises(ConfigurationError):
+                await box.write_file("f", b"", user="nobody-of-this-name")
+            with raises(ConfigurationError):
+                await box.read_file("own", user="nobody-of-this-name")
 
     async def test_memory_is_bounded(self, provider: SandboxProvider) -> None:
         """A command that takes more than the limit fails; its sandbox goes on."""

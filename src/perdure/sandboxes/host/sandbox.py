@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar, cast
 from uuid import uuid4
 
 from perdure.errors import (
-    ConfigurationError,
     NotFound,
     SandboxLost,
 )
@@ -100,7 +99,7 @@ class HostSandbox(Sandbox):
         stdin: bytes | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._check_user(user)
+        self.check_user(user)
         record = self.box.record(exec_id)
         self._check_alive()
         if record.exists:
@@ -238,12 +237,6 @@ class HostSandbox(Sandbox):
 
     def _environment(self, env: Mapping[str, str]) -> Mapping[str, str]:
         return env
-
-    def _check_user(self, user: str | None) -> None:
-        if user not in (None, "agent"):
-            raise ConfigurationError(
-                f"user={user!r}: this sandbox has one user, 'agent'; leave user unset"
-            )
 
     # -- helpers ----------------------------------------------------------------------------------
 
