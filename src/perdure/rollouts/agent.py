@@ -147,7 +147,8 @@ async def _conclude(
     if summary is not None:
         working = (status.seconds or 0.0) - summary.waiting_seconds
         metrics.agent_time(working, summary.engine_seconds)
-    end = await agent_output.end_of(job.agent, found)
+    called = summary is not None and bool(summary.refused or summary.unanswered)
+    end = await agent_output.end_of(job.agent, found, called=called)
     return AgentRun(
         end=end,
         turns=found.turns,

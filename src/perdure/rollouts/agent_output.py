@@ -11,6 +11,8 @@ TAIL = 4 << 20
 """Bytes of each of the agent's output streams that are kept."""
 ARTIFACT_LIMIT = 64 << 20
 """Bytes of one file of the agent's."""
+LINE = 200
+"""Characters of its last line that are shown."""
 LAST_LINE = 8 << 10
 """Bytes in which its last line is looked for."""
 
@@ -47,16 +49,18 @@ async def keep(job: Job, evidence: Evidence) -> None:
             await job.services.store.put_if_absent(job.key(f"agent/{name}"), data)
 
 
-async def end_of(agent: Agent, evidence: Evidence) -> AgentEnd:
+async def end_of(agent: Agent, evidence: Evidence, *, called: bool) -> AgentEnd:
     """How it ended, by its own rules. If its files are made to be unreadable it met a limit: its diff
-    is graded, so that no agent can discard an episode.
+    is graded, so that no agent can discard an episode. `called`: it made a model call, which perhaps
+    got no answer.
 
     Raises: RetryHere.
     """
     try:
-        return await read(agent.classify, evidence)
+        end = await read(agent.classify, evidence)
     except Unparsable:
         return AgentEnd.LIMIT
+    return AgentEnd.CRASHED if called and end is AgentEnd.NEVER_CALLED_MODEL else end
 
 
 def detail(end: AgentEnd, evidence: Evidence) -> str:
@@ -69,5 +73,15 @@ def detail(end: AgentEnd, evidence: Evidence) -> str:
     )
     tail = (evidence.stderr_tail or evidence.stdout_tail).rstrip()[-LAST_LINE:]
     last = tail.splitlines()[-1:]
-    line = last[0][-200:].decode("utf-8", "replace") if last else ""
-    return f"{how}; {line}" if line else how
+    line = last[0].decode("utf-8", "replace") if last else ""
+    if len(tail) == LAST_LINE and len(last[0]) == LAST_LINE:
+        line = f"… {line.partition(' ')[2] or line}"  # it begins before what was read
+    return f"{how}; {_shortened(line)}" if line else how
+
+
+def _shortened(line: str) -> str:
+    """Its beginning, which says what failed; cut between two words if there are some."""
+    if len(line) <= LINE:
+        return line
+    whole = line[:LINE].rpartition(" ")[0]
+    return f"{whole or line[:LINE]} …"
