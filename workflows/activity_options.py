@@ -115,9 +115,14 @@ def emit(request: RolloutRequest) -> ActivityOptions:
     return _options(names.IO_QUEUE, each=600, total=None, beat=beat)
 
 
-def destroy(request: RolloutRequest, host: str | None) -> ActivityOptions:
+UNBOOTED_S = 20.0
+"""A boot that did not end well often met a provider that is away, and then nothing is there to destroy."""
+
+
+def destroy(request: RolloutRequest, host: str | None, *, booted: bool) -> ActivityOptions:
     """Bounded: where it fails, the provider's TTL and the reaper end the sandbox."""
-    options = _options(names.IO_QUEUE, each=120, total=900, beat=request.heartbeat_timeout_s)
+    total = 900 if booted else UNBOOTED_S
+    options = _options(names.IO_QUEUE, each=120, total=total, beat=request.heartbeat_timeout_s)
     if host is not None:
         options["task_queue"] = names.upkeep_queue(host)
         options["schedule_to_start_timeout"] = timedelta(minutes=2)

@@ -131,14 +131,14 @@ class RolloutWorkflow:
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
         attempt = Attempt(request=rollout, attempt=self.attempt)
         host: str | None = None
-        clean = False
+        clean = is_booted = False
         try:
             self.page.stage("waiting", self.attempt)
             booted = await self._boot(attempt)
             if booted.done is not None or booted.expired:
                 clean = True
                 return booted.done or (RolloutStatus.EXPIRED, None)
-            host = booted.host
+            host, is_booted = booted.host, True
             self.attempt = booted.attempt or self.attempt
             attempt = Attempt(request=rollout, attempt=self.attempt)
             self.page.booted(booted)
@@ -163,7 +163,7 @@ class RolloutWorkflow:
             raise
         finally:
             if not clean and not was_dropped():
-                await to_the_end(self._destroy(attempt, host))
+                await to_the_end(self._destroy(attempt, host, booted=is_booted))
 
     async def _boot(self, attempt: Attempt) -> Booted:
         """The rollout waits in the boot queue until a host has a free seat."""
@@ -277,9 +277,9 @@ class RolloutWorkflow:
                 workflow.logger.error("no episode can be written yet: %s", error.cause)
                 await workflow.sleep(EMIT_AGAIN, summary="then the episode is written again")
 
-    async def _destroy(self, attempt: Attempt, host: str | None) -> None:
+    async def _destroy(self, attempt: Attempt, host: str | None, *, booted: bool) -> None:
         options = activity_options.described(
-            activity_options.destroy(attempt.request, host),
+            activity_options.destroy(attempt.request, host, booted=booted),
             "leave no sandbox behind",
             f"destroy-{attempt.attempt}",
         )

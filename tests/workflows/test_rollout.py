@@ -20,6 +20,7 @@ from perdure.rollouts.messages import AgentRun, Booted, Ending
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages
+from workflows import activity_options
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
 
@@ -268,6 +269,28 @@ async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) ->
 
     assert isinstance(ended.value.cause, CancelledError)
     assert stages.names()[-2:] == ["destroy_sandbox", "emit_episode"]
+    assert stages.endings[0].status is RolloutStatus.CANCELLED
+
+
+async def test_a_cancelled_boot_does_not_wait_for_a_provider_that_is_away(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was booted, so the clean-up is tried for seconds; then the reaper is enough."""
+    monkeypatch.setattr(activity_options, "UNBOOTED_S", 1.0)
+    tried = asyncio.Event()
+
+    async def away(_: Any) -> None:
+        tried.set()
+        raise ApplicationError("Cannot connect to the Docker daemon", type="ControlPlaneError")
+
+    stages.override |= {"boot_sandbox": away, "destroy_sandbox": away}
+    handle = await _start(client, REQUEST)
+    async with asyncio.timeout(PATIENCE_S):
+        await tried.wait()
+        await handle.cancel()
+        with pytest.raises(WorkflowFailureError):
+            await handle.result()
+
     assert stages.endings[0].status is RolloutStatus.CANCELLED
 
 
