@@ -131,10 +131,11 @@ class _SecretFile:
 
 
 def _read_or_create(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if found := path.read_text().strip():
+            return found
+        path.unlink(missing_ok=True)  # a power cut left it empty
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".secret.{secrets.token_hex(8)}")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as file:

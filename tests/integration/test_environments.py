@@ -14,7 +14,7 @@ import pytest
 
 from perdure.errors import ConfigurationError, InstanceError
 from perdure.instances import sources
-from perdure.instances.environments import Environments
+from perdure.instances.environments import START, Environments
 from perdure.instances.recipes import release_pairs
 from perdure.instances.recipes.recipe import load_recipe
 from perdure.sandboxes.base import SandboxSpec
@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 PREPARE = """
 import asyncio, sys
 from pathlib import Path
-from perdure.instances.environments import Environments
+from perdure.instances.environments import START, Environments
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
@@ -58,10 +58,9 @@ class Home:
         self.store = LocalStore(folder / "store")
         self.provider = BubblewrapProvider(Settings(home=folder))
         self.environments = Environments(folder / "environments", self.store, self.provider)
-        self.shared = (
-            folder / "environments" / "caches" / "d"
-        )  # what every build of the dataset can write to
-        self.shared.mkdir()
+        caches = folder / "environments" / "caches" / START.read_text().strip()
+        self.shared = caches / "d"  # what every build of the dataset can write to
+        self.shared.mkdir(parents=True)
 
     async def instance(self, *install: str, files: dict[str, bytes] | None = None) -> Instance:
         tree = self.folder / "tree"

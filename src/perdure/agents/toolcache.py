@@ -1,5 +1,5 @@
 """The host's tool cache: each agent's program is built once and never changed. A tool is a folder
-named by the digest of its recipe; a rename makes it appear complete.
+named by the digest of its recipe. It appears complete, and is built again if it is damaged.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import AgentError, MissingDependency
 from perdure.home import show_to_sandboxes
 
@@ -26,7 +27,7 @@ async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], Non
     """
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = tools / f"{name}-{digest}"
-    if not folder.is_dir():
+    if not await asyncio.to_thread(is_whole, folder):
         await asyncio.to_thread(_build_once, folder, build)
     return folder
 
@@ -35,13 +36,14 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.is_dir():
+        if is_whole(folder):
             return
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
+        remove_damaged(folder, partial)
         build(partial)
         show_to_sandboxes(partial)
-        partial.rename(folder)
+        publish_folder(partial, folder)
 
 
 def python_identity() -> str:

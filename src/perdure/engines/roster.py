@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
-from perdure.errors import NotFound, PreconditionFailed
+from perdure.errors import ConfigurationError, NotFound, PreconditionFailed
 from perdure.storage.base import Store, Stored
 from perdure.types import Frozen
 
@@ -93,7 +93,15 @@ class StoredRoster:
             stored = await self._store.get(self._key)
         except NotFound:
             return _Found(Roster(), None)
-        return _Found(Roster.model_validate_json(stored.data), stored)
+        if not stored.data:  # damaged by a power cut: the settings fill it again
+            return _Found(Roster(), stored)
+        try:
+            return _Found(Roster.model_validate_json(stored.data), stored)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"the list of engines in the store, {self._key}, is damaged: delete it, and add "
+                "engines that are not in the settings with `perdure engines add`"
+            ) from error
 
     async def _write(self, roster: Roster, stored: Stored | None) -> bool:
         data = roster.model_dump_json(indent=1).encode()

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
 
+from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.instances import repository, sources, uv
@@ -33,6 +34,8 @@ from perdure.types import Instance, Limits, SourceKind
 FORMAT = 1
 """Part of every key: increase it when the content of an environment changes."""
 
+START = Path("/proc/sys/kernel/random/boot_id")
+"""Differs after each start of the machine."""
 VENV = "/opt/perdure/venv"
 WORK = "/opt/perdure/work"
 UV_CACHE = "/opt/perdure/uv-cache"
@@ -109,9 +112,9 @@ class Environments:
             await asyncio.to_thread(_check_portable, instance, self._runs_on)
         key = await asyncio.to_thread(environment_key, instance)
         ready = self.root / "ready" / key
-        if not ready.is_dir():
+        if not await asyncio.to_thread(is_whole, ready):
             async with self._locked(key):
-                if not ready.is_dir():
+                if not await asyncio.to_thread(is_whole, ready):
                     await self._build(instance, key, ready, limits, network)
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
@@ -131,10 +134,12 @@ class Environments:
     async def _build(
         self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
     ) -> None:
-        """Build in another folder and rename: a folder under `ready/` is complete, even if a
-        builder is killed."""
+        """Build in another folder and publish it: a folder under `ready/` is complete, even if a
+        builder is killed or the power fails."""
         await self._sweep(key)
         folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
+        grave = folder.with_name(f"{folder.name}-damaged")
+        await asyncio.to_thread(remove_damaged, ready, grave)
         for part in ("tree", "venv", "work"):
             (folder / part).mkdir(parents=True)
         try:
@@ -147,7 +152,7 @@ class Environments:
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
             await asyncio.to_thread(show_to_sandboxes, folder)
-            folder.rename(ready)
+            await asyncio.to_thread(publish_folder, folder, ready)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -194,9 +199,18 @@ class Environments:
             raise _install_error(instance, done, log, asked)
 
     def _cache_of(self, instance: Instance) -> Path:
-        """Builds of one dataset share a cache. What they put there reaches no other dataset."""
-        folder = self.root / "caches" / quote(instance.dataset, safe="")
-        folder.mkdir(exist_ok=True)
+        """Builds of one dataset share a cache. What they put there reaches no other dataset.
+
+        A build that a power cut ended may leave damaged files in it, so a cache is used only until the
+        machine starts again.
+        """
+        caches = self.root / "caches"
+        start = caches / START.read_text().strip()
+        if not start.is_dir():
+            for old in caches.iterdir():
+                shutil.rmtree(old, ignore_errors=True)
+        folder = start / quote(instance.dataset, safe="")
+        folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     def _build_spec(self, instance: Instance, key: str, folder: Path) -> SandboxSpec:

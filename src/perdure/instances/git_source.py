@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
+from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import Boundary, InstanceError, RetryHere
 from perdure.instances import repository
 from perdure.settings.load import load_settings
@@ -78,15 +79,16 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
     """The repository `name` of the cache, which `make` fills if it is not there. It is renamed to its
     name when it is complete, so a killed process leaves none that is half made."""
     folder = cache() / name
-    if not folder.is_dir():
+    if not is_whole(folder):
         with locked(folder):
             for left in folder.parent.glob(f"{name}.draft-*"):
                 shutil.rmtree(left)
-            if not folder.is_dir():
+            if not is_whole(folder):
                 draft = folder.with_name(f"{name}.draft-{uuid4().hex[:8]}")
+                remove_damaged(folder, draft)
                 draft.mkdir(mode=0o700)
                 make(draft)
-                draft.rename(folder)
+                publish_folder(draft, folder)
     os.utime(folder)
     return folder
 

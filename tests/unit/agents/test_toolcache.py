@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure.agents import toolcache
+from perdure.durable_files import MANIFEST
 from perdure.errors import AgentError
 
 
@@ -61,7 +62,7 @@ async def test_failed_build_leaves_nothing_to_find(tmp_path: Path) -> None:
         await toolcache.built(tmp_path, "tool", "recipe", dies)
     folder = await toolcache.built(tmp_path, "tool", "recipe", Path.mkdir)
 
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [MANIFEST]
 
 
 async def test_another_recipe_is_another_tool(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import contextlib
 import os
 from pathlib import Path
 from time import monotonic
-from uuid import uuid4
 
+from perdure.durable_files import write_file
 from perdure.errors import NotFound, RetryHere
 from perdure.storage import keys
 from perdure.storage.base import Store
@@ -30,9 +30,9 @@ class HostTerm:
 
     @property
     def number(self) -> int:
-        """0 before the first term."""
+        """0 before the first term. An empty file, as a power cut may leave one, counts as none."""
         try:
-            return int(self._path.read_text())
+            return int(self._path.read_text() or 0)
         except FileNotFoundError:
             return 0
 
@@ -55,14 +55,11 @@ class HostTerm:
     def begin(self, number: int) -> None:
         """Nothing is booted before the server confirms it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_name(f".term-{uuid4().hex}")
-        draft.write_text(str(number))
-        os.utime(draft, (LONG_AGO, LONG_AGO))
-        draft.replace(self._path)
+        write_file(self._path, str(number), times=(LONG_AGO, LONG_AGO))
 
     def confirm(self) -> None:
         """The server has just confirmed it. The file's time is the monotonic clock's."""
-        if not self._path.exists():
+        if not self._path.exists() or not self._path.stat().st_size:
             self.begin(0)
         now = monotonic()
         os.utime(self._path, (now, now))

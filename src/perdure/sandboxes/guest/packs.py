@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from perdure.durable_files import publish_file
 from perdure.sandboxes.guest.interpreters import is_interpreter
 
 NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
@@ -26,6 +27,8 @@ def pack(folder: Path, cache: Path) -> Pack:
     """A gzipped tar of `folder`, without owners. Blocks. If it is killed, only a draft is left."""
     key = _fingerprint(folder)
     for found in cache.glob(f"{key}-*.tgz"):
+        if not found.stat().st_size:  # damaged by a power cut
+            continue
         os.utime(found)  # so that a clean-up by age sees that it is in use
         return Pack(found, found.stem.partition("-")[2])
     cache.mkdir(parents=True, exist_ok=True)
@@ -34,7 +37,7 @@ def pack(folder: Path, cache: Path) -> Pack:
         _write(folder, draft)
         with draft.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        path = draft.rename(cache / f"{key}-{sha256}.tgz")
+        path = publish_file(draft, cache / f"{key}-{sha256}.tgz")
     finally:
         draft.unlink(missing_ok=True)
     return Pack(path, sha256)

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import NotFound, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
@@ -82,14 +84,15 @@ class HostProvider(SandboxProvider):
     def _made_once(self, name: str, write: Callable[[Path], None]) -> Path:
         """The folder `name` that all sandboxes of this provider share, written on first use."""
         folder = self.root / name
-        if not folder.exists():
-            draft = self.root / hidden_name(DRAFT)
-            write(draft)
-            show_to_sandboxes(draft)
-            try:
-                draft.rename(folder)
-            except OSError:  # another process was quicker
-                shutil.rmtree(draft)
+        if not is_whole(folder):
+            with (self.root / f"{name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not is_whole(folder):
+                    draft = self.root / hidden_name(DRAFT)
+                    write(draft)
+                    show_to_sandboxes(draft)
+                    remove_damaged(folder, self.root / hidden_name(GRAVE))
+                    publish_folder(draft, folder)
         return folder
 
     def _clear_leftovers(self) -> None:

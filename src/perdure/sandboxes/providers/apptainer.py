@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
@@ -134,7 +135,7 @@ class ApptainerProvider(NamespaceProvider):
         folder = self.root / ".images" / images.key_of(spec.image)
 
         async def find(_: str) -> str | None:
-            return str(folder) if folder.is_dir() else None
+            return str(folder) if is_whole(folder) else None
 
         async def pull(mirrored: str) -> str:
             return await asyncio.to_thread(_build, self._binary, mirrored, folder)
@@ -200,7 +201,8 @@ def _build(binary: str, mirrored: str, folder: Path) -> str:
     draft = folder.with_name(hidden_name(DRAFT))
     try:
         _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
-        draft.rename(folder)
+        remove_damaged(folder, folder.with_name(hidden_name(DRAFT)))
+        publish_folder(draft, folder)
     except RetryHere as error:
         raise PullFailed(str(error)) from None
     finally:
