@@ -7,7 +7,7 @@ under the exec id `agent`; starting it is idempotent, watching it is re-attachab
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
@@ -58,6 +58,15 @@ class Evidence:
     """Contents of `Agent.artifacts` that existed."""
     turns: int
     """Model calls the gateway recorded for this session."""
+
+
+@runtime_checkable
+class ChecksHost(Protocol):
+    """An agent that needs a program which only a person can install: a run asks before it starts."""
+
+    def check_host(self, settings: AgentSettings) -> None:
+        """Raises: MissingDependency."""
+        ...
 
 
 class Agent(Protocol):

@@ -52,6 +52,9 @@ class Openhands:
             return (program,)
         return (program, Mount(source=python.prefix, target=str(python.prefix)))
 
+    def check_host(self, settings: AgentSettings) -> None:
+        toolcache.find_python("3.12", settings.openhands_python, PYTHON)
+
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, OpenhandsOptions, task.options)
         gateway_url = headless.gateway_of(self.name, task)

@@ -304,12 +304,17 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
     )
 
 
-def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
-    if not provider.runs_images:
+def check_image(instance: Instance, provider: SandboxProvider) -> None:
+    """Raises: ConfigurationError if the tree is in an image and the provider runs none."""
+    if instance.source.kind is SourceKind.IMAGE and not provider.runs_images:
         raise ConfigurationError(
             f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
             f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
         )
+
+
+def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
+    check_image(instance, provider)
     if instance.environment.install:
         raise InstanceError(
             f"{instance.ref} has `install` lines for a tree inside an image: install them in the "

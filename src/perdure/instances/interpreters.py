@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from perdure.errors import InstanceError
-from perdure.instances import catalog, uv
+from perdure.instances import uv
 from perdure.settings import environment
-from perdure.storage.base import Store
-from perdure.types import SourceKind
+from perdure.types import Instance, SourceKind
 
 STARTS_WITHIN_S = 30.0
 PLACES = ("/usr/local/bin", "/usr/bin")
@@ -49,14 +48,13 @@ def find_python(version: str) -> Path:
     )
 
 
-async def check(store: Store, refs: Iterable[str]) -> None:
+async def check(instances: Iterable[Instance]) -> None:
     """This machine has the interpreters of these instances. Raises: InstanceError naming the first
     instance that lacks its own."""
     versions: dict[str, str] = {}
-    for ref in refs:
-        instance = await catalog.load(store, ref)
+    for instance in instances:
         if instance.source.kind is not SourceKind.IMAGE:
-            versions.setdefault(instance.environment.python, ref)
+            versions.setdefault(instance.environment.python, instance.ref)
     for version, ref in versions.items():
         try:
             await asyncio.to_thread(find_python, version)

@@ -65,6 +65,7 @@ FILES: dict[str, str] = {
     "table.csv": "a,b\n",
     "unknown.json": json.dumps({"nope": {"instance_id": "nope", "model_patch": ""}}),
     "torn.json": "[1, 2",
+    "image.jsonl": json.dumps({**ROW, "source": None, "image": "example.org/a:1"}),
     "wrapped.json": json.dumps({"rows": [ROW]}),
     "keyed.json": json.dumps({"a-1": ROW}),
     "preds.jsonl": json.dumps({"instance_id": "a", "model_name_or_path": "m", "model_patch": ""}),
@@ -120,6 +121,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("run keyed.json", {}, r"row 1: it has rows inside"),
     ("instances import preds.jsonl", {}, r"it is a prediction: `perdure grade SOURCE -p FILE`"),
     ("instances import unknown.json", {}, r"predictions \(`perdure grade SOURCE -p FILE` grades"),
+    ("run image.jsonl -a oracle", {}, r"sandbox bubblewrap cannot run: use --sandbox podman or"),
     ("run table.csv", {}, r"table.csv is not a file of rows: give a .jsonl, .json, .parquet file"),
     ("run", {}, r"missing argument 'SOURCE'"),
     ("run ''", {}, r"SOURCE is empty: name a dataset, an instance, or a file of rows"),
@@ -196,6 +198,11 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (DRY, {"PERDURE_HOME": "/proc/x"}, r"/proc/x/store.*correct PERDURE_STORE, or PERDURE_HOME"),
     (DRY, {"PERDURE_CONFIG": "wrong.toml"}, r"'gateway.prot' is no setting: did you mean 'gateway"),
     ("run first-steps", {}, r"calls a model and no engine is configured: set OPENAI_BASE_URL"),
+    (
+        "run first-steps -a openhands",
+        {"PERDURE_AGENTS__OPENHANDS_PYTHON": "/bin/false"},
+        r"no Python 3.12 .*PERDURE_AGENTS__OPENHANDS_PYTHON",
+    ),
     ("run first-steps", {"OPENAI_BASE_URL": "ftp://x"}, r"URL must start with http:// or https://"),
     (
         "run first-steps",

@@ -7,7 +7,8 @@ from functools import partial
 
 import click
 
-from perdure import tracing
+from perdure import registry, tracing
+from perdure.agents.base import ChecksHost
 from perdure.cli import marks
 from perdure.cli.connection import Connection, connect, viewer_link
 from perdure.cli.console import answer, many, me, print_table, say
@@ -25,8 +26,9 @@ from perdure.client.api import RunHandle
 from perdure.client.server import given_address
 from perdure.engines.reported import configured_engine, engine_settings
 from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
-from perdure.instances import interpreters
+from perdure.instances import catalog, interpreters
 from perdure.instances.calibration import Mark, quarantined
+from perdure.instances.environments import check_image
 from perdure.instances.rows.choice import Choice
 from perdure.rollouts import identity
 from perdure.sandboxes import phases
@@ -37,7 +39,7 @@ from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
-from perdure.types import EpisodeRef, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, Instance, RolloutStatus, RunRequest
 
 NONE_READY = (
     "warning: no engine is ready, so rollouts wait for one: `perdure engines list` says why"
@@ -111,13 +113,29 @@ async def checked(
     refs, marked = await instances_of(store, request, found)
     sandbox = phases.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = marks.notes(found.dataset, sandbox, refs, marked)
-    if given_address(settings) is None:  # else the workers are elsewhere
-        await interpreters.check(store, refs)
+    await _check_rows(settings, request, [await catalog.load(store, ref) for ref in refs])
     await selection.keep_list(store, request.run_id, found)
     joins = await store.exists(keys.run(request.run_id))
     if joins:
         await check_same(settings, store, request, refs)
     return CheckedRun(request, refs, joins, marked, notes)
+
+
+async def _check_rows(
+    settings: Settings, request: RunRequest, instances: Sequence[Instance]
+) -> None:
+    """Refuse at once what each rollout of a row would be refused for.
+
+    Raises: ConfigurationError for an image that its sandbox cannot run; InstanceError for a Python that
+    this host lacks.
+    """
+    rollout = request.rollout_request("any/instance")
+    for instance in instances:
+        for phase in ("agent", "grade"):
+            name = phases.place(rollout, instance, phase).provider
+            check_image(instance, provider(settings, name))
+    if given_address(settings) is None:  # else the workers are elsewhere
+        await interpreters.check(instances)
 
 
 async def check_same(
@@ -148,6 +166,9 @@ def make_ready(
         return  # a cluster has its own hosts and engines; its workers check them
     rollout = request.rollout_request("any/instance")
     agent = rollout.agent
+    harness = registry.load("agent", registry.AGENTS, agent)()
+    if isinstance(harness, ChecksHost):
+        harness.check_host(settings.agents)
     for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
         ready_provider(settings, name)
     if samples and needs_model(agent):
