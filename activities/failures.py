@@ -15,6 +15,7 @@ from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from perdure.errors import (
     ConfigurationError,
+    IdentityDiffers,
     OutcomeUnknown,
     PerdureError,
     RetryHere,
@@ -28,7 +29,7 @@ ROOM_S = 10.0
 BUG_TRIES = 5
 """If an activity fails this often with an unforeseen error, the rollout ends with that error."""
 MESSAGE_LIMIT = 1000
-NAMED = (SandboxLost, ConfigurationError)
+NAMED = (SandboxLost, IdentityDiffers, ConfigurationError)
 """Types that `retry_on` and a run's pause know by name: a subclass goes by this name too."""
 
 Result = TypeVar("Result")

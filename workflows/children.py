@@ -87,24 +87,20 @@ async def play_rollout(
         episode: EpisodeRef = await (child if buyers is None else buyers.result_of(child))
         return episode
     except WorkflowAlreadyStartedError:
-        return _without_result(
-            rollout, RolloutStatus.FAILED, "this rollout is already running under another parent"
-        )
+        return _failed(rollout, "this rollout is already running under another parent")
     except (FailureError, asyncio.CancelledError) as error:
         if is_cancelled_exception(error):
-            return _without_result(rollout, RolloutStatus.CANCELLED, "")
+            return without_episode(rollout, RolloutStatus.CANCELLED)
         cause = error.cause if isinstance(error, ChildWorkflowError) else error
         if (failed := episode_of(cause)) is not None:
             return failed
-        return _without_result(rollout, RolloutStatus.FAILED, f"the workflow failed: {cause}")
+        return _failed(rollout, f"the workflow failed: {cause}")
 
 
-def _without_result(rollout: RolloutRequest, status: RolloutStatus, message: str) -> EpisodeRef:
-    failure = (
-        Failure(boundary=Boundary.WORKER, type="WorkflowFailed", message=message[:500])
-        if message
-        else None
-    )
+def without_episode(
+    rollout: RolloutRequest, status: RolloutStatus, failure: Failure | None = None
+) -> EpisodeRef:
+    """Of a rollout that left none in the store."""
     return EpisodeRef(
         uri="",
         instance_id=rollout.instance_id,
@@ -113,3 +109,8 @@ def _without_result(rollout: RolloutRequest, status: RolloutStatus, message: str
         status=status,
         failure=failure,
     )
+
+
+def _failed(rollout: RolloutRequest, message: str) -> EpisodeRef:
+    failure = Failure(boundary=Boundary.WORKER, type="WorkflowFailed", message=message[:500])
+    return without_episode(rollout, RolloutStatus.FAILED, failure)

@@ -22,6 +22,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 MESSAGE_LIMIT = 500
+CHECKS_OWN_ID = "checks-its-own-id"
 INVALID = "input:InvalidRequest"
 """`PerdureFailure` of a refused input."""
 
@@ -43,6 +44,17 @@ def parse(model: type[Model], raw: Any) -> Model:
         return model.model_validate(raw)
     except ValidationError as error:
         raise _refused(f"{model.__name__}: {faults(error, model)}", raw) from None
+
+
+def check_own_id(expected: str) -> None:
+    """Everything of a request is found by this workflow id: under another one it would be played beside
+    itself, and `perdure` would not list it."""
+    own = workflow.info().workflow_id
+    if own != expected and workflow.patched(CHECKS_OWN_ID):
+        raise _refused(
+            f"this request belongs to the workflow id {expected}, not {own}: "
+            f"start it with --workflow-id {expected}"
+        )
 
 
 def _refused(why: str, raw: dict[str, Any] | None = None) -> ApplicationError:

@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
     from workflows import markdown
     from workflows.children import Buyers, play_rollout
-    from workflows.failures import parse, was_dropped
+    from workflows.failures import check_own_id, parse, was_dropped
     from workflows.web_ui import ChildrenPage, Links
 
 MAX_WAIT_S = 30.0
@@ -31,6 +31,7 @@ class RolloutGroupWorkflow:
     @workflow.run
     async def run(self, request: Any = None) -> GroupResult:
         group = parse(GroupRequest, request)
+        check_own_id(group.workflow_id)
         self.total = group.n_samples
         self.page = _page(group)
         self.page.show()

@@ -15,6 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.errors import Boundary
     from perdure.rollouts.messages import (
+        IDENTITY_DIFFERS,
         WORKER_EVICTED,
         AgentRun,
         Attempt,
@@ -25,7 +26,9 @@ with workflow.unsafe.imports_passed_through():
     )
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import activity_options
+    from workflows.children import without_episode
     from workflows.failures import (
+        check_own_id,
         failure_of,
         is_host_lost,
         parse,
@@ -65,6 +68,7 @@ class RolloutWorkflow:
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
         rollout = parse(RolloutRequest, request)
+        check_own_id(rollout.workflow_id)
         self.page.open(rollout)
         cancelled = False
         try:
@@ -75,7 +79,13 @@ class RolloutWorkflow:
         if isinstance(ending, EpisodeRef):
             self.page.close(ending)
             return ending
-        episode = await to_the_end(self._emit(rollout, *ending))
+        status, failure = ending
+        if failure is not None and failure.type == IDENTITY_DIFFERS:
+            episode = without_episode(
+                rollout, status, failure
+            )  # the stored one is another request's
+        else:
+            episode = await to_the_end(self._emit(rollout, status, failure))
         self.page.close(episode)
         if cancelled:
             raise asyncio.CancelledError("the rollout was cancelled; its episode is in the store")
@@ -158,6 +168,7 @@ class RolloutWorkflow:
             clean = True
             return RolloutStatus.GRADED, None
         except ActivityError as error:
+            clean = type_of(error) == IDENTITY_DIFFERS  # what is there is another request's
             if is_host_lost(error):
                 host = None  # any other one keeps what the attempt's session recorded
             raise

@@ -20,7 +20,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
     from perdure.types import Budget, RolloutRequest, RolloutStatus, RunRequest, RunStatus
     from workflows import activity_options, markdown
-    from workflows.failures import parse, stop_if_cancelled, to_the_end, was_dropped
+    from workflows.failures import check_own_id, parse, stop_if_cancelled, to_the_end, was_dropped
     from workflows.orders import ordered
     from workflows.web_ui import ChildrenPage, Links, ShardsPage, counted
     from workflows.window import STILL_RUNNING, Counts, Throttle, Window, starts_together
@@ -56,6 +56,7 @@ class RunWorkflow:
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
         run = parse(RunRequest, request)
+        check_own_id(run.workflow_id)
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # a wrong field is refused before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency

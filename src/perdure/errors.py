@@ -15,6 +15,7 @@ PerdureError
 │   └── PolicyTooStale       every engine serves newer weights than its group allows
 ├── ActionNeeded         a person must act: stop the run
 │   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
+│   │   └── IdentityDiffers      the id belongs to a run, group or rollout that was asked to be another
 │   └── MissingDependency    a program or package is absent; the message says how to install it
 ├── NoResult                 the run, group or rollout that was waited for ended without a result
 │   └── Cancelled                a user cancelled it
@@ -139,6 +140,13 @@ class ActionNeeded(PerdureError):
 
 class ConfigurationError(ActionNeeded):
     pass
+
+
+class IdentityDiffers(ConfigurationError):
+    """The id belongs to a run, group or rollout that was asked to be another. The message has what
+    differs, old and new."""
+
+    boundary = Boundary.REQUEST
 
 
 class MissingDependency(ActionNeeded):

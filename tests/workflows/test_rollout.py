@@ -16,7 +16,7 @@ from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.errors import NotFound
-from perdure.rollouts.messages import AgentRun, Booted, Ending
+from perdure.rollouts.messages import IDENTITY_DIFFERS, AgentRun, Booted, Ending
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages
@@ -477,6 +477,50 @@ async def test_a_refused_input_is_listed_under_its_run(
         "r9",
         "input:InvalidRequest",
     )
+
+
+@pytest.mark.parametrize(
+    ("workflow", "input_"),
+    [
+        (names.ROLLOUT, {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}),
+        (names.GROUP, {"rollout": {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}}),
+        (names.RUN, {"run_id": "r9", "instances": ["toy/add-1"], "rollout": {"agent": "nop"}}),
+    ],
+)
+async def test_a_request_is_refused_under_another_workflow_id(
+    client: Client, stages: Stages, workflow: str, input_: Any
+) -> None:
+    """No command would find it, and it could be played beside itself; the message has the right id."""
+    handle: WorkflowHandle[Any, Any] = await client.start_workflow(
+        workflow, input_, id=f"{workflow}-by-hand", task_queue=names.WORKFLOWS_QUEUE
+    )
+
+    with pytest.raises(WorkflowFailureError) as refused:
+        await handle.result()
+
+    assert "start it with --workflow-id " in str(refused.value.cause)
+    assert "/r9" in str(refused.value.cause)
+    assert stages.calls == []
+
+
+async def test_a_rollout_that_the_store_has_as_another_one_touches_nothing(
+    client: Client, stages: Stages
+) -> None:
+    """Neither the stored episode nor the other one's sandbox: it fails with what differs."""
+
+    async def refuse(_: Any) -> Booted:
+        raise ApplicationError("agent: nop -> oracle", type=IDENTITY_DIFFERS, non_retryable=True)
+
+    stages.override["boot_sandbox"] = refuse
+    request = RolloutRequest.model_validate(REQUEST)
+    handle = await Perdure(client).start_rollout(request)
+
+    episode = await handle.result()
+
+    assert (episode.status, episode.reward) == (RolloutStatus.FAILED, None)
+    assert episode.failure is not None
+    assert episode.failure.message == "agent: nop -> oracle"
+    assert stages.names() == ["boot_sandbox"]
 
 
 async def test_later_stages_use_the_attempt_that_was_booted(client: Client, stages: Stages) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from perdure.errors import ConfigurationError
+from perdure.errors import IdentityDiffers
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
 
 Identity = dict[str, str]
@@ -17,9 +17,9 @@ Identity = dict[str, str]
 
 OF_ONE_START = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
-    *("policy_version", "max_staleness", "expires_at", "heartbeat_timeout_s"),
+    *("expires_at", "heartbeat_timeout_s"),
 }
-"""Fields of a rollout that do not decide its outcome, or are the trainer's."""
+"""Fields of a rollout that do not decide its outcome."""
 CHOICE = ("instances", "dataset", "include", "exclude", "limit")
 """Fields of a run that name its instances. Workers compare the instances themselves."""
 SHOWN = 12
@@ -31,16 +31,14 @@ def of_rollouts(rollout: RolloutRequest) -> Identity:
     return dict(_flat("", rollout.model_dump(mode="json", exclude=OF_ONE_START)))
 
 
-def of_run(run: RunRequest) -> Identity:
-    """The same of a run, but for its instances."""
-    return {"samples": str(run.n_samples), **of_rollouts(run.rollout_request("any/instance"))}
-
-
 def of_request(request: BaseModel) -> Identity:
     """All that a request says; for the SDK, which sees neither instances nor engines."""
     if isinstance(request, RunRequest):
         choice = request.model_dump(mode="json", include=set(CHOICE))
-        return {**of_run(request), **{name: json.dumps(one) for name, one in choice.items()}}
+        return {
+            **of_rollouts(request.rollout_request("any/instance")),
+            **{name: json.dumps(one) for name, one in choice.items()},
+        }
     if isinstance(request, GroupRequest):
         how = request.model_dump(mode="json", exclude={"rollout", "schema_version"})
         return {**of_rollouts(request.rollout), **dict(_flat("", how))}
@@ -60,11 +58,11 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def refuse(what: str, changes: Sequence[str], fix: str) -> None:
-    """Raises: ConfigurationError, with what differs, if anything does."""
+    """Raises: IdentityDiffers, with what differs, if anything does."""
     if changes:
         more = f"\n  and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         told = "".join(f"\n  {line}" for line in changes[:SHOWN])
-        raise ConfigurationError(f"{what} was started as something else:{told}{more}\n{fix}")
+        raise IdentityDiffers(f"{what} was started as something else:{told}{more}\n{fix}")
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from pydantic import Field, JsonValue
 
+from perdure.client.asked import Identity
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders.diff.capture import BASE_GIT, prepare_capture
 from perdure.graders.image.image_setup import set_up_image
 from perdure.handlers import JobDetails
 from perdure.instances.environments import Prepared
+from perdure.rollouts import identity
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
 from perdure.rollouts.sandbox.create import create_sandbox
@@ -44,6 +46,8 @@ class BootRecord(Frozen):
 
 
 async def boot(job: Job) -> Booted:
+    asked = await rollout_identity(job)
+    await identity.check_rollout(job.services.store, job.request, job.this_try.play, asked)
     done = await _finished(job)
     if done is not None:
         await job.agent_sandbox.admission.release()
@@ -53,7 +57,9 @@ async def boot(job: Job) -> Booted:
         return Booted(expired=True)
     uri = f"{job.services.store.url}/{keys.rollout_of(job.request)}"
     if job.request.start_at == "grade":
-        return Booted(uri=uri, attempt=await _last_captured(job))
+        attempt = await _last_captured(job)
+        await identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
+        return Booted(uri=uri, attempt=attempt)
     while (earlier := await job.read(CHECKPOINT, BootRecord)) is not None:
         if earlier.round < job.request.round:
             job = job.next_attempt()
@@ -65,7 +71,7 @@ async def boot(job: Job) -> Booted:
         # Its sandbox is gone and it left no diff: evidence, not a start. The same holds for every
         # attempt of an earlier workflow of this rollout that was cancelled or terminated.
         job = job.next_attempt()
-    record = await _boot_sandbox(job)
+    record = await _boot_sandbox(job, asked)
     if record is None:
         return Booted(uri=uri, waits_for=job.agent_step)
     return _booted(job, uri, record)
@@ -155,10 +161,22 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
     return True
 
 
-async def _boot_sandbox(job: Job) -> BootRecord | None:
+async def rollout_identity(job: Job) -> Identity:
+    """A trainer's engines change with its weights: there the policy version says what samples."""
+    request, services = job.request, job.services
+    found = await identity.identity_of(
+        services.settings, services.store, request, [request.instance], {}
+    )
+    if request.policy_version is None and job.agent.needs_model:
+        found |= await services.reported_engine()
+    return found
+
+
+async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     """None: the account has not granted this rollout a sandbox yet."""
     started = time.monotonic()
     _refuse_what_cannot_run(job)
+    await identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
     plan = job.agent_sandbox
     if plan.provider.host_bound:
         job.services.term.check()

@@ -1,8 +1,8 @@
-"""What a run was asked to be: everything that can change its outcome, kept when it first starts.
+"""What a run or a rollout is: everything that can change its outcome, kept in the store when it first starts.
 
-A later start under the same run id must ask for the same; otherwise it is refused with what differs.
-Whoever starts it: `prepare_run` compares. The command line compares beforehand, to refuse at once.
-The endpoint's address may change, and policy versions are the trainer's business.
+A later start under the same id must ask for the same; otherwise it is refused with what differs.
+`prepare_run` compares runs, and the boot stage compares rollouts, whichever program starts them. The
+command line compares beforehand, to refuse at once. The endpoint's address may change.
 """
 
 import asyncio
@@ -11,47 +11,86 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
-from perdure.client.asked import Identity, differences, of_run, refuse
+from perdure.client.asked import Identity, differences, of_rollouts, refuse
 from perdure.engines.reported import reported
 from perdure.errors import NotFound
 from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.base import Store
-from perdure.types import RunRequest
+from perdure.types import RolloutRequest
 
 READS_AT_ONCE = 32
 FIX = "--new starts another run, and so does another --run-id"
+FIX_OF_ROLLOUT = "give another run_id to play this one"
+WORKFLOW_RUN = "workflow_run_id"
+"""The workflow run that kept a rollout's identity: it is never compared with itself."""
+MAKES_A_PATCH = ("agent", "model", "sampling", "policy_version", "max_staleness")
+"""What a grading of a captured patch shares with the rollout that left it: names begin so."""
 
 
 async def identity_of(
     settings: Settings,
     store: Store,
-    request: RunRequest,
+    request: RolloutRequest,
     refs: Sequence[str],
     engine: Mapping[str, str],
 ) -> Identity:
-    """Of a run of these instances. `engine`: as of `engine_settings`; empty: it is not asked."""
-    found = {**of_run(request), **await _instances(store, refs)}
-    agent = request.rollout_request("any/instance").agent
-    if (version := _agent_version(agent)) is not None:
+    """Of rollouts like this one, of these instances. `engine`: as of `engine_settings`; empty: it is
+    not asked."""
+    found = {**of_rollouts(request), **await _instances(store, refs)}
+    if (version := _agent_version(request.agent)) is not None:
         found["agent.version"] = version
     return found | (await reported(settings, engine) if engine else {})
 
 
 async def keep(store: Store, run_id: str, identity: Identity) -> None:
-    """Of a run that starts; the first one stays. Raises: ConfigurationError, as `check`."""
+    """Of a run that starts; the first one stays. Raises: IdentityDiffers, as `check`."""
     data = json.dumps(identity, indent=1).encode()
     if not await store.put_if_absent(keys.run_identity(run_id), data):
         await check(store, run_id, identity)
 
 
 async def check(store: Store, run_id: str, identity: Identity) -> None:
-    """Raises: ConfigurationError if the run was asked to be another."""
-    try:
-        before: Identity = json.loads((await store.get(keys.run_identity(run_id))).data)
-    except NotFound:
+    """Raises: IdentityDiffers if the run was asked to be another."""
+    before = await _kept(store, keys.run_identity(run_id))
+    if before is not None:
+        refuse(f"run {run_id}", differences(before, identity), FIX)
+
+
+async def keep_rollout(store: Store, request: RolloutRequest, play: str, now: Identity) -> None:
+    """Of a rollout that is about to boot or to be graded; the first one stays. `play`: the workflow run.
+
+    Raises: IdentityDiffers, as `check_rollout`.
+    """
+    data = json.dumps({**now, WORKFLOW_RUN: play}, indent=1).encode()
+    if not await store.put_if_absent(keys.rollout_identity(request), data):
+        await check_rollout(store, request, play, now)
+
+
+async def check_rollout(store: Store, request: RolloutRequest, play: str, now: Identity) -> None:
+    """Raises: IdentityDiffers if what the store has of the rollout answers another request.
+
+    A grading of a captured patch may have another grader or row: only what made the patch counts.
+    """
+    before = await _kept(store, keys.rollout_identity(request))
+    if before is None or before.pop(WORKFLOW_RUN, "") == play:
         return
-    refuse(f"run {run_id}", differences(before, identity), FIX)
+    if request.start_at == "grade":
+        before, now = _made_the_patch(before), _made_the_patch(of_rollouts(request))
+    what = request.workflow_id.replace("/", " ", 1)
+    refuse(what, differences(before, now), FIX_OF_ROLLOUT)
+
+
+def _made_the_patch(identity: Identity) -> Identity:
+    return {name: value for name, value in identity.items() if name.startswith(MAKES_A_PATCH)}
+
+
+async def _kept(store: Store, key: str) -> Identity | None:
+    try:
+        found: Identity = json.loads((await store.get(key)).data)
+    except NotFound:
+        return None
+    return found
 
 
 async def _instances(store: Store, refs: Sequence[str]) -> Identity:

@@ -27,7 +27,9 @@ SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
 HOST_LOST = "host lost"
 """Detail of a SandboxLost: nothing that is sent to the sandbox's host will arrive."""
-ACTION_NEEDED = frozenset({"ConfigurationError", "MissingDependency"})
+IDENTITY_DIFFERS = "IdentityDiffers"
+"""The store has this rollout as another one, so this workflow played nothing."""
+ACTION_NEEDED = frozenset({"ConfigurationError", IDENTITY_DIFFERS, "MissingDependency"})
 """Failures that only a person can cure: the run pauses instead of failing every rollout."""
 
 

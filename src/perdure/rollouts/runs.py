@@ -51,9 +51,9 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
 async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
     """Raises: ConfigurationError if the run was started as something else."""
     settings = services.settings
-    needs_model = services.agent(run.rollout_request("any/instance").agent).needs_model
-    engine = engine_settings(settings) if needs_model else {}
-    asked = await identity.identity_of(settings, services.store, run, refs, engine)
+    rollout = run.rollout_request("any/instance")
+    engine = engine_settings(settings) if services.agent(rollout.agent).needs_model else {}
+    asked = await identity.identity_of(settings, services.store, rollout, refs, engine)
     await identity.keep(services.store, run.run_id, asked)
 
 

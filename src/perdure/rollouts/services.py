@@ -1,10 +1,15 @@
 """What the stages are built with: one of each per worker process, made once."""
 
+import asyncio
 import functools
+import math
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from perdure import handlers, home, registry
 from perdure.agents.base import Agent
+from perdure.engines.reported import engine_settings, reported
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.addresses import Gateways
 from perdure.gateway.control import GatewayControl, ToFirstThatAnswers
@@ -21,6 +26,8 @@ from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.types import AccountCaps
 
+ENGINE_ASKED_EVERY_S = 60.0
+
 
 class Services:
     """Parts that all stages of a process share; each is made when it is first used."""
@@ -36,6 +43,9 @@ class Services:
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}
+        self._asks_engine = asyncio.Lock()
+        self._asked_until = -math.inf
+        self._reported: Mapping[str, str] = {}
         handlers.import_handlers(settings.handlers)
 
     @functools.cached_property
@@ -132,6 +142,14 @@ class Services:
                 build_hosts=self.settings.sandbox.build_hosts,
             )
         return self._environments[key]
+
+    async def reported_engine(self) -> Mapping[str, str]:
+        """What the endpoint says that it serves, asked once a minute: many rollouts boot at once."""
+        async with self._asks_engine:
+            if time.monotonic() >= self._asked_until:
+                self._reported = await reported(self.settings, engine_settings(self.settings))
+                self._asked_until = time.monotonic() + ENGINE_ASKED_EVERY_S
+            return self._reported
 
     def agent(self, name: str) -> Agent:
         """Raises: ConfigurationError for an unknown name."""

@@ -101,6 +101,11 @@ def rollout_of(request: RolloutRequest) -> str:
     return rollout(request.run_id, request.instance_id, request.sample_index)
 
 
+def rollout_identity(request: RolloutRequest) -> str:
+    """What the rollout is: stored checkpoints and episodes answer only requests for the same."""
+    return f"{rollout_of(request)}/identity.json"
+
+
 def episode(request: RolloutRequest) -> str:
     """The readable episode; `episode.parquet` beside it holds the token arrays."""
     return f"{rollout_of(request)}/episode.json"

@@ -156,6 +156,12 @@ class GroupRequest(Request):
             raise ValueError(f"quorum {self.quorum} exceeds n_samples {self.n_samples}")
         return self
 
+    @model_validator(mode="after")
+    def _samples_are_numbered_here(self) -> "GroupRequest":
+        if self.rollout.sample_index:
+            raise ValueError("'rollout.sample_index' is set by the group itself; remove it")
+        return self
+
     @property
     def group_id(self) -> str:
         return self.rollout.group_id or f"{self.rollout.run_id}/{self.rollout.instance_id}"

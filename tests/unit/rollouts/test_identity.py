@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from perdure import home
-from perdure.client.asked import Identity
+from perdure.client.asked import Identity, differences
 from perdure.engines.reported import engine_settings
-from perdure.errors import ConfigurationError
+from perdure.episodes.episode import AttemptSummary, EpisodeParts
+from perdure.errors import ConfigurationError, IdentityDiffers, InstanceError
+from perdure.instances import catalog
 from perdure.rollouts import identity
+from perdure.rollouts.boot import boot, rollout_identity
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import Attempt, Booted
 from perdure.rollouts.runs import prepare_run
 from perdure.rollouts.services import Services
 from perdure.settings.tree import EngineSettings, Settings
@@ -21,7 +26,21 @@ from perdure.stack.engines import check_same_engine
 from perdure.stack.state import StackState
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
-from perdure.types import RunRequest
+from perdure.types import (
+    Grade,
+    Grading,
+    GroupRequest,
+    Instance,
+    Outcome,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    RunRequest,
+    Source,
+    SourceKind,
+)
+from tests.stored_episodes import store_episode
+from tests.unit.rollouts.one_try import OneTry
 
 RUN: dict[str, Any] = {"run_id": "r", "instances": ("toy/a",)}
 
@@ -62,8 +81,8 @@ async def asked(store: LocalStore, tmp_path: Path, url: str = "", **fields: Any)
     """The identity of RUN with these fields of its rollouts."""
     settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url))
     run = RunRequest(**RUN, rollout={"agent": "mini_swe_agent", **fields})
-    engine = engine_settings(settings)
-    return await identity.identity_of(settings, store, run, ["toy/a"], engine)
+    rollout, engine = run.rollout_request("any/instance"), engine_settings(settings)
+    return await identity.identity_of(settings, store, rollout, ["toy/a"], engine)
 
 
 async def test_the_same_question_is_the_same_run(
@@ -88,6 +107,7 @@ async def test_the_same_question_is_the_same_run(
         ({"limits": {"memory_mb": 512}}, r"limits.memory_mb: \d+ -> 512"),
         ({"verdict": "official"}, r'verdict: "verified" -> "official"'),
         ({"model": "other"}, r'model: "policy" -> "other"'),
+        ({"policy_version": 3}, r"policy_version: null -> 3"),
     ],
 )
 async def test_another_question_is_refused(
@@ -121,13 +141,6 @@ async def test_a_changed_row_is_refused(store: LocalStore, tmp_path: Path) -> No
         await identity.check(store, "r", await asked(store, tmp_path))
 
 
-async def test_policy_versions_are_the_trainers_business(store: LocalStore, tmp_path: Path) -> None:
-    """The next version of the weights is the same run."""
-    first = await asked(store, tmp_path, policy_version=3, max_staleness=1)
-
-    assert first == await asked(store, tmp_path, policy_version=4, max_staleness=0)
-
-
 async def test_a_start_by_any_program_is_compared(store: LocalStore, tmp_path: Path) -> None:
     """The first activity keeps the identity and refuses another one, whoever starts the run."""
     settings = Settings(home=tmp_path / "home", store=store.url)
@@ -140,6 +153,141 @@ async def test_a_start_by_any_program_is_compared(store: LocalStore, tmp_path: P
     assert (await prepare_run(services, asks)).total == 1
     with pytest.raises(ConfigurationError, match=r'verdict: "verified" -> "official"'):
         await prepare_run(services, changed)
+
+
+def rollout(**fields: Any) -> RolloutRequest:
+    return RolloutRequest.model_validate(
+        {"run_id": "r", "instance": "toy/a", "agent": "oracle", "sandbox": "local", **fields}
+    )
+
+
+async def graded(services: Services, request: RolloutRequest) -> None:
+    """A rollout that has its verdict in the store."""
+    now = await identity.identity_of(services.settings, services.store, request, ["toy/a"], {})
+    await identity.keep_rollout(services.store, request, "first", now)
+    grade = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
+    parts = EpisodeParts(
+        request=request,
+        status=RolloutStatus.GRADED,
+        started_at=0,
+        finished_at=1,
+        attempts=[AttemptSummary(attempt=1)],
+        grade=grade,
+    )
+    await store_episode(services.store, parts)
+    for name in ("patch.json", "agent.json"):
+        await services.store.put(f"{keys.attempt(request, 1)}/{name}", b"{}")
+
+
+async def booted(services: Services, request: RolloutRequest, play: str = "later") -> Booted:
+    """As a workflow does that Temporal knows nothing of."""
+    return await boot(await Job.of(services, Attempt(request=request, attempt=1), OneTry(play)))
+
+
+def row(problem: str) -> Instance:
+    return Instance(
+        instance_id="a",
+        dataset="toy",
+        problem_statement=problem,
+        source=Source(kind=SourceKind.BLOB, key="blobs/x"),
+        grading=Grading(test_cmd="pytest"),
+    )
+
+
+@pytest.fixture
+async def services(tmp_path: Path) -> Services:
+    store = LocalStore(tmp_path / "store")
+    await catalog.save(store, row("a problem"))
+    return Services(
+        Settings(home=tmp_path / "home", store=store.url, sandbox={"allow_local": True})
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"agent": "nop"}, 'agent: "oracle" -> "nop"'),
+        ({"policy_version": 9, "max_staleness": 0}, "policy_version: null -> 9"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: -1 -> 5"),
+        ({"agent": "nop", "start_at": "grade"}, 'agent: "oracle" -> "nop"'),
+    ],
+)
+async def test_a_stored_episode_answers_no_other_request(
+    services: Services, fields: dict[str, Any], line: str
+) -> None:
+    """Also when only the store remembers the rollout; the message has old and new, and the fix."""
+    await graded(services, rollout())
+
+    with pytest.raises(IdentityDiffers, match=rf"(?s)rollout r/a/0 .*{line}.*another run_id"):
+        await booted(services, rollout(**fields))
+
+
+async def test_a_stored_episode_answers_no_request_for_another_row(services: Services) -> None:
+    """The row's content counts; a new grading of the captured patch may have a mended row."""
+    await graded(services, rollout())
+    await catalog.save(services.store, row("another problem"))
+
+    with pytest.raises(IdentityDiffers, match=r"instance.toy/a: [0-9a-f]{16} -> [0-9a-f]{16}"):
+        await booted(services, rollout())
+    assert (await booted(services, rollout(start_at="grade", round=1))).attempt == 1
+
+
+async def test_a_stored_episode_answers_the_same_request(services: Services) -> None:
+    """When it expires and how it is watched does not decide what a rollout is."""
+    await graded(services, rollout())
+
+    found = await booted(services, rollout(expires_at=1.0, heartbeat_timeout_s=60))
+
+    assert found.done is not None
+    assert found.done.reward == 1.0
+
+
+async def test_a_new_rollout_becomes_what_its_first_request_asks(services: Services) -> None:
+    """Nothing is refused before it has begun; then another request is."""
+    begun = rollout(start_at="grade", agent="oracle")
+    with pytest.raises(InstanceError, match="no captured patch"):  # it got as far as its patch
+        await booted(services, begun)
+    for name in ("patch.json", "agent.json"):
+        await services.store.put(f"{keys.attempt(begun, 1)}/{name}", b"{}")
+
+    assert (await booted(services, begun)).attempt == 1
+    with pytest.raises(IdentityDiffers, match='agent: "oracle" -> "nop"'):
+        await booted(services, rollout(agent="nop"), play="another")
+
+
+async def test_a_rollout_is_not_compared_with_itself(services: Services) -> None:
+    """A row that is imported again in the middle of a rollout stops no further attempt of it."""
+    await graded(services, rollout())
+    await catalog.save(services.store, row("another problem"))
+
+    assert (await booted(services, rollout(), play="first")).done is not None
+
+
+async def test_another_model_answers_for_no_rollout(
+    services: Services, tmp_path: Path, endpoint: str
+) -> None:
+    """A rollout without a policy version is also what its endpoint says that it serves."""
+    request = rollout(agent="mini_swe_agent")
+
+    async def asked_now() -> Identity:
+        engine = {"url": endpoint, "kind": "auto"}
+        store = services.store.url
+        asking = Services(Settings(home=tmp_path / "home", store=store, engine=engine))
+        job = await Job.of(asking, Attempt(request=request, attempt=1), OneTry("play"))
+        return await rollout_identity(job)
+
+    before = await asked_now()
+    Endpoint.served = [{"id": "model-b", "root": "/weights/1"}]
+
+    assert differences(before, await asked_now()) == ["engine.model: model-a -> model-b"]
+
+
+def test_a_group_numbers_its_samples() -> None:
+    """A sample index in its template is refused by name, not ignored."""
+    with pytest.raises(
+        ConfigurationError, match=r"'rollout.sample_index' is set by the group itself"
+    ):
+        GroupRequest(rollout=rollout(sample_index=2), n_samples=2)
 
 
 def state(engine: str, **settings: str) -> StackState:

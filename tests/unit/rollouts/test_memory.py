@@ -8,12 +8,12 @@ from perdure.rollouts.boot import CHECKPOINT, BootRecord, init_metadata, sandbox
 from perdure.rollouts.job import Job
 from perdure.rollouts.memory import Memory
 from perdure.rollouts.messages import Attempt
-from perdure.rollouts.sandbox.admission import Accounts
 from perdure.rollouts.services import Services
 from perdure.settings.tree import Settings
 from perdure.storage.base import Stored
 from perdure.storage.local import LocalStore
 from perdure.types import Grading, Instance, RolloutRequest, Source, SourceKind
+from tests.unit.rollouts.one_try import OneTry
 
 ROW = Instance(
     instance_id="add-1",
@@ -35,31 +35,6 @@ class CountingStore(LocalStore):
     async def get(self, key: str) -> Stored:
         self.read[key.rsplit("/", 1)[-1]] += 1
         return await super().get(key)
-
-
-class OneTry:
-    """A try of a stage, in one run of the rollout's workflow."""
-
-    number = 1
-    accounts: Accounts
-
-    def __init__(self, play: str) -> None:
-        self.play = play
-
-    def now(self) -> float:
-        return 0.0
-
-    def is_cancelled_on_purpose(self) -> bool:
-        return False
-
-    def is_superseded(self) -> bool:
-        return False
-
-    async def workflow_may_be_open(self) -> bool:
-        return True
-
-    def report(self, **progress: object) -> None:
-        """Nobody looks."""
 
 
 def services(folder: Path) -> tuple[Services, CountingStore]:

@@ -145,12 +145,14 @@ async def check_same(
 
     Raises: ConfigurationError with what differs.
     """
-    agent = request.rollout_request("any/instance").agent
+    rollout = request.rollout_request("any/instance")
     engine: Mapping[str, str] = {}
-    if needs_model(agent) and given_address(settings) is None:  # else the engines are elsewhere
+    if (
+        needs_model(rollout.agent) and given_address(settings) is None
+    ):  # else the engines are elsewhere
         state = lifecycle.running(settings)
         engine = state.engine_settings if state is not None else engine_settings(settings)
-    asked = await identity.identity_of(settings, store, request, refs, engine)
+    asked = await identity.identity_of(settings, store, rollout, refs, engine)
     await identity.check(store, request.run_id, asked)
 
 
