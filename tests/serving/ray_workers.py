@@ -27,6 +27,27 @@ NODES = (
     "print(json.dumps({n['NodeID']: n['NodeName'] for n in ray.nodes() if n['Alive']}))"
 )
 
+HOLDER = """
+import ray, sys
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+address, name, cpus, group = sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4] == "True"
+ray.init(address=address, log_to_driver=False)
+[node] = [one["NodeID"] for one in ray.nodes() if one["Alive"] and one["NodeName"] == name]
+class Holder:
+    def here(self): return True
+if group:
+    group = placement_group([{"CPU": cpus}], "STRICT_PACK", lifetime="detached", _soft_target_node_id=node)
+    ray.get(group.ready())
+else:
+    holder = ray.remote(Holder).options(num_cpus=cpus, scheduling_strategy=On(node, soft=False)).remote()
+    ray.get(holder.here.remote())
+print("held", flush=True)
+sys.stdin.read()
+"""
+"""A program that holds CPUs of a node: for good in a placement group, as engines do, or as an actor of
+its own, until its stdin closes."""
+
 
 def polls(home: Path) -> int:
     """How many workers of this home have begun to poll."""
@@ -52,18 +73,58 @@ class Cluster:
 
     async def workers(self, *words: str) -> Any:
         """What `perdure workers ...` answers."""
+        child = await self.started(*words)
+        said, aside = await child.communicate()
+        assert child.returncode == 0, said.decode() + aside.decode()
+        return json.loads(said or "null")
+
+    async def ask(self, *words: str) -> tuple[int | None, str]:
+        """Exit code and lines of `perdure workers ...`, which must end within a minute."""
+        child = await self.started(*words)
+        try:
+            async with asyncio.timeout(60):
+                said, aside = await child.communicate()
+        except TimeoutError:
+            child.kill()
+            pytest.fail(f"`perdure workers {' '.join(words)}` did not end")
+        return child.returncode, said.decode() + aside.decode()
+
+    async def started(self, *words: str) -> asyncio.subprocess.Process:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         spec = self.stack.plan.worker()
         argv = [sys.executable, "-m", "perdure.cli.main", "workers", *words]
-        child = await asyncio.create_subprocess_exec(
+        if words[0] == "up" and "--home" not in words:
+            argv += ["--home", str(self.folder / "home-{node}")]
+        return await asyncio.create_subprocess_exec(
             *(*argv, "--ray-address", self.nodes.address),
             cwd=ROOT,
             env={**kept, **ENVIRONMENT, **self.env, **self.stack.environment(spec)},
             stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
         )
-        said, _ = await child.communicate()
-        assert child.returncode == 0, said.decode()
-        return json.loads(said or "null")
+
+    async def hold_cpus(self, name: str, cpus: int, *, group: bool) -> asyncio.subprocess.Process:
+        """A program that holds CPUs of the node `name`. `group`: in a placement group that outlives it,
+        as engines do; otherwise by an actor, which `let_go` ends."""
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", HOLDER, self.nodes.address, name, str(cpus), str(group)),
+            env={**os.environ, **ENVIRONMENT, **self.env},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while (line := await child.stdout.readline()) != b"held\n":
+                assert line, "the program that holds CPUs ended"
+        if group:
+            await self.let_go(child)
+        return child
+
+    async def let_go(self, holder: asyncio.subprocess.Process) -> None:
+        assert holder.stdin is not None
+        holder.stdin.close()
+        async with asyncio.timeout(PATIENCE_S):
+            await holder.wait()
 
     async def alive(self) -> dict[str, str]:
         """Ids and names of Ray's nodes, the head's too."""

@@ -100,6 +100,42 @@ async def test_rollouts_of_a_killed_node_move_and_it_returns_clean(
         await cluster.end(again)
 
 
+async def test_workers_take_the_cpus_that_engines_left(tmp_path: Path) -> None:
+    """`workers up` with its defaults starts a worker beside an engine. A node whose CPUs all belong to
+    engines is named at once, with the option that changes it."""
+    async with a_cluster(tmp_path) as cluster:
+        cluster.add("shared", cpus=2)
+        await cluster.hold_cpus("shared", 1, group=True)
+        assert await cluster.up() == {"shared": 1}
+
+        await cluster.workers("down")
+        await cluster.hold_cpus("shared", 1, group=True)
+        code, said = await cluster.ask("up", "--ray", "--resource", "worker")
+        assert (code, "shared: " in said, "--spare-cpus" in said) == (1, True, True), said
+
+
+async def test_a_worker_that_ray_cannot_place_is_told_and_ends(tmp_path: Path) -> None:
+    """Another actor holds the node's CPUs: `up` says within seconds what it waits for, `down` and a
+    second `up` return, and the second one works once the CPUs are free."""
+    async with a_cluster(tmp_path) as cluster:
+        cluster.add("busy", cpus=2)
+        holder = await cluster.hold_cpus("busy", 2, group=False)
+        waiting = await cluster.started("up", "--ray", "--resource", "worker")
+        assert waiting.stderr is not None
+        async with asyncio.timeout(60):
+            while b"busy: " not in await waiting.stderr.readline():
+                pass
+        waiting.kill()
+        await waiting.wait()
+
+        code, said = await cluster.ask("down")
+        assert (code, said) == (0, "stopped\n")
+        waiting = await cluster.started("up", "--ray", "--resource", "worker")
+        await cluster.let_go(holder)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await waiting.wait() == 0
+
+
 async def test_a_node_on_which_a_rollout_has_just_begun_is_not_given_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

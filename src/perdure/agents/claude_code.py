@@ -12,14 +12,20 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from perdure.agents import headless, npm, options, prompts
+from perdure.agents import headless, npm, options, prompts, toolcache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless import PROMPT
+from perdure.errors import MissingDependency, PerdureError
 from perdure.sandboxes.base import Mount
 from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/claude-code"
+PACKAGE, NODE = "/opt/claude-code-package", "/opt/claude-code-node"
+ON_NODE = f"""#!/bin/sh
+exec {NODE}/bin/node {PACKAGE}/cli.js "$@"
+"""
+"""`claude` where a user names the npm package that runs on Node."""
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """WebFetch and WebSearch ask hosts that no sandbox reaches."""
 
@@ -46,7 +52,28 @@ class ClaudeCode:
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         folder = await npm.installed(tools, self.name, settings.claude_code_tarball)
-        return (Mount(source=folder, target=MOUNT),)
+        if (folder / "claude").is_file():
+            return (Mount(source=folder, target=MOUNT),)
+        if not (folder / "cli.js").is_file():
+            raise MissingDependency(
+                f"{npm.variable(self.name)} (SWE_HOST_CC_TARBALL) names {settings.claude_code_tarball}, "
+                "which has neither the program `claude` nor `cli.js`: name the native package "
+                "@anthropic-ai/claude-code-linux-x64, or one that runs on Node"
+            )
+        try:
+            node = await npm.installed(tools, "node", settings.node_tarball)
+        except PerdureError as error:
+            raise MissingDependency(
+                f"{npm.variable(self.name)} (SWE_HOST_CC_TARBALL) names a package that needs Node: name "
+                f"Node's tarball in {npm.variable('node')} (SWE_HOST_NODE_TARBALL), or the native package "
+                f"@anthropic-ai/claude-code-linux-x64; {error}"
+            ) from error
+        start = await toolcache.built(tools, "claude_code_on_node", ON_NODE, _write_start)
+        return (
+            Mount(source=start, target=MOUNT),
+            Mount(source=folder, target=PACKAGE),
+            Mount(source=node, target=NODE),
+        )
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = options.parse(self.name, ClaudeCodeOptions, task.options)
@@ -69,6 +96,12 @@ class ClaudeCode:
         if evidence.status.ok and result.get("is_error") is False:
             return AgentEnd.FINISHED
         return AgentEnd.CRASHED
+
+
+def _write_start(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "claude").write_text(ON_NODE)
+    (folder / "claude").chmod(0o755)
 
 
 def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from perdure.durable_files import is_whole, publish_folder, remove_damaged
 from perdure.errors import AgentError, MissingDependency
 from perdure.home import show_to_sandboxes
+from perdure.interpreters import find_interpreter, find_uv, places_searched
 
 INSTALL_TIMEOUT_S = 900
 
@@ -61,30 +62,39 @@ class Python:
     identity: str
 
 
-def find_python(minimum: str, named: str, variable: str) -> Python:
-    """The interpreter a user named, or the first that uv finds on this host.
+def find_python(minor: str, named: str, variable: str) -> Python:
+    """The interpreter that a user named, which may be newer, or the first of this minor version here.
 
-    Raises: MissingDependency saying how to get one.
+    Raises: MissingDependency saying where it looked, and how to get one.
     """
-    find = [_uv(), "python", "find", "--no-project", "--no-python-downloads", f">={minimum}"]
-    found = [named] if named else _output(find).split("\n")
-    told = "import sys; print(sys.base_prefix, sys.version_info >= (%s))"
-    script = told % ", ".join(minimum.split("."))
-    prefix, _, enough = _output([found[0] or "false", "-I", "-c", script]).rpartition(" ")
-    if enough != "True":
+    program = Path(named) if named else _first(minor)
+    found = program and _described(program, minor)
+    if program is None or not found:
+        searched = f"{named} is none" if named else f"searched: {places_searched()}"
         raise MissingDependency(
-            f"no Python {minimum} on this host: `uv python install {minimum}`, or name one in {variable}"
+            f"no Python {minor} starts on this host ({searched}): `uv python install {minor}`, or name "
+            f"one in {variable}"
         )
-    version = _output([found[0], "-VV"])
-    return Python(Path(found[0]), Path(prefix), f"{prefix} {version} {platform.machine()}")
+    prefix, version = found
+    return Python(program, prefix, f"{prefix} {version} {platform.machine()}")
 
 
-def _output(argv: list[str]) -> str:
-    """Its first output, stripped; "" when it fails or does not exist."""
+def _first(minor: str) -> Path | None:
+    found = find_interpreter(minor)
+    return found.program if found is not None else None
+
+
+def _described(program: Path, minimum: str) -> tuple[Path, str] | None:
+    """Its prefix and its full version. None: it does not start, or is older."""
+    enough = f"sys.version_info >= ({', '.join(minimum.split('.'))})"
+    script = f"import sys; print(sys.base_prefix); print({enough}); print(sys.version)"
     try:
-        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+        argv = [str(program), "-I", "-c", script]
+        told = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return ""
+        return None
+    prefix, is_enough, version = told.strip().split("\n", 2)
+    return (Path(prefix), version) if is_enough == "True" else None
 
 
 def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") -> None:
@@ -93,25 +103,12 @@ def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") ->
 
     Raises: MissingDependency without uv; AgentError when the registry does not deliver.
     """
-    uv = _uv()
+    uv = str(find_uv())
     interpreter = interpreter or f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
     _run([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
     exact = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--compile-bytecode"]
     python = str(folder / "bin" / "python")
     _run([uv, "pip", "install", "--quiet", "--python", python, *exact, "-r", str(lock)])
-
-
-def _uv() -> str:
-    try:
-        import uv
-    except ImportError:
-        found = shutil.which("uv")
-        if found is None:
-            raise MissingDependency(
-                "uv is missing, which installs agents; install it: pip install uv"
-            ) from None
-        return found
-    return str(uv.find_uv_bin())
 
 
 def _run(argv: list[str]) -> None:

@@ -26,6 +26,7 @@ from perdure.instances import repository, sources, uv
 from perdure.instances.index_hosts import how_to_allow, index_hosts
 from perdure.instances.index_proxy import Asked, index_proxy, variables
 from perdure.instances.interpreters import find_python
+from perdure.interpreters import find_uv
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.phases import INSTALL_LIMITS
 from perdure.storage.base import Store
@@ -215,7 +216,7 @@ class Environments:
 
     def _build_spec(self, instance: Instance, key: str, folder: Path) -> SandboxSpec:
         environment = instance.environment
-        binary, prefix = uv.find_binary(), find_python(environment.python)
+        binary, prefix = find_uv(), find_python(environment.python)
         registry_env, registry_files = uv.registry_settings()
         return SandboxSpec(
             workdir=environment.workdir,

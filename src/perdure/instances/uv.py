@@ -6,7 +6,6 @@ Index, mirror and certificate settings are uv's own (files and variables); nothi
 import datetime
 import functools
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from perdure.errors import Boundary, InstanceError, MissingDependency, RetryHere
+from perdure.errors import Boundary, InstanceError, RetryHere
+from perdure.interpreters import find_uv
 from perdure.sandboxes.base import Mount
 from perdure.settings import environment
 
@@ -50,19 +50,6 @@ class Sdist(NamedTuple):
     sha256: str
     uploaded: datetime.datetime | None = None
     """None: the index does not say."""
-
-
-def find_binary() -> Path:
-    """uv itself. Raises: MissingDependency."""
-    try:
-        from uv import find_uv_bin
-
-        return Path(find_uv_bin())
-    except (ImportError, FileNotFoundError):
-        found = shutil.which("uv")
-    if found is None:
-        raise MissingDependency("uv builds environments and is not here: pip install uv")
-    return Path(found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -121,5 +108,5 @@ def _compile(requirement: str, *options: str) -> bytes:
 def run(arguments: Sequence[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """uv in the root folder, so that the project or workspace around Perdure has no effect."""
     return subprocess.run(
-        [find_binary(), *arguments], input=stdin, capture_output=True, cwd="/", check=False
+        [find_uv(), *arguments], input=stdin, capture_output=True, cwd="/", check=False
     )

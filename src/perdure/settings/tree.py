@@ -249,7 +249,7 @@ class AgentSettings(Group):
     """Programs of the agents, for hosts without a package registry."""
 
     claude_code_tarball: Path | None = None
-    """Native npm package of Claude Code (`claude-code-linux-x64-*.tgz`)."""
+    """npm package of Claude Code: the native one (`claude-code-linux-x64-*.tgz`), or one that runs on Node."""
     codex_tarball: Path | None = None
     """npm package of Codex."""
     opencode_tarball: Path | None = None
@@ -257,9 +257,9 @@ class AgentSettings(Group):
     qwen_code_tarball: Path | None = None
     """npm package of Qwen Code."""
     node_tarball: Path | None = None
-    """npm package of Node, on which Qwen Code runs."""
+    """Node, for Qwen Code and a Claude Code that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
     openhands_python: str = ""
-    """Python of at least 3.12 that runs OpenHands. Empty = the one that uv finds."""
+    """Python of at least 3.12 that runs OpenHands. Empty = the 3.12 that uv, PATH or pyenv has."""
 
 
 class MetricsSettings(Group):

@@ -1,17 +1,61 @@
 """Claude Code's command line, and how its last word is read."""
 
 import json
+import tarfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perdure.agents import npm
 from perdure.agents.claude_code import ClaudeCode
-from perdure.errors import ConfigurationError
+from perdure.errors import ConfigurationError, MissingDependency
+from perdure.settings.tree import AgentSettings
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 COMPLETED = said(type="result", is_error=False, terminal_reason="completed", result="Done.")
+
+
+def package(path: Path, *names: str) -> Path:
+    """A tarball with these programs below its first folder."""
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            found = tarfile.TarInfo(f"package/{name}")
+            found.mode = 0o755
+            archive.addfile(found)
+    return path
+
+
+async def test_a_package_that_needs_node_runs_on_the_named_node(tmp_path: Path) -> None:
+    """Document 002's pair of tarballs: `claude` starts the package's `cli.js` on the mounted Node."""
+    given = AgentSettings(
+        claude_code_tarball=package(tmp_path / "cc.tgz", "cli.js"),
+        node_tarball=package(tmp_path / "node.tgz", "bin/node"),
+    )
+    mounts = await ClaudeCode().install(tmp_path / "tools", given)
+    inside = {mount.target: mount.source for mount in mounts}
+    start = (inside["/opt/claude-code"] / "claude").read_text()
+    node, script = start.split()[2:4]
+
+    for path in (node, script):
+        target = next(one for one in inside if path.startswith(f"{one}/"))
+        assert (inside[target] / path.removeprefix(f"{target}/")).is_file()
+    assert ClaudeCode().launch(TASK).argv[4] == "/opt/claude-code/claude"
+
+
+@pytest.mark.parametrize(("name", "fix"), [("cli.js", "SWE_HOST_NODE_TARBALL"), ("x", "native")])
+async def test_a_tarball_that_cannot_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str
+) -> None:
+    """Before anything boots, the message names the variable and what to name instead."""
+    monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9/")
+    monkeypatch.setattr(npm, "TRIES", 1)
+    given = AgentSettings(claude_code_tarball=package(tmp_path / "cc.tgz", name))
+
+    with pytest.raises(MissingDependency, match=rf"SWE_HOST_CC_TARBALL.*{fix}"):
+        await ClaudeCode().install(tmp_path / "tools", given)
 
 
 def flag(argv: tuple[str, ...], name: str) -> str:

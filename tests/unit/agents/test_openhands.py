@@ -1,6 +1,7 @@
 """OpenHands' settings, the Python it runs on, and how its events are read."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -58,6 +59,31 @@ def test_a_named_python_that_is_too_old_is_refused() -> None:
     """The message says how to get one, before anything is installed."""
     with pytest.raises(MissingDependency, match=r"uv python install 99.1.*SOME_PYTHON"):
         toolcache.find_python("99.1", sys.executable, "SOME_PYTHON")
+
+
+def test_its_python_is_found_behind_a_shim_of_pyenv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv finds only the shim, which starts nothing; pyenv's own folder has the interpreter."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
+    script(tmp_path / "shims" / "python9.8", "echo 'pyenv: command not found' >&2; exit 127")
+    with pytest.raises(MissingDependency, match=rf"{tmp_path / 'pyenv/versions'}.*SOME_PYTHON"):
+        toolcache.find_python("9.8", "", "SOME_PYTHON")
+
+    behind = tmp_path / "pyenv/versions/9.8.7/bin/python"
+    script(
+        behind,
+        r"case $3 in *'>='*) printf '/opt\nTrue\n9.8.7\n';; *) printf '/opt\n9.8.7\n';; esac",
+    )
+    assert toolcache.find_python("9.8", "", "SOME_PYTHON").executable == behind
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def test_a_named_python_is_used_as_it_is() -> None:

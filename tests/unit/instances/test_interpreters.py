@@ -57,14 +57,14 @@ def test_another_patch_release_is_not_taken(tmp_path: Path) -> None:
         find_python("9.8.5")
 
 
-def test_without_one_uvs_own_words_are_quoted(tmp_path: Path) -> None:
-    """Both why it found none, and why it cannot install one."""
+def test_without_one_the_message_says_where_it_looked(tmp_path: Path) -> None:
+    """Also why uv cannot install one."""
     program(tmp_path / "shims" / "python9.8", SHIM)
 
     with pytest.raises(InstanceError) as caught:
         find_python("9.8")
 
-    assert "command not found" in str(caught.value)
+    assert f"{tmp_path / 'pyenv/versions'}" in str(caught.value)
     assert "cannot install one: " in str(caught.value)
 
 

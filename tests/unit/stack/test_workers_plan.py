@@ -22,9 +22,19 @@ def plan(**fields: Any) -> WorkersPlan:
 
 
 def test_a_node_has_a_seat_for_each_share_of_its_cpus_and_a_home_of_its_own() -> None:
-    found = plan(spare_cpus=2, cpus_per_rollout=0.3).variables(NODE)
+    chosen = plan(spare_cpus=2, cpus_per_rollout=0.3)
+    found = chosen.variables(NODE, chosen.seats(NODE, 0))
 
     assert found == {"A": "b", "PERDURE_HOME": "/h/n/3456789f", "PERDURE_SLOTS__AGENT": "20"}
+
+
+@pytest.mark.parametrize(("spare", "held", "seats"), [(0, 1, 7), (2, 1, 6), (1, 3, 5), (0, 8, 0)])
+def test_engines_keep_the_cpus_that_they_hold(spare: float, held: float, seats: int) -> None:
+    """`--spare-cpus` is the least that workers leave; what placement groups hold counts towards it."""
+    chosen = plan(spare_cpus=spare)
+
+    assert chosen.seats(NODE, held) == seats
+    assert f"hold {held:g}" in chosen.no_seat(NODE, held)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +44,7 @@ def test_a_node_has_a_seat_for_each_share_of_its_cpus_and_a_home_of_its_own() ->
         {"Labels": {}},
         {"Labels": {"kind": "x"}},
         {"Resources": {"CPU": 8.0}},
-        {"Resources": {"CPU": 2.5, "w": 1.0}},
+        {"Resources": {"w": 1.0}},
     ],
 )
 def test_other_nodes_get_no_worker(other: dict[str, Any]) -> None:

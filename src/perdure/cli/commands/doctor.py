@@ -149,9 +149,9 @@ def limits(settings: Settings) -> Finding:
 
 
 def uv(settings: Settings) -> Finding:
-    from perdure.instances.uv import find_binary
+    from perdure.interpreters import find_uv
 
-    return Finding("uv", "ok", str(find_binary()))
+    return Finding("uv", "ok", str(find_uv()))
 
 
 def git(settings: Settings) -> Finding:

@@ -61,7 +61,7 @@ def workers() -> None:
     default=0.0,
     metavar="C",
     show_default=True,
-    help="CPUs of each node that are left to engines.",
+    help="CPUs of each node to keep for engines, at least: what running engines hold is theirs anyway.",
 )
 @click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
 @click.option(
@@ -97,12 +97,10 @@ def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
 
     plan = WorkersPlan(environment=_environment(load_settings()), **o)
     actor = manager.start(key, plan)
-    end = time.monotonic() + READY_S
-    while (report := _report(actor)).absent or not report.nodes:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.5)
+    report = _ready(actor)
     _print(report, as_json)
+    if not report.nodes:
+        raise click.exceptions.Exit(1)
 
 
 @workers.command(name="list")
@@ -128,6 +126,22 @@ def down(ray_address: str) -> None:
     from perdure.stack.on_ray import manager
 
     say("stopped" if manager.stop(key, leave=True) else "nothing is running")
+
+
+def _ready(actor: Any) -> "WorkersReport":
+    """Wait for a worker on every node that has room for one; say what is waited for."""
+    end, told = time.monotonic() + READY_S, ()
+    while True:
+        report = _report(actor)
+        if not report.absent and (report.nodes or report.full):
+            return report
+        if time.monotonic() > end:
+            return report
+        if (waits := report.absent or ("no node of Ray fits yet",)) != told:
+            for line in waits:
+                say(f"waiting: {line}")
+            told = waits
+        time.sleep(0.5)
 
 
 def _connect(settings: Settings, address: str, *, with_code: bool = False) -> str:
@@ -174,7 +188,7 @@ def _print(report: "WorkersReport", as_json: bool) -> None:
     for one in report.nodes:
         again = f", started {one.starts} times" if one.starts > 1 else ""
         click.echo(f"{one.node:<24}{one.taken} of {one.seats} seats taken{again}  {one.log}")
-    for line in report.absent:
+    for line in (*report.absent, *report.full):
         click.echo(line)
     if report.waiting:
         say(f"{report.waiting} boots and gradings wait for workers")

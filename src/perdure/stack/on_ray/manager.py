@@ -7,6 +7,7 @@ workers by their names.
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
@@ -21,7 +22,7 @@ from temporalio.service import RPCError
 
 from perdure.client.connection import connect
 from perdure.client.waiting import backlogs
-from perdure.errors import PerdureError
+from perdure.errors import ConfigurationError, PerdureError
 from perdure.serving.commands import NAMESPACE
 from perdure.serving.placement import draining_nodes
 from perdure.settings import environment
@@ -33,6 +34,10 @@ from perdure.types import Frozen
 POLL_S = 1.0
 ANSWER_S = 5.0
 """Seconds that a worker's actor has to answer."""
+STOP_S = 30.0
+"""Seconds that the manager has beyond its slowest worker's."""
+END_S = 90.0
+"""Seconds that a worker has to end: its grace, then its agents' sandboxes. Then its actor is killed."""
 AGAIN_S = 10.0
 """Seconds before an actor that Ray gave up is placed again."""
 COUNT_S = 10.0
@@ -45,6 +50,8 @@ class WorkersReport(Frozen):
     nodes: tuple[NodeReport, ...] = ()
     absent: tuple[str, ...] = ()
     """Nodes without a worker, with the reason."""
+    full: tuple[str, ...] = ()
+    """Nodes that get no worker, because their CPUs have no room for a seat."""
     waiting: int = 0
     """Boots and gradings that no worker has taken; counted only for the autoscaler."""
 
@@ -74,11 +81,14 @@ class Placed:
     """The worker of one node, as the manager knows it."""
 
     node: Node
+    seats: int
     actor: Any
     report: NodeReport | None = None
     problem: str = "its worker starts"
     busy_at: float = field(default_factory=monotonic)
     task: "asyncio.Task[None] | None" = None
+    answered: bool = False
+    """Whether Ray has placed the actor, as an answer of it showed."""
     left: bool = False
 
 
@@ -89,6 +99,7 @@ class WorkersManager:
         self._prefix, self._plan = f"{_name(key)}-", WorkersPlan.model_validate_json(plan)
         self._placed: dict[str, Placed] = {}
         self._given_back: set[str] = set()
+        self._full: dict[str, str] = {}
         self._waiting, self._counted_at = 0, float("-inf")
         self._client: Client | None = None
         environment.force(self._plan.environment)
@@ -101,6 +112,7 @@ class WorkersManager:
             absent=tuple(
                 f"{one.node['NodeName']}: {one.problem}" for one in placed if one.report is None
             ),
+            full=tuple(self._full.values()),
             waiting=self._waiting,
         ).model_dump_json()
 
@@ -128,25 +140,31 @@ class WorkersManager:
         nodes = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes)}
         nodes = {key: node for key, node in nodes.items() if self._plan.fits(node)}
         draining = await asyncio.to_thread(draining_nodes)
+        held = await asyncio.to_thread(_held_cpus)
         for key in self._placed.keys() - nodes.keys():
             del self._placed[key]
         self._given_back &= nodes.keys()
+        full: dict[str, str] = {}
         for key, node in nodes.items():
             placed = self._placed.get(key)
             if placed is None:
-                if key not in draining and key not in self._given_back:
-                    self._placed[key] = await asyncio.to_thread(self._place, key, node)
+                seats = self._plan.seats(node, held[key])
+                if not seats:
+                    full[key] = f"{node['NodeName']}: {self._plan.no_seat(node, held[key])}"
+                elif key not in draining and key not in self._given_back:
+                    self._placed[key] = await asyncio.to_thread(self._place, key, node, seats)
             elif not placed.left and (placed.task is None or placed.task.done()):
                 if key in draining:
                     log.info("a node is leaving: its rollouts move", node=node["NodeName"])
                     placed.task = asyncio.create_task(self._end(placed, leave=True))
                 else:
                     placed.task = asyncio.create_task(self._ask(key, placed))
+        self._full = full
         if self._plan.most_rollouts and monotonic() - self._counted_at > COUNT_S:
             self._counted_at = monotonic()
             await self._scale(nodes)
 
-    def _place(self, key: str, node: Node) -> Placed:
+    def _place(self, key: str, node: Node, seats: int) -> Placed:
         """If an earlier manager has placed it, it is found again."""
         actor = (
             ray.remote(NodeActor)
@@ -156,34 +174,54 @@ class WorkersManager:
                 lifetime="detached",
                 get_if_exists=True,
                 max_restarts=-1,
-                num_cpus=self._plan.seats(node) * self._plan.cpus_per_rollout,
+                num_cpus=seats * self._plan.cpus_per_rollout,
                 max_concurrency=16,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(key, soft=False),
             )
-            .remote(node["NodeName"], self._plan.variables(node))
+            .remote(node["NodeName"], self._plan.variables(node, seats))
         )
-        return Placed(node, actor)
+        return Placed(node, seats, actor)
 
     async def _ask(self, key: str, placed: Placed) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
                 text = await placed.actor.report.remote()
         except TimeoutError:
-            placed.report, placed.problem = None, "no answer; perhaps its CPUs are taken"
+            placed.report, placed.problem = None, self._unanswered(placed)
         except ray.exceptions.RayError as error:
             placed.report, placed.problem = None, str(error).strip().splitlines()[-1][:300]
             if isinstance(error, ray.exceptions.ActorDiedError):
                 await asyncio.sleep(AGAIN_S)
                 self._placed.pop(key, None)
         else:
-            placed.report = NodeReport.model_validate_json(text)
+            placed.report, placed.answered = NodeReport.model_validate_json(text), True
             if placed.report.taken:
                 placed.busy_at = monotonic()
 
+    def _unanswered(self, placed: Placed) -> str:
+        if placed.answered:
+            return "its actor does not answer"
+        wanted = placed.seats * self._plan.cpus_per_rollout
+        return (
+            f"waits for {wanted:g} free CPUs; if other tasks of Ray keep them, run "
+            "`perdure workers up --ray` again with more --spare-cpus"
+        )
+
     async def _end(self, placed: Placed, leave: bool) -> None:
+        """End a worker. Ray may never have placed its actor, which then answers no call and has no worker:
+        it is only killed."""
         placed.left, placed.report, placed.problem = True, None, "it leaves"
-        with contextlib.suppress(ray.exceptions.RayError):  # it is gone
-            await (placed.actor.leave if leave else placed.actor.stop).remote()
+        try:
+            if not placed.answered:
+                async with asyncio.timeout(ANSWER_S):
+                    await placed.actor.report.remote()
+            async with asyncio.timeout(END_S):
+                await (placed.actor.leave if leave else placed.actor.stop).remote()
+        except TimeoutError:
+            log.warning("a worker did not end in time", node=placed.node["NodeName"])
+        except ray.exceptions.RayError:  # it is gone
+            return
+        with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(placed.actor)
 
     async def _scale(self, nodes: Mapping[str, Node]) -> None:
@@ -197,7 +235,7 @@ class WorkersManager:
                 one.busy_at = monotonic()
         else:
             await self._give_back()
-        seats = sum(self._plan.seats(one.node) for one in self._placed.values() if not one.left)
+        seats = sum(one.seats for one in self._placed.values() if not one.left)
         bundles = self._plan.bundles(len(nodes), taken + self._waiting, seats)
         only = [dict(self._plan.labels)] * len(bundles) if self._plan.labels else None
         await asyncio.to_thread(request_resources, bundles=bundles, bundle_label_selectors=only)
@@ -243,12 +281,29 @@ def start(key: str, plan: WorkersPlan) -> Any:
 
 
 def stop(key: str, *, leave: bool) -> bool:
-    """False: there was no manager."""
+    """False: there was no manager. Raises: ConfigurationError if it does not answer."""
     if (actor := find(key)) is None:
         return False
-    ray.get(actor.stop.remote(leave))
-    ray.kill(actor)
+    try:
+        ray.get(actor.stop.remote(leave), timeout=ANSWER_S + END_S + STOP_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ConfigurationError(
+            "the manager of the workers on Ray does not answer; `ray status` says whether the head is "
+            "well. Its workers may still run: repeat the command"
+        ) from None
+    finally:
+        ray.kill(actor)
     return True
+
+
+def _held_cpus() -> Counter[str]:
+    """CPUs of each node that placement groups hold, as those of engines do."""
+    held: Counter[str] = Counter()
+    for group in ray.util.placement_group_table().values():
+        if group["state"] != "REMOVED":
+            for index, node in group["bundles_to_node_id"].items():
+                held[node] += group["bundles"][index].get("CPU", 0.0)
+    return held
 
 
 def find(key: str) -> Any | None:

@@ -24,7 +24,7 @@ class WorkersPlan(Frozen):
     cpus_per_rollout: float = Field(1.0, gt=0)
     """A node has as many seats as it has such shares."""
     spare_cpus: float = Field(0.0, ge=0)
-    """CPUs of each node that are left to engines."""
+    """CPUs of each node that workers leave to engines, at least: what placement groups hold is theirs."""
     resource: str = ""
     """Only nodes that offer this custom resource."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -35,24 +35,34 @@ class WorkersPlan(Frozen):
     """Seconds without a rollout after which a node is given back to the autoscaler."""
 
     def fits(self, node: Node) -> bool:
-        """Whether this node gets a worker."""
+        """Whether this node is one of those that get a worker, if its CPUs allow for one."""
         labels = node.get("Labels") or {}
         return bool(
             node["Alive"]
-            and self.seats(node) > 0
+            and node["Resources"].get("CPU", 0.0) > 0
             and (not self.resource or node["Resources"].get(self.resource, 0) > 0)
             and all(_selects(each, labels.get(key)) for key, each in self.labels.items())
         )
 
-    def seats(self, node: Node) -> int:
+    def seats(self, node: Node, held_cpus: float) -> int:
+        """`held_cpus`: what placement groups hold of the node."""
         cpus: float = node["Resources"].get("CPU", 0.0)
-        return math.floor((cpus - self.spare_cpus) / self.cpus_per_rollout + 1e-9)
+        free = cpus - max(self.spare_cpus, held_cpus)
+        return max(0, math.floor(free / self.cpus_per_rollout + 1e-9))
 
-    def variables(self, node: Node) -> dict[str, str]:
+    def no_seat(self, node: Node, held_cpus: float) -> str:
+        """Why the node has no seat, and what changes that."""
+        cpus = node["Resources"].get("CPU", 0.0)
+        return (
+            f"no seat: of its {cpus:g} CPUs, placement groups (engines) hold {held_cpus:g} and "
+            f"--spare-cpus keeps {self.spare_cpus:g} free; a seat takes {self.cpus_per_rollout:g}. "
+            "Lower --spare-cpus or --cpus-per-rollout, or `perdure engines up --cpus-per-replica`"
+        )
+
+    def variables(self, node: Node, seats: int) -> dict[str, str]:
         """Of the worker on this node."""
         home = self.home.replace("{node}", node["NodeName"]).replace("{id}", node["NodeID"][-8:])
-        seats = str(self.seats(node))
-        return {**self.environment, "PERDURE_HOME": home, "PERDURE_SLOTS__AGENT": seats}
+        return {**self.environment, "PERDURE_HOME": home, "PERDURE_SLOTS__AGENT": str(seats)}
 
     def bundles(self, nodes: int, rollouts: int, seats: int) -> list[dict[str, float]]:
         """The resources of so many rollouts, and what these nodes keep for engines.
