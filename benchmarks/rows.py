@@ -14,8 +14,8 @@ from typing import NamedTuple
 from perdure import registry
 from perdure.errors import InstanceError
 from perdure.graders.base import Grader
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.fields import Row
-from perdure.instances.rows.importing import to_instance
 from perdure.instances.rows.readers import NumberedRow, read_rows
 from perdure.instances.rows.recognition import recognised
 

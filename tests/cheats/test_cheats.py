@@ -11,7 +11,7 @@ from perdure.graders.calibrate import calibrate
 from perdure.instances.environments import Environments
 from perdure.instances.recipes.building import Builder, candidates_of, chosen
 from perdure.instances.recipes.recipe import load_recipe
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.readers import read_rows
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings

@@ -20,7 +20,7 @@ from activities.boot_sandbox import BootSandbox
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
 from perdure.instances import catalog
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
 from perdure.settings.tree import Settings

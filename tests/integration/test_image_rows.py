@@ -15,7 +15,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.boot_sandbox import BootSandbox
 from activities.grade import GradeInFreshSandbox
 from perdure.instances import catalog
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.rollouts import checkpoints
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services

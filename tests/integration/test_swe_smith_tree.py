@@ -12,7 +12,7 @@ import pytest
 
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
 from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings

@@ -14,7 +14,7 @@ import pytest
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.instances.environments import Environments, Prepared
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.readers import read_rows
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider

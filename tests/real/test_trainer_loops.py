@@ -256,7 +256,7 @@ async def test_torchtitan_logs_a_step(titan: dict[str, Any]) -> None:
 
 async def test_torchtitans_launcher_finds_the_recipe(titan: dict[str, Any]) -> None:
     """By the options that the page prints, and the other sizes by their names."""
-    assert titan["recipe"] == ["PerdureRollouter.Config", "try-1", "claude_code"]
+    assert titan["recipe"] == ["PerdureRollouter.Config", "try-1", "claude_code", "daytona"]
     assert titan["recipes"] == ["1.7B", "14B", "30B-A3B", "32B", "8B"]
 
 

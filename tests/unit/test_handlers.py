@@ -18,7 +18,7 @@ from perdure.handlers import (
     import_handlers,
     register_agent_handler,
 )
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.types import Outcome
 from tests.unit.instances.test_rows import ROW
 

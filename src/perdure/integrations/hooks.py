@@ -13,8 +13,14 @@ from weakref import WeakKeyDictionary
 from perdure.client.api import Perdure, RolloutHandle
 from perdure.client.episodes import read_episodes
 from perdure.episodes.episode import EpisodeSegments
-from perdure.errors import ConfigurationError, NoResult, NotFound
-from perdure.types import EpisodeRef, RolloutRequest, Sampling
+from perdure.errors import ConfigurationError, InstanceError, NoResult, NotFound
+from perdure.instances import catalog
+from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.fields import Row
+from perdure.instances.rows.recognition import recognised
+from perdure.settings.load import load_settings
+from perdure.storage.base import open_store
+from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, slugify
 
 POLL_S = 1.0
 """How often a hook looks whether its trainer gave up the step."""
@@ -30,6 +36,8 @@ SAMPLING = frozenset(Sampling.model_fields) - {"max_context_tokens", "decided_by
 _connections: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Perdure]]" = (
     WeakKeyDictionary()
 )
+_unsaved: dict[str, Instance] = {}
+"""Instances of rows that a hook was given whole, until the first rollout has put them into the catalog."""
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,18 +85,36 @@ def request_of(
 
 
 def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
+    """The reference under which the import of its file keeps the row."""
     if isinstance(row, str):
         return row
     if isinstance(row.get("instance"), str):
         return str(row["instance"])
-    within = row.get("instance")
-    name = (within if isinstance(within, Mapping) else row).get("instance_id")
-    if name and dataset:
-        return f"{dataset}/{name}"
+    inner = row.get("instance")
+    fields = inner if isinstance(inner, Mapping) else row
+    if dataset and fields.get("instance_id"):
+        return f"{dataset}/{slugify(str(fields['instance_id']))}"
+    if dataset and (read := _converted(fields, dataset)) is not None:
+        _unsaved[read.ref] = read
+        return read.ref
     raise ConfigurationError(
-        "a row needs `instance` (`<dataset>/<instance_id>`), or `instance_id` where the hook names a "
-        f"`dataset`; this one has {', '.join(sorted(row)) or 'neither'}"
+        "a row needs `instance` (`<dataset>/<instance_id>`). Where the hook names a `dataset`, "
+        "`instance_id` or the fields of a known format do. This one has "
+        f"{', '.join(sorted(row)) or 'no field'}{'' if dataset else ', and the hook names no `dataset`'}"
     )
+
+
+def _converted(fields: Mapping[str, Any], dataset: str) -> Instance | None:
+    """A row of a format that makes the id of other fields, as R2E-Gym's and Multi-SWE-bench's do.
+
+    Raises: InstanceError for a row of a known format that lacks something.
+    """
+    if not fields.get("data_source"):
+        try:
+            recognised(Row(1, fields))
+        except InstanceError:
+            return None
+    return to_instance(fields, dataset, 1)
 
 
 async def connection() -> Perdure:
@@ -108,6 +134,9 @@ async def finished(
     The rollout is cancelled when the caller is, or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
+    if (read := _unsaved.get(request.instance)) is not None:
+        await catalog.save(open_store(load_settings()), read)
+        _unsaved.pop(request.instance, None)
     handle = await perdure.start_rollout(request)
     waiting = asyncio.ensure_future(handle.result())
     try:

@@ -17,7 +17,7 @@ from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainers import slime_abort, slime_samples
 from perdure.errors import ConfigurationError
 from perdure.integrations import hooks, installed
-from perdure.types import RolloutRequest, slugify
+from perdure.types import RolloutRequest
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
@@ -84,7 +84,7 @@ def _row(sample: Any) -> dict[str, Any]:
     metadata = sample.metadata or {}
     known = {**(metadata.get("remote_env_info") or {}), **metadata}
     name = known.get("instance_id") or sample.label
-    return {**metadata, "instance_id": slugify(name)} if name else metadata
+    return {**metadata, "instance_id": name} if name else metadata
 
 
 def _step() -> int:

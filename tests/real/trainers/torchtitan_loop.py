@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.rollout_recorder import RolloutSampleRecorder  # 
 from perdure.engines.health import CANARY_PROMPTS  # noqa: E402
 from perdure.integrations.torchtitan import config_registry  # noqa: E402
 from perdure.integrations.torchtitan.instances import Instances  # noqa: E402
-from perdure.integrations.torchtitan.rollouter import PerdureRollouter  # noqa: E402
+from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields  # noqa: E402
 from perdure.integrations.torchtitan.smoke import Sampling, from_vllm  # noqa: E402
 
 VERSION = 3
@@ -73,8 +73,7 @@ async def main(rows, fixes, idles, *options):
     rollouter = PerdureRollouter.Config(
         train_dataset=Instances.Config(path=rows, shuffle=False),
         run_id="titan",
-        rollout={"agent": "tests.loop_agent:LoopAgent", "agent_budget_s": 300},
-        engine_port=0,
+        rollout=RolloutFields(agent="tests.loop_agent:LoopAgent", agent_budget_s=300),
     ).build()
     async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
         generate_fn, calls = generator(client, fixes, idles)
@@ -132,7 +131,12 @@ async def main(rows, fixes, idles, *options):
         "metrics": logged,
         "spoken": [len(one["turns"]) for one in recorded],
         "recipes": _recipes(options),
-        "recipe": [type(recipe).__qualname__, recipe.run_id, recipe.rollout["agent"]],
+        "recipe": [
+            type(recipe).__qualname__,
+            recipe.run_id,
+            recipe.rollout.agent,
+            recipe.rollout.sandbox,
+        ],
     }
 
 

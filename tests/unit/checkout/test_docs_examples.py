@@ -11,7 +11,7 @@ import pytest
 
 from perdure.agents.base import Agent, AgentTask, Evidence
 from perdure.errors import ConfigurationError
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
 from tests import docs

@@ -11,7 +11,8 @@ from perdure.errors import InstanceError
 from perdure.instances import catalog, sources
 from perdure.instances.recipes.public_set import PublicSet
 from perdure.instances.recipes.recipe import load_recipe
-from perdure.instances.rows.importing import import_rows, to_instance
+from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.importing import import_rows
 from perdure.storage.local import LocalStore
 from perdure.types import Instance, SourceKind
 from tests.paths import ROOT

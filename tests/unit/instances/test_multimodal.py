@@ -10,8 +10,8 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.graders.protocols.swebench import SwebenchGrader
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.formats import multimodal
-from perdure.instances.rows.importing import to_instance
 
 PIXELS = bytes(range(256))
 PATCH = (

@@ -10,7 +10,7 @@ import pytest
 from perdure.errors import InstanceError
 from perdure.graders.protocols.status_map import compared
 from perdure.graders.reports.log_parsers import LogParser
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.types import Instance, Outcome, TestStatus
 from tests.paths import ROOT
 from tests.unit.instances.made_rows import EXPECTED, NEW, OLD, TEST, r2e_row

@@ -12,8 +12,8 @@ from perdure.instances.calibrated import CalibrationReport
 from perdure.instances.recipes.building import _record, candidates_of
 from perdure.instances.recipes.public_set import PublicSet
 from perdure.instances.recipes.recipe import FROM_ROW, Recipe, load_recipe
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.images import rule_named
-from perdure.instances.rows.importing import to_instance
 from perdure.storage.local import LocalStore
 from perdure.types import CalibrationState, Grading, Instance, Phases, Source, SourceKind
 from tests.paths import ROOT

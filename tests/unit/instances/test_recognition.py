@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.fields import Row
-from perdure.instances.rows.importing import to_instance
 from perdure.instances.rows.recognition import FORMATS, recognised
 
 SWEBENCH: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 from perdure.errors import InstanceError
 from perdure.instances import catalog
 from perdure.instances.rows.choice import Choice
-from perdure.instances.rows.importing import dataset_name, import_rows, to_instance
+from perdure.instances.rows.conversion import dataset_name, to_instance
+from perdure.instances.rows.importing import import_rows
 from perdure.storage.local import LocalStore
 from perdure.types import Instance, SourceKind
 from tests.paths import ROOT

@@ -9,7 +9,7 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.instances.rows import scripts
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from tests.paths import ROOT
 
 TASKS = ROOT.parent / "shared" / "data" / "tasks"

@@ -8,7 +8,8 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.instances.calibration import Calibration, digest_of, joined
-from perdure.instances.rows.importing import import_rows, to_instance
+from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.importing import import_rows
 from perdure.storage.local import LocalStore
 from perdure.types import CalibrationState, Instance, SourceKind, Twin
 from tests.paths import ROOT

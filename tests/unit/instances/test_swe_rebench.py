@@ -10,7 +10,7 @@ from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import TestStatus

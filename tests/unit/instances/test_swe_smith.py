@@ -7,7 +7,7 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.instances.rows.reversed_diff import reversed_diff
 from tests.paths import ROOT
 

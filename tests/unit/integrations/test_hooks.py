@@ -15,7 +15,10 @@ import pytest
 from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
+from perdure.instances import catalog
 from perdure.integrations import hooks, skyrl, slime, trl, trl_weights
+from perdure.settings.load import load_settings
+from perdure.storage.base import open_store
 from perdure.storage.local import LocalStore
 from perdure.types import (
     EpisodeRef,
@@ -30,6 +33,7 @@ from perdure.types import (
 from tests import docs
 from tests.paths import ROOT
 from tests.stored_episodes import store_episode
+from tests.unit.instances.made_rows import r2e_row
 from tests.unit.integrations import stand_ins
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -141,6 +145,8 @@ def test_the_trainers_sampling_wins() -> None:
     [
         ({"instance": "d/i"}, "d/i"),
         ({"instance_id": "i"}, "set/i"),
+        ({"instance_id": "o/r:1"}, "set/o-r-1"),
+        (r2e_row(), "set/calc__bbbbbbbbbbbb"),
         ({"instance": {"instance_id": "i"}, "data_source": "swe-gym"}, "set/i"),
     ],
 )
@@ -157,13 +163,28 @@ def test_a_row_names_its_instance(row: dict[str, Any], instance: str) -> None:
     ("fields", "row", "problem"),
     [
         ({}, {"instance": "d/i"}, "needs a `run_id`"),
-        ({"run_id": "r"}, {"image": "x"}, "needs `instance` .* this one has image"),
+        ({"run_id": "r"}, {"image": "x"}, "needs `instance` .* This one has image.* no `dataset`"),
+        ({"run_id": "r", "dataset": "d"}, {"image": "x"}, "`instance_id` .* This one has image$"),
     ],
 )
 def test_what_is_missing_is_named(fields: Any, row: Any, problem: str) -> None:
     """Before anything is started."""
     with pytest.raises(ConfigurationError, match=problem):
         hooks.request_of(fields, step="0", instance=row, sample_index=0, sampling={})
+
+
+async def test_a_row_of_r2e_gym_needs_no_import(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row whose format makes the id is put into the catalog when its first rollout starts."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    stack.ends[0] = (1.0, 1)
+    fields = {"run_id": "r", "dataset": "set"}
+    request = hooks.request_of(fields, step="0", instance=r2e_row(), sample_index=0, sampling={})
+    await hooks.finished(request)
+
+    found = await catalog.load(open_store(load_settings()), request.instance)
+    assert found.problem_statement == "add() subtracts."
 
 
 # --- slime -----------------------------------------------------------------------------------

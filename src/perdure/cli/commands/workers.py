@@ -130,7 +130,8 @@ def down(ray_address: str) -> None:
 
 def _ready(actor: Any) -> "WorkersReport":
     """Wait for a worker on every node that has room for one; say what is waited for."""
-    end, told = time.monotonic() + READY_S, ()
+    end = time.monotonic() + READY_S
+    told: tuple[str, ...] = ()
     while True:
         report = _report(actor)
         if not report.absent and (report.nodes or report.full):

@@ -15,10 +15,10 @@ from perdure.instances import calibration, catalog
 from perdure.instances.recipes.public_set import PublicSet
 from perdure.instances.recipes.recipe import find_recipe, load_recipe
 from perdure.instances.rows.choice import ALL, Choice
+from perdure.instances.rows.conversion import dataset_name
 from perdure.instances.rows.importing import (
     ImportedRow,
     ImportReport,
-    dataset_name,
     import_rows,
 )
 from perdure.stack.checkout import find_root

@@ -22,7 +22,7 @@ from perdure.errors import InstanceError
 from perdure.instances import git_source, repository, sources
 from perdure.instances.recipes import git_history
 from perdure.instances.recipes.recipe import PatchSeries
-from perdure.instances.rows.importing import to_instance
+from perdure.instances.rows.conversion import to_instance
 from perdure.storage.base import Store
 from perdure.types import Instance, slugify
 

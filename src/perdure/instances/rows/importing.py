@@ -1,31 +1,24 @@
-"""Decides which format a row has, and imports a whole source into the catalog.
-
-A new row format is one file with `to_instance(row, dataset)` and one line in `registry.ROWS`.
-"""
+"""Imports a whole source of rows into the catalog."""
 
 import asyncio
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-from pydantic import ValidationError
-
-from perdure import registry
 from perdure.errors import InstanceError, RetryHere
 from perdure.instances import catalog
 from perdure.instances.recipes.public_set import PublicSet
 from perdure.instances.rows.choice import ALL, Choice
+from perdure.instances.rows.conversion import dataset_name, to_instance
 from perdure.instances.rows.fields import Row
 from perdure.instances.rows.readers import NumberedRow, read_rows
-from perdure.instances.rows.recognition import given_id, recognised, refuse_other_marks
+from perdure.instances.rows.recognition import given_id
 from perdure.storage.base import Store
-from perdure.types import Instance, slugify
+from perdure.types import Instance
 
-Reader = Callable[[Row, str], Instance]
 AT_ONCE = 32
 """Rows that are converted at a time: some formats fetch commits, which takes seconds each."""
 
@@ -63,20 +56,6 @@ class ImportReport:
     def left(self) -> int:
         """Rows that are not imported yet."""
         return sum(row.is_left for row in self.rows)
-
-
-def to_instance(
-    row: Mapping[str, Any], dataset: str, row_number: int, folder: Path | None = None
-) -> Instance:
-    """The instance that a row describes. Relative paths in the row begin at `folder`.
-
-    Raises: InstanceError with the row's number, the field and the fix.
-    """
-    read = Row(row_number, row, folder or Path())
-    try:
-        return _format_of(read)(read, dataset)
-    except ValidationError as error:
-        raise read.invalid(error) from error
 
 
 async def import_rows(
@@ -255,31 +234,9 @@ def _listed(
             yield known if keep else known._replace(instance_id=given)
 
 
-def dataset_name(source: str | Path) -> str:
-    """`data/My rows.jsonl` -> `My-rows`; `owner/name:dev` -> `name-dev`."""
-    name = Path(source).name
-    return slugify(re.sub(r"\.(jsonl|json|parquet)$", "", name, flags=re.IGNORECASE))
-
-
 def _folder_of(source: str | Path | PublicSet) -> Path:
     """Where relative paths in the rows begin."""
     if isinstance(source, PublicSet):
         return _folder_of(source.elsewhere) if source.elsewhere else source.folder
     path = Path(source)
     return path if path.is_dir() else path.parent
-
-
-def _format_of(row: Row) -> Reader:
-    return _reader_named(row, row.optional_text("data_source") or recognised(row))
-
-
-def _reader_named(row: Row, source: str) -> Reader:
-    known = registry.data_source_named(source)
-    if known in registry.HANDLERS:
-        return cast(Reader, registry.HANDLERS[known].to_instance)
-    if known is not None:
-        refuse_other_marks(row, known)
-        return cast(Reader, registry.load("row format", registry.ROWS, known))
-    if ":" in source:
-        return cast(Reader, registry.load("handler", {}, source)().to_instance)
-    raise row.wrong("data_source", registry.unknown_data_source(source))

@@ -2,7 +2,7 @@
 
     PROMPT_DATA=train.jsonl SWE_REWARD_DENSE=1 python -m torchtitan.experiments.rl.train \\
         --module perdure.integrations.torchtitan --config rl_grpo_qwen3_8b_swe \\
-        --hf_assets_path ./Qwen3-8B --rollouter.run_id try-1
+        --hf_assets_path ./Qwen3-8B --rollouter.run_id try-1 --rollouter.rollout.sandbox daytona
 
 Sizes and batch as in TorchTitan's SWE example (pull request 3734): 8 prompts x 8 samples, rows of 32,768
 tokens, binary reward. Never run on GPUs with Perdure.
@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.rubrics import Rubric
 from torchtitan.models.qwen3 import model_registry
 
 from perdure.integrations.torchtitan.instances import Instances
-from perdure.integrations.torchtitan.rollouter import PerdureRollouter
+from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
 from perdure.integrations.torchtitan.rubric import Graded
 from perdure.settings import environment
 
@@ -86,10 +86,7 @@ def _recipe(
             train_dataset=Instances.Config(path=data),
             validation_dataset=Instances.Config(path=data, shuffle=False),
             rubric=Rubric.Config(reward_fns=[Graded.Config(dense=dense)]),
-            rollout={
-                "agent": "claude_code",
-                "sampling": {"max_context_tokens": ROW_TOKENS - 1},
-            },
+            rollout=RolloutFields(max_context_tokens=ROW_TOKENS - 1),
         ),
         renderer=RendererConfig(name="qwen3"),
         trainer=PolicyTrainer.Config(

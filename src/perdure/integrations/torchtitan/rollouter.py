@@ -5,19 +5,19 @@ PerdureRollouter.Config(
     dataset="r2e",
     train_dataset=Instances.Config(path="train.jsonl"),
     validation_dataset=Instances.Config(path="held-out.jsonl", shuffle=False),
-    rollout={"agent": "claude_code"},
+    rollout=RolloutFields(agent="claude_code", sandbox="daytona"),
 )
 """
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.environment import MessageEnv
 from torchtitan.experiments.rl.observability import metrics as m
@@ -28,13 +28,45 @@ from torchtitan.experiments.rl.rubrics import Rubric
 from perdure.client.episodes import read_turns
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainers import graded
-from perdure.errors import NoResult
+from perdure.errors import ConfigurationError, NoResult
+from perdure.instances.rows.conversion import dataset_name
 from perdure.integrations import hooks
 from perdure.integrations.torchtitan.generator import GeneratorEngine
 from perdure.integrations.torchtitan.instances import Instances
 from perdure.integrations.torchtitan.rollouts import rollout_of
 from perdure.integrations.torchtitan.rubric import Graded
 from perdure.types import RolloutRequest
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutFields:
+    """Fields of every RolloutRequest, each a flag of the launcher: `--rollouter.rollout.sandbox daytona`."""
+
+    agent: str = "claude_code"
+    sandbox: str = "bubblewrap"
+    agent_budget_s: float = 1800.0
+    max_attempts: int = 3
+    max_context_tokens: int | None = None
+    """Tokens of prompt and answers together: less than a row of the trainer's batch."""
+    more: str = "{}"
+    """Other fields, as a JSON object: `{"limits": {"memory_mb": 8192}}`."""
+
+    def to_request(self) -> dict[str, Any]:
+        """Raises: ConfigurationError if `more` is no JSON object."""
+        try:
+            fields = {**json.loads(self.more)}
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"rollouter.rollout.more must be a JSON object: {error}"
+            ) from None
+        sampling = dict(fields.pop("sampling", None) or {})
+        if self.max_context_tokens is not None:
+            sampling["max_context_tokens"] = self.max_context_tokens
+        own = {name: getattr(self, name) for name in FIELDS}
+        return {**own, **fields, "sampling": sampling}
+
+
+FIELDS = ("agent", "sandbox", "agent_budget_s", "max_attempts")
 
 
 class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no types
@@ -55,17 +87,19 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         run_id: str = ""
         """Names this training run."""
         dataset: str = ""
-        """Where rows have an `instance_id` only."""
-        rollout: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-        """Other fields of a RolloutRequest: agent, sandbox, limits, ..."""
+        """Where rows do not name their `instance`. Empty = the name of the training rows' file."""
+        rollout: RolloutFields = field(default_factory=RolloutFields)
         engine_host: str = "127.0.0.1"
         """The address at which gateways reach the controller."""
-        engine_port: int = 18001
+        engine_port: int = 0
+        """0 = a free one."""
 
     def __init__(self, config: "PerdureRollouter.Config") -> None:
         super().__init__(config)
-        own = {"run_id": config.run_id, "dataset": config.dataset or None}
-        self._fields = {**config.rollout, **own}
+        rows = getattr(config.train_dataset, "path", "")
+        dataset = config.dataset or (dataset_name(rows) if rows else None)
+        own = {"run_id": config.run_id, "dataset": dataset}
+        self._fields = {**config.rollout.to_request(), **own}
         self._engine = GeneratorEngine(config.engine_host, config.engine_port)
         self._started = time.strftime("%y%m%d%H%M%S")
         """TorchTitan counts groups from 0 at each start, which must not join those of an earlier one."""

@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.components.training_sample_builder import Trainin
 from torchtitan.experiments.rl.rollout.types import GenerateFn
 from torchtitan.experiments.rl.types import Completion
 
-from perdure.integrations.torchtitan.rollouter import PerdureRollouter
+from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
 
 
 @dataclass
@@ -68,7 +68,7 @@ def from_vllm(client: httpx.AsyncClient, url: str, version: int = 0) -> Generate
 async def smoke(options: argparse.Namespace) -> dict[str, Any]:
     rollouter = PerdureRollouter.Config(
         run_id="smoke",
-        rollout={"agent": options.agent, "sandbox": options.sandbox},
+        rollout=RolloutFields(agent=options.agent, sandbox=options.sandbox),
         engine_host=options.host,
         engine_port=options.port,
     ).build()
