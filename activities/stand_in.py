@@ -12,6 +12,7 @@ from temporalio.worker import Worker
 
 from activities.shell import shell
 from perdure.client import names
+from perdure.client.connection import connect
 from perdure.errors import Boundary
 from perdure.rollouts.messages import (
     HOST_LOST,
@@ -34,7 +35,11 @@ class StandIn:
     async def stand_in(self, term: Term) -> None:
         """Until it is cancelled. `term` is the one that the host would begin."""
         await end_terms_before(self.services.store, term.host, term.number)
-        client, lost = activity.client(), LostHost(activity.client(), term)
+        client = activity.client()
+        if term.host == self.services.host:
+            # Its own worker polls these queues already, and a connection takes one worker of a queue.
+            client = await connect(settings=self.services.settings)
+        lost = LostHost(client, term)
         async with AsyncExitStack() as workers:
             for queue in (names.host_queue(term.host), names.upkeep_queue(term.host)):
                 worker = Worker(client, task_queue=queue, activities=lost.activities())

@@ -7,6 +7,7 @@ host.
 
 import asyncio
 import contextlib
+from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
@@ -39,20 +40,28 @@ class HostWorkflow:
     def state(self) -> HostState:
         return HostState(number=self.term.number, lost=self.lost)
 
+    def _is_ahead(self, number: Any) -> bool:
+        """The host answers with a later term after the server was restored from a backup: take that."""
+        if not isinstance(number, int) or number <= self.term.number:
+            return False
+        self.term = self.term.model_copy(update={"number": number})
+        return True
+
     async def _serves(self) -> None:
         """Until the host is silent for too long, or leaves."""
         while True:
             if workflow.info().is_continue_as_new_suggested():
                 workflow.continue_as_new(self.term)
             try:
-                await workflow.execute_activity(
+                number = await workflow.execute_activity(
                     "serve_term",
                     self.term,
                     **activity_options.described(
                         activity_options.serve_term(self.term), "signs of life"
                     ),
                 )
-                return  # it said goodbye
+                if not self._is_ahead(number):
+                    return  # it said goodbye
             except ActivityError as error:
                 stop_if_cancelled()
                 if waited_too_long(error):
@@ -62,13 +71,14 @@ class HostWorkflow:
         """Let other workers answer for the host until it has ended the sandboxes of its last term."""
         answering = asyncio.create_task(self._stand_in())
         try:
-            await workflow.execute_activity(
+            number = await workflow.execute_activity(
                 "begin_anew",
                 self.term,
                 **activity_options.described(
                     activity_options.begin_anew(self.term), "waits for the host"
                 ),
             )
+            self._is_ahead(number)
         except ActivityError as error:
             stop_if_cancelled()
             if not waited_too_long(error):

@@ -73,7 +73,7 @@ class Server:
 def running(*arguments: str) -> Iterator[Server]:
     """A server until the end of the context. `arguments`: more of its command line."""
     with held_ports.held(1) as (port,), tempfile.TemporaryFile() as log:
-        process = _spawn(port, log, *arguments)
+        process = spawn(port, log, *arguments)
         try:
             yield Server(f"{LOOPBACK}:{port}", process, log)
         finally:
@@ -88,7 +88,7 @@ async def serving(*arguments: str, identity: str | None = None) -> AsyncIterator
         yield await server.client(identity=identity)
 
 
-def _spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[bytes]":
+def spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[bytes]":
     command = [temporal_binary(), "server", "start-dev", "--headless", "--log-level", "error"]
     command += ["--ip", LOOPBACK, "--port", str(port)]
     command += ["--dynamic-config-value", "frontend.enableServerVersionCheck=false"]

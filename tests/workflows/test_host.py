@@ -72,7 +72,7 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 async def host(client: Client, store: LocalStore) -> AsyncIterator[WorkflowHandle[Any, Any]]:
     """The workflow of one host, and a worker elsewhere that may stand in."""
-    stand_in = StandIn(SimpleNamespace(store=store))  # type: ignore[arg-type]  # needs no more
+    stand_in = StandIn(SimpleNamespace(store=store, host="elsewhere"))  # type: ignore[arg-type]  # needs no more
     async with AsyncExitStack() as workers:
         for worker in (
             workflow_worker(client, checking_runner()),

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 
 import structlog
+from temporalio.api.common.v1 import Payloads
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import (
     PollActivityTaskQueueRequest,
@@ -50,6 +51,11 @@ ANSWER_S = 5.0
 LOOK_S = 2.0
 """Seconds between two looks for workers and sandboxes."""
 PAUSE_S = 1.0
+AWAY = (
+    *(RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED),
+    *(RPCStatusCode.CANCELLED, RPCStatusCode.RESOURCE_EXHAUSTED),
+)
+"""Answers after which the same sign of life is shown again. With any other the server may have refused it."""
 ABSENT_S = 600.0
 """Without a worker for this long, while the server answers, the host leaves: its rollouts move."""
 
@@ -99,9 +105,12 @@ class Life:
             if not task.task_token:
                 continue
             [term] = await self.client.data_converter.decode(list(task.input.payloads), [Term])
-            if task.activity_type.name == "begin_anew":
-                await self._begin(term.number)
+            if term.number < self.term.number:
                 with contextlib.suppress(RPCError):  # then it is asked again
+                    await self._complete(task.task_token, self.term.number)
+            elif task.activity_type.name == "begin_anew":
+                await self._begin(term.number)
+                with contextlib.suppress(RPCError):
                     await self._complete(task.task_token)
             else:
                 await self._serve(term, task.task_token)
@@ -163,14 +172,20 @@ class Life:
         with contextlib.suppress(OSError):  # a full disk
             self._kept.write_text(f"{term.number} {token.hex()}\n")
         log.info("this host serves", term=term.number)
+        refused = False
         while not self.leaving.is_set():
             try:
                 await self._beat(token)
                 self.term.confirm()
                 self.answered_at = self.reached_at = monotonic()
+                refused = False
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
                     return  # too late: it is offered again, or lost
+                if error.status not in AWAY:
+                    if refused:
+                        return  # as after a restored backup: the server does not know this token
+                    refused = True  # or the line broke: once more on a new connection
                 await self._cut_off()
                 if self.term.number != term.number:
                     return
@@ -190,9 +205,11 @@ class Life:
             request, timeout=timedelta(seconds=ANSWER_S)
         )
 
-    async def _complete(self, token: bytes) -> None:
+    async def _complete(self, token: bytes, number: int | None = None) -> None:
+        """`number`: of this host's term, if the server asked for an older one."""
+        result = await self.client.data_converter.encode([number])
         request = RespondActivityTaskCompletedRequest(
-            namespace=self.client.namespace, task_token=token
+            namespace=self.client.namespace, task_token=token, result=Payloads(payloads=result)
         )
         await self.client.workflow_service.respond_activity_task_completed(
             request, timeout=timedelta(seconds=ANSWER_S)

@@ -71,8 +71,11 @@ class HostTerm:
 
 
 async def end_terms_before(store: Store, host: str, number: int) -> None:
-    """For all hosts: sandboxes of earlier terms of this host are gone."""
-    await store.put(keys.first_term(host), str(number).encode())
+    """For all hosts: sandboxes of earlier terms of this host are gone.
+
+    A server that was restored from a backup may name an older term: what is over stays over."""
+    if number > await first_term(store, host):
+        await store.put(keys.first_term(host), str(number).encode())
 
 
 async def first_term(store: Store, host: str) -> int:

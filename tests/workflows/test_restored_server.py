@@ -1,0 +1,214 @@
+"""A host whose Temporal server was restored from a backup, with the real process of its signs of life."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from temporalio.client import Client
+from temporalio.worker import Worker
+
+from activities.stand_in import LostHost, StandIn
+from perdure.client import names
+from perdure.home import host_of
+from perdure.rollouts.messages import HostState, SweepRequest, Term
+from perdure.rollouts.sandbox.term import HostTerm
+from perdure.rollouts.services import Services
+from perdure.sandboxes.reaper import SweepReport
+from perdure.settings.tree import Settings
+from perdure.stack import host_life
+from tests import held_ports
+from tests.paths import ROOT
+from tests.stack.waiting import until
+from tests.workflows import dev_server
+from workers.orchestration import checking_runner, workflow_worker
+
+SILENT_S = 6.0
+
+
+@dataclass
+class Host:
+    """A home, and the database of a server that a test replaces while it is down."""
+
+    settings: Settings
+    database: Path
+    port: int
+
+    @property
+    def name(self) -> str:
+        return host_of(self.settings)
+
+    @property
+    def term(self) -> HostTerm:
+        return HostTerm(self.settings.home / "run" / "term", SILENT_S)
+
+    @property
+    def backup(self) -> Path:
+        return self.database.with_suffix(".backup")
+
+    def back_up(self) -> None:
+        with (
+            closing(sqlite3.connect(self.database)) as database,
+            closing(sqlite3.connect(self.backup)) as backup,
+        ):
+            database.backup(backup)
+
+    def restore(self) -> None:
+        for suffix in ("-wal", "-shm"):
+            Path(f"{self.database}{suffix}").unlink(missing_ok=True)
+        shutil.copy(self.backup, self.database)
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[Client]:
+        """A server over the database, with a worker of our workflows and one that stands in."""
+        with tempfile.TemporaryFile() as log:
+            process = dev_server.spawn(self.port, log, "--db-filename", str(self.database))
+            try:
+                server = dev_server.Server(f"127.0.0.1:{self.port}", process, log)
+                client = await server.client()
+                stand_in = StandIn(Services(self.settings)).stand_in
+                async with AsyncExitStack() as workers:
+                    for worker in (
+                        workflow_worker(client, checking_runner()),
+                        Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in]),
+                    ):
+                        await workers.enter_async_context(worker)
+                    yield client
+            finally:
+                process.kill()
+                process.wait()
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Its process is there; at the end it is killed without a goodbye."""
+        with (self.settings.home / "life.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "workers.host.life"], cwd=ROOT, stdout=log, stderr=log
+            )
+            try:
+                yield
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+
+    async def serves(self, client: Client, number: int = 0) -> None:
+        """Until both sides agree on it, with a sign of life from now on."""
+        began = monotonic()
+
+        async def agreed() -> bool:
+            path = self.settings.home / "run" / "term"
+            if not path.exists() or path.stat().st_mtime < began or self.term.number != number:
+                return False
+            state = await self.state(client)
+            return not state.lost and state.number == number
+
+        await until(agreed, f"the host serves term {number}")
+
+    async def state(self, client: Client) -> HostState:
+        handle = client.get_workflow_handle(names.host_id(self.name))
+        state: HostState = await handle.query("state", result_type=HostState)
+        return state
+
+    async def is_asked_again(self, client: Client, times: int) -> None:
+        """Until the server has noticed the silence, for the number of times."""
+        handle = client.get_workflow_handle(names.host_id(self.name))
+
+        async def offered() -> bool:
+            events = (await handle.fetch_history()).events
+            silences = [e for e in events if e.HasField("activity_task_timed_out_event_attributes")]
+            return len(silences) >= times
+
+        await until(offered, "the silence is noticed")
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    with held_ports.held(1) as (port,):
+        home = tmp_path / "home"
+        home.mkdir()
+        for name, value in {
+            "PERDURE_HOME": str(home),
+            "PERDURE_STORE": str(tmp_path / "store"),
+            "PERDURE_HOST__SILENT_S": str(SILENT_S),
+            "TEMPORAL_ADDRESS": f"127.0.0.1:{port}",
+            "PERDURE_CONFIG": os.devnull,
+        }.items():
+            monkeypatch.setenv(name, value)
+        settings = Settings(home=home, store=str(tmp_path / "store"))
+        with host_life.worker_is_here(settings):
+            yield Host(settings, tmp_path / "temporal.db", port)
+
+
+async def test_a_host_serves_after_a_restore_that_forgot_its_renewals(host: Host) -> None:
+    """The server refuses the token of its signs of life, which is newer than the backup."""
+    async with host.served() as client:
+        with host.alive():
+            await host.serves(client)
+            host.back_up()
+        for times in (1, 2, 3):
+            await host.is_asked_again(client, times)
+            with host.alive():
+                await host.serves(client)
+    host.restore()
+    async with host.served() as client:
+        with host.alive():
+            await host.serves(client)
+
+
+async def test_a_restored_server_learns_the_hosts_later_term(host: Host) -> None:
+    """The host was lost once after the backup: it goes on in its own term, and ends no sandbox."""
+    async with host.served() as client:
+        with host.alive():
+            await host.serves(client)
+            host.back_up()
+        await until(lambda: _is_lost(host, client), "the host is lost")
+        with host.alive():
+            await host.serves(client, 1)
+            ended = _ended(host)
+    host.restore()
+    async with host.served() as client:
+        with host.alive():
+            await host.serves(client, 1)
+
+    assert _ended(host) == ended
+
+
+async def _is_lost(host: Host, client: Client) -> bool:
+    return (await host.state(client)).lost
+
+
+def _ended(host: Host) -> int:
+    """How often it ended its sandboxes."""
+    return (host.settings.home / "life.log").read_text().count("ended the sandboxes")
+
+
+async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:
+    """On a single machine there is no other one: work for the lost host is answered all the same."""
+    async with host.served() as client:
+        lost = LostHost(client, Term(host=host.name, silent_s=SILENT_S))
+        with host.alive():
+            await host.serves(client)
+        async with Worker(
+            client, task_queue=names.host_queue(host.name), activities=[lost.run_agent]
+        ):
+            await until(lambda: _is_lost(host, client), "the host is lost")
+            answered = await client.execute_activity(
+                "sweep_sandboxes",
+                SweepRequest(),
+                id="sweep",
+                task_queue=names.upkeep_queue(host.name),
+                result_type=SweepReport,
+                start_to_close_timeout=timedelta(minutes=1),
+            )
+
+    assert answered == SweepReport()
