@@ -40,9 +40,11 @@ class ConfiguredEngine:
         roster: SharedRoster | None = None,
         *,
         home_key: str = "",
+        vocabulary: int | None = None,
     ) -> None:
         """`roster`: the one that the gateways of a home share; a single process needs none.
-        `home_key`: the key of engines behind an `EngineProxy`."""
+        `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
+        model has."""
         self._settings = settings
         self._client = client
         self._roster = roster or LoneRoster()
@@ -54,6 +56,7 @@ class ConfiguredEngine:
             api_key=environment.named(key_source),
             key_source=key_source,
             home_key=home_key,
+            vocabulary=vocabulary,
             agents=settings.engine.agents,
             hang_s=settings.engine.hang_s,
         )

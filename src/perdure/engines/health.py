@@ -15,6 +15,7 @@ from perdure.engines.clients.vllm_control import (
     EngineRefused,
     EngineSilent,
     Vitals,
+    WrongWeightLabel,
 )
 from perdure.engines.roster import Roster
 from perdure.engines.state import ANY_START, EngineRecord, EngineState, is_fenced
@@ -170,6 +171,8 @@ class HealthCheck:
     async def _version(self) -> int | None:
         try:
             return await self._control.version()
+        except WrongWeightLabel:
+            raise
         except ControlPlaneError:
             return None
 

@@ -22,7 +22,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -254,7 +254,7 @@ class ScriptedEngine:
         self._opened = contextlib.AsyncExitStack()
         self.url = ""
 
-    async def __aenter__(self) -> "ScriptedEngine":
+    async def __aenter__(self) -> Self:
         listener = socket.create_server(self._address, backlog=1024)
         serving = served(self.app(), listener, http=_Protocol)
         self.url = await self._opened.enter_async_context(serving)

@@ -82,16 +82,26 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("kind", "content"),
     [
-        WHOLE.replace(b"[5]", b"[5, 6]").replace(b"}]}", b'}, {"token_id": 6, "logprob": -1}]}'),
-        WHOLE.replace(b"5]", b"99999999999]").replace(b'"token_id": 5', b'"token_id": 99999999999'),
-        b"[" * 100_000,
-        b'data: {"choices": ' + b"[" * 100_000,
+        (
+            BreakKind.IMPOSSIBLE,
+            WHOLE.replace(b"[5]", b"[5, 6]").replace(
+                b"}]}", b'}, {"token_id": 6, "logprob": -1}]}'
+            ),
+        ),
+        (
+            BreakKind.IMPOSSIBLE,
+            WHOLE.replace(b"5]", b"99999999999]").replace(b": 5", b": 99999999999"),
+        ),
+        (BreakKind.LOST, b"[" * 100_000),
+        (BreakKind.LOST, b'data: {"choices": ' + b"[" * 100_000),
     ],
     ids=["more than asked for", "no token id", "brackets", "brackets in an event"],
 )
-async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) -> None:
+async def test_nonsense_is_a_broken_stream_and_leaves_nothing(
+    kind: BreakKind, content: bytes
+) -> None:
     """If an engine sends nonsense, the turn continues on another engine with the tokens before
     it."""
     salvage = Salvage()
@@ -99,7 +109,7 @@ async def test_nonsense_is_a_broken_stream_and_leaves_nothing(content: bytes) ->
         await sampled(content, salvage, max_tokens=1)
 
     assert (broken.value.kind, list(salvage.ids), list(salvage.logprobs)) == (
-        BreakKind.LOST,
+        kind,
         [],
         [],
     )

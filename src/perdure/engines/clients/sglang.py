@@ -6,12 +6,12 @@ stream of one engine. Requests name no model, so a restart is noticed only by th
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.dialects.base import Refused
+from perdure.engines.clients.sampled_tokens import ImpossibleTokens
 from perdure.engines.clients.token_server import (
     TOKENS_AN_EVENT,
     BreakKind,
@@ -82,8 +82,9 @@ class SglangEngine(TokenServer):
             if "error" in event:
                 raise self._failed(event["error"], begun=taken > 0)
             new = new_tokens(event["meta_info"], taken)
-            ask.check_room(taken + len(new))
-            salvage.add([int(entry[1]) for entry in new], _logprobs(new), version())
+            ids, logprobs = [entry[1] for entry in new], [float(entry[0]) for entry in new]
+            ask.check(taken, ids, logprobs)
+            salvage.add(ids, logprobs, version())
             taken += len(new)
             return self._end(event["meta_info"], salvage)
 
@@ -161,22 +162,14 @@ def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:
     """The entries `[logprob, id, text]` after the first `taken`. A chunk holds only new entries, or all
     entries so far.
 
-    Raises: ValueError when tokens are missing.
+    Raises: ImpossibleTokens when tokens are missing.
     """
     entries, total = about["output_token_logprobs"], int(about["completion_tokens"])
     first = total - len(entries)
     if not 0 <= first <= taken <= total:
-        raise ValueError(f"{len(entries)} logprobs of {total} sampled tokens, after {taken}")
+        raise ImpossibleTokens(f"{len(entries)} logprobs of {total} sampled tokens, after {taken}")
     found: Sequence[Sequence[Any]] = entries[taken - first :]
     return found
-
-
-def _logprobs(entries: Sequence[Sequence[Any]]) -> list[float]:
-    """Raises: ValueError unless all are finite numbers."""
-    values = [float(entry[0]) for entry in entries]
-    if not all(map(math.isfinite, values)):
-        raise ValueError("a logprob is missing")
-    return values
 
 
 def _room(message: str) -> int | None:

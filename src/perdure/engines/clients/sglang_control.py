@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.engines.clients.sampled_tokens import check_ids, check_logprobs
 from perdure.engines.clients.vllm_control import (
     GREEDY,
     PROBE_S,
@@ -16,7 +17,6 @@ from perdure.engines.clients.vllm_control import (
     Vitals,
     object_of,
     samples,
-    version_number,
 )
 from perdure.errors import ConfigurationError
 
@@ -59,13 +59,15 @@ class SglangControl(EngineControl):
             about = object_of(response)["meta_info"]
             value, token = about["output_token_logprobs"][0][:2]
             read = about["input_token_logprobs"][1:] if prompt_logprobs else ()
-            return Scored(int(token), float(value), [float(entry[0]) for entry in read])
+            check_ids([token], self.vocabulary)
+            check_logprobs([float(value)])
+            return Scored(token, float(value), [float(entry[0]) for entry in read])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._failed(f"sampled no token: {error!r}") from error
 
     async def version(self) -> int | None:
         response = await self._send("GET", "/model_info", timeout=self._probe_s, absent_ok=True)
-        return version_number(object_of(response).get("weight_version"))
+        return self._version_of(response)
 
     async def pause(self, mode: str) -> None:
         await self._send("POST", "/pause_generation", {"mode": PAUSES[mode]}, timeout=120.0)

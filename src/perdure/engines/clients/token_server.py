@@ -17,6 +17,7 @@ from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.clients.connections import Answer, Connections, target
 from perdure.engines.clients.prompt_texts import TEXTS
+from perdure.engines.clients.sampled_tokens import ImpossibleTokens, check_ids, check_logprobs
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, excerpt, refusal, retry_after
 from perdure.engines.state import root_of
@@ -42,6 +43,8 @@ class BreakKind(StrEnum):
     """It answered that it cannot serve now."""
     ABORTED = "aborted"
     """It was stopped on purpose: new weights, or a drain."""
+    IMPOSSIBLE = "impossible"
+    """It answered with what no sampling gives, so none of its answer is kept."""
     FENCED = "fenced"
     """Another start answers at its address, or this one was declared dead."""
 
@@ -64,11 +67,19 @@ class EngineRequest:
     sampling: Mapping[str, Any]
     session_id: str
     request_id: str
+    vocabulary: int | None = None
+    """How many token ids the model has; None: not known."""
 
-    def check_room(self, tokens: int) -> None:
-        """Raises: ValueError if an engine returns more tokens than `max_tokens`."""
+    def check(self, taken: int, ids: Sequence[Any], logprobs: Sequence[float]) -> None:
+        """Check what an engine sends after the first `taken` tokens.
+
+        Raises: ImpossibleTokens, also for more tokens than `max_tokens`.
+        """
+        tokens = taken + len(ids)
         if tokens > self.sampling.get("max_tokens", tokens):
-            raise ValueError(f"{tokens} tokens of {self.sampling['max_tokens']}")
+            raise ImpossibleTokens(f"{tokens} tokens of {self.sampling['max_tokens']}")
+        check_ids(ids, self.vocabulary)
+        check_logprobs(logprobs)
 
 
 class TokenServer:
@@ -110,6 +121,8 @@ class TokenServer:
             reason = events.reason or events.last()
         except Refused:
             raise
+        except ImpossibleTokens as error:
+            raise StreamBroken(BreakKind.IMPOSSIBLE, f"an impossible answer: {error}") from error
         except OSError as error:
             raise StreamBroken(BreakKind.LOST, f"{type(error).__name__} {error}".strip()) from None
         except UNREADABLE as error:
@@ -180,10 +193,13 @@ def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionS
     """The spans with a policy version; a label without a number (vLLM's unset `default`) has none."""
     found: list[VersionSpan] = []
     for span in spans:
-        number = version_number(span["version"])
+        try:
+            number = version_number(span["version"])
+        except ValueError as error:
+            raise ImpossibleTokens(str(error)) from None
         start, end = int(span["start"]), int(span["end"])
         if not 0 <= start <= end <= length:
-            raise ValueError(f"version span {start}..{end} outside of {length} tokens")
+            raise ImpossibleTokens(f"version span {start}..{end} outside of {length} tokens")
         if number is not None and end > start:
             found.append(VersionSpan(version=number, start=start, end=end))
     return found

@@ -5,11 +5,11 @@ logprobs of the distribution that was really sampled. Owns one stream of one eng
 the engine and handles a broken stream.
 """
 
-import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from perdure.engines.clients.sampled_tokens import ImpossibleTokens
 from perdure.engines.clients.token_server import (
     TOKENS_AN_EVENT,
     BreakKind,
@@ -69,10 +69,11 @@ class VllmEngine(TokenServer):
         choice = event["choices"][0]
         token_ids = choice.get("token_ids") or []
         if token_ids:
-            content = choice["logprobs"]["content"]
-            ask.check_room(salvage.part + len(token_ids))
-            salvage.add(token_ids, _logprobs(content, token_ids), version())
-        salvage.report(version_spans(choice.get("weight_versions") or (), salvage.part))
+            logprobs = _logprobs((choice.get("logprobs") or {}).get("content") or (), token_ids)
+            ask.check(salvage.part, token_ids, logprobs)
+            salvage.add(token_ids, logprobs, version())
+        spans = choice.get("weight_versions") or ()
+        salvage.report(version_spans(spans, salvage.part))
         if choice.get("finish_reason") is None:
             return None
         reason = FinishReason(choice["finish_reason"])
@@ -80,6 +81,7 @@ class VllmEngine(TokenServer):
             raise StreamBroken(BreakKind.ABORTED, "the completion was aborted")
         if not salvage.ids:
             raise ValueError("no sampled token")
+        _check_count(salvage.part, spans, event.get("usage") or {})
         return reason
 
     def _failed(self, error: object, *, begun: bool) -> Exception:
@@ -103,17 +105,31 @@ def _body(ask: EngineRequest) -> bytes:
     return body_with_prompt(body, "token_ids", ask)
 
 
-def _logprobs(content: list[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:
-    """Raises: ValueError unless there is one finite logprob for each sampled id, in order."""
+def _check_count(tokens: int, spans: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> None:
+    """An event that came twice, or never, shows in what the engine counts itself.
+
+    Raises: ImpossibleTokens.
+    """
+    counted = usage.get("completion_tokens")
+    if counted is None and spans:
+        counted = spans[-1]["end"]
+    if counted not in (None, tokens):
+        raise ImpossibleTokens(f"{tokens} tokens came, and the engine counts {counted}")
+
+
+def _logprobs(content: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:
+    """Raises: ImpossibleTokens unless there is one logprob for each sampled id, in order."""
     if len(content) != len(token_ids):
-        raise ValueError(f"{len(content)} logprobs for {len(token_ids)} sampled tokens")
+        raise ImpossibleTokens(f"{len(content)} logprobs for {len(token_ids)} sampled tokens")
     logprobs: list[float] = []
     for entry, token_id in zip(content, token_ids, strict=True):
         value = float(entry["logprob"])
         if _token_id(entry) not in (token_id, None):
-            raise ValueError(f"logprob {len(logprobs)} belongs to another token than {token_id}")
-        if not math.isfinite(value) or value == MISSING_LOGPROB:
-            raise ValueError("a logprob is missing")
+            raise ImpossibleTokens(
+                f"logprob {len(logprobs)} belongs to another token than {token_id}"
+            )
+        if value == MISSING_LOGPROB:
+            raise ImpossibleTokens("a logprob is missing")
         logprobs.append(value)
     return logprobs
 

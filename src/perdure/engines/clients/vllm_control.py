@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from perdure.engines.clients.sampled_tokens import check_ids, check_logprobs
 from perdure.engines.state import is_fenced, root_of
 from perdure.errors import Boundary, ControlPlaneError
 
@@ -45,6 +46,12 @@ class EngineSilent(ControlPlaneError):
 
 class EngineRefused(ControlPlaneError):
     """It refused our request: a model that it does not serve, a wrong key, or a missing route."""
+
+    boundary = Boundary.ENGINE
+
+
+class WrongWeightLabel(ControlPlaneError):
+    """Its weight label is a number that cannot be a policy version."""
 
     boundary = Boundary.ENGINE
 
@@ -95,8 +102,11 @@ class EngineControl:
         *,
         api_key: str = "",
         probe_s: float = PROBE_S,
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: how many token ids the model has; None: not known."""
         self.url = root_of(url)
+        self.vocabulary = vocabulary
         self._probe_s = probe_s
         self._client = client
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -158,7 +168,10 @@ class EngineControl:
                 if prompt_logprobs
                 else ()
             )
-            return Scored(int(choice["token_ids"][0]), float(entry["logprob"]), forced)
+            token_id, logprob = choice["token_ids"][0], float(entry["logprob"])
+            check_ids([token_id], self.vocabulary)
+            check_logprobs([logprob])
+            return Scored(token_id, logprob, forced)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise self._failed(f"sampled no token: {error!r}") from error
 
@@ -168,9 +181,15 @@ class EngineControl:
         return object_of(response).get("is_paused")
 
     async def version(self) -> int | None:
-        """The number in its weight label; None if it has none."""
+        """The number in its weight label; None if it has none. Raises: ControlPlaneError."""
         response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
-        return version_number(object_of(response).get("weight_version"))
+        return self._version_of(response)
+
+    def _version_of(self, response: httpx.Response) -> int | None:
+        try:
+            return version_number(object_of(response).get("weight_version"))
+        except ValueError as error:
+            raise WrongWeightLabel(self._told(str(error))) from None
 
     async def pause(self, mode: str) -> None:
         """`abort` ends requests in flight with the tokens they have; `keep` freezes them. Both clear
@@ -289,7 +308,9 @@ def read_vitals(text: str) -> Vitals:
 
 
 def version_number(label: object) -> int | None:
-    """`step-7` is version 7; vLLM's unset label `default` is none."""
+    """`step-7` is version 7; vLLM's unset label `default` is none. Raises: ValueError for `-7`."""
+    if re.fullmatch(r"-\d+", str(label)):
+        raise ValueError(f"the weight label {str(label)!r} is negative, so it is no policy version")
     found = re.search(r"\d+$", str(label))
     return int(found[0]) if found else None
 

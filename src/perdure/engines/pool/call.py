@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from perdure.engines.base import Completion
-from perdure.engines.clients.token_server import EngineRequest, StreamBroken
+from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.clients.wire import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from perdure.engines.pool.leases import EngineStart
 from perdure.engines.pool.pooled_engine import PooledEngine
@@ -38,6 +38,8 @@ class GenerateCall:
     """The engine that the session used in another process."""
     engine: PooledEngine | None = None
     """Set while an engine is assigned and the call has not continued yet."""
+    vocabulary: int | None = None
+    """How many token ids the model has; None: not known."""
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
     gained: int = 0
@@ -77,12 +79,14 @@ class GenerateCall:
             if sampling.get("seed") is not None:
                 sampling = {**sampling, "seed": seed_after(sampling["seed"], held)}
         request_id = self.request_id if not self.moves else f"{self.request_id}-{self.moves}"
-        return EngineRequest(model, prompt, sampling, self.session_id, request_id)
+        return EngineRequest(model, prompt, sampling, self.session_id, request_id, self.vocabulary)
 
     def lost(self, broken: StreamBroken, engine: PooledEngine) -> FinishReason | None:
         """Note that the stream broke. Returns the finish reason if only that was missing."""
         self.moves += 1
         self.avoid = {engine.record.name}
+        if broken.kind is BreakKind.IMPOSSIBLE:
+            self.salvage.cut_part()
         self.gained = self.salvage.part
         if not resumable(self.sampling):
             self.salvage.cut()

@@ -53,6 +53,8 @@ class PoolOptions:
     """The variable that `api_key` came from: named in errors, where the key is never shown."""
     home_key: str = ""
     """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
+    vocabulary: int | None = None
+    """How many token ids the model has; None: not known."""
     agents: int = MOST_AGENTS
     """Most agents that one engine holds."""
     hang_s: float = 120.0
@@ -240,7 +242,9 @@ class Fleet:
         name = engine_name(record.kind, record.url)
         probe_s = min(PROBE_S, options.hang_s)
         speaks, controlled = SPEAKS[record.kind]
-        control = controlled(record.url, self._client, api_key=key, probe_s=probe_s)
+        control = controlled(
+            record.url, self._client, api_key=key, probe_s=probe_s, vocabulary=options.vocabulary
+        )
         engine = PooledEngine(
             record,
             speaks(name, record.url, self._connections, api_key=key, key_source=source),

@@ -60,6 +60,7 @@ class EnginePool:
         self._unassigned: dict[str, dict[GenerateCall, float]] = {}
         """By session: the calls that wait for an engine, and since when (Unix seconds)."""
         self._patience_s = options.patience_s
+        self._vocabulary = options.vocabulary
         self.fleet = Fleet(roster, client, own, self.leases, options, changed=self._queue.serve)
         """All engines; change the roster through it, and this process follows at once."""
         self.resumed = 0
@@ -118,7 +119,13 @@ class EnginePool:
         """
         await self.start()
         call = GenerateCall(
-            prompt_ids, sampling, session_id, request_id, labels, salvage or Salvage()
+            prompt_ids,
+            sampling,
+            session_id,
+            request_id,
+            labels,
+            salvage or Salvage(),
+            vocabulary=self._vocabulary,
         )
         call.salvage.cut(call.fit)
         if (taken_over := call.salvage.ids) and call.salvage.engines:
@@ -329,7 +336,7 @@ class EnginePool:
         )
         if call.gained:
             self._went_on(call.gained)
-        if broken.kind is BreakKind.LOST:
+        if broken.kind in (BreakKind.LOST, BreakKind.IMPOSSIBLE):
             await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         elif broken.kind is BreakKind.FENCED:
             await self.fleet.doubt(engine, generation, EngineState.DEAD, str(broken))

@@ -89,6 +89,10 @@ class Salvage:
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
         self._parts = [part for part in self._parts if part[2] < length]
 
+    def cut_part(self) -> None:
+        """Drop the tokens of the current engine."""
+        self.cut(min(self._begun, len(self.ids)))
+
     def doubt(self, coming: int | None) -> None:
         """An update to version `coming` begins: the tokens that follow are unproven."""
         if self._doubted is None:

@@ -116,7 +116,10 @@ def create_app(
                 StoredRoster(store, roster_key(secrets.oldest)),
                 engine_keys(secrets.oldest),
             )
-            engine = ConfiguredEngine(settings, client, roster, home_key=keys.data)
+            vocabulary = model_format.tokenizer.vocabulary
+            engine = ConfiguredEngine(
+                settings, client, roster, home_key=keys.data, vocabulary=vocabulary
+            )
             partials = open_partials(settings, store)
             ceilings = Ceilings(
                 settings.gateway.calls_per_minute, settings.gateway.tokens_per_minute

@@ -27,6 +27,8 @@ QWEN3_ADDED = """
 <|fim_pad|> <|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>
 """
 QWEN3_FIRST_ADDED = 151_643
+QWEN3_VOCABULARY = 151_936
+"""`vocab_size` of every published Qwen3; the tokenizer itself has fewer ids."""
 CACHED_TEXTS = 512
 CACHED_TEXT_CHARS = 32_768
 """Rollouts of one instance share their system prompt, tools and problem statement."""
@@ -56,6 +58,11 @@ class Tokenizer:
     def control_tokens(self) -> Sequence[str]:
         """Every text that has an id of its own."""
         return tuple(self._added)
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """How many token ids the model has, with the padding rows of its embedding."""
 
     @abstractmethod
     def encode_plain(self, text: str) -> list[int]:
@@ -130,6 +137,10 @@ class Qwen3Tokenizer(Tokenizer):
         # The native part has a copy of its own; this one, 19 MB, is only there to be pickled.
         self._encoding._mergeable_ranks = {}
 
+    @property
+    def vocabulary(self) -> int:
+        return QWEN3_VOCABULARY
+
     def encode_plain(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(_nfc(text))
 
@@ -171,6 +182,14 @@ class FolderTokenizer(Tokenizer):
         # Without added tokens the library cannot read text as a control token.
         description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))
+        config = published(folder, "config.json")
+        sizes = (config, config.get("text_config") or {})
+        highest = max((*self._plain.get_vocab().values(), *added.values()), default=-1)
+        self._vocabulary: int = max(highest + 1, *(one.get("vocab_size") or 0 for one in sizes))
+
+    @property
+    def vocabulary(self) -> int:
+        return self._vocabulary
 
     def encode_plain(self, text: str) -> list[int]:
         ids: list[int] = self._plain.encode(_well_formed(text), add_special_tokens=False).ids

@@ -1,0 +1,31 @@
+"""Whether ids and logprobs can be sampled tokens at all: no episode records what no sampling gives."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+ROUNDING = 1e-3
+"""How far above 0 rounding in the engine's kernels may lift the logprob of a certain token."""
+MOST_IDS = 1 << 31
+"""Episodes hold ids in 32 bits."""
+
+
+class ImpossibleTokens(ValueError):
+    """The engine answered with what no sampling gives."""
+
+
+def check_ids(ids: Sequence[Any], vocabulary: int | None) -> None:
+    """`vocabulary`: how many ids the model has; None: not known. Raises: ImpossibleTokens."""
+    for token_id in ids:
+        if type(token_id) is not int:
+            raise ImpossibleTokens(f"a token id is {token_id!r}, which is no integer")
+        if not 0 <= token_id < (vocabulary or MOST_IDS):
+            size = "" if vocabulary is None else f" of {vocabulary} tokens"
+            raise ImpossibleTokens(f"the token id {token_id} is outside of the vocabulary{size}")
+
+
+def check_logprobs(logprobs: Sequence[float]) -> None:
+    """Raises: ImpossibleTokens unless all are finite and at most 0, apart from rounding."""
+    for value in logprobs:
+        if not (math.isfinite(value) and value <= ROUNDING):
+            raise ImpossibleTokens(f"a logprob is {value}, which is no logarithm of a probability")
