@@ -23,9 +23,13 @@ from perdure.errors import (
 )
 from perdure.rollouts.messages import WORKER_EVICTED
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
+OF_THE_HOST = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
+    errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
+}  # fmt: skip
+"""Its disk is full or broken, or it has no room for a process or a file: no stage is the cause."""
 ROOM_S = 10.0
-"""Seconds after which a stage that found its host's disk full tries again, for as long as it takes."""
+"""Seconds after which a stage that such an error stopped tries again, for as long as it takes."""
 BUG_TRIES = 5
 """If an activity fails this often with an unforeseen error, the rollout ends with that error."""
 MESSAGE_LIMIT = 1000
@@ -46,7 +50,7 @@ async def translated(work: Awaitable[Result]) -> Result:
     except ApplicationError:
         raise
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in OF_THE_HOST:
             raise _of_bug(error) from error
         raise _of_failure(
             RetryHere(f"this host has no room: {error}", retry_after=ROOM_S)

@@ -16,7 +16,7 @@ MANIFEST = ".perdure-manifest"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _whole: set[tuple[int, int]] = set()
-"""Device and inode of the folders that this process has checked. A power cut ends the process."""
+"""Identities of the folders that this process has made or checked. A power cut ends the process."""
 
 
 def write_file(path: Path, text: str, *, times: tuple[float, float] | None = None) -> None:
@@ -58,6 +58,7 @@ def publish_folder(draft: Path, folder: Path) -> None:
         os.close(handle)
     draft.rename(folder)
     _fsync(folder.parent)
+    _whole.add(_identity(folder))
 
 
 def is_whole(folder: Path) -> bool:
@@ -66,16 +67,21 @@ def is_whole(folder: Path) -> bool:
     A process walks each folder once. Content of the right size is not read.
     """
     try:
-        found = folder.stat()
-        if (found.st_dev, found.st_ino) in _whole:
+        identity = _identity(folder)
+        if identity in _whole:
             return True
         expected = (folder / MANIFEST).read_text()
         if not expected or expected != _digest(folder):
             return False
     except (FileNotFoundError, NotADirectoryError):
         return False
-    _whole.add((found.st_dev, found.st_ino))
+    _whole.add(identity)
     return True
+
+
+def check_again() -> None:
+    """Walk each folder once more before it is believed: something of this host was damaged."""
+    _whole.clear()
 
 
 def remove_damaged(folder: Path, grave: Path) -> None:
@@ -83,6 +89,11 @@ def remove_damaged(folder: Path, grave: Path) -> None:
     if folder.exists():
         folder.rename(grave)
         shutil.rmtree(grave, ignore_errors=True)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _digest(folder: Path) -> str:

@@ -123,7 +123,7 @@ async def test_an_agent_on_a_full_host_is_repeated(small_disk: Path) -> None:
 
     await ActivityEnvironment().run(boot, first)
     ballast = fill(small_disk)
-    with pytest.raises(ApplicationError, match="disk under sandbox") as lost:
+    with pytest.raises(ApplicationError, match="disk under it was full") as lost:
         await asyncio.gather(ActivityEnvironment().run(agent, first), let_go(provider))
     await kill_all(provider)
     with pytest.raises(ApplicationError, match="No space left") as waits:
@@ -182,7 +182,7 @@ async def test_a_sandbox_that_filled_the_disk_itself_is_judged(
         await box.exec(f"head -c {own_mb}M /dev/zero >own", check=True)
         status = await ended(small_disk, box)
 
-    assert (status.code, status.host_full) == (7, is_the_hosts)
+    assert (status.code, status.host_lacked == "disk") == (7, is_the_hosts)
 
 
 async def test_a_disk_with_room_says_nothing(small_disk: Path) -> None:
@@ -191,7 +191,7 @@ async def test_a_disk_with_room_says_nothing(small_disk: Path) -> None:
     async with await provider.create(SandboxSpec(workdir="/testbed"), "one") as box:
         done = await box.exec("exit 7")
 
-    assert (done.status.code, done.status.host_full) == (7, False)
+    assert (done.status.code, done.status.host_lacked) == (7, "")
 
 
 async def test_a_sandbox_with_its_own_disk_does_not_meet_the_hosts(small_disk: Path) -> None:

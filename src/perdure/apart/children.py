@@ -59,7 +59,7 @@ class Children:
         _all.add(self)
 
     async def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Answer:
-        """Raises: Overrun; RetryHere when the host gives a child no time; ConfigurationError."""
+        """Raises: Overrun; RetryHere when the host gives a child no time or ends it; ConfigurationError."""
         try:
             request = pickle.dumps((function, arguments), pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -70,11 +70,15 @@ class Children:
             try:
                 return await self._ask(request)
             except _EndedFromOutside:
-                pass  # perhaps the kernel, for want of memory: once more, then it is the input's doing
+                pass  # perhaps the kernel, for want of memory: once more
             try:
                 return await self._ask(request)
             except _EndedFromOutside as error:
-                raise Overrun(f"its process was ended twice by signal {error.args[0]}") from None
+                raise RetryHere(
+                    f"a child process was ended twice by signal {error.args[0]}, which none of its "
+                    "limits sends",
+                    boundary=Boundary.WORKER,
+                ) from None
 
     def end_all(self) -> None:
         for child in list(self._alive):

@@ -80,6 +80,10 @@ class Command:
     """Where the runner writes its junit file; empty when it writes none."""
 
 
+NOT_STARTED = (125, 126)
+"""Exit codes by which a host sandbox says on stderr that it could not start a command."""
+
+
 def scratch_folder(sandbox: Sandbox) -> str:
     """A random name for the grader's own folder in the sandbox, outside the repository."""
     return f"{sandbox.tmp}/.perdure-{token_hex(12)}"
@@ -112,6 +116,8 @@ async def run_tests(
         raise
     except ControlPlaneError as error:  # repeated for a while already
         raise SilentDuringTests(str(error)) from error
+    if run.status.code in NOT_STARTED and (run.junit or b"").startswith(b"sandbox: cannot "):
+        raise LostDuringTests(last_lines(run.junit or b"", 1)[0])
     return replace(run, junit=_after_mark(run.junit, scratch))
 
 

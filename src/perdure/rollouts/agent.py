@@ -17,7 +17,8 @@ from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
 from perdure.rollouts.gateway_session.session import AgentSession, session_of
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import LONGEST_WAIT_S, AgentRun
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
+from perdure.rollouts.sandbox.control import sandboxes_work
+from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, shown_shortage
 from perdure.telemetry import metrics
 from perdure.types import AgentEnd
 
@@ -55,7 +56,7 @@ async def _run(job: Job) -> AgentRun:
                     _report(job, opened)
                 status = await _watch(job, session, sandbox, route)
                 span.set({"process.exit.code": status.code})
-        return await _conclude(job, session, sandbox, status)
+        return await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
     except asyncio.CancelledError:
         if job.this_try.is_cancelled_on_purpose():
             await asyncio.shield(_abort(job, session, sandbox))
@@ -122,8 +123,10 @@ async def _watch(
                 break
     if status.state is ExecState.LOST or status.cause == "sandbox":
         raise SandboxLost(f"sandbox {sandbox.identity} died while the agent was running")
-    if status.host_full:  # the agent may have crashed, or given up, for want of space
-        raise SandboxLost(f"the disk under sandbox {sandbox.identity} was full while its agent ran")
+    if status.host_lacked:  # the agent may have crashed, or given up, for want of it
+        raise SandboxLost(
+            f"while the agent ran in sandbox {sandbox.identity}, {shown_shortage(status)}"
+        )
     return status
 
 
@@ -158,6 +161,17 @@ async def _conclude(
         seconds=round(status.seconds or 0.0, 3),
         detail=agent_output.detail(end, found),
     )
+
+
+async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
+    """An agent that ended before any model call is at fault only if sandboxes work on this host now.
+
+    Raises: SandboxLost if they do not.
+    """
+    never_called = not (run.turns or run.refused or run.unanswered)
+    if never_called and run.broke and not await sandboxes_work(job):
+        raise SandboxLost(f"{run.broke}, and a control fails as well: {run.detail}")
+    return run
 
 
 async def _abort(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:

@@ -195,7 +195,7 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
             await plan.admission.started()
         else:
             await plan.admission.took(taken.identity, job.agent_step)
-        base_git = await _base_git(job, sandbox, prepared)
+        base_git = await base_git_of(job, sandbox, prepared)
         record = await _record(job, sandbox, started, base_git, await _init(job, sandbox))
     except BaseException:
         if taken is not None:  # the next try finds a sandbox of the attempt's own identity only
@@ -280,7 +280,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
         workdir=prepared.workdir,
         tree=prepared.tree,
         image=prepared.image,
-        mounts=(*prepared.mounts, *tools, *_pristine_git(prepared)),
+        mounts=(*prepared.mounts, *tools, *pristine_git(prepared)),
         env=prepared.env,
         limits=placement.limits,
         network=placement.network,
@@ -290,7 +290,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
     )
 
 
-async def _base_git(job: Job, sandbox: Sandbox, prepared: Prepared) -> str:
+async def base_git_of(job: Job, sandbox: Sandbox, prepared: Prepared) -> str:
     """Where the pristine git directory is inside. An image's is copied, without its later commits."""
     if prepared.tree:
         return BASE_GIT
@@ -298,6 +298,6 @@ async def _base_git(job: Job, sandbox: Sandbox, prepared: Prepared) -> str:
     return await prepare_capture(sandbox)
 
 
-def _pristine_git(prepared: Prepared) -> tuple[Mount, ...]:
+def pristine_git(prepared: Prepared) -> tuple[Mount, ...]:
     """The agent owns its own `.git`; the diff is taken against this one."""
     return (Mount(prepared.tree / ".git", BASE_GIT),) if prepared.tree else ()

@@ -3,14 +3,22 @@
 import hashlib
 
 from perdure import tracing
+from perdure.errors import Boundary, RetryHere
 from perdure.graders.diff import capture as diff
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
 from perdure.rollouts.grade import needs_tests
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Captured
+from perdure.rollouts.sandbox.control import sandboxes_work
+from perdure.sandboxes.base import Sandbox
 from perdure.types import PatchRef
 
 CHECKPOINT = "patch.json"
+
+REFUSALS = 3
+"""Captures that must be refused before that is a verdict."""
+HOST_PAUSE_S = 20.0
+"""Seconds until a capture is repeated for which the host had no room."""
 
 
 async def capture(job: Job) -> Captured:
@@ -36,11 +44,7 @@ async def _take(job: Job) -> PatchRef:
     await sandbox.end_all()  # no process of the agent may race the capture, or kill it
     boot = await job.recall("sandbox.json", BootRecord)
     with tracing.span("take diff"):
-        captured = await diff.capture(
-            sandbox,
-            boot.base_git if boot else None,
-            max_bytes=job.services.settings.diff_max_bytes,
-        )
+        captured = await _captured(job, sandbox, boot.base_git if boot else None)
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
@@ -55,6 +59,26 @@ async def _take(job: Job) -> PatchRef:
         dropped=captured.dropped,
         refused=captured.refused,
     )
+
+
+async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
+    """That no diff can be formed is the agent's doing, and a verdict, only if it is so every time, and
+    the diff of a pristine tree can be taken after each.
+
+    Raises: RetryHere, if one cannot: what the agent left is captured later. SandboxLost.
+    """
+    most = job.services.settings.diff_max_bytes
+    for _ in range(REFUSALS):
+        captured = await diff.capture(sandbox, base_git, max_bytes=most)
+        if not captured.refused:
+            break
+        if not await sandboxes_work(job):
+            raise RetryHere(
+                f"no diff can be taken, also not of a pristine tree: {captured.refused}",
+                retry_after=HOST_PAUSE_S,
+                boundary=Boundary.SANDBOX,
+            )
+    return captured
 
 
 async def _hand_over(job: Job, patch: PatchRef) -> str:

@@ -117,9 +117,13 @@ async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bo
     Raises: RetryHere, GradingSandboxesLost.
     """
     try:
-        return await _run_once(job, patch, instance, job.grade_identity, is_first=is_first)
+        graded = await _run_once(job, patch, instance, job.grade_identity, is_first=is_first)
     except SandboxLost as error:
         return await _after_loss(job, error)
+    if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job):
+        said = f"what it wrote cannot be read, also not that of the control: {graded.grade.reason}"
+        return await _after_loss(job, SandboxLost(said))
+    return graded
 
 
 async def _run_once(

@@ -19,6 +19,7 @@ from perdure.instances.environments import Environments
 from perdure.rollouts.memory import Memory
 from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.sandbox.shared_controls import SharedControls
 from perdure.rollouts.sandbox.term import HostTerm
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach
@@ -40,6 +41,7 @@ class Services:
         self.held: dict[str, tuple[str, str]] = {}
         """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
         self.memory = Memory()
+        self.controls = SharedControls()
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}

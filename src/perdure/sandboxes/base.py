@@ -77,9 +77,10 @@ class ExecStatus:
     cause: KillCause | None = None
     signal: int | None = None
     seconds: float | None = None
-    host_full: bool = False
-    """While it ran, its host's disk was full, and the sandbox had not used up its own share. So a
-    write of its may have failed through no fault of its code, and its result proves nothing."""
+    host_lacked: Literal["", "disk", "processes", "memory"] = ""
+    """What its host lacked while it ran, although the sandbox had not used up its own share. So a
+    write, a fork or a whole process may have failed through no fault of its code, and its result
+    proves nothing."""
 
     @property
     def ok(self) -> bool:
@@ -128,11 +129,19 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
     return f"p-{digest}-{purpose}-{generation}"
 
 
+def shown_shortage(status: ExecStatus) -> str:
+    """What the host lacked, and what to do about it."""
+    if status.host_lacked == "disk":
+        return "the disk under it was full: make room there"
+    what = "a process" if status.host_lacked == "processes" else "memory"
+    return f"its host refused it {what} that its own limits allow: raise the host's limits, or lower slots"
+
+
 def check_host(sandbox: "Sandbox", status: ExecStatus) -> None:
-    """Raises: RetryHere if the result of a command proves nothing, because its host's disk was full."""
-    if status.host_full:
+    """Raises: RetryHere if the result of a command proves nothing, because its host lacked something."""
+    if status.host_lacked:
         raise RetryHere(
-            f"the disk under sandbox {sandbox.identity!r} was full while a command ran; make room there",
+            f"while a command ran in sandbox {sandbox.identity!r}, {shown_shortage(status)}",
             boundary=Boundary.SANDBOX,
         )
 

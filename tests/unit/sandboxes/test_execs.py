@@ -87,7 +87,7 @@ def test_a_command_that_its_keeper_could_not_start_is_lost(record: ExecRecord) -
     """The keeper had no room to say why."""
     give_up(os.open(record.path / "pid", os.O_WRONLY | os.O_CREAT, 0o600))
 
-    assert record.status() == ExecStatus(ExecState.LOST, host_full=True)
+    assert record.status() == ExecStatus(ExecState.LOST, host_lacked="disk")
 
 
 def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:

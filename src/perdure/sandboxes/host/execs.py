@@ -20,7 +20,7 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError
@@ -28,6 +28,7 @@ from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper.disk import GIVEN_UP
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
+from perdure.sandboxes.host.shortage import NONE_REFUSED, Refusals
 
 _RESULT = re.compile(
     r"(?P<how>exit|signal) (?P<number>\d+)(?: oom=(?P<ooms>\d+))?"
@@ -52,6 +53,8 @@ class ExecRecord:
         token: str,
         stdin: bytes | None,
         timeout_s: float | None = None,
+        *,
+        refused: Refusals = NONE_REFUSED,
     ) -> None:
         """Make the folder complete, by rename.
 
@@ -60,7 +63,7 @@ class ExecRecord:
         digest = argv_digest(argv)
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        first = f"# {digest} {token} {'-' if timeout_s is None else timeout_s}\n"
+        first = f"# {digest} {token} {'-' if timeout_s is None else timeout_s} {refused}\n"
         (draft / "run").write_bytes(first.encode() + run)
         if stdin is not None:
             (draft / "in").write_bytes(stdin)
@@ -97,12 +100,19 @@ class ExecRecord:
         return None if limit == "-" else float(limit)
 
     @property
+    def refused_before(self) -> Refusals | None:
+        """What its host had refused when it was ordered. None: an older version ordered it."""
+        fields = self._identified_by()
+        return Refusals.parse(fields[3]) if len(fields) > 3 else None
+
+    @property
     def is_unread(self) -> bool:
         """Its keeper has not begun to start it."""
         return self.exists and not (self.path / "pid").exists()
 
     def _identified_by(self) -> list[str]:
-        """Digest of the argv, the token that marks the command's processes, and its time limit."""
+        """Digest of the argv, the token that marks the command's processes, its time limit, and what the
+        host had refused before it."""
         with open(self.path / "run", "rb") as file:
             return file.readline().decode().split()[1:]
 
@@ -117,7 +127,7 @@ class ExecRecord:
         process = self.process
         if is_alive(process) or (process is None and not self._given_up()):
             return ExecStatus(ExecState.RUNNING)
-        lost = ExecStatus(ExecState.LOST, host_full=process is None)
+        lost = ExecStatus(ExecState.LOST, host_lacked="disk" if process is None else "")
         return self._over() or lost  # it may have ended since
 
     def _given_up(self) -> bool:
@@ -140,16 +150,17 @@ class ExecRecord:
 
     def _verdict(self, result: re.Match[str], oom: bool, seconds: float) -> ExecStatus:
         number, claimed = int(result["number"]), self._claimed_cause()
-        exited, full = result["how"] == "exit", bool(result["full"])
+        exited = result["how"] == "exit"
+        lacked: Literal["", "disk"] = "disk" if result["full"] else ""
         # A shell reports that its child died of out of memory as its own exit code. Too much output
         # counts as killed, however the command ended.
         hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
         if exited and not hidden:
-            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds, host_full=full)
+            return ExecStatus(ExecState.EXITED, code=number, seconds=seconds, host_lacked=lacked)
         signum = signal.SIGKILL.value if exited else number
         cause = claimed or self._cause(signum, oom, bool(result["gone"]))
         return ExecStatus(
-            ExecState.KILLED, cause=cause, signal=signum, seconds=seconds, host_full=full
+            ExecState.KILLED, cause=cause, signal=signum, seconds=seconds, host_lacked=lacked
         )
 
     def _claimed_cause(self) -> KillCause | None:

@@ -12,6 +12,7 @@ import signal
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -33,6 +34,7 @@ from perdure.sandboxes.host.execs import ExecRecord
 from perdure.sandboxes.host.keeper.killing import end_all, end_command, kill_group
 from perdure.sandboxes.host.process import ended, is_alive, one_ended
 from perdure.sandboxes.host.procfs import below, marked
+from perdure.sandboxes.host.shortage import Refusals
 from perdure.sandboxes.host.teardown import destroy, lock_of
 from perdure.sandboxes.locks import locked
 
@@ -114,7 +116,8 @@ class HostSandbox(Sandbox):
                 token=token,
                 has_stdin=bool(stdin),
             )
-            record.prepare(argv, order, token, stdin or None, timeout_s)
+            refused = Refusals.of(self.meta.groups)
+            record.prepare(argv, order, token, stdin or None, timeout_s, refused=refused)
         if record.process is None:
             await self._launch(record, timeout_s)
 
@@ -151,7 +154,7 @@ class HostSandbox(Sandbox):
         never_ran = not status.done and record.process is None
         if (never_ran or status.state is ExecState.LOST) and not self.alive:
             return ExecStatus(ExecState.KILLED, cause="sandbox")
-        return status
+        return self._with_shortage(record, status)
 
     @_lost_with_its_folder
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
@@ -270,6 +273,12 @@ class HostSandbox(Sandbox):
             *(f"{name}={value}" for name, value in variables.items()),
         ]
         return os.fsencode("".join(f"{field}\0" for field in fields))
+
+    def _with_shortage(self, record: ExecRecord, status: ExecStatus) -> ExecStatus:
+        if not status.done or status.host_lacked or (before := record.refused_before) is None:
+            return status
+        groups = self.meta.groups
+        return replace(status, host_lacked=Refusals.of(groups).shortage(before, groups))
 
     def _lost(self) -> SandboxLost:
         return SandboxLost(f"sandbox {self.identity!r} is gone; boot a new one")

@@ -64,8 +64,8 @@ class LocalSandbox(HostSandbox):
     async def poll(self, exec_id: str) -> ExecStatus:
         """A sandbox that uses more than its share may have filled the disk itself."""
         status = await super().poll(exec_id)
-        if status.host_full and await asyncio.to_thread(self._exceeds_its_share):
-            return replace(status, host_full=False)
+        if status.host_lacked == "disk" and await asyncio.to_thread(self._exceeds_its_share):
+            return replace(status, host_lacked="")
         return status
 
     def _exceeds_its_share(self) -> bool:

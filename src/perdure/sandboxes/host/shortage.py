@@ -1,0 +1,93 @@
+"""Whether this host refused a sandbox processes or memory that the sandbox's own limits allow.
+
+The kernel counts refusals for each cgroup. It does not count those of limits that belong to no cgroup
+(`kernel.pid_max`, a user's processes, memory that may not be overcommitted): they are not seen here.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+Shortage = Literal["", "disk", "processes", "memory"]
+
+
+class Refusals(NamedTuple):
+    """Counts of the kernel's, now. All only grow."""
+
+    above: int
+    """Processes that the groups above the sandbox's have refused."""
+    own: int
+    """Processes that were refused in the sandbox's own groups."""
+    kills: int
+    """Processes of the sandbox that were killed for want of memory."""
+
+    @classmethod
+    def of(cls, groups: Iterable[str]) -> "Refusals":
+        folders = [Path(group) for group in groups]
+        above = {parent for folder in folders for parent in folder.parents}
+        return cls(
+            sum(map(_refused, above)), sum(map(_refused, folders)), sum(map(_killed, folders))
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Refusals":
+        return cls(*map(int, text.split("/")))
+
+    def __str__(self) -> str:
+        return "/".join(map(str, self))
+
+    def shortage(self, before: "Refusals", groups: Iterable[str]) -> Shortage:
+        """What the host has refused since `before` to the sandbox with these groups."""
+        folders = [Path(group) for group in groups]
+        own = self.own > before.own and not any(map(_was_full, folders))
+        if self.above > before.above or own:
+            return "processes"
+        killed = self.kills > before.kills and not any(map(_reached_its_memory, folders))
+        return "memory" if killed else ""
+
+
+NONE_REFUSED = Refusals(0, 0, 0)
+
+
+def _refused(folder: Path) -> int:
+    """Since Linux 6.11 `pids.events` of cgroup v2 also counts groups below, `pids.events.local` does not.
+
+    cgroup v1, and v2 before, count where the fork was tried, whichever group's limit was the cause.
+    """
+    local = _fields(folder / "pids.events.local")
+    return (local or _fields(folder / "pids.events")).get("max", 0)
+
+
+def _was_full(folder: Path) -> bool:
+    """Whether its own limit of processes may have been the cause. An old kernel does not tell."""
+    if not (folder / "pids.events").exists():
+        return False
+    peak, limit = _number(folder / "pids.peak"), _number(folder / "pids.max")
+    return peak is None or (limit is not None and peak >= limit)
+
+
+def _killed(folder: Path) -> int:
+    events = _fields(folder / "memory.events") or _fields(folder / "memory.oom_control")
+    return events.get("oom_kill", 0)
+
+
+def _reached_its_memory(folder: Path) -> bool:
+    return _fields(folder / "memory.events").get("oom", 0) > 0 or bool(
+        _number(folder / "memory.failcnt")
+    )
+
+
+def _fields(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:  # another hierarchy, or the group is gone
+        return {}
+    pairs = (line.split() for line in lines)
+    return {name: int(value) for name, value in pairs}
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None

@@ -1,0 +1,236 @@
+"""The host refuses processes: what ran there proves nothing, unless the sandbox used up its own share."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import ClassVar
+from uuid import uuid4
+
+import pytest
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities.boot_sandbox import BootSandbox
+from activities.capture_diff import CaptureDiff
+from activities.run_agent import RunAgent
+from perdure.agents.base import AgentTask, Evidence, Launch
+from perdure.instances import catalog
+from perdure.instances.sources import pack
+from perdure.rollouts.messages import Attempt
+from perdure.rollouts.sandbox.shared_controls import SharedControls
+from perdure.rollouts.services import Services
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.tree import AgentSettings, Settings
+from perdure.storage.base import put_blob
+from perdure.types import AgentEnd, Grading, Instance, Limits, RolloutRequest, Source, SourceKind
+
+FORKS = (
+    "python3",
+    "-c",
+    "import contextlib, os, time\n"
+    "with contextlib.suppress(OSError):\n"
+    "    for _ in range(60):\n"
+    "        os.fork() or (time.sleep(30), os._exit(0))\n",
+)
+"""Ends well, although some of its processes may never have started."""
+FILLS = ("bash", "-c", "head -c 64M /dev/zero >big; exit 0")
+"""Leaves a tree of which no diff can be taken: its disk is full."""
+
+
+class PidsGroup:
+    """A cgroup of this process, above its sandboxes'."""
+
+    def __init__(self) -> None:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = next((line.split(":")[2] for line in lines if ":pids:" in line), None)
+        self._base = Path("/sys/fs/cgroup/pids", (own or "/").lstrip("/"))
+        if own is None or os.geteuid() != 0 or not os.access(self._base, os.W_OK):
+            pytest.skip("only root may limit processes, by cgroup v1")
+        self._group = self._base / f"perdure-test-{uuid4().hex[:8]}"
+        self._group.mkdir()
+        (self._group / "cgroup.procs").write_text(str(os.getpid()))
+
+    def leave_room(self, processes: int) -> None:
+        used = int((self._group / "pids.current").read_text())
+        (self._group / "pids.max").write_text(str(used + processes))
+
+    def unlimit(self) -> None:
+        (self._group / "pids.max").write_text("max")
+
+    def remove(self) -> None:
+        for pid in (self._group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (self._base / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):  # a process that is about to end is in it
+            self._group.rmdir()
+
+
+@pytest.fixture
+def pids() -> Iterator[PidsGroup]:
+    group = PidsGroup()
+    yield group
+    group.remove()
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[BubblewrapProvider]:
+    provider = BubblewrapProvider(Settings(home=tmp_path / "home"))
+    if missing := provider.check():
+        pytest.skip("; ".join(missing))
+    yield provider
+    for info in await provider.list():
+        await provider.kill(info.identity)
+
+
+class CommandAgent:
+    argv: ClassVar[tuple[str, ...]]
+    needs_model: ClassVar[bool] = False
+    artifacts: ClassVar[tuple[str, ...]] = ()
+
+    async def install(self, tools: Path, settings: AgentSettings) -> tuple[()]:
+        return ()
+
+    def launch(self, task: AgentTask) -> Launch:
+        return Launch(argv=self.argv)
+
+    def classify(self, evidence: Evidence) -> AgentEnd:
+        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
+
+
+class ForkingAgent(CommandAgent):
+    name: ClassVar[str] = f"{__name__}:ForkingAgent"
+    argv: ClassVar[tuple[str, ...]] = FORKS
+
+
+class AbsentAgent(CommandAgent):
+    name: ClassVar[str] = f"{__name__}:AbsentAgent"
+    argv: ClassVar[tuple[str, ...]] = ("/absent",)
+
+
+class FillingAgent(CommandAgent):
+    name: ClassVar[str] = f"{__name__}:FillingAgent"
+    argv: ClassVar[tuple[str, ...]] = FILLS
+
+
+async def booted(home: Path, agent: str, pids_limit: int = 500) -> tuple[Services, Attempt]:
+    services = Services(Settings(home=home, store=str(home.parent / "store")))
+    tree = home.parent / "tree"
+    tree.mkdir()
+    (tree / "a.txt").write_text("a\n")
+    row = Instance(
+        instance_id="add-1",
+        dataset="toy",
+        problem_statement="add",
+        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
+        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
+    )
+    await catalog.save(services.store, row)
+    request = RolloutRequest(
+        run_id="r1",
+        instance="toy/add-1",
+        agent=agent,
+        sandbox="bubblewrap",
+        limits=Limits(pids=pids_limit, disk_mb=32),
+    )
+    attempt = Attempt(request=request, attempt=1)
+    await ActivityEnvironment().run(BootSandbox(services).boot, attempt)
+    return services, attempt
+
+
+async def test_an_agent_whose_forks_the_host_refuses_is_repeated(
+    provider: BubblewrapProvider, tmp_path: Path, pids: PidsGroup
+) -> None:
+    """It ends well and leaves a diff, but its host had no processes for its commands: no verdict."""
+    services, attempt = await booted(tmp_path / "home", ForkingAgent.name)
+    pids.leave_room(20)
+    with pytest.raises(ApplicationError, match="refused it a process") as lost:
+        await ActivityEnvironment().run(RunAgent(services).run, attempt)
+    pids.unlimit()
+
+    assert lost.value.type == "SandboxLost"
+
+
+async def test_an_agent_that_reaches_its_own_limit_is_judged(
+    provider: BubblewrapProvider, tmp_path: Path
+) -> None:
+    """Its own limit of processes is part of the task."""
+    services, attempt = await booted(tmp_path / "home", ForkingAgent.name, pids_limit=20)
+    run = await ActivityEnvironment().run(RunAgent(services).run, attempt)
+
+    assert (run.end, run.broke) == (AgentEnd.FINISHED, "")
+
+
+async def test_a_refused_capture_counts_once_the_host_is_well(
+    provider: BubblewrapProvider, tmp_path: Path, pids: PidsGroup
+) -> None:
+    """The agent left a tree without a diff. While its host boots no sandbox, that is no verdict."""
+    services, attempt = await booted(tmp_path / "home", FillingAgent.name)
+    await ActivityEnvironment().run(RunAgent(services).run, attempt)
+    pids.leave_room(0)
+    with pytest.raises(ApplicationError) as waits:
+        await ActivityEnvironment().run(CaptureDiff(services).capture, attempt)
+    pids.unlimit()
+    captured = await ActivityEnvironment().run(CaptureDiff(services).capture, attempt)
+
+    assert (waits.value.type, waits.value.non_retryable) == ("RetryHere", False)
+    assert captured.empty
+
+
+async def test_an_agent_that_cannot_start_is_at_fault_only_on_a_host_that_is_well(
+    provider: BubblewrapProvider, tmp_path: Path
+) -> None:
+    """The same end is another attempt where no sandbox boots either, here for want of a whole
+    environment. That one is built again."""
+    services, attempt = await booted(tmp_path / "home", AbsentAgent.name)
+    [tree] = (tmp_path / "home" / "environments" / "ready").glob("*/tree")
+    agent = RunAgent(services).run
+    shutil.rmtree(tree / ".git")
+    with pytest.raises(ApplicationError) as lost:
+        await ActivityEnvironment().run(agent, attempt)
+    second = attempt.model_copy(update={"attempt": 2})
+    await ActivityEnvironment().run(BootSandbox(services).boot, second)
+    run = await ActivityEnvironment().run(agent, second)
+
+    assert lost.value.type == "SandboxLost"
+    assert run.broke == "the agent crashed before its first model call"
+
+
+async def test_the_tests_of_a_host_without_processes_prove_nothing(
+    provider: BubblewrapProvider, pids: PidsGroup
+) -> None:
+    """Any command of a sandbox tells that its host refused a fork, also one that ends well."""
+    sandbox = await provider.create(SandboxSpec(workdir="/testbed"), "p-tests-1")
+    pids.leave_room(20)
+    await sandbox.start("tests", FORKS)
+    done = await sandbox.wait("tests")
+    pids.unlimit()
+    await sandbox.start("later", ["true"])
+
+    assert (done.code, done.host_lacked) == (0, "processes")
+    assert (await sandbox.wait("later")).host_lacked == ""
+
+
+async def test_rollouts_share_a_control() -> None:
+    """Ten that wait at the same time cost two controls; each result is of one that began later."""
+    began: list[int] = []
+    free = asyncio.Event()
+
+    async def control() -> bool:
+        began.append(len(began))
+        await free.wait()
+        return len(began) > 1
+
+    controls = SharedControls()
+    first = asyncio.create_task(controls.succeeds("local", control))
+    while not began:
+        await asyncio.sleep(0)
+    others = [asyncio.create_task(controls.succeeds("local", control)) for _ in range(9)]
+    await asyncio.sleep(0)
+    free.set()
+
+    assert [await first, *[await other for other in others]] == [False] + [True] * 9
+    assert len(began) == 2
