@@ -68,7 +68,9 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
         journal = LocalJournal(home / "journal")
         partials = Partials(LocalPartialStore(home / "journal"))
         store = LocalStore(home / "store")
-        sessions = Sessions(journal, engine, model_format, store, Metrics(), partials=partials)
+        sessions = Sessions(
+            journal, engine, model_format, store, Metrics(), partials=partials, secret=b"k"
+        )
         rules = Sampling(max_context_tokens=1 << 20)
         await sessions.open(SessionSpec(session_id="s", turns_key="t.parquet", sampling=rules))
         spent = _timed_prompts(sessions)

@@ -8,7 +8,8 @@ PerdureError
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
 ├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
 ├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
-│   └── DiskFull             what ran in it has filled its own disk
+│   ├── DiskFull             what ran in it has filled its own disk
+│   └── AttemptDamaged       what it recorded or stored does not read back: a new attempt replays the rest
 ├── GiveUp               this rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
 │   ├── AgentError           the agent could not be installed or launched
@@ -114,6 +115,12 @@ class SandboxLost(PerdureError):
 
 class DiskFull(SandboxLost):
     """The sandbox's own disk is full, and only what ran in it can have filled it."""
+
+
+class AttemptDamaged(SandboxLost):
+    """What this attempt recorded or stored is damaged or gone. The message names the object."""
+
+    boundary = Boundary.STORE
 
 
 class GiveUp(PerdureError):

@@ -6,8 +6,9 @@ The quick half of the promises in docs/durability.md; `make chaos` runs the othe
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -128,6 +129,36 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
         identity_of(request.run_id, request.workflow_id, "agent", number) for number in (1, 2)
     ]
     assert [name for name in sessions if (stack.home / "journal" / name).exists()] == []
+
+
+def _flip(journal: Path) -> None:
+    data = bytearray(journal.read_bytes())
+    data[data.index(b"\n") + 200] ^= 1
+    journal.write_bytes(data)
+
+
+def _cut(journal: Path) -> None:
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:-1]))
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, Path.unlink])
+async def test_a_damaged_journal_means_a_new_attempt(
+    stack: Stack, damage: Callable[[Path], None]
+) -> None:
+    """A flipped bit, a lost record or a lost file under a dead gateway: attempt 2 replays what is whole,
+    and its episode has every turn."""
+    stack.engine.hold(HELD)
+    request = await stack.start(f"journal-{damage.__name__.strip('_')}")
+    await stack.held(request)
+    await stack.kill_all(stack.gateway)
+    damage(stack.home / "journal" / stack.identity(request, "agent") / "journal.log")
+    stack.engine.let_go()
+    await stack.start_gateway()
+
+    episode = await stack.episode(request)
+    assert (episode.outcome, len(episode.attempts)) == (Outcome.RESOLVED, 2)
+    assert (episode.turns, episode.trainable) == (TURNS, True)
 
 
 async def test_an_episode_shows_where_its_replay_ended(stack: Stack) -> None:

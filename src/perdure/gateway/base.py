@@ -52,6 +52,11 @@ class SessionSpec(Frozen):
     """Session of the rollout's earlier, lost attempt: its recorded completions answer requests that
     match, without the engine, until the first that differs."""
 
+    @property
+    def rollout(self) -> str:
+        """Equal for all attempts of one rollout: they share the ids of replayed tool calls."""
+        return self.labels.get("rollout", self.session_id)
+
 
 class SessionSummary(Frozen):
     session_id: str
@@ -75,6 +80,9 @@ class SessionSummary(Frozen):
     """How often it did. Only the gateway process that had the calls knows this."""
     unanswered: str = ""
     """Why its last call got no answer: the engines or the store were away. Empty after an answer."""
+    damaged: str = ""
+    """Why it records no more: its journal does not read back, or lacks a turn that its agent has. `turns`
+    and all else is what is left. Empty: it is whole."""
     replayed_turns: int = 0
     """Turns answered from the earlier attempt's recording."""
     replayed_tokens: int = 0

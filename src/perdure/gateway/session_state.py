@@ -4,17 +4,20 @@ Owns what a journal record does to a session. Calls and the journal itself are i
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from perdure.dialects.base import Answer, Refused
 from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
+from perdure.gateway.journal.encoding import JournalDamaged
 from perdure.gateway.journal.turn_record import (
     CLOSED,
+    DAMAGED,
     REFUSED,
     SEALED,
     STALE,
@@ -92,6 +95,8 @@ class Session:
     """Why every gateway process refuses its calls; empty until one call was refused."""
     unanswered: Wait | None = None
     """The engines gave up on its last call; the agent may try again."""
+    damaged: str = ""
+    """Why its attempt must end: see `SessionSummary.damaged`."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer."""
     refusals: int = 0
@@ -115,8 +120,19 @@ class Session:
         return bool(self.users or self.calls)
 
     def check_open(self) -> None:
+        if self.damaged:
+            raise Refused(403, "session_damaged", f"this session records no more: {self.damaged}")
         if self.sealing or self.sealed:
             raise Refused(403, "session_closed", "this session is closed: its attempt has ended")
+
+    @contextlib.contextmanager
+    def noting_damage(self) -> Iterator[None]:
+        """Around an access to its journal."""
+        try:
+            yield
+        except JournalDamaged as error:
+            self.damaged = self.damaged or str(error)
+            raise
 
     def wake(self, tool_digests: ToolDigests, records: Sequence[dict[str, Any]]) -> "Awake":
         """Rebuild its tree from all of its journal records."""
@@ -138,6 +154,8 @@ class Session:
             self.sealed = True
         elif record["kind"] == CLOSED:
             self.sealed = self.closed = True
+        elif record["kind"] == DAMAGED:
+            self.damaged = record["message"]
         elif record["kind"] == STALE:
             self.too_stale = record["message"]
         elif record["kind"] == REFUSED:
@@ -149,7 +167,7 @@ class Session:
         totals = self.totals
         return SessionSummary(
             session_id=self.spec.session_id,
-            open=not self.sealed,
+            open=not (self.sealed or self.damaged),
             turns=totals.turns,
             tokens=totals.tokens,
             trainable=totals.trainable,
@@ -160,6 +178,7 @@ class Session:
             bridge_misses=dict(totals.misses),
             chains=len(totals.chains),
             too_stale=self.too_stale,
+            damaged=self.damaged,
             refused=self.refused,
             refusals=self.refusals,
             replayed_turns=totals.replayed_turns,

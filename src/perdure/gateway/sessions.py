@@ -24,9 +24,11 @@ from perdure.engines.configured import ConfiguredEngine
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.journal.base import Journal, Overtaken
+from perdure.gateway.journal.encoding import JournalDamaged
 from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import (
     CLOSED,
+    DAMAGED,
     OPEN,
     REFUSED,
     SEALED,
@@ -41,6 +43,7 @@ from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.formats import Format
 from perdure.gateway.session_state import Awake, CallKey, Session
+from perdure.gateway.turns.call_ids import CallIds
 from perdure.gateway.turns.canonical import ToolDigests
 from perdure.gateway.turns.chains import Location, Node
 from perdure.gateway.turns.maker import PendingTurn, TurnMaker, abandonable, replayed
@@ -83,14 +86,17 @@ class Sessions:
         metrics: Metrics,
         *,
         partials: Partials,
+        secret: bytes,
         ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
+        """`secret`: marks the ids of tool calls; all processes of a home have the same."""
         self._ceilings = ceilings
         self._partials = partials
         self._journal = journal
         self._store = store
         self._metrics = metrics
-        self._maker = TurnMaker(model_format, engine, metrics, partials)
+        self._call_ids = CallIds(secret)
+        self._maker = TurnMaker(model_format, engine, metrics, partials, self._call_ids)
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._loading = asyncio.Lock()
@@ -99,13 +105,13 @@ class Sessions:
     # --- control -------------------------------------------------------------------------------
 
     async def open(self, spec: SessionSpec) -> SessionSummary:
-        """Repeating with the same spec joins; a closed session stays closed.
+        """Repeating with the same spec joins; a closed or damaged session stays so.
 
         Raises: ConfigurationError when the session exists with another spec.
         """
         async with self._loading:
             session = await self._find(spec.session_id) or await self._create(spec)
-        if session.spec != spec:
+        if session.spec != spec and not session.damaged:
             changed = [
                 name
                 for name in SessionSpec.model_fields
@@ -133,25 +139,32 @@ class Sessions:
     async def get(self, session_id: str) -> SessionSummary:
         """Raises: NotFound."""
         async with self._using(session_id) as session:
-            await self._refresh(session)
+            with contextlib.suppress(JournalDamaged), session.noting_damage():
+                await self._refresh(session)
             return session.summary()
 
     async def close(self, session_id: str) -> SessionSummary:
-        """Seal the session and write its turns to the store. Calls in flight are abandoned.
+        """Seal the session and write its turns to the store. Calls in flight are abandoned. What a
+        damaged session has left stays in its journal, for the next attempt.
 
         Repeating gives the same summary. Raises: NotFound, StoreUnavailable (repeat the call).
         """
         async with self._using(session_id) as session, session.close_lock:
             if not session.closed:
-                await self._seal(session)
-                records = await self._journal.read(session_id)
-                turns = await work(turns_file, records)
-                await self._store.put(session.spec.turns_key, turns)
-                await self._mark(session, CLOSED)
-                self._partials.left(session_id)
-                session.sleep()
-                await self._tidy(session, records)
+                with contextlib.suppress(JournalDamaged), session.noting_damage():
+                    await self._close(session)
             return session.summary()
+
+    async def _close(self, session: Session) -> None:
+        session_id = session.spec.session_id
+        await self._seal(session)
+        records = await self._journal.read(session_id)
+        turns = await work(turns_file, records)
+        await self._store.put(session.spec.turns_key, turns)
+        await self._mark(session, CLOSED)
+        self._partials.left(session_id)
+        session.sleep()
+        await self._tidy(session, records)
 
     async def forget(self, session_id: str) -> None:
         """Close the session, then delete its journal: its turns are in the store. Repeating is harmless.
@@ -227,7 +240,8 @@ class Sessions:
         session = self._sessions.get(session_id) or await self._load(session_id)
         session.users += 1
         try:
-            yield session
+            with session.noting_damage():
+                yield session
         finally:
             session.users -= 1
             session.touched = time.monotonic()
@@ -246,13 +260,19 @@ class Sessions:
         """The session, read back from its journal if this process does not hold it."""
         if (session := self._sessions.get(session_id)) is not None:
             return session
-        records = await self._journal.read(session_id)
-        if not records:  # its opener was killed before it answered
+        damage = ""
+        try:
+            records = await self._journal.read(session_id)
+        except JournalDamaged as error:
+            records, damage = error.intact, str(error)
+        if not records and not damage:  # its opener was killed before it answered
             return None
-        spec = SessionSpec.model_validate(records[0]["spec"])
+        unknown = SessionSpec(session_id=session_id, turns_key="")
+        spec = SessionSpec.model_validate(records[0]["spec"]) if records else unknown
         session = Session(spec, Pace(self._ceilings))
         session.wake(self._tool_digests, records)
-        if session.closed:
+        session.damaged = session.damaged or damage
+        if session.closed or session.damaged:
             session.sleep()
         log.info("session read back", session_id=session_id, turns=session.totals.turns)
         return self._keep(session)
@@ -276,7 +296,11 @@ class Sessions:
         return awake
 
     async def _recording(self, session: Session, earlier: str) -> Recording:
-        recording = Recording(earlier, turn_records(await self._journal.read(earlier)))
+        try:
+            records = await self._journal.read(earlier)
+        except JournalDamaged as error:
+            records = error.intact
+        recording = Recording(earlier, turn_records(records))
         own = await self._journal.read(session.spec.session_id)
         for record in turn_records(own[: session.position]):
             recording.committed(record)
@@ -407,6 +431,7 @@ class Sessions:
         unwritten = session.unwritten.pop(key, None)
         if news and (node := self._recorded(awake, key, known)) is not None:
             return node.record.answer
+        await self._check_calls(awake, request, location)
         pending = PendingTurn(awake, request, location, arrived)
         recording = awake.recording
         across = location.digests.across
@@ -425,6 +450,20 @@ class Sessions:
         except BaseException:
             recording.give_back(recorded)
             raise
+
+    async def _check_calls(self, awake: Awake, request: ModelRequest, location: Location) -> None:
+        """An id that this gateway gave out, and that no turn has, proves that the turn is lost: the
+        journal was cut. Raises: Refused."""
+        session = awake.session
+        new = request.messages[location.kept_messages :]
+        calls = [call["id"] for message in new for call in message.get("tool_calls") or ()]
+        for call_id in calls:
+            if awake.tree.knows_call(call_id):
+                continue
+            if self._call_ids.is_minted(session.spec.rollout, call_id):
+                message = f"its journal lacks the turn of tool call {call_id}, which the agent has"
+                await self._note(session, {"kind": DAMAGED, "message": message}, "damaged")
+                session.check_open()
 
     async def _sampled(self, pending: PendingTurn) -> TurnRecord:
         """Sample a turn. A refusal that ends the rollout is journaled, so that every process of the
@@ -489,7 +528,7 @@ class Sessions:
 
     async def _refresh(self, session: Session) -> bool:
         """Read what other processes wrote; returns whether there was anything new."""
-        if session.closed:
+        if session.closed or session.damaged:
             return False
         async with session.commit_lock:
             return await self._read_on(session)

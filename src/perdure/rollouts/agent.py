@@ -48,10 +48,12 @@ async def _run(job: Job) -> AgentRun:
         except NotFound:  # it never started
             return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED)
     try:
-        opened = await session.open() if session is not None else None
+        is_started = await _is_started(sandbox)
+        opened = await session.open(is_started=is_started) if session is not None else None
         async with reached(job, session, sandbox) as route:
             with tracing.span("agent command", {"perdure.agent": job.request.agent}) as span:
-                await _start_once(job, session, sandbox, route.url)
+                if not is_started:
+                    await _start(job, session, sandbox, route.url)
                 if opened is not None:
                     _report(job, opened)
                 status = await _watch(job, session, sandbox, route)
@@ -72,14 +74,16 @@ async def _run(job: Job) -> AgentRun:
         raise
 
 
-async def _start_once(
-    job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None
-) -> None:
+async def _is_started(sandbox: Sandbox) -> bool:
+    """Whether an earlier try of this stage started the agent: then this one only watches."""
     try:
         await sandbox.poll(EXEC_ID)
-        return  # an earlier try of this stage started it: only watch
     except NotFound:
-        pass
+        return False
+    return True
+
+
+async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
     details = JobDetails(
         job.request.workflow_id, job.instance, sandbox, metadata=await init_metadata(job)

@@ -3,7 +3,7 @@ turns."""
 
 import contextlib
 
-from perdure.errors import NotFound
+from perdure.errors import AttemptDamaged
 from perdure.rollouts.boot import CHECKPOINT, sandbox_of
 from perdure.rollouts.gateway_session.session import session_of
 from perdure.rollouts.job import Job, SandboxPlan
@@ -30,5 +30,6 @@ async def _close_session(job: Job) -> None:
         return  # the agent never started, so there is no session, and perhaps no gateway
     session = session_of(job)
     if session is not None:
-        with contextlib.suppress(NotFound):  # the sandbox was booted and the agent not started
+        # It has no session where the sandbox was booted and the agent not started.
+        with contextlib.suppress(AttemptDamaged):
             await session.close()

@@ -107,7 +107,13 @@ class Process:
         engines: Any = speaker
         partials = Partials(LocalPartialStore(folder / "journal"))
         self.sessions = Sessions(
-            self.journal, engines, model_format, self.store, self.metrics, partials=partials
+            self.journal,
+            engines,
+            model_format,
+            self.store,
+            self.metrics,
+            partials=partials,
+            secret=b"k",
         )
 
     async def ask(

@@ -96,7 +96,7 @@ async def _play(name: str, folder: Path) -> Played:
     engines: Any = speaker
     partials = Partials(LocalPartialStore(folder / "journal"))
     store = LocalStore(folder / "store")
-    sessions = Sessions(journal, engines, FORMAT, store, Metrics(), partials=partials)
+    sessions = Sessions(journal, engines, FORMAT, store, Metrics(), partials=partials, secret=b"k")
     await sessions.open(SPEC)
     minted: dict[str, str] = {}
     for recorded in _requests(name):

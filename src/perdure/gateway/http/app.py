@@ -131,6 +131,7 @@ def create_app(
                 store,
                 metrics,
                 partials=partials,
+                secret=secrets.oldest,
                 ceilings=ceilings,
             )
             app.state.gateway = Gateway(

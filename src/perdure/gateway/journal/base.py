@@ -22,7 +22,8 @@ class Journal(Protocol):
     async def read(self, session_id: str, after: int = 0) -> list[dict[str, Any]]:
         """The records from number `after` on; [] when there are none (or no such session).
 
-        Raises: JournalDamaged, StoreUnavailable.
+        Raises: JournalDamaged, which has the records before the damage if `after` is 0;
+        StoreUnavailable.
         """
         ...
 

@@ -8,15 +8,23 @@ import json
 import sys
 import zlib
 from array import array
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from perdure.errors import Boundary, PerdureError
 
 
 class JournalDamaged(PerdureError):
-    """A durable record does not read back: the file or object was changed."""
+    """A durable record does not read back: the file or object was changed.
+
+    `intact`: what was read of the session before that record.
+    """
 
     boundary = Boundary.GATEWAY
+
+    def __init__(self, message: str, intact: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(message)
+        self.intact = list(intact)
 
 
 class DecodedRecords(NamedTuple):
@@ -42,16 +50,20 @@ def split(data: bytes, source: object) -> DecodedRecords:
         end = data.find(b"\n", position)
         record = _parse(data[position:end]) if end != -1 else None
         if record is None:
-            _check_torn(data, position, source)
+            _check_torn(data, position, source, records)
             break
         records.append(record)
         position = end + 1
     return DecodedRecords(records, position)
 
 
-def _check_torn(data: bytes, position: int, source: object) -> None:
+def _check_torn(
+    data: bytes, position: int, source: object, records: Sequence[dict[str, Any]]
+) -> None:
     if any(_parse(line) is not None for line in data[position:].split(b"\n")[1:]):
-        raise JournalDamaged(f"{source} is damaged at byte {position}, before its last record")
+        raise JournalDamaged(
+            f"{source} is damaged at byte {position}, before its last record", records
+        )
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

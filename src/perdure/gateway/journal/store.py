@@ -64,6 +64,7 @@ class StoreJournal:
 
     async def read(self, session_id: str, after: int = 0) -> list[Record]:
         """The records from number `after` on. Raises: JournalDamaged, StoreUnavailable."""
+        found: Found | None = None
         for _ in range(TRIES):
             owned = await self._still_owned(session_id)
             try:
@@ -75,7 +76,11 @@ class StoreJournal:
                 return await self._finder.read(session_id, found, after)
             except NotFound:  # it was packed, taken over or deleted meanwhile
                 continue
-        raise disappeared(session_id)
+            except JournalDamaged as error:
+                intact = await self._finder.intact(session_id, found) if found else ()
+                raise JournalDamaged(str(error), intact) from error
+        intact = await self._finder.intact(session_id, found) if found else ()
+        raise disappeared(session_id, intact)
 
     async def append(self, session_id: str, record: Record, *, position: int) -> None:
         """Returns when the store has it.

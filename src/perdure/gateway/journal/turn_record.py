@@ -13,7 +13,7 @@ from perdure.gateway.turns.canonical import Message
 from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
-STALE, UNANSWERED, REFUSED = "stale", "unanswered", "refused"
+STALE, UNANSWERED, REFUSED, DAMAGED = "stale", "unanswered", "refused", "damaged"
 TURN: Literal["turn"] = "turn"
 AS_THEY_ARE = {"messages", "answer", "tools"}
 """Fields that clients and models wrote: they may hold lone surrogates, which pydantic refuses."""

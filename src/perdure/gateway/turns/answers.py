@@ -7,7 +7,7 @@ nothing is repaired for it.
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,9 +41,10 @@ def read_completion(
     completion: Completion,
     turn_id: str,
     *,
+    mint: Callable[[int], str],
     stops: Sequence[str],
 ) -> Read:
-    """`turn_id` names the turn among all sessions; the ids of its tool calls are minted from it.
+    """`turn_id` names the turn among all sessions; `mint` gives the ids of its tool calls, by position.
     `stops`: the agent's own stop texts, which it does not read."""
     token_ids = list(completion.token_ids)
     reasoning, reasoning_open = "", False
@@ -66,7 +67,7 @@ def read_completion(
     if reasoning:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [_minted(call, turn_id, i) for i, call in enumerate(calls)]
+        message["tool_calls"] = [_called(call, mint(i)) for i, call in enumerate(calls)]
     stopped_by = _cut(message, stops) if completion.finish_reason is FinishReason.STOP else None
     placeholder = _stand_in(message)
     answer = _answer(request, message, len(prompt_ids), completion, turn_id)
@@ -102,14 +103,12 @@ def _split(
     return "\n".join([*([text] if text else []), *bad]), good
 
 
-def _minted(call: ParsedToolCall, turn_id: str, position: int) -> dict[str, Any]:
-    """Unique among all turns of all sessions and processes, as `turn_id` is."""
-    digest = hashlib.sha256(f"{turn_id}/{position}".encode()).hexdigest()[:24]
+def _called(call: ParsedToolCall, call_id: str) -> dict[str, Any]:
     arguments = call.arguments
     if not isinstance(arguments, str):
         arguments = json.dumps({} if arguments is None else arguments)
     function = {"name": call.name, "arguments": arguments}
-    return {"id": f"call_{digest}", "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 def _answer(

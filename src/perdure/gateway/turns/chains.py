@@ -278,6 +278,10 @@ class Tree:
     def turns_of(self, chain: str) -> int:
         return sum(node.record.chain == chain for node in self.nodes)
 
+    def knows_call(self, call_id: str) -> bool:
+        """Whether one of the turns has this tool call."""
+        return call_id in self._calls
+
     @property
     def chains(self) -> int:
         return len(self._newest)

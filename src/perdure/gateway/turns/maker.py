@@ -25,6 +25,7 @@ from perdure.gateway.rendering.formats import Format
 from perdure.gateway.session_state import Awake, Session
 from perdure.gateway.turns.answers import Read, hosted_answer, read_completion
 from perdure.gateway.turns.bridge import Miss, bridge, common_ids
+from perdure.gateway.turns.call_ids import CallIds
 from perdure.gateway.turns.canonical import Message
 from perdure.gateway.turns.chains import Location, Node
 from perdure.gateway.turns.constraints import constraints
@@ -76,8 +77,14 @@ class TurnMaker:
     """Makes the record of one turn, still to be committed."""
 
     def __init__(
-        self, model_format: Format, engine: ConfiguredEngine, metrics: Metrics, partials: Partials
+        self,
+        model_format: Format,
+        engine: ConfiguredEngine,
+        metrics: Metrics,
+        partials: Partials,
+        call_ids: CallIds,
     ) -> None:
+        self._call_ids = call_ids
         self._format = model_format
         self._engine = engine
         self._metrics = metrics
@@ -122,7 +129,16 @@ class TurnMaker:
         engine_seconds = time.monotonic() - started - completion.waited_s
         with tracing.span("read answer"):
             stops = agents_stops(session.spec.sampling, request)
-            read = read_completion(self._format, request, prompt, completion, turn_id, stops=stops)
+            rollout = session.spec.rollout
+            read = read_completion(
+                self._format,
+                request,
+                prompt,
+                completion,
+                turn_id,
+                mint=lambda position: self._call_ids.mint(rollout, turn_id, position),
+                stops=stops,
+            )
         return _record(
             pending,
             turn_id=turn_id,

@@ -3,7 +3,13 @@
 from collections.abc import Awaitable
 
 from perdure import tracing
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
+from perdure.errors import (
+    AttemptDamaged,
+    Boundary,
+    ConfigurationError,
+    GatewayUnavailable,
+    NotFound,
+)
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts import checkpoints
 from perdure.rollouts.boot import CHECKPOINT, BootRecord
@@ -35,11 +41,16 @@ class AgentSession:
         """The bearer token that the agent sends."""
         return self._gateway.key(self._id)
 
-    async def open(self) -> SessionSummary:
-        """The session, as an earlier try of this stage, or play of its workflow, may have opened it."""
+    async def open(self, *, is_started: bool = False) -> SessionSummary:
+        """The session, as an earlier try of this stage, or play of its workflow, may have opened it.
+
+        `is_started`: the agent runs or has ended, so its session exists. Raises: AttemptDamaged.
+        """
+        if is_started:
+            return await self._answered(await self._existing(self._found()))
         if self._job.this_try.number > 1:
             try:
-                return await self._answered(await self._found())
+                return await self._answered(self._whole(await self._found()))
             except NotFound:
                 pass
         try:
@@ -49,7 +60,7 @@ class AgentSession:
                 summary = await self._found()
             except NotFound:
                 raise refused from None
-        return await self._answered(summary)
+        return await self._answered(self._whole(summary))
 
     async def _found(self) -> SessionSummary:
         return await self._known(self._gateway.get(self._id))
@@ -75,9 +86,21 @@ class AgentSession:
     async def look(self) -> SessionSummary:
         """In one request with the other agents that this process watches.
 
-        Raises: NotFound; GatewayUnavailable.
+        Raises: AttemptDamaged; GatewayUnavailable.
         """
-        return await self._known(self._gateway.look(self._id))
+        return await self._existing(self._known(self._gateway.look(self._id)))
+
+    async def _existing(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
+        """The session of an agent that was started. Raises: AttemptDamaged."""
+        try:
+            return self._whole(await answer)
+        except NotFound:
+            raise _damaged(f"the journal of session {self._id} is gone") from None
+
+    def _whole(self, summary: SessionSummary) -> SessionSummary:
+        if summary.damaged:
+            raise _damaged(f"session {self._id} is damaged: {summary.damaged}")
+        return summary
 
     async def _known(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
         try:
@@ -89,8 +112,9 @@ class AgentSession:
             raise
 
     async def close(self) -> SessionSummary:
-        """Its `unanswered` also tells that the gateway was away since the last answer."""
-        summary = await self._gateway.close(self._id)
+        """Of an agent that was started. Its `unanswered` also tells that the gateway was away since the
+        last answer. Raises: AttemptDamaged."""
+        summary = await self._existing(self._gateway.close(self._id))
         away = await self._job.read(AWAY, GatewayAway)
         if away is None or (away.turns is not None and summary.turns > away.turns):
             return summary
@@ -115,6 +139,12 @@ class AgentSession:
         first = await _first_of_round(job)
         sessions = [job.session_of(number) for number in range(first, job.attempt)]
         return await most_recorded(self._gateway, sessions)
+
+
+def _damaged(what: str) -> AttemptDamaged:
+    return AttemptDamaged(
+        f"{what}; the next attempt replays the turns that are whole", boundary=Boundary.GATEWAY
+    )
 
 
 async def _first_of_round(job: Job) -> int:

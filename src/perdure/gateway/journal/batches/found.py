@@ -80,6 +80,20 @@ class Finder:
             before = (await self._claims.get(session_id, claim.epoch)).records or []
         return before[after:] + later
 
+    async def intact(self, session_id: str, found: Found) -> list[Record]:
+        """The records before the first that does not read back."""
+        records: list[Record] = []
+        try:
+            before = found.claim.records
+            if before is None:
+                before = (await self._claims.get(session_id, found.claim.epoch)).records
+            records += before or []
+            for piece in found.pieces:
+                records += await self._others.read(found.claim.writer, [piece])
+        except (JournalDamaged, NotFound):
+            pass
+        return records
+
     async def _unclaimed(self, session_id: str, *, has_parts: bool) -> Claim:
         """The records that a gateway with `local` durability left."""
         uploaded = self._adopt is not None and await self._adopt(session_id)
@@ -92,5 +106,5 @@ class Finder:
         return Claim(0, "", 0, len(records), records)
 
 
-def disappeared(session_id: str) -> JournalDamaged:
-    return JournalDamaged(f"records of session {session_id!r} disappear")
+def disappeared(session_id: str, intact: Sequence[Record] = ()) -> JournalDamaged:
+    return JournalDamaged(f"records of session {session_id!r} disappear", intact)

@@ -1,0 +1,210 @@
+"""Journals that are damaged or cut: the session says so at once, and the next attempt replays the rest."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.gateway.base import SessionSpec, SessionSummary
+from perdure.storage.local import LocalStore
+from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.scripted_engine import ScriptedEngine
+from tests.gateway_pool import scripts
+
+TURNS = 6
+Message = dict[str, Any]
+
+
+class Stand:
+    """A home whose gateway can be stopped and started again, with its journal on disk or in the store."""
+
+    def __init__(self, folder: Path, engine: ScriptedEngine, durability: str) -> None:
+        self._folder, self._engine = folder, engine
+        self.store = folder / "store"
+        self._settings: dict[str, Any] = {
+            "engine": {"url": engine.url, "kind": "vllm"},
+            "store": LocalStore(self.store),
+            "gateway": {"durability": durability},
+            "secret": "s" * 32,
+        }
+
+    def gateway(self) -> LocalGateway:
+        return LocalGateway(self._folder, **self._settings)
+
+    @property
+    def journal(self) -> Path:
+        (found,) = self._folder.rglob("one/journal.log")
+        return found
+
+    @property
+    def sampled(self) -> int:
+        return self._engine.stats().calls
+
+
+@pytest.fixture
+async def engine() -> Any:
+    async with ScriptedEngine(scripts(TURNS + 3)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def stand(tmp_path: Path, engine: ScriptedEngine) -> Stand:
+    return Stand(tmp_path, engine, "local")
+
+
+def _spec(session_id: str, replay_of: str | None = None) -> SessionSpec:
+    return SessionSpec(
+        session_id=session_id,
+        turns_key=f"{session_id}.parquet",
+        labels={"rollout": "rollout/r/i/0"},
+        replay_of=replay_of,
+    )
+
+
+async def _open(gateway: LocalGateway, session_id: str, replay_of: str | None = None) -> str:
+    await gateway.control.open(_spec(session_id, replay_of))
+    return gateway.control.key(session_id)
+
+
+async def _ask(gateway: LocalGateway, key: str, messages: list[Message]) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"model": "m", "messages": messages}
+        return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def _work(
+    gateway: LocalGateway, key: str, turns: int, messages: list[Message] | None = None
+) -> list[Message]:
+    """What the agent would send next."""
+    messages = messages or [{"role": "user", "content": "Fix it."}]
+    for _ in range(turns):
+        answer = (await _ask(gateway, key, messages)).raise_for_status().json()
+        message = answer["choices"][0]["message"]
+        call = message["tool_calls"][0]["id"]
+        result = {"role": "tool", "tool_call_id": call, "content": "a"}
+        messages = [*messages, message, result]
+    return messages
+
+
+async def _ends_and_is_replayed(
+    stand: Stand, gateway: LocalGateway, messages: list[Message], whole: int
+) -> SessionSummary:
+    """The call is refused, and the next attempt samples only what is lost."""
+    refused = await _ask(gateway, gateway.control.key("one"), messages)
+    found = await gateway.control.get("one")
+    before = stand.sampled
+    await _work(gateway, await _open(gateway, "two", "one"), TURNS)
+
+    assert (refused.status_code, found.open) == (403, False)
+    assert stand.sampled - before == TURNS - whole
+    assert (await gateway.control.get("two")).replayed_turns == whole
+    return found
+
+
+def _flip(data: bytes) -> bytes:
+    """One bit of record 4: the third turn."""
+    lines = data.splitlines(keepends=True)
+    at = sum(map(len, lines[:3])) + len(lines[3]) // 2
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+async def test_one_flipped_bit_ends_the_attempt_and_the_turns_before_it_are_replayed(
+    stand: Stand,
+) -> None:
+    """Nobody has to delete a file: the damaged session refuses calls, and its successor opens."""
+    async with stand.gateway() as gateway:
+        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
+    stand.journal.write_bytes(_flip(stand.journal.read_bytes()))
+    async with stand.gateway() as gateway:
+        found = await _ends_and_is_replayed(stand, gateway, messages, whole=2)
+        looked = await asyncio.gather(*(gateway.control.look(one) for one in ("one", "two")))
+        closed = await gateway.control.close("one")
+        await gateway.control.forget("one")
+
+    assert "journal.log is damaged" in found.damaged
+    assert found.turns == 2
+    assert [bool(one.damaged) for one in looked] == [True, False]
+    assert closed.damaged
+    assert not [*stand.store.parent.rglob("one/journal.log")]
+
+
+async def test_a_journal_that_is_cut_under_a_running_gateway_ends_the_attempt(stand: Stand) -> None:
+    """The gateway notices at the next turn, and says so until it stops."""
+    async with stand.gateway() as gateway:
+        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
+        data = stand.journal.read_bytes()
+        stand.journal.write_bytes(data[: len(data) // 2])
+        failed = await _ask(gateway, gateway.control.key("one"), messages)
+        found = await gateway.control.get("one")
+
+    assert not failed.is_success
+    assert "it was cut" in found.damaged
+
+
+def _gone(path: Path) -> None:
+    path.unlink()
+
+
+def _halved(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _flipped(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+
+
+@pytest.mark.parametrize("damage", [_gone, _halved, _flipped])
+async def test_one_damaged_object_in_the_store_ends_the_attempt(
+    tmp_path: Path, engine: ScriptedEngine, damage: Callable[[Path], None]
+) -> None:
+    """The turns before the object are replayed; those in and behind it are sampled again."""
+    stand = Stand(tmp_path, engine, "store")
+    async with stand.gateway() as gateway:
+        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
+        batches = sorted(stand.store.glob("journal-batches/*/*"))
+        damage(batches[3])
+        async with stand.gateway() as other:
+            found = await _ends_and_is_replayed(stand, other, messages, whole=3)
+
+    assert found.damaged
+
+
+@pytest.mark.parametrize("lost", [1, 3])
+async def test_a_journal_cut_at_the_end_of_a_record_lacks_turns_that_the_agent_has(
+    stand: Stand, lost: int
+) -> None:
+    """The agent sends back the id of a tool call that only this gateway makes, and that no turn has."""
+    async with stand.gateway() as gateway:
+        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
+    lines = stand.journal.read_bytes().splitlines(keepends=True)
+    stand.journal.write_bytes(b"".join(lines[:-lost]))
+    async with stand.gateway() as gateway:
+        found = await _ends_and_is_replayed(stand, gateway, messages, whole=TURNS - lost)
+    async with stand.gateway() as gateway:
+        again = await gateway.control.get("one")
+
+    assert "lacks the turn of tool call call_" in found.damaged
+    assert again.damaged == found.damaged
+
+
+async def test_tool_calls_that_are_not_this_rollouts_are_no_lost_turns(stand: Stand) -> None:
+    """A history of another rollout, ids that the harness rewrote, and a compacted history are answered."""
+    async with stand.gateway() as gateway:
+        foreign = SessionSpec(session_id="else", turns_key="t", labels={"rollout": "rollout/r/j/0"})
+        await gateway.control.open(foreign)
+        other = await _work(gateway, gateway.control.key("else"), 2)
+        key = await _open(gateway, "one")
+        messages = await _work(gateway, key, 2)
+        renamed = {**messages[1], "tool_calls": [{**messages[1]["tool_calls"][0], "id": "fc_1"}]}
+        compacted = [{"role": "user", "content": "Go on from here."}, *messages[3:]]
+        for asked in ([*other], [messages[0], renamed, messages[0]], compacted):
+            (await _ask(gateway, key, asked)).raise_for_status()
+        summary = await gateway.control.get("one")
+
+    assert (summary.damaged, summary.turns) == ("", 5)
