@@ -95,6 +95,12 @@ def failure_of(error: ActivityError) -> Failure:
     )
 
 
+def as_sentence(error: ActivityError) -> ApplicationError:
+    """The error that ends a workflow with what its activity said, not with "Activity task failed"."""
+    failure = failure_of(error)
+    return ApplicationError(failure.message, type=failure.type, non_retryable=True)
+
+
 def without_verdict(episode: EpisodeRef) -> ApplicationError:
     """The error that ends a rollout without a verdict; it carries the episode."""
     failure = episode.failure

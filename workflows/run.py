@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import FailureError
+from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
@@ -20,7 +20,14 @@ with workflow.unsafe.imports_passed_through():
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
     from perdure.types import Budget, RolloutRequest, RolloutStatus, RunRequest, RunStatus
     from workflows import activity_options, markdown
-    from workflows.failures import check_own_id, parse, stop_if_cancelled, to_the_end, was_dropped
+    from workflows.failures import (
+        as_sentence,
+        check_own_id,
+        parse,
+        stop_if_cancelled,
+        to_the_end,
+        was_dropped,
+    )
     from workflows.orders import ordered
     from workflows.web_ui import ChildrenPage, Links, ShardsPage, counted
     from workflows.window import STILL_RUNNING, Counts, Throttle, Window, starts_together
@@ -72,6 +79,10 @@ class RunWorkflow:
             # The list may be done: its completion can come together with the cancellation.
             await to_the_end(self._finish(run))
             raise
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            raise as_sentence(error) from error
         self.total = prepared.total * run.rollouts_each
         self.state = "running"
         try:
@@ -128,16 +139,17 @@ class RunWorkflow:
         return self.status()
 
     @workflow.update
-    async def resize(self, concurrency: int) -> RunStatus:
-        """Rollouts in flight at most, from now on."""
+    async def resize(self, concurrency: Any) -> RunStatus:
+        """Rollouts in flight at most, from now on. Not decoded as a number: the converter's error for
+        another type would be no sentence."""
         self.throttle.concurrency = concurrency
         await self._tell_room()
         return self.status()
 
     @resize.validator
-    def _concurrency_is_sane(self, concurrency: int) -> None:
-        if not 1 <= concurrency <= 2000:
-            raise ValueError("concurrency must be between 1 and 2000")
+    def _concurrency_is_sane(self, concurrency: Any) -> None:
+        if type(concurrency) is not int or not 1 <= concurrency <= 2000:
+            raise ValueError("resize takes a whole number from 1 to 2000, such as --input 32")
 
     @workflow.signal
     async def shard_report(self, shard: int, report: RunStatus) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from temporalio import activity
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
 from temporalio.exceptions import ApplicationError
 
 from perdure.client import names
@@ -155,6 +155,43 @@ async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
 
     assert summary["by_status"] == {"graded": 1}
     assert stages.names().count(activity_name) == 2
+
+
+async def test_a_run_that_cannot_be_listed_fails_with_the_reason(
+    client: Client, stages: Stages
+) -> None:
+    """Temporal's own tools show the sentence, and not only that an activity failed."""
+
+    async def refuse(_: Any) -> None:
+        raise ApplicationError(
+            "dataset 'toy' has no instances", type="ConfigurationError", non_retryable=True
+        )
+
+    stages.override["prepare_run"] = refuse
+    run = await Perdure(client).start_run(_run())
+    with pytest.raises(WorkflowFailureError) as failed:
+        await run.handle.result()
+
+    assert isinstance(failed.value.cause, ApplicationError)
+    assert failed.value.cause.message == "dataset 'toy' has no instances"
+
+
+@pytest.mark.parametrize("size", ["x", 1.5, 0, True])
+async def test_a_resize_by_hand_to_no_number_is_one_sentence(
+    client: Client, stages: Stages, size: Any
+) -> None:
+    """`temporal workflow update execute` sends whatever was typed."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-1",)
+    run = await Perdure(client).start_run(_run())
+    with pytest.raises(WorkflowUpdateFailedError) as refused:
+        await run.handle.execute_update("resize", size)
+    gate.open.set()
+
+    assert str(refused.value.cause) == "ValueError: " + (
+        "resize takes a whole number from 1 to 2000, such as --input 32"
+    )
 
 
 async def test_samples_of_an_evaluation_start_one_by_one(client: Client, stages: Stages) -> None:
