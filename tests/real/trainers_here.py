@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import subprocess
+import tempfile
 from typing import Any
 
 import pytest
@@ -43,13 +44,17 @@ def need_slime() -> None:
 async def run(program: str, *arguments: object, **environment: str) -> Any:
     """What a program of `PROGRAMS` prints last, read as JSON."""
     paths = os.pathsep.join(str(one) for one in (ROOT, SLIME))
-    process = await asyncio.create_subprocess_exec(
-        *(str(one) for one in (PYTHON, "-W", "ignore", PROGRAMS / program, *arguments)),
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = await process.communicate()
+    inherited = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    # Ray joins the cluster that its folder names, so a trainer has a folder of its own; a short one,
+    # because Ray's sockets are in it.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as ray:
+        process = await asyncio.create_subprocess_exec(
+            *(str(one) for one in (PYTHON, "-W", "ignore", PROGRAMS / program, *arguments)),
+            cwd=ROOT,
+            env={**inherited, "PYTHONPATH": paths, "RAY_TMPDIR": ray, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        out, err = await process.communicate()
     assert process.returncode == 0, f"{program}: {err.decode()[-3000:]}"
     return json.loads(out.splitlines()[-1])

@@ -17,7 +17,7 @@ from perdure.errors import ConfigurationError
 from perdure.home import load_secret
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store, store_to_read
 from perdure.types import EpisodeRef, Turn
 
 
@@ -67,7 +67,7 @@ async def read_turns(episode: Episode, store: Store | None = None) -> list[Turn]
 def _named(settings: Settings) -> Store | GatewayEpisodes:
     if settings.store.startswith(("http://", "https://")):
         return GatewayEpisodes(settings.store, load_secret(settings))
-    return open_store(settings)
+    return store_to_read(settings)
 
 
 def _key(ref: EpisodeRef, store: Store) -> str:

@@ -6,6 +6,7 @@ Every implementation passes `perdure.testing.store_contract`.
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from perdure.errors import ConfigurationError
@@ -96,6 +97,17 @@ async def put_blob(store: Store, data: bytes) -> str:
     key = f"blobs/sha256/{digest[:2]}/{digest}"
     await store.put_if_absent(key, data)
     return key
+
+
+def store_to_read(settings: Settings) -> Store:
+    """The store, for a command that only reads it: it makes no folder.
+
+    Raises: ConfigurationError, also if `PERDURE_STORE` names a folder that is not there.
+    """
+    named = settings.store.removeprefix("file://")
+    if named and "://" not in named and not Path(named).is_dir():
+        raise ConfigurationError(f"PERDURE_STORE={named}: there is no such folder")
+    return open_store(settings)
 
 
 def open_store(settings: Settings) -> Store:

@@ -302,6 +302,16 @@ def _instance(name: str) -> Instance:
     )
 
 
+@pytest.mark.parametrize("line", ["show r/i/0", "report r", "export r", "view --port 0"])
+def test_a_reader_of_a_wrong_place_leaves_nothing_there(mistake: Mistake, line: str) -> None:
+    """No empty folder appears where a mistyped PERDURE_STORE leads."""
+    code, errors = mistake(line, {"PERDURE_STORE": "elsewhere"})
+
+    assert (code, len(errors)) == (2, 1)
+    assert "PERDURE_STORE=elsewhere: there is no such folder" in errors[0]
+    assert not Path("elsewhere").exists()
+
+
 @pytest.mark.parametrize(("line", "variables", "told"), COMMAND_LINES)
 def test_a_mistake_is_one_line_with_the_fix(
     mistake: Mistake, line: str, variables: dict[str, str], told: str

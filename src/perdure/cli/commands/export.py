@@ -118,13 +118,13 @@ def export(
     from perdure.episodes import hub_folder
     from perdure.episodes.demonstrations.selection import Selection
     from perdure.episodes.export import Rules, export_run
-    from perdure.storage.base import open_store
+    from perdure.storage.base import store_to_read
 
     suffix = SUFFIXES[format_name]
     name = run_id if format_name == suffix else f"{run_id}.{format_name}"
     path = out or Path(f"{name}.{suffix}")
     rules = Rules(mode, reward_share, Selection(best, min_reward), keep_unused)
-    store = open_store(settings)
+    store = store_to_read(settings)
     if push and format_name != "dataset":
         raise click.UsageError("--push goes with -f dataset")
     if format_name == "dataset":

@@ -55,10 +55,10 @@ def show(
     settings = load_settings()
     from perdure.errors import NotFound
     from perdure.reports import stored
-    from perdure.storage.base import open_store
+    from perdure.storage.base import store_to_read
 
     async def work() -> bool:
-        store = open_store(settings)
+        store = store_to_read(settings)
         try:
             found = await stored.read(store, await stored.find(store, rollout))
         except stored.Ambiguous:

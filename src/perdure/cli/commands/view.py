@@ -43,7 +43,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         raise MissingDependency("pip install 'perdure[gateway]': it serves HTTP") from error
     from perdure.cli.rollouts.current import current_step
     from perdure.home import load_secret
-    from perdure.storage.base import open_store
+    from perdure.storage.base import store_to_read
 
     async def step(workflow_id: str) -> str:
         try:
@@ -52,7 +52,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         except TimeoutError:
             return ""
 
-    store = open_store(settings)
+    store = store_to_read(settings)
     token = view_token(load_secret(settings))
     pages = Pages(settings, store, Index(index_path(settings.home, store.url)), step)
     try:

@@ -39,8 +39,9 @@ from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
-from perdure.types import EpisodeRef, Instance, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
 
+AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
 NONE_READY = (
     "warning: no engine is ready, so rollouts wait for one: `perdure engines list` says why"
 )
@@ -86,6 +87,8 @@ def play(
     settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool, notify: str = ""
 ) -> int:
     """Start a checked run and follow it; return the exit code. `notify`: as for `to_the_end`."""
+    if given_address(settings) is None:
+        asyncio.run(_check_images(settings, planned))
     make_ready(settings, planned.request, joins=planned.joins)
     for note in planned.notes:
         say(note)
@@ -113,7 +116,8 @@ async def checked(
     refs, marked = await instances_of(store, request, found)
     sandbox = phases.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = marks.notes(found.dataset, sandbox, refs, marked)
-    await _check_rows(settings, request, [await catalog.load(store, ref) for ref in refs])
+    if given_address(settings) is None:  # else the workers are elsewhere
+        await interpreters.check([await catalog.load(store, ref) for ref in refs])
     await selection.keep_list(store, request.run_id, found)
     joins = await store.exists(keys.run(request.run_id))
     if joins:
@@ -121,21 +125,14 @@ async def checked(
     return CheckedRun(request, refs, joins, marked, notes)
 
 
-async def _check_rows(
-    settings: Settings, request: RunRequest, instances: Sequence[Instance]
-) -> None:
-    """Refuse at once what each rollout of a row would be refused for.
-
-    Raises: ConfigurationError for an image that its sandbox cannot run; InstanceError for a Python that
-    this host lacks.
-    """
-    rollout = request.rollout_request("any/instance")
-    for instance in instances:
-        for phase in ("agent", "grade"):
+async def _check_images(settings: Settings, planned: CheckedRun) -> None:
+    """Raises: ConfigurationError for a row whose tree is in an image that its sandbox cannot run."""
+    store, rollout = open_store(settings), planned.request.rollout_request("any/instance")
+    for ref in planned.refs:
+        instance = await catalog.load(store, ref)
+        for phase in AGENT_AND_GRADE:
             name = phases.place(rollout, instance, phase).provider
             check_image(instance, provider(settings, name))
-    if given_address(settings) is None:  # else the workers are elsewhere
-        await interpreters.check(instances)
 
 
 async def check_same(

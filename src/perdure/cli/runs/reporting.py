@@ -16,7 +16,7 @@ from perdure.reports.report import Report, build_report
 from perdure.rollouts.again import first_request, planned_rollouts
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store, store_to_read
 from perdure.types import RunRequest
 
 
@@ -37,7 +37,7 @@ class Made:
 
 async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> Made:
     """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
-    store = open_store(settings)
+    store = store_to_read(settings)
     known = read_prices(prices) if prices is not None else Prices({})
     runs = [await facts.read_facts(store, run_id) for run_id in run_ids]
     for run in runs:
@@ -56,7 +56,7 @@ async def log(
     settings: Settings, run_ids: Sequence[str], tensorboard: Path | None, wandb: str | None
 ) -> list[Path]:
     """Write curves by other tools' clients; where they lie. Raises: MissingDependency."""
-    store, written = open_store(settings), []
+    store, written = store_to_read(settings), []
     for run_id in dict.fromkeys(run_ids):
         run = await facts.read_facts(store, run_id)
         if tensorboard is not None:
