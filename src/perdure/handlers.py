@@ -1,61 +1,83 @@
 """One handler for each data source: how its rows are read, its sandboxes prepared, its diffs graded.
 
 `Instance.data_source` chooses the handler. The data sources of `registry.ROWS` have `Published`.
-A program adds its own without a change to Perdure, under the names of the OpenHands NVIDIA module:
+A program adds its own without a change to Perdure, with the names and signatures of the OpenHands NVIDIA
+module:
 
     class Mine(AgentHandler):
         name = "mine"
 
-        async def eval(self, details, sid, allow_skip):
-            done = await details.runtime.exec("make check", cwd=details.runtime.workdir)
+        async def eval(self, job_details, sid=None, allow_skip=True):
+            done = await self.sandbox.exec("make check", cwd=self.sandbox.workdir)
             return {"score": float(done.status.ok)}
 
     register_agent_handler(Mine())
 """
 
+import errno
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from pydantic import JsonValue
-
 from perdure import registry
-from perdure.agents.base import Launch
-from perdure.errors import ConfigurationError, InstanceError
+from perdure.errors import ConfigurationError, InstanceError, PerdureError
 from perdure.graders.base import Graded, Grader
 from perdure.instances.rows.fields import Row
 from perdure.instances.rows.formats import swebench
 from perdure.sandboxes.base import Sandbox
-from perdure.types import Grade, Instance, Outcome, Rewards
+from perdure.types import Grade, Instance, Outcome, Rewards, Sampling
+
+_sandbox: ContextVar[Sandbox] = ContextVar("sandbox")
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """The gateway, as a handler that runs an agent of its own calls it from the worker."""
+
+    model: str
+    base_url: str
+    """With `/v1`: OpenAI's API."""
+    api_key: str = field(repr=False)
+    sampling: Sampling
+    """The gateway applies it to every call."""
 
 
 @dataclass(frozen=True)
 class JobDetails:
-    """What a hook sees of one attempt of a rollout."""
+    """What `eval` sees of a rollout."""
 
     job_id: str
     """The rollout's workflow id."""
     instance: Instance
     runtime: Sandbox
-    """In `init` and `run` the agent's sandbox; in `eval` a fresh one, whose agent never ran."""
-    metadata: Mapping[str, JsonValue] = field(default_factory=dict)
-    """What `init` returned."""
-    run_results: Mapping[str, bytes] = field(default_factory=dict)
-    """In `eval`: `git_patch`, the captured diff. It is not applied yet."""
+    """A fresh sandbox, in which no agent ran. That of `init` and `run` is closed."""
+    metadata: Any = None
+    """As `init` returned it."""
+    run_results: Mapping[str, Any] = field(default_factory=dict)
+    """As the handler's own `run` returned it; otherwise `git_patch`, the agent's diff as bytes. It is not
+    applied yet."""
     timeout_s: float = 0.0
-    """In `eval`: seconds that the tests may take."""
+    """Seconds that the tests may take."""
 
 
 class AgentHandler(ABC):
     """The hooks of one data source. Only `name` and `eval` must be given.
 
-    A hook may be called again after a worker's death, so it must be safe to repeat.
+    A hook may be called again after a worker's death, so it must be safe to repeat. Its errors name the
+    handler and the hook, and are tried again a few times.
     """
 
     name: str
     """The `data_source` of its rows."""
+
+    @property
+    def sandbox(self) -> Sandbox:
+        """In a hook: the agent's sandbox; in `eval` a fresh one."""
+        return _sandbox.get()
 
     def to_instance(self, row: Row, dataset: str) -> Instance:
         """Read a row. By default its fields are those of a SWE-bench row.
@@ -67,25 +89,77 @@ class AgentHandler(ABC):
     def validate(self, instance: Instance) -> None:  # noqa: B027  # optional, unlike `eval`
         """Refuse a row that `eval` cannot grade, before anything boots. Raises: InstanceError."""
 
-    async def init(self, details: JobDetails) -> Mapping[str, JsonValue]:
-        """Prepare the agent's sandbox before the agent starts. The result is stored with the
-        attempt; the other hooks get it as `metadata`."""
-        return {}
+    async def init(
+        self,
+        instance: Instance,
+        llm_config: LLMConfig | None = None,
+        sid: str | None = None,
+        max_iterations: int = 1,
+    ) -> tuple[Any, Any, Any]:
+        """Prepare the agent's sandbox before the agent starts; returns `(runtime, metadata, config)`.
 
-    async def run(self, details: JobDetails, launch: Launch) -> Launch:
-        """How the agent is started; `launch` is what the agent would do by itself."""
-        return launch
+        `runtime` and `config` are for `run`. `metadata` is for `run` and `eval`; it is stored if it is
+        JSON. If another process plays `run`, it calls `init` again. `llm_config` is None if the
+        request's agent calls no model; `sid` is the rollout's workflow id.
+        """
+        return self.sandbox, None, None
+
+    async def run(
+        self, runtime: Any, metadata: Any, config: Any, instance: Instance
+    ) -> Mapping[str, Any]:
+        """Run an agent of your own, in the worker. Without this hook the request's agent runs.
+
+        Returns an object that is stored for `eval` as JSON; values that JSON lacks become text. Its
+        `git_patch` is the patch; without one it is what changed in the sandbox. A `close` of the runtime
+        is called afterwards.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     async def eval(
-        self, details: JobDetails, sid: str, allow_skip: bool
+        self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True
     ) -> Graded | Mapping[str, Any]:
-        """The verdict on `details.run_results["git_patch"]`.
+        """The verdict on `job_details.run_results["git_patch"]`.
 
         Either a `Graded`, or an object with `score` (0.0 to 1.0; 1.0 is resolved) or `resolved`;
         {"report": ...} is unwrapped. `allow_skip`: an empty diff was not to be graded.
         Raises: SandboxLost, RetryHere (graded again in a new sandbox); InstanceError.
         """
+
+
+def runs_own_agent(handler: AgentHandler) -> bool:
+    """Whether the handler has a `run` of its own, instead of which the request's agent would run."""
+    return type(handler).run is not AgentHandler.run
+
+
+class HookFailed(Exception):
+    """An error of a handler's own code. The stage is tried again, as after any unforeseen error."""
+
+
+@contextmanager
+def calling(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None]:
+    """Around the call of a hook. Raises: HookFailed naming handler and hook."""
+    token = _sandbox.set(sandbox)
+    try:
+        yield
+    except PerdureError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the host's own trouble
+        said = f"{type(error).__name__}: {error}"
+        raise HookFailed(f"`{hook}` of the handler {handler.name!r} failed: {said}") from error
+    finally:
+        _sandbox.reset(token)
+
+
+def wrong_answer(
+    handler: AgentHandler, hook: str, wanted: str, answer: object
+) -> ConfigurationError:
+    return ConfigurationError(
+        f"`{hook}` of the handler {handler.name!r} must return {wanted}, and returned "
+        f"{type(answer).__name__}"
+    )
 
 
 class Published(AgentHandler):
@@ -101,12 +175,14 @@ class Published(AgentHandler):
     def validate(self, instance: Instance) -> None:
         self._grader(instance).validate(instance)
 
-    async def eval(self, details: JobDetails, sid: str, allow_skip: bool) -> Graded:
-        return await self._grader(details.instance).grade(
-            details.runtime,
-            details.instance,
-            details.run_results["git_patch"],
-            timeout_s=details.timeout_s,
+    async def eval(
+        self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True
+    ) -> Graded:
+        return await self._grader(job_details.instance).grade(
+            job_details.runtime,
+            job_details.instance,
+            job_details.run_results["git_patch"],
+            timeout_s=job_details.timeout_s,
         )
 
     def _grader(self, instance: Instance) -> Grader:

@@ -35,7 +35,7 @@ from perdure.stack import state as stack_state
 from perdure.stack.state import StackState
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
-from tests import docs, held_ports
+from tests import docs, document_003, held_ports
 from tests.stack.instances import GOLD
 from workers.health import seen_polling
 
@@ -73,7 +73,7 @@ class Home:
         return {
             **clean,
             "PERDURE_HOME": str(self.path),
-            "PERDURE_HANDLERS": "my_source",
+            "PERDURE_HANDLERS": "my_source,document_handlers",
             "PYTHONPATH": str(self.outside),
             "PERDURE_METRICS__PORT": str(self.metrics_port),
         }
@@ -158,6 +158,7 @@ def made(folder: Path, metrics_port: int) -> Home:
     home = Home(folder / "h", metrics_port)
     home.outside.mkdir()
     (home.outside / "my_source.py").write_text(docs.block("extend.md", "python handler"))
+    (home.outside / "document_handlers.py").write_text(document_003.module())
     asyncio.run(_save(home, tree))
     return home
 
@@ -250,6 +251,48 @@ def test_a_data_source_from_outside(home: Home) -> None:
     store = Path(home.settings.store_url.removeprefix("file://"))
     booted = json.loads((store / "runs" / episode / "attempts/1/sandbox.json").read_bytes())
     assert booted["metadata"]["python"].startswith("Python 3.")
+
+
+def rows_of(home: Home, source: str) -> str:
+    """A file with one row of this data source, whose `add` subtracts."""
+    row: dict[str, Any] = {
+        "instance_id": source,
+        "problem_statement": "add() subtracts.",
+        "data_source": source,
+    }
+    row |= {"source": {"kind": "directory", "path": str(home.outside.parent / "tree")}}
+    test = "diff --git a/t.py b/t.py\nnew file mode 100644\n--- /dev/null\n+++ b/t.py\n@@ -0,0 +1 @@\n+1\n"
+    row |= {
+        "patch": GOLD.decode(),
+        "test_patch": test,
+        "FAIL_TO_PASS": ["t"],
+        "PASS_TO_PASS": [],
+        "test_cmd": "true",
+    }
+    rows = home.outside / f"{source}.jsonl"
+    rows.write_text(json.dumps(row) + "\n")
+    return str(rows)
+
+
+def test_document_003s_handler_runs_as_it_is_printed(home: Home) -> None:
+    """Only its import path is changed: its own `run` is the agent, its own `eval` the verdict."""
+    printed = ROOT.parent / "shared" / "spec"
+    for spec in printed.glob("003_*.txt"):
+        assert document_003.DOCUMENT in spec.read_text()
+    done = home.json("run", rows_of(home, "my_agent"), "--agent", "nop", "--wait")
+
+    assert [r["outcome"] for r in done["rollouts"]] == ["resolved"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("broken", "(runtime, metadata, config)"), ("raises", "KeyError: 'image'")]
+)
+def test_a_failing_hook_is_named(home: Home, name: str, said: str) -> None:
+    """The failure names the handler and the hook."""
+    done = home.perdure("run", rows_of(home, name), "--agent", "nop", "--wait", "--json")
+
+    assert f"`init` of the handler '{name}'" in done.stdout + done.stderr
+    assert said in done.stdout + done.stderr
 
 
 @pytest.mark.longer

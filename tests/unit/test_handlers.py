@@ -27,7 +27,7 @@ class Mine(AgentHandler):
     name = "mine"
 
     async def eval(
-        self, details: JobDetails, sid: str, allow_skip: bool
+        self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True
     ) -> Graded | Mapping[str, Any]:
         return {"score": 1.0}
 

@@ -9,9 +9,9 @@ from perdure import tracing
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
 from perdure.gateway.base import SessionSummary
-from perdure.handlers import JobDetails
-from perdure.rollouts import agent_output
-from perdure.rollouts.boot import attach, init_metadata
+from perdure.handlers import runs_own_agent
+from perdure.rollouts import agent_output, handler_hooks
+from perdure.rollouts.boot import attach
 from perdure.rollouts.destroy import destroy
 from perdure.rollouts.gateway_session.reach import GatewayRoute, reached
 from perdure.rollouts.gateway_session.session import AgentSession, session_of
@@ -50,6 +50,8 @@ async def _run(job: Job) -> AgentRun:
     try:
         is_started = await _is_started(sandbox)
         opened = await session.open(is_started=is_started) if session is not None else None
+        if runs_own_agent(handler_hooks.handler_of(job)):
+            return await _run_by_handler(job, session, sandbox)
         async with reached(job, session, sandbox) as route:
             with tracing.span("agent command", {"perdure.agent": job.request.agent}) as span:
                 if not is_started:
@@ -74,6 +76,44 @@ async def _run(job: Job) -> AgentRun:
         raise
 
 
+async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandbox) -> AgentRun:
+    """The handler of the data source runs an agent of its own, in this process, within the budget."""
+    started, end = time.monotonic(), AgentEnd.FINISHED
+    kept = asyncio.create_task(_keep_alive(job, session, sandbox))
+    try:
+        async with asyncio.timeout(job.request.agent_budget_s):
+            await handler_hooks.run(job, sandbox)
+    except TimeoutError:  # the budget's: an error of the handler itself is a HookFailed
+        end = AgentEnd.LIMIT
+    finally:
+        kept.cancel()
+        await asyncio.gather(kept, return_exceptions=True)
+    summary = await session.close() if session is not None else None
+    if summary is not None and summary.too_stale:
+        raise PolicyTooStale(summary.too_stale)
+    return AgentRun(
+        end=end,
+        turns=summary.turns if summary else 0,
+        tokens=summary.tokens if summary else 0,
+        unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
+        refused=summary.refused if summary and not summary.turns else "",
+        seconds=round(time.monotonic() - started, 3),
+    )
+
+
+async def _keep_alive(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:
+    ttl_s = job.services.settings.sandbox.ttl_s
+    renewed = time.monotonic()
+    while True:
+        await asyncio.sleep(WATCH_S)
+        job.services.seats.take(sandbox.identity)
+        if time.monotonic() - renewed > ttl_s / 4:
+            renewed = time.monotonic()
+            await sandbox.touch(ttl_s)
+        if session is not None:
+            _report(job, await session.look())
+
+
 async def _is_started(sandbox: Sandbox) -> bool:
     """Whether an earlier try of this stage started the agent: then this one only watches."""
     try:
@@ -85,10 +125,6 @@ async def _is_started(sandbox: Sandbox) -> bool:
 
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
-    details = JobDetails(
-        job.request.workflow_id, job.instance, sandbox, metadata=await init_metadata(job)
-    )
-    launch = await job.services.handler(job.instance.data_source).run(details, launch)
     for path, content in launch.files.items():
         await sandbox.put(path, content)
     await sandbox.start(

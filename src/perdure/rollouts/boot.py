@@ -3,17 +3,19 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from pydantic import Field, JsonValue
+from pydantic import JsonValue
 
 from perdure.client.asked import Identity
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders.diff.capture import BASE_GIT, prepare_capture
 from perdure.graders.image.image_setup import set_up_image
-from perdure.handlers import JobDetails
+from perdure.handlers import AgentHandler, runs_own_agent
 from perdure.instances.environments import Prepared
-from perdure.rollouts import identity
+from perdure.rollouts import handler_hooks, identity
+from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
 from perdure.rollouts.sandbox.create import create_sandbox
@@ -39,8 +41,8 @@ class BootRecord(Frozen):
     """The pristine git directory inside the sandbox, against which its diff is taken."""
     term: int = 0
     """The host's term in which it was booted."""
-    metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the handler's `init` returned."""
+    metadata: JsonValue = None
+    """What the handler's `init` returned as such, if it is JSON."""
     round: int = 0
     """The round of the request: a later one starts with a new attempt."""
 
@@ -183,7 +185,9 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     _says(job, f"the environment of {job.request.instance_id}; its first use builds it")
     prepared = await job.prepared(plan)
     _says(job, f"the packages of {job.request.agent}; their first use fetches them")
-    tools = await job.agent.install(job.services.tools, job.services.settings.agents)
+    tools: tuple[Mount, ...] = ()
+    if not runs_own_agent(handler_hooks.handler_of(job)):
+        tools = await job.agent.install(job.services.tools, job.services.settings.agents)
     spec = _spec(job, prepared, tools)
     _says(job, f"a sandbox of {plan.provider.name}")
     taken = await take_ready(job, spec)
@@ -196,15 +200,20 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
         else:
             await plan.admission.took(taken.identity, job.agent_step)
         base_git = await base_git_of(job, sandbox, prepared)
-        record = await _record(job, sandbox, started, base_git, await _init(job, sandbox))
+        made = await _init(job, sandbox)
+        metadata = made.stored_metadata if made is not None else None
+        record = await _record(job, sandbox, started, base_git, metadata)
     except BaseException:
         if taken is not None:  # the next try finds a sandbox of the attempt's own identity only
             await asyncio.shield(taken.kill())
         raise
     if record.identity != sandbox.identity:  # another try was first
         await asyncio.shield(sandbox.kill())
-    elif taken is not None:
-        await taken.touch(spec.ttl_s)
+    else:
+        if made is not None:
+            handler_hooks.remember(job, made)
+        if taken is not None:
+            await taken.touch(spec.ttl_s)
     job.services.seats.take(record.identity)
     job.services.ready.refill(plan.provider, spec, plan.admission.ahead())
     return record
@@ -232,19 +241,24 @@ async def _create_own(job: Job, spec: SandboxSpec) -> Sandbox | None:
         return None
 
 
-async def _init(job: Job, sandbox: Sandbox) -> dict[str, JsonValue]:
-    handler = job.services.handler(job.instance.data_source)
-    return dict(await handler.init(JobDetails(job.request.workflow_id, job.instance, sandbox)))
+async def _init(job: Job, sandbox: Sandbox) -> Initialised | None:
+    """None: the handler has no `init` of its own."""
+    if type(handler_hooks.handler_of(job)).init is AgentHandler.init:
+        return None
+    return await handler_hooks.init(job, sandbox)
 
 
-async def init_metadata(job: Job) -> dict[str, JsonValue]:
-    """What the handler's `init` returned in this attempt."""
+async def init_metadata(job: Job) -> Any:
+    """The metadata that the handler's `init` returned in this attempt: as it was, or as JSON if another
+    process had called `init`."""
+    if (made := handler_hooks.remembered(job)) is not None:
+        return made.metadata
     record = await job.recall(CHECKPOINT, BootRecord)
-    return record.metadata if record is not None else {}
+    return record.metadata if record is not None else None
 
 
 async def _record(
-    job: Job, sandbox: Sandbox, started: float, base_git: str, metadata: dict[str, JsonValue]
+    job: Job, sandbox: Sandbox, started: float, base_git: str, metadata: JsonValue
 ) -> BootRecord:
     record = BootRecord(
         identity=sandbox.identity,

@@ -5,6 +5,7 @@ import hashlib
 from perdure import tracing
 from perdure.errors import Boundary, RetryHere
 from perdure.graders.diff import capture as diff
+from perdure.rollouts import handler_hooks
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
 from perdure.rollouts.grade import needs_tests
 from perdure.rollouts.job import Job
@@ -43,8 +44,12 @@ async def _take(job: Job) -> PatchRef:
     sandbox = await attach(job)
     await sandbox.end_all()  # no process of the agent may race the capture, or kill it
     boot = await job.recall("sandbox.json", BootRecord)
-    with tracing.span("take diff"):
-        captured = await _captured(job, sandbox, boot.base_git if boot else None)
+    results = await handler_hooks.results_of(job)
+    if results is not None and isinstance(results.get("git_patch"), str):
+        captured = _given(results["git_patch"], job.services.settings.diff_max_bytes)
+    else:
+        with tracing.span("take diff"):
+            captured = await _captured(job, sandbox, boot.base_git if boot else None)
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
@@ -79,6 +84,15 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
                 boundary=Boundary.SANDBOX,
             )
     return captured
+
+
+def _given(patch: str, max_bytes: int) -> diff.CapturedPatch:
+    """The patch that the handler's own agent returned."""
+    data = patch.encode("utf-8", "surrogateescape")
+    files = sum(line.startswith(b"diff --git ") for line in data.splitlines())
+    if len(data) > max_bytes:
+        return diff.CapturedPatch(b"", files, too_large=True)
+    return diff.CapturedPatch(data, files)
 
 
 async def _hand_over(job: Job, patch: PatchRef) -> str:

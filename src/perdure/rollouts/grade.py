@@ -12,7 +12,8 @@ from perdure.graders.test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.twins.combine import official_only
 from perdure.graders.twins.runs import verified
 from perdure.graders.verdict import failing
-from perdure.handlers import JobDetails, graded_of
+from perdure.handlers import JobDetails, calling, graded_of
+from perdure.rollouts import handler_hooks
 from perdure.rollouts.boot import init_metadata
 from perdure.rollouts.calibration.stages import with_calibration
 from perdure.rollouts.job import Job
@@ -148,12 +149,15 @@ async def _run_once(
             instance=instance,
             runtime=sandbox,
             metadata=await init_metadata(job),
-            run_results={"git_patch": patch},
+            run_results={"git_patch": patch, **(await handler_hooks.results_of(job) or {})},
             timeout_s=timeout_s,
         )
         skips = not job.request.grade_empty_patch
-        with tracing.span("run tests", {"perdure.handler": handler.name}):
-            answer = await handler.eval(details, f"eval_{details.job_id}", skips)
+        with (
+            tracing.span("run tests", {"perdure.handler": handler.name}),
+            calling(handler, "eval", sandbox),
+        ):
+            answer = await handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=skips)
         return graded_of(handler, answer)
 
 

@@ -1,0 +1,33 @@
+"""A handler with document 003's hooks, whose own agent runs in the worker."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.instances import catalog
+from tests import calling_handler
+from tests.stack.host import why_not_here
+from tests.stack.instances import INSTANCE
+from tests.stack.stack import running
+from tests.stack.waiting import until
+
+pytestmark = pytest.mark.temporal
+
+
+async def test_a_handlers_own_agent_calls_the_model_and_works_in_the_sandbox(
+    tmp_path: Path,
+) -> None:
+    """Its call is a recorded turn, what changed in the sandbox is the patch, and `eval` sees the
+    metadata and the results of the other hooks."""
+    if missing := why_not_here():
+        pytest.skip(missing)
+    async with running(tmp_path / "stack") as stack:
+        found = await catalog.load(stack.store, INSTANCE)
+        own = found.model_copy(update={"instance_id": "own", "data_source": calling_handler.NAME})
+        await catalog.save(stack.store, own)
+        options = {"agent": "mini_swe_agent", "agent_options": {"step_limit": 7}}
+        request = await stack.start("own", instance=own.ref, **options)
+        await until(lambda: stack.is_over(request), "the rollout is over")
+        episode = await stack.episode(request)
+
+        assert (episode.reward, episode.turns, len(episode.attempts)) == (1.0, 1, 1)
