@@ -18,7 +18,13 @@ from perdure.engines.clients.vllm_control import (
     WrongWeightLabel,
 )
 from perdure.engines.roster import Roster
-from perdure.engines.state import ANY_START, EngineRecord, EngineState, is_fenced
+from perdure.engines.state import (
+    ANY_START,
+    EngineRecord,
+    EngineState,
+    ServedModel,
+    is_fenced,
+)
 from perdure.errors import ControlPlaneError
 
 SUSPECT_PROBE_S = 10.0
@@ -45,6 +51,7 @@ class Finding(NamedTuple):
     reason: str = ""
     start_id: str = ""
     version: int | None = None
+    model: ServedModel = ServedModel()
 
 
 @dataclass
@@ -140,12 +147,14 @@ class HealthCheck:
             vitals = await self._control.vitals()
         except EngineRefused:
             vitals = Vitals()
-        start_id = await self._control.start_id(record.model, vitals)
+        start_id, root = await self._control.served(record.model, vitals)
         if not record.may_return(start_id):
             return None
-        if await self._is_paused():
-            return Finding(EngineState.PAUSED, "paused from outside", start_id)
         served = start_id if is_fenced(record.model, start_id) else record.model
+        tokenizer = await self._control.tokenizer(served)
+        model = ServedModel(root=root, tokenizer=tokenizer)
+        if await self._is_paused():
+            return Finding(EngineState.PAUSED, "paused from outside", start_id, model=model)
         timeout_s = min(SUSPECT_PROBE_S, self._hang_s)
         if record.state is EngineState.STARTING:
             timeout_s = self._hang_s
@@ -154,7 +163,7 @@ class HealthCheck:
             await check_logprobs(self._control, served, timeout_s)
         self.refused, self.vitals = "", vitals
         self._moved_at = time.monotonic()
-        return Finding(EngineState.READY, "", start_id, await self._version())
+        return Finding(EngineState.READY, "", start_id, await self._version(), model)
 
     async def _paused(self, record: EngineRecord) -> Finding | None:
         if record.held_by:
@@ -227,9 +236,18 @@ def _period(record: EngineRecord) -> tuple[int, EngineState, float]:
 
 def _came_back(roster: Roster, now: EngineRecord, finding: Finding) -> Roster:
     """A dead engine that answers, or a restarted one, gets a new generation."""
+    another = now.served.replaced_by(finding.model, now.version, finding.version)
+    if another:
+        accept = f"`perdure engines add {now.url}` accepts this one"
+        reason = f"{another}: start the earlier one again, or {accept}"
+        return roster.having(now.to(EngineState.DEAD, reason, held_by=""))
     differs = bool(now.start_id and finding.start_id and now.start_id != finding.start_id)
     if now.state is EngineState.DEAD or differs:
         now = now.reborn(roster.next_generation, finding.start_id)
     version = now.version if finding.version is None else finding.version
-    start_id = finding.start_id or now.start_id
-    return roster.having(now.to(finding.state, finding.reason, start_id=start_id, version=version))
+    changes = {
+        "start_id": finding.start_id or now.start_id,
+        "version": version,
+        "served": now.served.updated(finding.model),
+    }
+    return roster.having(now.to(finding.state, finding.reason, **changes))

@@ -62,6 +62,37 @@ ALLOWED: Mapping[EngineState, frozenset[EngineState]] = {
 """A DEAD engine leaves that state only by `reborn`."""
 
 
+class ServedModel(Frozen):
+    """The model behind an engine's address. Empty: the engine does not tell."""
+
+    root: str = ""
+    """As `/v1/models` reports it: a name, or the folder that it was loaded from."""
+    tokenizer: str = ""
+    """Digest of the ids that it makes of one text."""
+
+    def replaced_by(
+        self, other: "ServedModel", version: int | None, newer: int | None
+    ) -> str | None:
+        """Why another start may not go on where this one stopped; None: it may.
+
+        A higher policy version says that another root is an update of the weights. Another tokenizer
+        never is one, because recorded ids would mean other texts.
+        """
+        if self.tokenizer and other.tokenizer not in ("", self.tokenizer):
+            models = f"{other.root or 'a model'} in place of {self.root or 'another'}"
+            return f"its address now serves another tokenizer ({models})"
+        if not self.root or other.root in ("", self.root):
+            return None
+        if newer is not None and newer > (-1 if version is None else version):
+            return None
+        return f"its address now serves the model {other.root} in place of {self.root}"
+
+    def updated(self, other: "ServedModel") -> "ServedModel":
+        """With what the newest start told."""
+        told = {name: value for name, value in other if value}
+        return self.model_copy(update=told)
+
+
 class EngineRecord(Frozen):
     """One engine, as all gateways and managers of a home see it.
 
@@ -88,6 +119,8 @@ class EngineRecord(Frozen):
     """Unix seconds of the last change of state."""
     start_id: str = ""
     """Identifies this start of the server: its fenced model name, or its process's start time."""
+    served: ServedModel = ServedModel()
+    """What this start, or the last one that told, serves."""
     condemned: str = ""
     """A weight update broke the engine with this `start_id`, so that start may not serve again."""
     held_by: str = ""

@@ -104,7 +104,7 @@ async def test_a_gateway_can_prove_it(engine: ServedFunction) -> None:
         await control.round_trip("policy")
         vitals = await control.vitals()
 
-        assert await control.start_id("policy", vitals) == vitals.started != ""
+        assert (await control.served("policy", vitals)).start_id == vitals.started != ""
         assert await control.version() == 7
         assert await control.is_paused() is None
 

@@ -14,6 +14,7 @@ from perdure.engines.clients.vllm_control import (
     PROBE_SESSION,
     EngineControl,
     Scored,
+    Served,
     Vitals,
     object_of,
     samples,
@@ -34,9 +35,10 @@ class SglangControl(EngineControl):
         response = await self._send("GET", "/metrics", timeout=self._probe_s)
         return read_sglang_vitals(response.text)
 
-    async def start_id(self, model: str, vitals: Vitals) -> str:
-        """Its fenced name; empty after an update, because that renames the server to its new folder."""
-        return await super().start_id(model, Vitals())
+    async def served(self, model: str, vitals: Vitals) -> Served:
+        """Its fenced name; empty after an update, because that renames the server to its new folder. Its
+        root is that name again, which says nothing of the model."""
+        return Served((await super().served(model, Vitals())).start_id)
 
     async def score(
         self,

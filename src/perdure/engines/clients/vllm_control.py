@@ -5,13 +5,14 @@ Only managers and gateways call these routes, directly on the engine. The gatewa
 
 import contextlib
 import errno
+import hashlib
 import json
 import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -25,6 +26,8 @@ REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
 PROBE_SESSION = "perdure-probe"
+TOKENIZED = "def naïve(x): return {'Straße': x ** 2048}  # 你好, мир 🙂"
+"""A text that hardly two tokenizers cut in the same way."""
 LOCAL_ERRNOS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
     *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
@@ -77,6 +80,15 @@ class Vitals:
     cache_hits: float = 0.0
 
 
+class Served(NamedTuple):
+    """What an engine serves."""
+
+    start_id: str
+    """Identifies this start: its fenced model name, or its process's start time."""
+    root: str = ""
+    """The model behind the name, as `/v1/models` reports it; empty if it does not."""
+
+
 @dataclass(frozen=True)
 class Scored:
     """One token after a prompt, and its logprob.
@@ -116,14 +128,28 @@ class EngineControl:
         response = await self._send("GET", "/metrics", timeout=self._probe_s)
         return read_vitals(response.text)
 
-    async def start_id(self, model: str, vitals: Vitals) -> str:
-        """Identifies this start of the server: its fenced model name, or its process's start time."""
+    async def served(self, model: str, vitals: Vitals) -> Served:
+        """What identifies this start of the server and its model. Raises: ControlPlaneError."""
         response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
         try:
-            served = [str(card.get("id", "")) for card in object_of(response).get("data", ())]
+            roots = {
+                str(card.get("id", "")): str(card.get("root") or "")
+                for card in object_of(response).get("data", ())
+            }
         except (TypeError, AttributeError) as error:
             raise self._failed(f"GET /v1/models lists no models: {error!r}") from error
-        return next((name for name in served if is_fenced(model, name)), vitals.started)
+        fenced = next((name for name in roots if is_fenced(model, name)), "")
+        return Served(fenced or vitals.started, roots.get(fenced or model, ""))
+
+    async def tokenizer(self, model: str) -> str:
+        """Identifies its tokenizer by the ids of one text; empty if it does not tell."""
+        body = {"model": model, "prompt": TOKENIZED, "add_special_tokens": False}
+        try:
+            response = await self._send("POST", "/tokenize", body, timeout=self._probe_s)
+        except ControlPlaneError:
+            return ""
+        ids = object_of(response).get("tokens")
+        return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12] if ids else ""
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
         """Sample one token: the proof of readiness. Raises: ControlPlaneError."""
