@@ -2,6 +2,7 @@
 
 from activities.shell import shell
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.run_record import record
 from perdure.rollouts.runs import finish_run, load_page, prepare_run
 from perdure.rollouts.services import Services
 from perdure.types import RunRequest
@@ -18,6 +19,10 @@ class Runs:
     @shell("load_page")
     async def page(self, request: PageRequest) -> Page:
         return await load_page(self.services.store, request)
+
+    @shell("record_change")
+    async def record(self, run: RunRequest) -> None:
+        await record(self.services.store, run)
 
     @shell("finish_run")
     async def finish(self, run: RunRequest) -> RunSummary:

@@ -87,6 +87,7 @@ def queues(role: str, services: Services) -> list[Queue]:
         runs.prepare,
         runs.page,
         runs.finish,
+        runs.record,
         calibrations.prepare,
         calibrations.load,
         calibrations.conclude,

@@ -12,13 +12,26 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
+from temporalio.exceptions import (
+    ActivityError,
+    ApplicationError,
+    FailureError,
+    is_cancelled_exception,
+)
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
+    from perdure.errors import ConfigurationError
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
-    from perdure.types import Budget, RolloutRequest, RolloutStatus, RunRequest, RunStatus
+    from perdure.types import (
+        CHANGEABLE,
+        Budget,
+        RolloutRequest,
+        RolloutStatus,
+        RunRequest,
+        RunStatus,
+    )
     from workflows import activity_options, markdown
     from workflows.failures import (
         as_sentence,
@@ -37,6 +50,7 @@ SHARD = 500
 
 Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
+RECORDS_CHANGES = "records-changes"
 
 
 @workflow.defn(name=names.RUN)
@@ -48,7 +62,9 @@ class RunWorkflow:
         self.state = "starting"
         self.total = 0
         self.throttle = Throttle()
-        self.budget = Budget()
+        self.request: RunRequest | None = None
+        """As it holds now."""
+        self.instances = 0
         self.window: Window | None = None
         self.shards: dict[int, Shard] = {}
         """The open ones. Only the newest has rollouts left to start."""
@@ -67,7 +83,7 @@ class RunWorkflow:
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # a wrong field is refused before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
-        self.budget = run.budget
+        self.request = run
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
         try:
@@ -83,12 +99,15 @@ class RunWorkflow:
             if is_cancelled_exception(error):
                 raise
             raise as_sentence(error) from error
-        self.total = prepared.total * run.rollouts_each
+        self.instances = prepared.total
+        self.total = prepared.total * self.request.rollouts_each
         self.state = "running"
         try:
             stop_if_cancelled()
             if prepared.total <= _shard_size(run):
-                self.window = Window(run, self.throttle, ChildrenPage(*_page(run, self.total)))
+                self.window = Window(
+                    self.request, self.throttle, ChildrenPage(*_page(run, self.total))
+                )
                 await self.window.play(0, prepared.total)
             else:
                 self.page = ShardsPage(*_page(run, self.total))
@@ -99,6 +118,9 @@ class RunWorkflow:
         except BaseException:
             await to_the_end(self._finish(run))
             raise
+        if self._has_more_to_play(run):
+            await workflow.wait_condition(workflow.all_handlers_finished)
+            workflow.continue_as_new(self._rest(run))
         summary = await to_the_end(self._finish(run))
         await workflow.wait_condition(workflow.all_handlers_finished)
         return summary
@@ -121,7 +143,25 @@ class RunWorkflow:
     def _used_up(self) -> str:
         """What the run has used of its budget; empty: there is more."""
         counts = self._counts()
-        return self.budget.used_up(counts.tokens, counts.dollars)
+        budget = self.request.budget if self.request is not None else Budget()
+        return budget.used_up(counts.tokens, counts.dollars)
+
+    def _has_more_to_play(self, began: RunRequest) -> bool:
+        """A change came too late for some instances: they have fewer samples, or the budget stopped them."""
+        now = self.request
+        if now is None or now is began or self.state == "finishing":
+            return False
+        was_stopped = self._starts_less() and not self._used_up()
+        return now.n_samples > began.n_samples or was_stopped
+
+    def _rest(self, began: RunRequest) -> RunRequest:
+        """The next execution reads from the store what has its verdict."""
+        now = self.request or began
+        return now.model_copy(update={"again": None}) if now.n_samples > began.n_samples else now
+
+    def _starts_less(self) -> bool:
+        counts = self._counts()
+        return counts.started < self.total
 
     @workflow.update
     async def pause(self) -> RunStatus:
@@ -142,9 +182,47 @@ class RunWorkflow:
     async def resize(self, concurrency: Any) -> RunStatus:
         """Rollouts in flight at most, from now on. Not decoded as a number: the converter's error for
         another type would be no sentence."""
+        if workflow.patched(RECORDS_CHANGES):
+            return await self._change({"concurrency": concurrency})
         self.throttle.concurrency = concurrency
         await self._tell_room()
         return self.status()
+
+    @workflow.update
+    async def change(self, fields: Any) -> RunStatus:
+        """Other samples, budget, concurrency, quorum or deadline from now on: fields of RunRequest."""
+        return await self._change(fields)
+
+    async def _change(self, fields: Any) -> RunStatus:
+        await workflow.wait_condition(lambda: self.request is not None)
+        before = self.request
+        assert before is not None, "it was waited for"
+        if self.state == "finishing":
+            raise _refused(f"run {self.run_id} is ending: change it when it has ended")
+        if not isinstance(fields, dict):
+            raise _refused(f"change takes an object of {', '.join(CHANGEABLE)}, not {fields!r}")
+        try:
+            self.request = before.changed(fields)
+        except ConfigurationError as error:
+            raise _refused(str(error)) from None
+        if not before.changes_to(self.request):
+            return self.status()
+        self._follow(self.request)
+        for shard in list(self.shards.values()):
+            await _signal(shard, RunShardWorkflow.set_run, self.request)
+        await self._tell_room()
+        options = activity_options.described(activity_options.bookkeeping(), "record a change")
+        await ordered("record_change", self.request, type(None), options)
+        changed = self.request.model_dump(mode="json", include=set(CHANGEABLE))
+        workflow.upsert_memo({names.CHANGED: changed})
+        return self.status()
+
+    def _follow(self, run: RunRequest) -> None:
+        self.throttle.concurrency = run.concurrency
+        self.total = self.instances * run.rollouts_each
+        if self.window is not None:
+            self.window.run = run
+        self._show()
 
     @resize.validator
     def _concurrency_is_sane(self, concurrency: Any) -> None:
@@ -217,7 +295,7 @@ class RunWorkflow:
     async def _play_shard(self, run: RunRequest, shard: int, start: int, stop: int) -> None:
         self.told = max(1, self._room())
         request = ShardRequest(
-            run=run,
+            run=self.request or run,
             start=start,
             stop=stop,
             concurrency=self.told,
@@ -278,7 +356,8 @@ class RunShardWorkflow:
     def __init__(self, request: ShardRequest, shard: int) -> None:
         # Before any signal: one may arrive with the first workflow task.
         self.throttle = Throttle(request.concurrency, request.paused)
-        self.total = (request.stop - request.start) * request.run.rollouts_each
+        self.start, self.stop = request.start, request.stop
+        self.total = (self.stop - self.start) * request.run.rollouts_each
         page = ChildrenPage(*_page(request.run, self.total))
         self.window = Window(request.run, self.throttle, page)
         self.reported_done = 0
@@ -300,6 +379,11 @@ class RunShardWorkflow:
     @workflow.signal
     def set_paused(self, paused: bool) -> None:
         self.throttle.set_paused(paused)
+
+    @workflow.signal
+    def set_run(self, run: RunRequest) -> None:
+        self.window.run = run
+        self.total = (self.stop - self.start) * run.rollouts_each
 
     @workflow.signal
     def set_spent(self, spent: bool) -> None:
@@ -357,6 +441,10 @@ def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
         f" · `perdure report {run.run_id}`"
     )
     return run.run_id, headline, total, Links.here()
+
+
+def _refused(why: str) -> ApplicationError:
+    return ApplicationError(why, type="InvalidRequest", non_retryable=True)
 
 
 async def _signal(

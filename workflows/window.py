@@ -140,6 +140,7 @@ class Window:
 
     def __init__(self, run: RunRequest, throttle: Throttle, page: ChildrenPage) -> None:
         self.run = run
+        """May be replaced while it plays: what starts later follows it."""
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
@@ -157,6 +158,8 @@ class Window:
                 )
                 if self._is_spent():
                     break
+                if self._is_dropped(request):
+                    continue
                 self.counts.started += weight
                 self.counts.running += weight
                 task = asyncio.create_task(self._play(request, weight))
@@ -181,6 +184,12 @@ class Window:
     def _is_spent(self) -> bool:
         used_up = self.run.budget.used_up(self.counts.tokens, self.counts.dollars)
         return self.throttle.spent or bool(used_up)
+
+    def _is_dropped(self, request: RolloutRequest | GroupRequest) -> bool:
+        """The run has been told of fewer samples since."""
+        if isinstance(request, GroupRequest) or self.run.again is not None:
+            return False
+        return request.sample_index >= self.run.n_samples
 
     def _has_room(self, weight: int) -> bool:
         if self.throttle.paused:
@@ -209,8 +218,8 @@ class Window:
                 if starts_together(self.run):
                     yield group
                     continue
-                for sample in range(self.run.n_samples):
-                    yield group.sample(sample) if self.run.n_samples > 1 else group.rollout
+                for sample in range(group.n_samples):
+                    yield group.sample(sample) if group.n_samples > 1 else group.rollout
 
     def _group(self, instance: str) -> GroupRequest:
         return GroupRequest(

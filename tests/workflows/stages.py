@@ -103,6 +103,7 @@ class Stages:
             self.emit,
             self.destroy,
             self.prepare,
+            self.record,
             self.page,
             self.finish,
             self.end_ready,
@@ -184,6 +185,10 @@ class Stages:
             "prepare_run", run, PreparedRun(total=len(self.instances), uri="file:///run")
         )
         return prepared
+
+    @activity.defn(name="record_change")
+    async def record(self, run: RunRequest) -> None:
+        await self._do("record_change", run, None)
 
     @activity.defn(name="load_page")
     async def page(self, request: PageRequest) -> Page:

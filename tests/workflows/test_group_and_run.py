@@ -136,6 +136,119 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
     assert (before, gate.most, summary["rollouts"]) == (2, 4, 6)
 
 
+def _played(stages: Stages) -> list[tuple[str, int]]:
+    """The rollouts that were booted: a real boot stage plays none twice."""
+    return sorted({(e.request.instance_id, e.request.sample_index) for e in stages.endings})
+
+
+async def test_an_open_run_is_resized_by_the_same_request(client: Client, stages: Stages) -> None:
+    """What the request does not say stays; the change is written to the run's record."""
+    gate = Gate()
+    recorded: list[RunRequest] = []
+
+    async def record(run: RunRequest) -> None:
+        recorded.append(run)
+
+    stages.override |= {"run_agent": gate.agent, "record_change": record}
+    stages.instances = tuple(f"toy/add-{k}" for k in range(4))
+    await Perdure(client).start_run(_run(concurrency=1))
+    await gate.until_running(1)
+
+    changed = await Perdure(client).start_run(_run(concurrency=4))
+    await gate.until_running(4)
+    joined = await Perdure(client).start_run(_run(concurrency=4))
+    gate.open.set()
+    await changed.result()
+
+    assert (changed.changes, joined.changes) == (["concurrency: 1 -> 4"], [])
+    assert [(run.concurrency, "@" in run.asked_by) for run in recorded] == [(4, True)]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_more_samples_continue_a_run(client: Client, stages: Stages, is_open: bool) -> None:
+    """The same run goes on with the samples that it lacks, whether it is open or has ended."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    first = await Perdure(client).start_run(_run(concurrency=2))
+    if is_open:
+        await gate.until_running(2)
+    else:
+        gate.open.set()
+        await first.result()
+
+    more = _run(concurrency=2).model_copy(update={"n_samples": 2})
+    changed = await Perdure(client).start_run(more)
+    gate.open.set()
+    await changed.result()
+
+    assert changed.changes == ["n_samples: 1 -> 2"]
+    assert _played(stages) == [("add-0", 0), ("add-0", 1), ("add-1", 0), ("add-1", 1)]
+
+
+async def test_fewer_samples_end_a_run_earlier(client: Client, stages: Stages) -> None:
+    """Those in flight go on; samples that have not started are left out."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    three = _run(concurrency=1).model_copy(update={"n_samples": 3})
+    await Perdure(client).start_run(three)
+    await gate.until_running(1)
+
+    changed = await Perdure(client).start_run(three.model_copy(update={"n_samples": 1}))
+    gate.open.set()
+    summary = await changed.result()
+
+    assert _played(stages) == [("add-0", 0), ("add-1", 0)]
+    assert (summary["rollouts"], summary["by_status"]) == (2, {"graded": 2})
+
+
+async def test_a_larger_budget_continues_a_run(client: Client, stages: Stages) -> None:
+    """A run that its budget has stopped starts again with what it lacks."""
+
+    async def expensive(ending: Ending) -> EpisodeRef:
+        request = ending.request
+        return EpisodeRef(
+            uri="file:///x",
+            instance_id=request.instance_id,
+            sample_index=request.sample_index,
+            agent=request.agent,
+            status=ending.status,
+            tokens=100,
+        )
+
+    stages.override["emit_episode"] = expensive
+    stages.instances = tuple(f"toy/add-{k}" for k in range(4))
+    small = _run(concurrency=1).model_copy(update={"budget": Budget(tokens=150)})
+    stopped = await (await Perdure(client).start_run(small)).result()
+    before = len(_played(stages))
+
+    more = small.model_copy(update={"budget": Budget(tokens=5000)})
+    changed = await Perdure(client).start_run(more)
+    summary = await changed.result()
+
+    assert (before, stopped["stopped"]) == (2, "it has used 200 of 150 tokens")
+    assert changed.changes == ["budget.tokens: 150 -> 5000"]
+    assert (len(_played(stages)), summary["stopped"]) == (4, "")
+
+
+async def test_what_fixes_a_run_cannot_be_changed(client: Client, stages: Stages) -> None:
+    """By an update with Temporal's own command; the message names the field."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0",)
+    run = await Perdure(client).start_run(_run())
+    await gate.until_running(1)
+
+    with pytest.raises(ConfigurationError, match=r"rollout cannot change in run r1"):
+        await run.change({"rollout": {"agent": "oracle"}})
+    with pytest.raises(ConfigurationError, match=r"n_samples: .*greater than or equal to 1"):
+        await run.change({"n_samples": 0})
+
+    gate.open.set()
+    await run.result()
+
+
 @pytest.mark.parametrize("activity_name", ["prepare_run", "load_page", "finish_run"])
 async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
     client: Client, stages: Stages, activity_name: str

@@ -5,10 +5,12 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 """
 
 import asyncio
+import getpass
 import logging
 import re
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from temporalio.client import (
     WorkflowFailureError,
     WorkflowHandle,
     WorkflowQueryFailedError,
+    WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
 from temporalio.common import (
@@ -45,6 +48,7 @@ from perdure.client.slime_variables import rollout_with_defaults, run_with_defau
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.settings.tree import Settings
 from perdure.types import (
+    CHANGEABLE,
     SLUG,
     CalibrationRequest,
     EpisodeRef,
@@ -56,6 +60,7 @@ from perdure.types import (
 )
 
 Result = TypeVar("Result")
+Model = TypeVar("Model", bound=BaseModel)
 Request = TypeVar("Request", bound=BaseModel)
 logger = logging.getLogger(__name__)
 
@@ -109,8 +114,40 @@ class Perdure:
         _check_agent(request.rollout)
         agent = request.rollout.get("agent", "mini_swe_agent")
         handle, joined = await self._start_run(request, str(agent))
+        if not joined:
+            return RunHandle(self, request.run_id, handle)
+        told, handle = await self._change_run(request, handle)
         _tell_if(joined, handle)
-        return RunHandle(self, request.run_id, handle, joined=joined)
+        return RunHandle(self, request.run_id, handle, joined=True, changes=told)
+
+    async def _change_run(
+        self, request: RunRequest, handle: WorkflowHandle[Any, Any]
+    ) -> tuple[list[str], WorkflowHandle[Any, Any]]:
+        """Change what the request says otherwise than the run that it joins, and what may change.
+
+        An open run is told; one that has ended starts again, and plays what the store has not.
+        """
+        described = await _durably(handle.describe)
+        current = await self._first_request(handle, RunRequest)
+        if current is None:
+            return [], handle
+        current = current.changed((await described.memo()).get(names.CHANGED, {}))
+        given = {name: getattr(request, name) for name in request.model_fields_set}
+        asks = current.model_copy(update={n: v for n, v in given.items() if n in CHANGEABLE})
+        fields = current.changes_to(asks)
+        if not fields:
+            return [], handle
+        fields["asked_by"] = _person()
+        if described.status is WorkflowExecutionStatus.RUNNING:
+            await RunHandle(self, request.run_id, handle).change(fields)
+        elif not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
+            return [], handle  # it has ended: nothing would be played otherwise
+        else:
+            more = current.changed(fields).model_copy(update={"again": None})
+            handle, _ = await self._start_run(
+                more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
+            )
+        return asked.changes(current, asks), handle
 
     async def play_again(self, request: RunRequest) -> "RunHandle":
         """Start a run that has ended again, for the rollouts that `request.again` names.
@@ -269,15 +306,22 @@ class Perdure:
 
     async def _check_same(self, handle: WorkflowHandle[Any, Any], request: BaseModel) -> None:
         """Refuse to join what was started with another request. Raises: ConfigurationError."""
+        before = await self._first_request(handle, type(request))
+        if before is not None:
+            changes = asked.differences(asked.of_request(before), asked.of_request(request))
+            asked.refuse(handle.id, changes, "give another run_id to start another one")
+
+    async def _first_request(
+        self, handle: WorkflowHandle[Any, Any], kind: type[Model]
+    ) -> Model | None:
+        """What a workflow was started with; None: it was refused, or comes from another version."""
         first = await _durably(lambda: anext(handle.fetch_history_events(page_size=1)))
         given = first.workflow_execution_started_event_attributes.input.payloads
         try:
             (raw,) = await self.client.data_converter.decode(given)
-            before = type(request).model_validate(raw)
-        except ValueError:  # it was refused as a request, or comes from another version
-            return
-        changes = asked.differences(asked.of_request(before), asked.of_request(request))
-        asked.refuse(handle.id, changes, "give another run_id to start another one")
+            return kind.model_validate(raw)
+        except ValueError:
+            return None
 
 
 class RunHandle:
@@ -290,12 +334,14 @@ class RunHandle:
         handle: WorkflowHandle[Any, Any],
         *,
         joined: bool = False,
+        changes: Sequence[str] = (),
     ) -> None:
-        """`joined`: it had been started before."""
+        """`joined`: it had been started before. `changes`: what this start changed in it, old and new."""
         self.perdure = perdure
         self.run_id = run_id
         self.handle = handle
         self.joined = joined
+        self.changes = changes
 
     async def progress(
         self, *, listed: WorkflowExecution | None = None, patience: timedelta | None = None
@@ -374,6 +420,13 @@ class RunHandle:
             raise ConfigurationError(f"resize({concurrency!r}): give a whole number from 1 to 2000")
         return RunStatus.model_validate(await self._update("resize", concurrency))
 
+    async def change(self, fields: dict[str, Any]) -> RunStatus:
+        """Other values for fields of RunRequest that may change; the run's record keeps who did it.
+
+        Raises: ConfigurationError.
+        """
+        return RunStatus.model_validate(await self._update("change", fields))
+
     async def cancel(self) -> None:
         """Every rollout in flight is cancelled and still leaves its episode.
 
@@ -387,6 +440,8 @@ class RunHandle:
     async def _update(self, name: str, *arguments: Any) -> Any:
         try:
             return await self.handle.execute_update(name, args=list(arguments), result_type=dict)
+        except WorkflowUpdateFailedError as error:
+            raise ConfigurationError(_reason(error)) from error
         except RPCError as error:
             if error.status is not RPCStatusCode.NOT_FOUND:
                 raise
@@ -529,6 +584,15 @@ def _a(kind: type[Request], given: Request) -> Request:
             f"{kind.__name__}.model_validate(...) makes one of a dict"
         )
     return given
+
+
+def _person() -> str:
+    """`ada@head`; only the host where the account has no name."""
+    host = socket.gethostname()
+    try:
+        return f"{getpass.getuser()}@{host}"
+    except (KeyError, OSError):
+        return host
 
 
 def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:

@@ -16,6 +16,9 @@ BOOTING = "booting"
 SPENT = "spent"
 """Signal to a rollout or a group: the run's budget is used up, so buy no more and grade what there is."""
 
+CHANGED = "changed"
+"""Memo of a run: those of its fields that may change, once one of them has changed."""
+
 WITHOUT_VERDICT = "NoVerdict"
 """Type of the error of a rollout that failed; its detail is the EpisodeRef."""
 

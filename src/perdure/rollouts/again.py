@@ -13,18 +13,6 @@ from perdure.storage.base import Store
 from perdure.types import MISSING, PlayAgain, RolloutStatus, RunRequest
 
 
-async def first_request(store: Store, run_id: str) -> RunRequest:
-    """The request with which the run was started first. Raises: NotFound."""
-    try:
-        stored = await store.get(keys.run(run_id))
-    except NotFound:
-        raise NotFound(
-            f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; "
-            "a rollout or group that was started by hand has none"
-        ) from None
-    return RunRequest.model_validate(json.loads(stored.data)["request"])
-
-
 async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
     """How many rollouts the run was started for; None before it has its list."""
     try:

@@ -11,7 +11,7 @@ from perdure.episodes.episode_store import scan_run_as
 from perdure.episodes.manifest import build_manifest, counted
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration, catalog
-from perdure.rollouts import again, identity
+from perdure.rollouts import again, identity, run_record
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
@@ -36,6 +36,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     sandbox = phases.place(rollout, None, "grade").provider
     refs = await select(store, run, proved_in=sandbox)
     await _keep_identity(services, run, refs)
+    await run_record.record(store, run)
     key = keys.run_instances(run.run_id)
     if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
         refs = json.loads((await store.get(key)).data)  # the same ones, in the first order

@@ -73,6 +73,11 @@ def run_identity(run_id: str) -> str:
     return f"runs/{run_id}/identity.json"
 
 
+def run_changes(run_id: str) -> str:
+    """Prefix of what was changed in the run since its first start, numbered in order."""
+    return f"runs/{run_id}/changes/"
+
+
 def lists_again(run_id: str) -> str:
     """Prefix of the lists below."""
     return f"runs/{run_id}/again/"

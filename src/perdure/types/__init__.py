@@ -26,6 +26,7 @@ from perdure.types.instances import (
 )
 from perdure.types.limits import AccountCaps, LimitChanges, Limits, Phase, PhaseName, Phases
 from perdure.types.requests import (
+    CHANGEABLE,
     GIVEN_PATCHES,
     MISSING,
     NO_VERDICT,
@@ -70,6 +71,7 @@ from perdure.types.trajectories import (
 )
 
 __all__ = [
+    "CHANGEABLE",
     "GIVEN_PATCHES",
     "INSTANCE_REF",
     "MISSING",

@@ -1,10 +1,12 @@
 """What `temporal workflow start --input` carries."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from perdure.errors import ConfigurationError
 from perdure.types.base import InstanceRef, Request, Slug
 from perdure.types.limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
@@ -252,6 +254,12 @@ class Budget(Request):
         return ""
 
 
+CHANGEABLE = (
+    *("n_samples", "concurrency", "budget", "start_jitter_s", "quorum", "deadline_s", "stragglers"),
+)
+"""Fields of a run that may change while it is open and after it has ended. All others fix what it is."""
+
+
 class RunRequest(Request):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
@@ -279,6 +287,8 @@ class RunRequest(Request):
     quorum: int | None = Field(None, ge=1)
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
+    asked_by: str = ""
+    """The person who changes the run, for its record."""
     again: PlayAgain | None = None
     """Play only these rollouts of the run, which has ended. All other fields are those of its first
     start."""
@@ -296,6 +306,19 @@ class RunRequest(Request):
     @property
     def workflow_id(self) -> str:
         return f"run/{self.run_id}"
+
+    def changed(self, fields: Mapping[str, JsonValue]) -> "RunRequest":
+        """With other values of `CHANGEABLE`. Raises: ConfigurationError."""
+        if fixed := sorted(fields.keys() - {*CHANGEABLE, "asked_by"}):
+            raise ConfigurationError(
+                f"{', '.join(fixed)} cannot change in run {self.run_id}: give another run_id"
+            )
+        return RunRequest(**{**self.model_dump(), **fields})
+
+    def changes_to(self, other: "RunRequest") -> dict[str, JsonValue]:
+        """Fields of `CHANGEABLE` in which the other one differs, with its values."""
+        old, new = (one.model_dump(mode="json", include=set(CHANGEABLE)) for one in (self, other))
+        return {name: value for name, value in new.items() if value != old[name]}
 
     @property
     def rollouts_each(self) -> int:

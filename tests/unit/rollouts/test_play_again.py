@@ -12,6 +12,7 @@ from perdure.rollouts import again, checkpoints
 from perdure.rollouts.episode import emit_episode
 from perdure.rollouts.grade import checkpoint
 from perdure.rollouts.messages import Ending
+from perdure.rollouts.run_record import current_request
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import (
@@ -104,7 +105,7 @@ async def test_a_list_stays_as_it_was_first_written(store: LocalStore) -> None:
 async def test_an_unknown_run_is_named(store: LocalStore) -> None:
     """The message says where the runs are listed."""
     with pytest.raises(NotFound, match=r"no run 'nosuch' in .*: `perdure status` lists the runs"):
-        await again.first_request(store, "nosuch")
+        await current_request(store, "nosuch")
 
 
 async def captured(store: LocalStore, request: RolloutRequest) -> PatchRef:

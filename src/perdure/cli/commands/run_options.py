@@ -45,10 +45,8 @@ def _only_one(_context: click.Context, _option: click.Parameter, given: tuple[st
 CONCURRENCY = click.option(
     *("-c", "--concurrency", "concurrency"),
     type=click.IntRange(1, 2000),
-    default=8,
     metavar="N",
-    show_default=True,
-    help="Rollouts in flight; `perdure resize` changes it later.",
+    help="Rollouts in flight; the same command with another N changes it.  [default: 8]",
 )
 RUN_ID = click.option(
     "--run-id", metavar="ID", help="Name of the run; default: made from what is asked."
@@ -92,10 +90,8 @@ OPTIONS = (
     click.option(
         *("-n", "-k", "--samples", "samples"),
         type=click.IntRange(1, 512),
-        default=1,
         metavar="N",
-        show_default=True,
-        help="Rollouts of each instance.",
+        help="Rollouts of each instance; the same command with another N changes it.  [default: 1]",
     ),
     CONCURRENCY,
     RUN_ID,

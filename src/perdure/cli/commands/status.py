@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from perdure.client.api import Perdure
     from perdure.client.rollouts import RolloutInfo
+    from perdure.rollouts.run_record import RunChange
     from perdure.types import RunStatus
 
 AT_ONCE = 64
@@ -140,7 +141,10 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     if as_json:
         progress, all_of_it = await asyncio.gather(progressing, connection.perdure.rollouts(run_id))
         document = progress.model_dump(mode="json")
-        return answer({**document, "rollouts": [_rollout_document(r) for r in all_of_it]})
+        changes = [one.model_dump(mode="json") for one in await _changes(settings, run_id)]
+        return answer(
+            {**document, "changes": changes, "rollouts": [_rollout_document(r) for r in all_of_it]}
+        )
     from perdure.cli.console import print_table
     from perdure.cli.runs import tables, text
     from perdure.cli.runs.steps import current_steps
@@ -154,6 +158,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         current_steps(client, run_id, STEP_PATIENCE),
     )
     click.echo(text.progress_line(progress))
+    for change in await _changes(settings, run_id):
+        click.echo(text.change_line(change))
     print_table(tables.running(newest, rows=ROWS))
     if (more := sum(counts.values()) - ROWS) > 0:
         click.echo(f"{more} more; --json lists all of them")
@@ -166,6 +172,17 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     if viewer := viewer_link(settings, run_id):
         click.echo(f"Viewer    {viewer}")
     click.echo(f"Temporal  {connection.address}")
+
+
+async def _changes(settings: Settings, run_id: str) -> "list[RunChange]":
+    """Empty if the store cannot be read here: the run's state comes from Temporal."""
+    from perdure.errors import PerdureError
+    from perdure.rollouts.run_record import changes_of
+    from perdure.storage.base import open_store
+
+    with contextlib.suppress(PerdureError):
+        return await changes_of(open_store(settings), run_id)
+    return []
 
 
 async def _progress_of_run(perdure: "Perdure", run_id: str) -> "RunStatus":

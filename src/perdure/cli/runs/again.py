@@ -14,6 +14,7 @@ from perdure.episodes.episode_store import scan_run
 from perdure.errors import ConfigurationError
 from perdure.rollouts import again
 from perdure.rollouts.messages import RolloutAgain
+from perdure.rollouts.run_record import current_request
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
@@ -50,7 +51,7 @@ async def _plan(
 ) -> tuple[RunRequest, Sequence[RolloutAgain]]:
     await check_store(settings)
     store = open_store(settings)
-    first = await again.first_request(store, run_id)
+    first = await current_request(store, run_id)
     wanted = PlayAgain(round=await again.next_round(store, run_id), **asked)
     chosen = await again.select(store, first, wanted)
     if not chosen:

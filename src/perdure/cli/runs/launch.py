@@ -31,6 +31,7 @@ from perdure.instances.calibration import Mark, quarantined
 from perdure.instances.environments import check_image
 from perdure.instances.rows.choice import Choice
 from perdure.rollouts import identity
+from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack import lifecycle
@@ -39,7 +40,7 @@ from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
-from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
+from perdure.types import CHANGEABLE, EpisodeRef, PhaseName, RolloutStatus, RunRequest
 
 AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
 NONE_READY = (
@@ -122,6 +123,7 @@ async def checked(
     joins = await store.exists(keys.run(request.run_id))
     if joins:
         await check_same(settings, store, request, refs)
+        request = await _with_current(store, request)
     return CheckedRun(request, refs, joins, marked, notes)
 
 
@@ -133,6 +135,15 @@ async def _check_images(settings: Settings, planned: CheckedRun) -> None:
         for phase in AGENT_AND_GRADE:
             name = phases.place(rollout, instance, phase).provider
             check_image(instance, provider(settings, name))
+
+
+async def _with_current(store: Store, request: RunRequest) -> RunRequest:
+    """What the command line does not give stays as it is in the run."""
+    current = await current_request(store, request.run_id)
+    kept = {
+        name: getattr(current, name) for name in CHANGEABLE if name not in request.model_fields_set
+    }
+    return request.model_copy(update=kept)
 
 
 async def check_same(
@@ -198,6 +209,8 @@ async def _drive(
     connection = await connect(settings)
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
         handle = await connection.perdure.start_run(planned.request)
+    if handle.changes:
+        say(f"Changed: {', '.join(handle.changes)}")
     if planned.joins:
         say(f"Joined: {text.progress_line(await handle.progress())}")
     else:
@@ -235,7 +248,7 @@ async def to_the_end(
     if progress.stopped:
         left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
         say(f"The run starts no more rollouts: {progress.stopped}; {left} have no verdict,")
-        say(f"and `perdure retry {handle.run_id}` plays them with the same budget again.")
+        say("and the same command with a larger budget continues with them.")
     return await results.episodes(open_store(settings), handle.run_id)
 
 

@@ -30,7 +30,7 @@ def plan(
     file: Path,
     fields: Mapping[str, JsonValue],
     *,
-    concurrency: int,
+    concurrency: int | None,
     run_id: str | None,
     new: bool,
     skip_unknown: bool,

@@ -13,7 +13,8 @@ from perdure.reports.document import document
 from perdure.reports.facts import RunFacts
 from perdure.reports.prices import Prices, read_prices
 from perdure.reports.report import Report, build_report
-from perdure.rollouts.again import first_request, planned_rollouts
+from perdure.rollouts.again import planned_rollouts
+from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, store_to_read
@@ -82,7 +83,7 @@ async def _report(
 async def _request(store: Store, run_id: str) -> RunRequest | None:
     """None: its rollouts were started by hand."""
     try:
-        return await first_request(store, run_id)
+        return await current_request(store, run_id)
     except NotFound:
         return None
 

@@ -30,8 +30,8 @@ class RunOptions:
 
     source: str
     agent: str
-    samples: int = 1
-    concurrency: int = 8
+    samples: int | None = None
+    concurrency: int | None = None
     run_id: str | None = None
     new: bool = False
     include: tuple[str, ...] = ()
@@ -39,7 +39,8 @@ class RunOptions:
     limit: int | None = None
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     of_run: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of RunRequest that do not decide what it is: budget, start_jitter_s, priority."""
+    """Fields of RunRequest that do not decide what it is: budget, start_jitter_s, priority. What is not
+    given, here and above, stays as it is in a run that exists."""
     skip_bad_rows: bool = False
 
 
@@ -120,11 +121,11 @@ def build(options: RunOptions, source: Selection) -> RunRequest:
         include=options.include,
         exclude=options.exclude,
         limit=options.limit,
-        n_samples=options.samples,
-        concurrency=options.concurrency,
         rollout=_rollout(options),
     )
-    return RunRequest.model_validate(request | dict(options.of_run))
+    numbers = {"n_samples": options.samples, "concurrency": options.concurrency}
+    given = {name: number for name, number in numbers.items() if number is not None}
+    return RunRequest.model_validate(request | given | dict(options.of_run))
 
 
 async def instances_of(
@@ -170,9 +171,10 @@ def _rollout(options: RunOptions) -> dict[str, JsonValue]:
 
 
 def _run_id(options: RunOptions, source: Selection) -> str:
-    """Depends on the options only, so that the same command joins the run; `--new` adds the time."""
+    """Depends only on options that may not change, so that the same command joins the run; `--new` adds
+    the time."""
     asked = [
-        *(source.digest, options.agent, options.samples, options.limit),
+        *(source.digest, options.agent, options.limit),
         *(list(options.include), list(options.exclude), options.fields),
     ]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]

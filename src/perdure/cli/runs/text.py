@@ -1,7 +1,9 @@
 """Runs as text: progress on one line, why rollouts failed, times. Imports no rich."""
 
+import time
 from collections.abc import Iterable, Sequence
 
+from perdure.rollouts.run_record import RunChange
 from perdure.types import EpisodeRef, RolloutStatus, RunStatus
 
 
@@ -16,6 +18,13 @@ def progress_line(progress: RunStatus) -> str:
     return (
         f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({progress.state}{attention})"
     )
+
+
+def change_line(change: RunChange) -> str:
+    """`Changed   2026-07-01 22:31 by ada@head: n_samples: 2 -> 3`."""
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(change.at))
+    by = f" by {change.by}" if change.by else ""
+    return f"Changed   {at}{by}: {', '.join(change.told)}"
 
 
 def _counts(progress: RunStatus) -> str:

@@ -1,0 +1,73 @@
+"""What a run was first started with, and each change of its samples, budget, concurrency, quorum or deadline
+since then.
+"""
+
+import json
+import time
+
+from pydantic import JsonValue
+
+from perdure.client import asked
+from perdure.errors import NotFound
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import Frozen, RunRequest
+
+
+class RunChange(Frozen):
+    """Example: {"at": 1790000000.0, "by": "ada@head", "fields": {"n_samples": 3},
+    "told": ["n_samples: 2 -> 3"]}"""
+
+    at: float
+    """Unix seconds."""
+    by: str = ""
+    """Empty: Temporal's own command, which does not say."""
+    fields: dict[str, JsonValue]
+    told: tuple[str, ...]
+    """Old and new values, for people."""
+
+
+async def current_request(store: Store, run_id: str) -> RunRequest:
+    """The request as it holds now. Raises: NotFound."""
+    try:
+        stored = await store.get(keys.run(run_id))
+    except NotFound:
+        raise NotFound(
+            f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; "
+            "a rollout or group that was started by hand has none"
+        ) from None
+    request = RunRequest.model_validate(json.loads(stored.data)["request"])
+    for change in await changes_of(store, run_id):
+        request = request.changed(change.fields)
+    return request
+
+
+async def changes_of(store: Store, run_id: str) -> list[RunChange]:
+    """In their order; empty for a run that is not known."""
+    found = sorted([key async for key in store.list(keys.run_changes(run_id))])
+    return [RunChange.model_validate_json((await store.get(key)).data) for key in found]
+
+
+async def record(store: Store, now: RunRequest) -> None:
+    """Add what this request changes in the run; nothing if it is the current one, or the first.
+
+    A repeated call adds nothing.
+    """
+    while True:
+        try:
+            before = await current_request(store, now.run_id)
+        except NotFound:
+            return
+        fields = before.changes_to(now)
+        if not fields:
+            return
+        change = RunChange(
+            at=time.time(),
+            by=now.asked_by,
+            fields=fields,
+            told=tuple(asked.changes(before, now)),
+        )
+        number = len(await changes_of(store, now.run_id)) + 1
+        key = f"{keys.run_changes(now.run_id)}{number:06d}.json"
+        if await store.put_if_absent(key, change.model_dump_json(indent=1).encode()):
+            return
