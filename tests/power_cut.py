@@ -37,7 +37,8 @@ class FragileDisk:
         assert self._mount()
 
     def remove(self) -> None:
-        self._run(["umount", str(self.path)])
+        """Its last process may still be about to end."""
+        assert self._run(["umount", "--lazy", str(self.path)])
 
     def _mount(self) -> bool:
         return self._run(["mount", "-o", "loop", str(self._image), str(self.path)])

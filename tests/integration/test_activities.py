@@ -181,6 +181,42 @@ async def test_a_loss_that_may_be_the_hosts_gives_no_reward(
     assert lost.value.type == "GradingSandboxesLost"
 
 
+class CannotBeRead(EvalCmdGrader):
+    """The output of the tests cannot be read, that of the row's own fix not either if `EVERY`."""
+
+    EVERY: ClassVar[bool] = True
+
+    async def grade(
+        self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
+    ) -> Graded:
+        graded = await super().grade(sandbox, instance, patch, timeout_s=timeout_s)
+        if patch == FIX and not self.EVERY:
+            return graded
+        grade = graded.grade.model_copy(update={"outcome": Outcome.UNPARSABLE})
+        return Graded(grade, graded.log)
+
+
+@pytest.mark.parametrize("every", [True, False], ids=["the control neither", "the control can"])
+async def test_output_that_cannot_be_read_is_a_verdict_after_a_control(
+    services: Services, monkeypatch: pytest.MonkeyPatch, every: bool
+) -> None:
+    """Where the output of the row's own fix cannot be read as well, this host is the cause."""
+    instance = await catalog.load(services.store, REQUEST.instance)
+    grading = Grading(protocol=f"{__name__}:{CannotBeRead.__name__}", eval_cmd="grep two a.txt")
+    row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
+    await catalog.save(services.store, row)
+    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", KILLER)
+    monkeypatch.setattr(CannotBeRead, "EVERY", every)
+    grade = GradeInFreshSandbox(services).grade
+    if every:
+        with pytest.raises(ApplicationError, match="also not that of the control"):
+            await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
+        return
+    graded = await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
+
+    assert (graded.outcome, graded.reward) == (Outcome.UNPARSABLE, 0.0)
+
+
 async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:

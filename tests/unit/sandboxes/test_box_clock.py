@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, age_of, hidden_name
+from perdure.sandboxes.host.box import META as META_FILE
 
 META = BoxMeta("p", "one", 0.0, "/", {}, {}, 1, 1)
 
@@ -32,6 +33,15 @@ def test_its_deadline_stays_as_far_away(
     _set_clock(monkeypatch, jump)
 
     assert box.expires() - time.time() == pytest.approx(600, abs=60)
+
+
+def test_a_folder_that_a_power_cut_emptied_is_a_dead_sandbox(tmp_path: Path) -> None:
+    """It can be listed and removed, as one whose processes have ended."""
+    box = Box(tmp_path / "one")
+    box.lay_out(META, 60)
+    (box.path / META_FILE).write_bytes(b"")
+
+    assert (box.meta().identity, box.alive) == ("one", False)
 
 
 def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:

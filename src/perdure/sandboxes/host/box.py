@@ -133,7 +133,10 @@ class Box:
         draft.rename(self.path)
 
     def meta(self) -> BoxMeta:
-        fields = json.loads((self.path / META).read_text())
+        text = (self.path / META).read_text()
+        if not text:  # the power failed before it was written back, so nothing of the sandbox lives
+            return BoxMeta("", self.identity, 0.0, "", {}, {}, 0, 0)
+        fields = json.loads(text)
         tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
         return BoxMeta(**{**fields, **tuples})
 
