@@ -106,6 +106,38 @@ asyncio.run(main())
 """
 
 
+MAKE_FILES = """
+import asyncio, sys
+from pathlib import Path
+from perdure.errors import StoreUnavailable
+from perdure.storage.local import LocalStore
+
+async def main():
+    store = LocalStore(Path(sys.argv[1]))
+    try:
+        for number in range(100):
+            await store.put(f"folder-{number}/one", b"x")
+    except StoreUnavailable as error:
+        print(error)
+
+asyncio.run(main())
+"""
+
+
+def test_a_disk_without_inodes_is_named(tmp_path: Path) -> None:
+    """It has space, so the message says what to remove instead."""
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare to mount a small disk")
+    inside = 'mount -t tmpfs -o nr_inodes=40 none "$1" && exec "$2" -c "$3" "$1"'
+    mounted = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside, "sh"]
+    argv = [*mounted, str(tmp_path), sys.executable, MAKE_FILES]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
+
+    assert "it has no free inode, so remove files there" in done.stdout
+
+
 def test_full_disk_leaves_no_torn_object(tmp_path: Path) -> None:
     """On a full disk a write fails with that reason and leaves no file; smaller writes succeed."""
     if shutil.which("unshare") is None:

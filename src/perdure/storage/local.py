@@ -223,7 +223,7 @@ class LocalStore:
             reason = f"store {self.root}, {what!r}: {error.strerror}"
             if error.errno in FULL:
                 raise StoreUnavailable(
-                    f"{reason}; free space there: the write is retried"
+                    f"{reason}; {_what_to_free(self.root)}: the write is retried"
                 ) from error
             if error.errno in REFUSED:
                 fix = "give this user write access, or correct PERDURE_STORE"
@@ -234,6 +234,13 @@ class LocalStore:
                 ) from error
             fix = "correct PERDURE_STORE, or PERDURE_HOME" if error.errno in ABSENT else ""
             raise StoreUnavailable(reason, fix=fix) from error
+
+
+def _what_to_free(root: Path) -> str:
+    disk = os.statvfs(root)
+    if disk.f_files and not disk.f_ffree:
+        return "it has no free inode, so remove files there"
+    return "free space there"
 
 
 def _read(path: Path) -> Stored:

@@ -1,5 +1,8 @@
 """What Temporal is told of an error: its type decides what happens next."""
 
+import errno
+import os
+
 import pytest
 from temporalio.exceptions import ApplicationError
 
@@ -27,3 +30,18 @@ async def test_a_kind_of_error_goes_by_the_name_that_is_known(
         await translated(work())
 
     assert (caught.value.type, caught.value.non_retryable) == (name, True)
+
+
+@pytest.mark.parametrize(
+    "code", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO]
+)
+async def test_what_the_host_refuses_a_worker_is_tried_again(code: int) -> None:
+    """For as long as the stage may take, not only as often as a bug."""
+
+    async def work() -> None:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(ApplicationError, match=os.strerror(code)) as caught:
+        await translated(work())
+
+    assert (caught.value.type, caught.value.non_retryable) == ("RetryHere", False)
