@@ -63,6 +63,7 @@ class RolloutWorkflow:
         self.attempt = 0
         self.grants: set[str] = set()
         self.is_spent = False
+        self.grade = ""
         self.buying: asyncio.Task[AgentRun] | None = None
 
     @workflow.run
@@ -260,6 +261,7 @@ class RolloutWorkflow:
         )
         graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
         self.page.graded(graded)
+        self.grade = graded.stored_as
         return graded
 
     async def _emit(
@@ -273,6 +275,7 @@ class RolloutWorkflow:
             evictions=self.evictions,
             failure=failure,
             started_at=workflow.info().start_time.timestamp(),
+            grade=self.grade,
         )
         options = activity_options.described(
             activity_options.emit(rollout), self.page.verdict(status, failure), "emit"

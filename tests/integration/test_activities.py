@@ -1,5 +1,6 @@
 """Activities on a real store with real sandboxes, called one by one as a worker would."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +28,7 @@ from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.tree import Settings
 from perdure.stack import sandboxes
 from perdure.stack.sandboxes import kill_all
-from perdure.storage import keys
+from perdure.storage import keys, stored_json
 from perdure.storage.base import put_blob
 from perdure.types import Grading, Instance, Outcome, PatchRef, RolloutRequest, Source, SourceKind
 
@@ -108,13 +109,18 @@ async def services(tmp_path: Path) -> Services:
         grading=Grading(protocol=f"{__name__}:{TakesItsSandboxDown.__name__}"),
     )
     await catalog.save(services.store, instance)
-    folder = keys.attempt(REQUEST, 1)
-    await services.store.put(f"{folder}/patch.diff", PATCH)
-    ref = PatchRef(
-        key=f"{folder}/patch.diff", sha256="0" * 64, size=len(PATCH), empty=False, files=1
-    )
-    await checkpoints.write(services.store, f"{folder}/patch.json", ref)
+    await captured(services, PATCH)
     return services
+
+
+async def captured(services: Services, patch: bytes) -> str:
+    """Attempt 1 of REQUEST left this diff; returns its key."""
+    folder = keys.attempt(REQUEST, 1)
+    await services.store.put(f"{folder}/patch.diff", patch)
+    digest = hashlib.sha256(patch).hexdigest()
+    ref = PatchRef(key=f"{folder}/patch.diff", sha256=digest, size=len(patch), empty=False, files=1)
+    await services.store.put(f"{folder}/patch.json", stored_json.encode(ref))
+    return ref.key
 
 
 async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: Services) -> None:
@@ -131,6 +137,26 @@ async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: 
     assert causes[-1].type == "GradingSandboxesLost"
 
 
+@pytest.mark.parametrize("damage", [b"", FIX, None], ids=["emptied", "another fix", "gone"])
+async def test_a_patch_that_is_not_the_captured_one_is_never_graded(
+    services: Services, damage: bytes | None
+) -> None:
+    """It ends the attempt without a verdict; the next one replays the recorded turns."""
+    key = await captured(services, PATCH)
+    if damage is None:
+        await services.store.delete(key)
+    else:
+        await services.store.put(key, damage)
+
+    with pytest.raises(ApplicationError) as lost:
+        await ActivityEnvironment().run(
+            GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)
+        )
+
+    assert (lost.value.type, lost.value.non_retryable) == ("SandboxLost", True)
+    assert f"{key} is" in str(lost.value)
+
+
 SETUP, TESTS, NEVER = LosesSandboxes.SETUP, LosesSandboxes.TESTS, LosesSandboxes.NEVER
 SILENT = LosesSandboxes.SILENT
 
@@ -143,7 +169,7 @@ async def _graded_after_losses(
     grading = Grading(protocol=f"{__name__}:{LosesSandboxes.__name__}", eval_cmd="grep two a.txt")
     row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
     await catalog.save(services.store, row)
-    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", KILLER)
+    await captured(services, KILLER)
     monkeypatch.setattr(LosesSandboxes, "STEPS", steps)
     monkeypatch.setattr(LosesSandboxes, "CONTROL", control)
     grade = GradeInFreshSandbox(services).grade
@@ -242,7 +268,7 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
     instance = await catalog.load(services.store, REQUEST.instance)
     grading = Grading(protocol="eval_cmd", eval_cmd="grep two a.txt")
     await catalog.save(services.store, instance.model_copy(update={"grading": grading}))
-    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", FIX)
+    await captured(services, FIX)
 
     graded = await ActivityEnvironment().run(
         GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)

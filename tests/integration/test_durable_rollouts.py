@@ -302,6 +302,32 @@ async def test_a_reset_to_before_grading_grades_again_without_the_agent(stack: S
     await stack.nothing_left()
 
 
+async def test_no_reset_loses_a_verdict(stack: Stack) -> None:
+    """Reset to any of its workflow tasks, a graded rollout is graded, and buys nothing."""
+    request = await stack.start("resets")
+    await stack.episode(request)
+    before = dict(stack.engine.times_sampled())
+    handle = stack.handle(request)
+    run_id = (await handle.describe()).run_id
+    completed = [
+        event.event_id
+        for event in (await handle.fetch_history()).events
+        if event.HasField("workflow_task_completed_event_attributes")
+    ]
+    for event_id in completed:
+        await stack.temporal_cli(
+            *("workflow", "reset", "--workflow-id", request.workflow_id, "--run-id", run_id),
+            *("--event-id", str(event_id), "--reason", "any"),
+        )
+        again = await stack.episode(request)
+        verdict = again.status, again.outcome, again.reward, again.turns
+        assert verdict == (RolloutStatus.GRADED, Outcome.RESOLVED, 1.0, TURNS), event_id
+
+    assert len(completed) > 5
+    assert dict(stack.engine.times_sampled()) == before
+    await stack.nothing_left()
+
+
 async def _task_before(stack: Stack, request: RolloutRequest, activity: str) -> int:
     """The workflow task that scheduled `activity`: where a person would reset to."""
     for event in (await stack.handle(request).fetch_history()).events:

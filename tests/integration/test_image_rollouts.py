@@ -1,5 +1,6 @@
 """Stages of a rollout whose repository is in its image: neither agent nor tests meet the fix."""
 
+import hashlib
 import subprocess
 from pathlib import Path
 from typing import ClassVar
@@ -119,7 +120,11 @@ async def test_the_grading_sandbox_holds_the_base_only(services: Services) -> No
     data = b"diff --git a/code.py b/code.py\n"
     await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", data)
     ref = PatchRef(
-        key=f"{keys.attempt(REQUEST, 1)}/patch.diff", sha256="0" * 64, size=1, empty=False, files=1
+        key=f"{keys.attempt(REQUEST, 1)}/patch.diff",
+        sha256=hashlib.sha256(data).hexdigest(),
+        size=1,
+        empty=False,
+        files=1,
     )
     await checkpoints.write(services.store, f"{keys.attempt(REQUEST, 1)}/patch.json", ref)
     Looks.found.clear()

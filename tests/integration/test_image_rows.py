@@ -1,6 +1,7 @@
 """Rows whose tree is in an image, in their publishers' layouts: gold is 1, the base is 0, and the agent's
 sandbox shows neither tests nor fix."""
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -181,7 +182,8 @@ async def graded(services: Services, instance: Instance, patch: bytes, sample: i
     request = request_of(instance, sample).model_copy(update={"grade_empty_patch": True})
     key = f"{keys.attempt(request, 1)}/patch.diff"
     await services.store.put(key, patch)
-    ref = PatchRef(key=key, sha256="0" * 64, size=len(patch), empty=not patch, files=1)
+    digest = hashlib.sha256(patch).hexdigest()
+    ref = PatchRef(key=key, sha256=digest, size=len(patch), empty=not patch, files=1)
     await checkpoints.write(services.store, f"{keys.attempt(request, 1)}/patch.json", ref)
     attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
     await ActivityEnvironment().run(GradeInFreshSandbox(services).grade, attempt)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue
 
 from perdure.episodes.accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.segments import RewardShare, share
-from perdure.storage import keys
+from perdure.storage import keys, stored_json
 from perdure.types import (
     AgentEnd,
     EpisodeRef,
@@ -158,6 +158,8 @@ class Episode(Frozen):
     grade: Grade | None = None
     patch: PatchRef | None = None
     turns_key: str | None = None
+    damaged: tuple[str, ...] = ()
+    """Stored parts that did not read back when this episode was made: it lacks what they held."""
     tokens_key: str
     provenance: Provenance
 
@@ -252,6 +254,8 @@ class EpisodeParts:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     evictions: int = 0
     workflow_run_id: str = ""
+    damaged: Sequence[str] = ()
+    """Stored parts that did not read back."""
     earlier: Episode | None = None
     """The one that this episode replaces."""
 
@@ -274,6 +278,7 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         **_times(parts),
         earlier=(*parts.earlier.earlier, parts.earlier.as_earlier()) if parts.earlier else (),
         attempts=tuple(parts.attempts),
+        damaged=tuple(parts.damaged),
         tokens_key=keys.episode_tokens(request),
         provenance=_provenance(parts),
     )
@@ -386,13 +391,7 @@ def _version() -> str:
 
 def parse_episode(key: str, data: bytes) -> Episode:
     """Raises: ValueError, one line, when `data` is not an episode of this version."""
-    try:
-        return Episode.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        problem = f"`{where}`: {first['msg']}" if where else first["msg"]
-        raise ValueError(f"{key} is unreadable: {problem}") from error
+    return stored_json.decode(key, data, Episode)
 
 
 @dataclass(frozen=True)

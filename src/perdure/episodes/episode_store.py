@@ -13,7 +13,7 @@ from typing import TypeVar
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
 from perdure.episodes.segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
-from perdure.storage import keys
+from perdure.storage import keys, stored_json
 from perdure.storage.base import Reads, Store, Stored
 from perdure.types import RolloutRequest
 
@@ -39,7 +39,7 @@ async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episod
     if stored is not None and earlier is not None:
         await store.put_if_absent(earlier.as_earlier().key, stored.data)
     await store.put(episode.tokens_key, tokens)
-    data = episode.model_dump_json(indent=1).encode()
+    data = stored_json.encode(episode)
     try:
         if stored is not None:
             await store.put(episode.key, data, if_match=stored.etag)

@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from perdure.episodes.episode_store import episode_keys
+from perdure.storage import stored_json
 from perdure.storage.base import Store
 from perdure.types import Failure, Frozen, RolloutStatus
 
@@ -162,14 +163,15 @@ async def read_facts(store: Store, run_id: str) -> RunFacts:
     async for key, data in _episodes(store, run_id):
         try:
             found.append(parse_facts(data))
-        except ValidationError:
+        except ValueError:
             unreadable.append(key)
     found.sort(key=lambda one: (one.instance_id, one.sample_index))
     return RunFacts(run_id, tuple(found), tuple(sorted(unreadable)))
 
 
 def parse_facts(data: bytes) -> RolloutFacts:
-    """Raises: ValidationError."""
+    """Raises: ValueError."""
+    stored_json.check("episode.json", data)
     episode = _Episode.model_validate_json(data)
     grade = episode.grade or _Grade()
     booted, lost = _sandboxes(episode)

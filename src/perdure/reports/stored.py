@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from perdure.episodes.episode import parse_episode
 from perdure.errors import NotFound
-from perdure.storage import keys
+from perdure.storage import keys, stored_json
 from perdure.storage.base import Store
 from perdure.types import Grade, TestStatus
 
@@ -161,11 +161,15 @@ class _Reader:
 
     async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:
         """The last grade: a rollout that was reset has several."""
-        grades = [await self._read(key, Grade.model_validate_json) for key in keys]
+        grades = [await self._grade(key) for key in keys]
         return grades[-1] if grades else None
+
+    async def _grade(self, key: str) -> Grade | None:
+        return await self._read(key, lambda data: stored_json.decode(key, data, Grade))
 
     async def _json(self, key: str, *needed: str) -> dict[str, Any] | None:
         def read(data: bytes) -> dict[str, Any]:
+            stored_json.check(key, data)
             document = json.loads(data)
             missing = [f for f in needed if not isinstance(document, dict) or f not in document]
             if missing:

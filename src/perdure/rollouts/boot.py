@@ -1,15 +1,17 @@
 """The boot stage: refuse bad input, prepare the environment, boot the agent's sandbox."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import structlog
 from pydantic import JsonValue
 
 from perdure.client.asked import Identity
 from perdure.episodes.episode_store import read_episode
-from perdure.errors import InstanceError, NotFound, RateLimited, SandboxLost
+from perdure.errors import AttemptDamaged, InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders.diff.capture import BASE_GIT, prepare_capture
 from perdure.graders.image.image_setup import set_up_image
 from perdure.handlers import AgentHandler, runs_own_agent
@@ -27,6 +29,8 @@ from perdure.storage import keys
 from perdure.types import EpisodeRef, Frozen, RolloutStatus
 
 CHECKPOINT = "sandbox.json"
+
+log = structlog.get_logger()
 
 
 class BootRecord(Frozen):
@@ -62,14 +66,18 @@ async def boot(job: Job) -> Booted:
         attempt = await _last_captured(job)
         await identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
         return Booted(uri=uri, attempt=attempt)
-    while (earlier := await job.read(CHECKPOINT, BootRecord)) is not None:
-        if earlier.round < job.request.round:
-            job = job.next_attempt()
-            continue
-        if await _is_captured(job):
-            return Booted(uri=uri, attempt=job.attempt)
-        if await _may_live(job, earlier):
-            return _booted(job, uri, earlier)
+    while True:
+        try:
+            earlier = await job.read(CHECKPOINT, BootRecord)
+            if earlier is None:
+                break
+            if earlier.round >= job.request.round:
+                if await _is_captured(job):
+                    return Booted(uri=uri, attempt=job.attempt)
+                if await _may_live(job, earlier):
+                    return _booted(job, uri, earlier)
+        except AttemptDamaged as error:
+            log.warning("an attempt is passed over", error=str(error))
         # Its sandbox is gone and it left no diff: evidence, not a start. The same holds for every
         # attempt of an earlier workflow of this rollout that was cancelled or terminated.
         job = job.next_attempt()
@@ -81,9 +89,12 @@ async def boot(job: Job) -> Booted:
 
 async def sandbox_of(job: Job) -> str:
     """Identity of the sandbox that this attempt's agent has, or would have."""
-    record = await job.recall(CHECKPOINT, BootRecord)
-    if record is not None:
-        return record.identity
+    with contextlib.suppress(
+        AttemptDamaged
+    ):  # the names of both sandboxes that it may have are known
+        record = await job.recall(CHECKPOINT, BootRecord)
+        if record is not None:
+            return record.identity
     taking = keys.taking(job.request, job.attempt)
     taken = await taken_by(job.services.store, job.request.workflow_id, taking)
     return taken or job.agent_identity
@@ -122,7 +133,11 @@ def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
 async def _finished(job: Job) -> EpisodeRef | None:
     """The episode of a rollout that was graded in this round; one that failed or was cancelled may be
     played again."""
-    episode = await read_episode(job.services.store, job.request)
+    try:
+        episode = await read_episode(job.services.store, job.request)
+    except ValueError as error:  # damaged: its patch is graded again, and a new episode replaces it
+        log.warning("an episode is passed over", error=str(error))
+        return None
     if episode is None or episode.status is not RolloutStatus.GRADED:
         return None
     if episode.round < job.request.round:

@@ -4,24 +4,28 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from perdure.errors import NotFound
+from perdure.errors import AttemptDamaged, NotFound
+from perdure.storage import stored_json
 from perdure.storage.base import Store
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read(store: Store, key: str, model: type[Model]) -> Model | None:
-    """The checkpoint at `key`, or None when the step has not been done."""
+    """The checkpoint at `key`, or None when the step has not been done. Raises: AttemptDamaged."""
     try:
         stored = await store.get(key)
     except NotFound:
         return None
-    return model.model_validate_json(stored.data)
+    try:
+        return stored_json.decode(key, stored.data, model)
+    except stored_json.Damaged as error:
+        raise AttemptDamaged(f"{error}; a new attempt replays the recorded turns") from error
 
 
 async def write(store: Store, key: str, result: Model) -> Model:
     """Store `result` unless another try was first; return what is stored either way."""
-    if await store.put_if_absent(key, result.model_dump_json(indent=1).encode()):
+    if await store.put_if_absent(key, stored_json.encode(result)):
         return result
     winner = await read(store, key, type(result))
     return winner if winner is not None else result

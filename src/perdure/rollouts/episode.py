@@ -8,16 +8,17 @@ from perdure.apart.working import work
 from perdure.episodes.assembling import assemble
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
 from perdure.episodes.episode_store import read_episode, write_episode
-from perdure.errors import NotFound
+from perdure.errors import AttemptDamaged, Boundary, NotFound
 from perdure.instances import catalog
 from perdure.rollouts import checkpoints
 from perdure.rollouts import grade as grading
 from perdure.rollouts.boot import BootRecord
-from perdure.rollouts.messages import AgentRun, Ending
+from perdure.rollouts.checkpoints import Model
+from perdure.rollouts.messages import SANDBOX_LOST, AgentRun, Ending
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.telemetry import metrics
-from perdure.types import EpisodeRef, Grade, Instance, PatchRef, RolloutStatus
+from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
 
 async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
@@ -27,7 +28,7 @@ async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
         return earlier.ref(store.url)
     if earlier is not None and _keeps(earlier, ending):
         return earlier.ref(store.url).model_copy(update=_ended(ending))
-    parts = _bare(ending) if ending.bare else await _gather(store, ending)
+    parts = _bare(ending) if ending.bare else await _gathered(store, ending)
     parts = replace(parts, earlier=earlier)
     turns = await _turns(store, parts.turns_key) if parts.turns_key else None
     made = await work(assemble, parts, turns)
@@ -70,11 +71,30 @@ def _bare(ending: Ending) -> EpisodeParts:
     )
 
 
+async def _gathered(store: Store, ending: Ending) -> EpisodeParts:
+    """Without a verdict, if the stored one cannot be read: what else there is stays evidence."""
+    try:
+        return await _gather(store, ending)
+    except AttemptDamaged as error:
+        what = str(error).partition("; ")[0]
+        lost = Failure(
+            boundary=Boundary.STORE,
+            type=SANDBOX_LOST,
+            message=f"{what}; start the rollout again to have its patch graded again",
+        )
+        failed = {"status": RolloutStatus.FAILED, "failure": lost}
+        return await _gather(store, ending.model_copy(update=failed))
+
+
 async def _gather(store: Store, ending: Ending) -> EpisodeParts:
-    attempts = [await _attempt(store, ending, number) for number in range(1, ending.attempts + 1)]
+    """Raises: AttemptDamaged if there is no readable grade of a graded rollout."""
+    damaged: list[str] = []
+    numbers = range(1, ending.attempts + 1)
+    attempts = [await _attempt(store, ending, number, damaged) for number in numbers]
     last = attempts[-1] if attempts else None
     folder = keys.attempt(ending.request, ending.attempts)
-    grade = await _grade(store, ending, folder)
+    patch = await _evidence(store, f"{folder}/patch.json", PatchRef, damaged)
+    grade = await _grade(store, ending, folder, patch)
     stages = dict(last.seconds) if last else {}
     if grade is not None:
         stages["grade"] = round(grade.seconds, 3)
@@ -87,26 +107,48 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         instance=await _instance(store, ending),
         turns_key=f"{folder}/turns.parquet",
         agent_end=last.agent_end if last else None,
-        patch=await checkpoints.read(store, f"{folder}/patch.json", PatchRef),
+        patch=patch,
         grade=grade,
         failure=ending.failure,
         stage_seconds=stages,
         evictions=ending.evictions,
         workflow_run_id=ending.workflow_run_id,
+        damaged=damaged,
     )
 
 
-async def _grade(store: Store, ending: Ending, folder: str) -> Grade | None:
+async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:
+    """A checkpoint that decides nothing any more: a damaged one is told, and counts as absent."""
+    try:
+        return await checkpoints.read(store, key, model)
+    except AttemptDamaged as error:
+        damaged.append(str(error).partition("; ")[0])
+        return None
+
+
+async def _grade(store: Store, ending: Ending, folder: str, patch: PatchRef | None) -> Grade | None:
+    """The grade that the workflow's history has, also where a reset workflow has another run id.
+
+    Raises: AttemptDamaged.
+    """
     if ending.status is not RolloutStatus.GRADED:
         return None
-    key = f"{folder}/{grading.checkpoint(ending.workflow_run_id)}"
-    return await checkpoints.read(store, key, Grade)
+    key = f"{folder}/{ending.grade or grading.checkpoint(ending.workflow_run_id)}"
+    grade = await checkpoints.read(store, key, Grade)
+    problem = ""
+    if grade is None:
+        problem = "is gone"
+    elif patch is not None and grade.patch_sha256 not in ("", patch.sha256):
+        problem = "is the grade of another patch"
+    if problem:
+        raise AttemptDamaged(f"{key} {problem}")
+    return grade
 
 
-async def _attempt(store: Store, ending: Ending, number: int) -> AttemptSummary:
+async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]) -> AttemptSummary:
     folder = keys.attempt(ending.request, number)
-    boot = await checkpoints.read(store, f"{folder}/sandbox.json", BootRecord)
-    run = await checkpoints.read(store, f"{folder}/agent.json", AgentRun)
+    boot = await _evidence(store, f"{folder}/sandbox.json", BootRecord, damaged)
+    run = await _evidence(store, f"{folder}/agent.json", AgentRun, damaged)
     timed = [("boot", boot.seconds if boot else 0.0), ("agent", run.seconds if run else 0.0)]
     return AttemptSummary(
         attempt=number,

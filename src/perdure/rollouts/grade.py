@@ -1,11 +1,20 @@
 """The grade stage: the hidden tests, in a fresh sandbox that no agent has touched."""
 
 import asyncio
+import hashlib
 import itertools
 import time
 
 from perdure import tracing
-from perdure.errors import Boundary, GiveUp, NotFound, RateLimited, RetryHere, SandboxLost
+from perdure.errors import (
+    AttemptDamaged,
+    Boundary,
+    GiveUp,
+    NotFound,
+    RateLimited,
+    RetryHere,
+    SandboxLost,
+)
 from perdure.graders.base import Graded
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
 from perdure.graders.test_run import LostDuringTests, SilentDuringTests
@@ -39,12 +48,13 @@ class GradingSandboxesLost(GiveUp):
 
 
 async def grade(job: Job) -> GradedPatch:
-    """Raises: NotFound where no diff was captured; RetryHere; GradingSandboxesLost."""
+    """Raises: NotFound where no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost."""
     found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
     await job.grade_sandbox.admission.release()
     resolved = found.outcome is Outcome.RESOLVED
     failed = [] if resolved else failing(found.fail_to_pass, found.pass_to_pass)
     return GradedPatch(
+        stored_as=checkpoint(job.workflow_run_id),
         outcome=found.outcome,
         reward=found.reward,
         seconds=round(found.seconds, 3),
@@ -85,7 +95,7 @@ async def _grade(job: Job) -> Grade:
     if not needs_tests(job, patch):
         return _without_tests(job, patch)
     store = job.services.store
-    data = (await store.get(patch.key)).data
+    data = await _captured(job, patch)
     started = time.monotonic()
     numbers = itertools.count(1)
 
@@ -109,6 +119,21 @@ async def _grade(job: Job) -> Grade:
             "patch_sha256": patch.sha256,
             "seconds": time.monotonic() - started,
         }
+    )
+
+
+async def _captured(job: Job, patch: PatchRef) -> bytes:
+    """Raises: AttemptDamaged unless these are the bytes that were captured."""
+    try:
+        data = (await job.services.store.get(patch.key)).data
+    except NotFound:
+        problem = "is gone"
+    else:
+        if hashlib.sha256(data).hexdigest() == patch.sha256:
+            return data
+        problem = "is not the captured diff: its sha256 differs"
+    raise AttemptDamaged(
+        f"{patch.key} {problem}; a new attempt replays the recorded turns, and an earlier verdict stays"
     )
 
 

@@ -113,6 +113,8 @@ class GradedPatch(Frozen):
     failing: tuple[str, ...] = ()
     """The first tests that should pass and do not; `failing_count` counts all of them."""
     failing_count: int = 0
+    stored_as: str = ""
+    """Name of the stored grade, which a reset workflow keeps in its history."""
 
 
 class Ending(Frozen):
@@ -126,6 +128,8 @@ class Ending(Frozen):
     failure: Failure | None = None
     started_at: float
     """Unix seconds at which the workflow started."""
+    grade: str = ""
+    """Name of the stored grade that the workflow's history has."""
     bare: bool = False
     """Without what the stages left: an episode could not be made of that."""
 

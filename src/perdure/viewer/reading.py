@@ -11,8 +11,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from pydantic import ValidationError
-
 from perdure.episodes import turns_parquet
 from perdure.errors import NotFound, PerdureError
 from perdure.reports import stored
@@ -214,7 +212,7 @@ class Readings:
         key = f"{keys.rollout(run, instance, sample)}/episode.json"
         try:
             facts = parse_facts((await self.store.get(key)).data)
-        except (ValidationError, NotFound):
+        except (ValueError, NotFound):
             return replace(known, ending="unreadable"), ""
         return _of_facts(run, facts), files.seen
 

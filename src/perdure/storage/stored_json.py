@@ -1,0 +1,45 @@
+"""A model as a stored JSON file with the digest of its own text: a changed byte is noticed when it is read.
+
+The digest is the last field. A file without one was written by hand or by another program, and is read too.
+"""
+
+import hashlib
+import re
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
+DIGEST = re.compile(rb',\n "content_sha256": "([0-9a-f]{64})"\n}$')
+
+
+class Damaged(ValueError):
+    """The message names the object."""
+
+
+def encode(model: BaseModel) -> bytes:
+    text = model.model_dump_json(indent=1).encode()
+    digest = hashlib.sha256(text).hexdigest().encode()
+    return text.removesuffix(b"\n}") + b',\n "content_sha256": "' + digest + b'"\n}'
+
+
+def check(key: str, data: bytes) -> None:
+    """Raises: Damaged."""
+    found = DIGEST.search(data)
+    if found is None:
+        return
+    text = data[: found.start()] + b"\n}"
+    if hashlib.sha256(text).hexdigest().encode() != found[1]:
+        raise Damaged(f"{key} is unreadable: its sha256 differs")
+
+
+def decode(key: str, data: bytes, model: type[Model]) -> Model:
+    """Raises: Damaged, in one line."""
+    check(key, data)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        problem = f"`{where}`: {first['msg']}" if where else first["msg"]
+        raise Damaged(f"{key} is unreadable: {problem}") from error
