@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from perdure.errors import MissingDependency
+from perdure.installation import command_for_extra
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -66,7 +67,7 @@ def _quantiles(values: Sequence[float]) -> tuple[float, float]:
     try:
         import numpy as np
     except ModuleNotFoundError as error:
-        raise MissingDependency("numpy is missing: pip install 'perdure[report]'") from error
+        raise MissingDependency(f"numpy is missing: {command_for_extra('report')}") from error
     drawn = np.random.default_rng(SEED)
     data = np.asarray(values, dtype=np.float64)
     rows = max(1, CHUNK // len(values))
