@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from perdure.engines.pool.salvage import Salvage
-from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
 
 DEFAULT_MODEL = "policy"
 """Model name of the policy if the settings name none."""
@@ -67,6 +67,10 @@ class TokenEngine(Protocol):
 
 class ChatEngine(Protocol):
     """A hosted API without token ids: usable for evaluation, `trainable: false`."""
+
+    def check(self, rules: Sampling) -> None:
+        """Raises: Refused naming a sampling parameter that it does not have."""
+        ...
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""

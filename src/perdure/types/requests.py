@@ -29,7 +29,8 @@ was answered."""
 
 class Sampling(Request):
     """How the policy is sampled. Engines with token ids get exactly this: what an agent's request says
-    of the same fields counts only with `decided_by: agent`.
+    of the same fields counts only with `decided_by: agent`. A hosted API gets what differs from the
+    defaults; a field that it does not have is refused.
 
     Example:
         {"temperature": 0.8, "top_k": 50, "seed": 7}

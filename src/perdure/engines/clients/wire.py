@@ -17,7 +17,9 @@ import httpx
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.errors import Boundary, GatewayUnavailable
+from perdure.engines.hosted_sampling import check_hosted_sampling
+from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
+from perdure.types import Sampling
 
 PATIENCE_S = 120.0
 """Seconds for which one turn repeats a request to an engine that cannot be reached."""
@@ -78,6 +80,13 @@ class HostedApi(ABC):
         self._key_source = key_source
         self._patience_s = patience_s
         self.name = engine_name(self.kind, base_url)
+
+    def check(self, rules: Sampling) -> None:
+        """Raises: Refused naming a sampling parameter that it does not have."""
+        try:
+            check_hosted_sampling(rules, self.kind, self._root)
+        except ConfigurationError as error:
+            raise Refused(400, "engine_refused", str(error)) from None
 
     @abstractmethod
     def _headers_of(self, api_key: str) -> dict[str, str]: ...
