@@ -34,6 +34,13 @@ from tests.workflows import dev_server
 from workers.orchestration import checking_runner, workflow_worker
 
 SILENT_S = 6.0
+KEEP_ALIVE = """
+import asyncio
+from perdure.settings.load import load_settings
+from workers.host.life_kept import keep_alive
+asyncio.run(keep_alive(load_settings()))
+"""
+"""What a worker does for its host's signs of life."""
 
 
 @dataclass
@@ -91,7 +98,7 @@ class Host:
     @contextmanager
     def alive(self) -> Iterator[None]:
         """Its process is there; at the end it is killed without a goodbye."""
-        with (self.settings.home / "life.log").open("ab") as log:
+        with (self.settings.home / "logs" / "life.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "workers.host.life"], cwd=ROOT, stdout=log, stderr=log
             )
@@ -135,7 +142,7 @@ class Host:
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     with held_ports.held(1) as (port,):
         home = tmp_path / "home"
-        home.mkdir()
+        (home / "logs").mkdir(parents=True)
         for name, value in {
             "PERDURE_HOME": str(home),
             "PERDURE_STORE": str(tmp_path / "store"),
@@ -183,13 +190,35 @@ async def test_a_restored_server_learns_the_hosts_later_term(host: Host) -> None
     assert _ended(host) == ended
 
 
+async def test_a_process_of_the_old_address_is_replaced(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack was killed and started on other ports: the host serves its term there with its sandboxes."""
+    monkeypatch.setenv("PERDURE_HOST__SILENT_S", "24")
+    with host.alive(), held_ports.held(1) as (port,):
+        async with host.served() as client:
+            await host.serves(client)
+        host.port = port
+        monkeypatch.setenv("TEMPORAL_ADDRESS", f"127.0.0.1:{port}")
+        worker = subprocess.Popen([sys.executable, "-c", KEEP_ALIVE], cwd=ROOT)
+        try:
+            async with host.served() as client:
+                await host.serves(client, 0)
+        finally:
+            worker.kill()
+            worker.wait()
+            host_life.end(host.settings)
+
+    assert _ended(host) == 0
+
+
 async def _is_lost(host: Host, client: Client) -> bool:
     return (await host.state(client)).lost
 
 
 def _ended(host: Host) -> int:
     """How often it ended its sandboxes."""
-    return (host.settings.home / "life.log").read_text().count("ended the sandboxes")
+    return (host.settings.home / "logs" / "life.log").read_text().count("ended the sandboxes")
 
 
 async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:
