@@ -101,7 +101,7 @@ def as_sentence(error: ActivityError) -> ApplicationError:
     return ApplicationError(failure.message, type=failure.type, non_retryable=True)
 
 
-def invalid_result(activity: str, expected: str, why: str) -> ActivityError:
+def invalid_result(activity: str, expected: str, why: ValidationError) -> ActivityError:
     """The error of an activity that was completed by hand with something else."""
     error = ActivityError(
         "the result is invalid",
@@ -112,7 +112,11 @@ def invalid_result(activity: str, expected: str, why: str) -> ActivityError:
         activity_id="",
         retry_state=None,
     )
-    message = f"{activity} was completed with something that is no {expected}: {why}"
+    first = why.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = (
+        f"{activity} was completed with something that is no {expected}: {place} {first['msg']}"
+    )
     error.__cause__ = ApplicationError(
         message, Boundary.WORKER.value, type="InvalidResult", non_retryable=True
     )

@@ -45,6 +45,6 @@ async def ordered(
         try:
             return TypeAdapter(result).validate_python(raw)
         except ValidationError as error:
-            invalid = invalid_result(activity, result.__name__, str(error))
+            invalid = invalid_result(activity, result.__name__, error)
         if not cleaning:
             raise invalid

@@ -1,14 +1,18 @@
 """What a person does by hand on a workflow: wrong signals, and activities completed with anything."""
 
 import asyncio
+from uuid import uuid4
 
 import pytest
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client
 
-from perdure.client.api import Perdure
+from perdure.client.api import Perdure, RunHandle
 from perdure.rollouts.messages import AgentRun, Attempt
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import until
+from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -88,3 +92,56 @@ async def test_an_agent_completed_by_hand_with_anything_has_no_verdict(
     assert ending.failure is not None
     assert ending.failure.type == "InvalidResult"
     assert "run_agent was completed with something that is no AgentRun" in ending.failure.message
+
+
+async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -> None:
+    """Its waiter gets the result of the next execution; rollouts in flight count as running there."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-1", "toy/add-2")
+    run = await Perdure(client).start_run(
+        RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    )
+    result = asyncio.create_task(run.result())
+    await gate.until_running(2)
+    first = (await run.handle.describe()).run_id
+    await _reset(client, run.handle.id)
+    await until(lambda: _is_another(run, first), "the next execution plays")
+    seen = await run.progress()
+    gate.open.set()
+    summary = await result
+
+    assert "failed" not in seen.by_status
+    assert summary["rollouts"] >= 2
+
+
+async def _is_another(run: RunHandle, first: str | None) -> bool:
+    """Whether the execution after the reset has tried to start its rollouts."""
+    described = await run.handle.describe()
+    if described.run_id == first:
+        return False
+    history = await run.handle.fetch_history()
+    return any(
+        event.HasField("start_child_workflow_execution_failed_event_attributes")
+        or event.HasField("child_workflow_execution_started_event_attributes")
+        for event in history.events
+    )
+
+
+async def _reset(client: Client, workflow_id: str) -> None:
+    """To its first workflow task, as `temporal workflow reset --type FirstWorkflowTask`."""
+    history = await client.get_workflow_handle(workflow_id).fetch_history()
+    task = next(
+        event.event_id
+        for event in history.events
+        if event.HasField("workflow_task_completed_event_attributes")
+    )
+    await client.workflow_service.reset_workflow_execution(
+        ResetWorkflowExecutionRequest(
+            namespace=client.namespace,
+            workflow_execution=WorkflowExecution(workflow_id=workflow_id),
+            reason="probe",
+            workflow_task_finish_event_id=task,
+            request_id=str(uuid4()),
+        )
+    )
