@@ -36,8 +36,8 @@ class FinishedGroup:
 
     @property
     def trainable_tokens(self) -> int:
-        """Sampled tokens of the graded episodes whose tokens are exact."""
-        return sum(e.tokens for e in self.episodes if e.trainable and e.reward is not None)
+        """Trained tokens of the graded episodes whose tokens are exact."""
+        return sum(e.trained_tokens for e in self.episodes if e.trainable and e.reward is not None)
 
     @property
     def has_signal(self) -> bool:

@@ -9,10 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from perdure.engines.pool.salvage import Salvage
-from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
 
-DEFAULT_MODEL = "policy"
-"""Model name of the policy if the settings name none."""
 TOO_STALE = "policy_too_stale"
 """Error code if every engine serves newer weights than the session's group accepts."""
 
@@ -37,6 +35,10 @@ class Completion(NamedTuple):
     engines: Sequence[EngineSpan] = ()
     waited_s: float = 0.0
     """Seconds in which it was on no engine."""
+    asked_model: str = ""
+    """The name in the request."""
+    model: str = ""
+    """The model that answered, as the engine names it."""
 
 
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
@@ -68,9 +70,8 @@ class TokenEngine(Protocol):
 class ChatEngine(Protocol):
     """A hosted API without token ids: usable for evaluation, `trainable: false`."""
 
-    def check(self, rules: Sampling) -> None:
-        """Raises: Refused naming a sampling parameter that it does not have."""
-        ...
+    model: str
+    """The name in every request; empty: the request's own."""
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""

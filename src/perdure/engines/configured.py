@@ -8,7 +8,7 @@ import contextlib
 
 import httpx
 
-from perdure.engines.base import DEFAULT_MODEL, Engine, HostedEngine
+from perdure.engines.base import Engine, HostedEngine
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import engine_name
@@ -19,6 +19,7 @@ from perdure.engines.state import EngineSpec, name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
 from perdure.settings import environment
 from perdure.settings.tree import Settings
+from perdure.types import DEFAULT_MODEL
 
 KINDS = ("vllm", "sglang", "openai", "anthropic")
 TOKENS = ("auto", "vllm", "sglang")

@@ -45,7 +45,7 @@ each prompt; two logprobs nearer than the second are one, apart from rounding.""
 
 
 class Finding(NamedTuple):
-    """The state an engine was found in. `start_id` and `version`: as the engine reports them."""
+    """The state an engine was found in. `start_id`, `version` and `model`: as the engine reports them."""
 
     state: EngineState
     reason: str = ""

@@ -1,13 +1,17 @@
 """Which engine the settings name, and what its endpoint says that it serves: part of a run's identity."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perdure.errors import ConfigurationError
 from perdure.settings import environment
 from perdure.settings.tree import Settings
+from perdure.types import DEFAULT_MODEL
 
 ASK_S = 5.0
+LISTED = 6
+"""Models that an error names."""
 
 
 def configured_engine(settings: Settings) -> str:
@@ -29,19 +33,48 @@ def engine_settings(settings: Settings) -> dict[str, str]:
     }
 
 
-async def reported(settings: Settings, named: Mapping[str, str]) -> dict[str, str]:
-    """Model, revision and tokenizer. `named`: as of `engine_settings`.
+async def reported(
+    settings: Settings, named: Mapping[str, str], asked: str = DEFAULT_MODEL
+) -> dict[str, str]:
+    """Model, revision and tokenizer. `named`: as of `engine_settings`; `asked`: as the request says.
 
-    What the endpoint does not say is left out; nothing is said where no engine is named.
+    What the endpoint does not say is left out; nothing is said where no engine is named. Raises:
+    ConfigurationError if the request, the settings and the endpoint contradict each other.
     """
-    url, model = named.get("url", ""), named.get("model", "")
+    url, setting = named.get("url", ""), named.get("model", "")
     served = await _served(url.split(",")[0].partition("=")[0].strip(), settings)
+    _check_model("" if asked == DEFAULT_MODEL else asked, setting, url, served)
+    model = setting or ("" if asked == DEFAULT_MODEL else asked)
     of_name = [one for one in served if one.get("id") == model]
     one = (of_name or served or [{}])[0]
     found = {"engine.model": model or one.get("id"), "engine.root": one.get("root")}
     if served:
         found["engine.tokenizer"] = named.get("tokenizer")
     return {name: value for name, value in found.items() if isinstance(value, str) and value}
+
+
+def _check_model(asked: str, setting: str, url: str, served: Sequence[Mapping[str, Any]]) -> None:
+    """A dated or shortened name is no contradiction: the turns record what answers."""
+    roots = {str(one.get("root")) for one in served if setting and one.get("id") == setting}
+    if asked and setting and asked not in {setting, *roots}:
+        raise ConfigurationError(
+            f"--model {asked} contradicts the engine's setting, which asks for {setting} in every"
+            " call: leave one of --model and PERDURE_ENGINE__MODEL out"
+        )
+    names = [str(one[key]) for one in served for key in ("id", "root") if one.get(key)]
+    wanted = setting or asked
+    if wanted and names and not any(_alike(wanted, name) for name in names):
+        some = ", ".join(dict.fromkeys(names[:LISTED]))
+        how = "PERDURE_ENGINE__MODEL" if setting else "--model"
+        raise ConfigurationError(
+            f"{url} serves no model {wanted}: name one that it lists with {how} (such as {some})"
+        )
+
+
+def _alike(one: str, other: str) -> bool:
+    """`gpt-x` and `gpt-x-2026-01-01`, `org/name` and `name`."""
+    short, long = sorted((name.lower().rpartition("/")[2] for name in (one, other)), key=len)
+    return bool(short) and long.startswith(short)
 
 
 async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:

@@ -18,8 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from perdure.engines.base import DEFAULT_MODEL
-from perdure.types import FinishReason
+from perdure.types import DEFAULT_MODEL, FinishReason
 
 PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs", "stream_interval"})
 """Parameters of vLLM's wire that do not change what is sampled."""

@@ -3,11 +3,21 @@
 One function on bytes, for a process of its own: 200 turns of 100k tokens take a second and 250 MB.
 """
 
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.episodes import lean_arrow, segments
-from perdure.episodes.episode import Episode, EpisodeParts, build_episode
+from perdure.episodes.episode import (
+    AttemptSummary,
+    Episode,
+    EpisodeParts,
+    build_episode,
+    usage_by_model,
+)
+from perdure.types import Turn
 
 
 class Assembled(NamedTuple):
@@ -17,8 +27,11 @@ class Assembled(NamedTuple):
     tokens: bytes
 
 
-def assemble(parts: EpisodeParts, turns: bytes | None) -> Assembled:
+def assemble(
+    parts: EpisodeParts, turns: bytes | None, discarded: Mapping[int, bytes] = MappingProxyType({})
+) -> Assembled:
     """`parts`: without turns; `turns`: the content of `turns.parquet`, None if there is no such file.
+    `discarded`: the same of attempts that no longer count, by their number.
 
     Raises: ValueError when that is no turns file, or grade and status contradict each other.
     """
@@ -28,6 +41,25 @@ def assemble(parts: EpisodeParts, turns: bytes | None) -> Assembled:
 
     recorded = decode(turns) if turns is not None else []
     parts = replace(parts, turns=recorded, turns_key=parts.turns_key if recorded else None)
+    parts = replace(parts, attempts=_bought(parts, recorded, discarded, decode))
     cut = segments.cut(recorded)
     episode = build_episode(parts, cut)
     return Assembled(episode, encode_segments(episode, cut))
+
+
+def _bought(
+    parts: EpisodeParts,
+    last: Sequence[Turn],
+    discarded: Mapping[int, bytes],
+    decode: Callable[[bytes], list[Turn]],
+) -> list[AttemptSummary]:
+    """The attempts, each discarded one with the calls that only it used: a replayed one was bought once."""
+    replayed = {turn.replayed_from.rpartition("-")[2] for turn in last if turn.replayed_from}
+    found = {}
+    for number, data in discarded.items():
+        with contextlib.suppress(ValueError):  # a file of no use to the attempt that counts
+            kept = (turn for turn in decode(data) if not turn.replayed_from)
+            # a session's name ends with the number of its attempt
+            bought = [turn for turn in kept if f"{number}/{turn.index}" not in replayed]
+            found[number] = usage_by_model(bought)
+    return [one.model_copy(update={"bought": found.get(one.attempt, ())}) for one in parts.attempts]

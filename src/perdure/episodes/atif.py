@@ -46,8 +46,8 @@ def _chain(episode: Episode, name: str, turns: Sequence[Turn]) -> Fields:
     offered = next((turn.tools for turn in reversed(turns) if turn.tools), "[]")
     agent = {
         "name": episode.agent,
-        "version": f"perdure {episode.provenance.perdure_version}",
-        "model_name": episode.provenance.model,
+        "version": episode.provenance.agent_version or "unknown",
+        "model_name": ", ".join(episode.models),
     }
     if tools := json.loads(offered):
         agent["tool_definitions"] = tools
@@ -104,6 +104,8 @@ def _answered(turn: Turn) -> Fields:
         metrics["completion_token_ids"] = list(turn.completion_ids)
         metrics["logprobs"] = list(turn.logprobs)
     step = {**_said(json.loads(turn.answer or "{}")), "metrics": metrics, "llm_call_count": 1}
+    if turn.model:
+        step["model_name"] = turn.model
     if turn.started_at:
         step["timestamp"] = datetime.fromtimestamp(turn.started_at, UTC).isoformat()
     step["extra"] = {"turn": turn.index, "finish_reason": turn.finish_reason.value}

@@ -8,16 +8,19 @@ import functools
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
+from perdure.agents.locked_version import locked_version
 from perdure.episodes.accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.segments import RewardShare, share
 from perdure.storage import keys, stored_json
 from perdure.types import (
+    DEFAULT_MODEL,
+    GIVEN_PATCHES,
     AgentEnd,
     EpisodeRef,
     Failure,
@@ -37,6 +40,37 @@ from perdure.types import (
 )
 
 
+class ModelUsage(Frozen):
+    """What one model answered. Of an engine that names no model, `model` is the one asked for."""
+
+    model: str
+    asked_model: str = ""
+    turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+def usage_by_model(turns: Iterable[Turn]) -> tuple[ModelUsage, ...]:
+    """By the model that answered, the most used one first."""
+    found: dict[tuple[str, str], list[Turn]] = {}
+    for turn in turns:
+        name = turn.model or turn.asked_model
+        found.setdefault((name, turn.asked_model), []).append(turn)
+    made = [
+        ModelUsage(
+            model=name,
+            asked_model=asked,
+            turns=len(mine),
+            prompt_tokens=sum(turn.prompt_tokens for turn in mine),
+            cached_tokens=sum(turn.usage.cached_tokens for turn in mine if turn.usage),
+            sampled_tokens=sum(turn.sampled_tokens for turn in mine),
+        )
+        for (name, asked), mine in found.items()
+    ]
+    return tuple(sorted(made, key=lambda one: -one.turns))
+
+
 class AttemptSummary(Frozen):
     """One sandbox in which the rollout was tried, and the keys of its evidence."""
 
@@ -48,6 +82,8 @@ class AttemptSummary(Frozen):
     turns: int = 0
     tokens: int = 0
     """Sampled tokens."""
+    bought: tuple[ModelUsage, ...] = ()
+    """Of an attempt that does not count: the calls that it sampled and did not replay."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage: boot, agent, ..."""
     evidence: tuple[str, ...] = ()
@@ -81,14 +117,28 @@ class EarlierVerdict(Frozen):
     """Its whole episode in the store."""
 
 
+UNNAMED = "unnamed"
+"""A model whose engine gives it no name of its own."""
+
+
+def models_of(turns: int, answered: Iterable[str], given: str) -> tuple[str, ...]:
+    """The models of an episode for people. `given`: the one said to have made a given patch."""
+    names = [*answered] if turns else [given] if given else []
+    named = dict.fromkeys(name for name in names if name not in ("", DEFAULT_MODEL))
+    return tuple(named) or ((UNNAMED,) if turns else ())
+
+
 class Provenance(Frozen):
     """The inputs that would reproduce this episode."""
 
     perdure_version: str
     agent: str
+    agent_version: str = ""
+    """Of the program that Perdure installs; empty: it installs none."""
     agent_options: dict[str, JsonValue] = Field(default_factory=dict)
     sandbox: str
     model: str
+    """As the request names it; `Episode.usage` has the models that answered."""
     sampling: Sampling
     engines: tuple[str, ...] = ()
     instance_sha256: str = ""
@@ -130,6 +180,8 @@ class Episode(Frozen):
     cached_tokens: int = 0
     """Those that a hosted API read from its cache."""
     sampled_tokens: int = 0
+    usage: tuple[ModelUsage, ...] = ()
+    """By the model that answered."""
     turn_tokens: tuple[tuple[int, int], ...] = ()
     """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
@@ -170,6 +222,12 @@ class Episode(Frozen):
     @property
     def agent(self) -> str:
         return self.provenance.agent
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that answered, or are said to have made a given patch; empty: none was called."""
+        given = self.provenance.model if self.agent == GIVEN_PATCHES else ""
+        return models_of(self.turns, [one.model for one in self.usage], given)
 
     @property
     def round(self) -> int:
@@ -220,7 +278,9 @@ class Episode(Frozen):
             seconds=round(self.seconds, 3),
             agent_end=self.agent_end,
             turns=self.turns,
+            model=", ".join(self.models),
             tokens=self.sampled_tokens,
+            trained_tokens=self.trained_tokens if self.trainable else 0,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             trainable=self.trainable,
@@ -338,6 +398,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "cached_tokens": sum(turn.usage.cached_tokens for turn in turns if turn.usage),
         "sampled_tokens": sum(turn.sampled_tokens for turn in turns),
+        "usage": usage_by_model(turns),
         "turn_tokens": tuple((turn.prompt_tokens, turn.sampled_tokens) for turn in turns),
         "trained_tokens": sum(sum(segment.loss_mask) for segment in segments),
         "policy_version_min": min(versions, default=None),
@@ -355,6 +416,7 @@ def _provenance(parts: EpisodeParts) -> Provenance:
     return Provenance(
         perdure_version=_version(),
         agent=request.agent,
+        agent_version=locked_version(request.agent),
         agent_options=request.agent_options,
         sandbox=request.sandbox,
         model=request.model,

@@ -258,7 +258,7 @@ class _Exporter:
         if episode.status is not RolloutStatus.GRADED:
             raise _Left(f"not graded ({episode.status.value})")
         return {
-            "model_name_or_path": f"{episode.agent}-{episode.provenance.model}",
+            "model_name_or_path": "-".join([episode.agent, *episode.models]),
             "instance_id": episode.instance_id,
             "model_patch": await self._patch(episode),
         }

@@ -12,7 +12,6 @@ from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import scan_run
 from perdure.episodes.export import ExportReport, export_run
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.installation import command_for_packages
 from perdure.instances.rows.readers import hub_is_away
 from perdure.storage.base import Store
 
@@ -31,12 +30,14 @@ configs:
 - `rollouts`: one row for each rollout: how it ended, its reward, turns, tokens and seconds
 - `sft`: one row for each conversation of a graded rollout: messages, tools as JSON text, reward
 
-Written by Perdure {version} from the gateway's own record.
+Written by [Perdure](https://pypi.org/project/perdure/) {version} from the gateway's own record.
 """
 CONFIG = """\
 - config_name: {name}
   data_files: data/{name}.jsonl
 """
+DEFAULT = "  default: true\n"
+"""Of the config before it: what `load_dataset` opens when no config is named."""
 COLUMNS = {
     *("instance", "sample_index", "agent", "status", "outcome", "reward", "turns", "seconds"),
     *("prompt_tokens", "cached_tokens", "sampled_tokens", "trainable", "started_at"),
@@ -65,7 +66,7 @@ def push(folder: Path, repository: str) -> str:
         from huggingface_hub import HfApi
     except ImportError:
         raise MissingDependency(
-            f"--push needs huggingface_hub: {command_for_packages('huggingface_hub')}"
+            "--push needs huggingface_hub: pip install huggingface_hub"
         ) from None
     kept = f"{folder} is written, and not pushed to {repository}"
     if away := hub_is_away():
@@ -86,7 +87,7 @@ def _row(episode: Episode) -> dict[str, Any]:
     row = episode.model_dump(mode="json", include=COLUMNS)
     failure = episode.failure
     told = f"{failure.boundary.value}: {failure.message}" if failure else None
-    return {**row, "model": episode.provenance.model, "failure": told}
+    return {**row, "model": ", ".join(episode.models), "failure": told}
 
 
 def _text_of_tools(file: Path) -> None:
@@ -100,11 +101,13 @@ def _text_of_tools(file: Path) -> None:
 
 def _card(run_id: str, episodes: list[Episode], names: list[str]) -> str:
     return CARD.format(
-        configs="".join(CONFIG.format(name=name) for name in names),
+        configs="".join(CONFIG.format(name=name) for name in names[:1])
+        + DEFAULT
+        + "".join(CONFIG.format(name=name) for name in names[1:]),
         run_id=run_id,
         rollouts=len(episodes),
         agents=", ".join(sorted({one.agent for one in episodes})),
-        models=", ".join(sorted({one.provenance.model for one in episodes})),
+        models=", ".join(sorted({name for one in episodes for name in one.models})) or "none",
         instances=len({one.instance for one in episodes}),
         datasets=", ".join(sorted({one.instance.split("/", 1)[0] for one in episodes})),
         resolved=sum(one.outcome == "resolved" for one in episodes),

@@ -34,9 +34,15 @@ class Counted:
     attempts: int
     trainable: bool
     turns: int
+    models: tuple[str, ...]
     prompt_tokens: int
+    cached_tokens: int
     sampled_tokens: int
     trained_tokens: int
+    discarded_prompt_tokens: int
+    discarded_sampled_tokens: int
+    played_again: bool
+    """It had a verdict before, in an earlier attempt."""
     seconds: float
     stage_seconds: Mapping[str, float]
     engine_seconds: float
@@ -46,18 +52,28 @@ class Counted:
 SAME = [  # fields that an episode has under the same name
     field.name
     for field in fields(Counted)
-    if field.name not in {"verification", "calibration", "attempts"}
+    if field.name
+    not in {
+        *("verification", "calibration", "attempts", "played_again"),
+        *("discarded_prompt_tokens", "discarded_sampled_tokens"),
+    }
 ]
 
 
 def counted(episode: Episode) -> Counted:
     grade = episode.grade
+    bought = [use for attempt in episode.attempts for use in attempt.bought]
     known = grade.calibration.value if grade and grade.calibration else NOT_CALIBRATED
     return Counted(
         **{name: getattr(episode, name) for name in SAME},
         verification=grade.verification.state if grade and grade.verification else None,
         calibration=known if grade else None,
         attempts=len(episode.attempts),
+        discarded_prompt_tokens=sum(one.prompt_tokens for one in bought),
+        discarded_sampled_tokens=sum(one.sampled_tokens for one in bought),
+        played_again=any(
+            one.outcome and one.attempt < len(episode.attempts) for one in episode.earlier
+        ),
     )
 
 
@@ -87,6 +103,10 @@ def build_manifest(run_id: str, episodes: Sequence[Counted]) -> dict[str, Any]:
         "failures_by_boundary": count(e.failure.boundary.value for e in episodes if e.failure),
         "attempts": sum(episode.attempts for episode in episodes),
         "trainable": sum(episode.trainable for episode in episodes),
+        "models": sorted({name for episode in episodes for name in episode.models}),
+        "played_again": sum(episode.played_again for episode in graded),
+        "discarded_prompt_tokens": sum(one.discarded_prompt_tokens for one in episodes),
+        "discarded_sampled_tokens": sum(one.discarded_sampled_tokens for one in episodes),
         "turns": sum(episode.turns for episode in episodes),
         "prompt_tokens": sum(episode.prompt_tokens for episode in episodes),
         "sampled_tokens": sum(episode.sampled_tokens for episode in episodes),

@@ -23,8 +23,8 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter
 
-from perdure.engines.base import DEFAULT_MODEL, Wait
-from perdure.types import Frozen, Sampling
+from perdure.engines.base import Wait
+from perdure.types import DEFAULT_MODEL, Frozen, Sampling
 
 STORE_AWAY = "store_unavailable"
 """Code of an error answer: the store is away, and the gateway itself is not."""

@@ -25,7 +25,6 @@ from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure, RolloutHandle
 from perdure.client.server import given_address
 from perdure.client.sync import LoopThread
-from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.state import EngineSpec
 from perdure.episodes import turns_parquet
@@ -40,7 +39,7 @@ from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings, SlotSettings
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
-from perdure.types import EpisodeRef, RolloutStatus, Slug
+from perdure.types import DEFAULT_MODEL, EpisodeRef, RolloutStatus, Slug
 
 logger = logging.getLogger(__name__)
 Address = str | tuple[str, float]

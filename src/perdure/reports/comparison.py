@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perdure.reports.facts import RunFacts
-from perdure.reports.statistics import Interval, interval, sign_test
+from perdure.reports.facts import RESOLVED, RunFacts
+from perdure.reports.statistics import Interval, difference_interval, sign_test
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
         first=first.run_id,
         second=second.run_id,
         instances=len(both),
-        difference=interval(differences),
+        difference=difference_interval(differences),
         won=len(won),
         lost=len(lost),
         p=sign_test(len(won), len(lost)),
@@ -53,6 +53,16 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
 def shares(run: RunFacts) -> dict[str, float]:
     """Instance id -> the share of its graded samples that are resolved."""
     return {name: sum(tried) / len(tried) for name, tried in tries_of(run).items()}
+
+
+def first_tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
+    """As `tries_of`, by each rollout's first verdict, before it was played again."""
+    tries: dict[str, list[bool]] = {}
+    for one in run.rollouts:
+        if one.graded:
+            first = (*one.earlier_outcomes, one.outcome)[0]
+            tries.setdefault(one.instance_id, []).append(first == RESOLVED)
+    return tries
 
 
 def tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from perdure.episodes.episode import models_of
 from perdure.episodes.episode_store import episode_keys
 from perdure.storage import stored_json
 from perdure.storage.base import Store
-from perdure.types import Failure, Frozen, RolloutStatus
+from perdure.types import DEFAULT_MODEL, GIVEN_PATCHES, Failure, Frozen, RolloutStatus
 
 AT_ONCE = 32
 """Episodes that are read at a time."""
@@ -24,8 +25,19 @@ RESOLVED = "resolved"
 BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
 
 
+class Usage(Frozen):
+    """Tokens of one model's calls."""
+
+    model: str
+    asked_model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+
 class _Attempt(Frozen):
     provider: str = ""
+    bought: tuple[Usage, ...] = ()
     agent_end: str | None = None
     evidence: tuple[str, ...] = ()
 
@@ -67,6 +79,7 @@ class _Episode(Frozen):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
+    usage: tuple[Usage, ...] = ()
     turn_tokens: tuple[tuple[int, int], ...] = ()
     policy_version_min: int | None = None
     policy_version_max: int | None = None
@@ -91,7 +104,16 @@ class RolloutFacts:
     """Its reference, `<dataset>/<instance_id>`."""
     sample_index: int
     agent: str
-    model: str
+    models: tuple[str, ...]
+    """That answered; empty: none was called."""
+    asked_models: tuple[str, ...]
+    """What they were asked for as, where that differs."""
+    usage: tuple[Usage, ...]
+    """Tokens of the attempt that counts, by the model that answered."""
+    discarded: tuple[Usage, ...]
+    """Tokens that earlier attempts bought."""
+    earlier_outcomes: tuple[str, ...]
+    """Of the same sample before it was played again, the oldest first."""
     status: RolloutStatus
     outcome: str | None
     reward: float | None
@@ -175,12 +197,17 @@ def parse_facts(data: bytes) -> RolloutFacts:
     episode = _Episode.model_validate_json(data)
     grade = episode.grade or _Grade()
     booted, lost = _sandboxes(episode)
+    models = models_of(episode.turns, [one.model for one in episode.usage], _given(episode))
     return RolloutFacts(
         instance_id=episode.instance.split("/", 1)[1],
         instance=episode.instance,
         sample_index=episode.sample_index,
         agent=episode.provenance.agent,
-        model=episode.provenance.model,
+        models=models,
+        asked_models=_asked(episode, models),
+        usage=episode.usage,
+        discarded=tuple(one for attempt in episode.attempts for one in attempt.bought),
+        earlier_outcomes=_replayed(episode),
         status=episode.status,
         outcome=episode.outcome,
         reward=episode.reward,
@@ -208,6 +235,25 @@ def parse_facts(data: bytes) -> RolloutFacts:
         official=grade.official or episode.outcome,
         unverified=_unverified(episode.outcome, grade.verification),
     )
+
+
+def _asked(episode: _Episode, answered: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that the request or a call asked for, and under which nothing answered."""
+    if not episode.turns:
+        return ()
+    names = dict.fromkeys((episode.provenance.model, *(one.asked_model for one in episode.usage)))
+    return tuple(one for one in names if one not in ("", DEFAULT_MODEL, *answered))
+
+
+def _given(episode: _Episode) -> str:
+    told = episode.provenance
+    return told.model if told.agent == GIVEN_PATCHES else ""
+
+
+def _replayed(episode: _Episode) -> tuple[str, ...]:
+    """Outcomes of earlier plays: verdicts of an earlier attempt. One of the same attempt was a grading."""
+    now = len(episode.attempts)
+    return tuple(one.outcome for one in episode.earlier if one.outcome and one.attempt < now)
 
 
 def _unverified(outcome: str | None, found: _Verification | None) -> str | None:

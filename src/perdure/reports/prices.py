@@ -8,21 +8,18 @@ Example:
 """
 
 import fnmatch
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from perdure.episodes.episode import models_of
 from perdure.errors import ConfigurationError
-from perdure.reports.facts import RolloutFacts
+from perdure.reports.facts import RolloutFacts, Usage
 from perdure.types import Price
-
-
-def cost(price: Price, rollout: RolloutFacts) -> float:
-    """Dollars of all model calls of a rollout's last attempt."""
-    return price.of(rollout.prompt_tokens, rollout.cached_tokens, rollout.sampled_tokens)
 
 
 @dataclass(frozen=True)
@@ -37,6 +34,27 @@ class Prices:
             if any(name and fnmatch.fnmatchcase(name, glob) for name in names):
                 return price
         return None
+
+    def of_usage(self, usage: Usage) -> Price | None:
+        """The price of the model that answered, else of the name that it was asked for as."""
+        return self.of(usage.model) or self.of(usage.asked_model)
+
+    def cost(self, rollout: RolloutFacts) -> float:
+        """Dollars of all its model calls, those of discarded attempts included.
+
+        A model without a price costs nothing: `missing` names it.
+        """
+        return math.fsum(
+            price.of(one.prompt_tokens, one.cached_tokens, one.sampled_tokens)
+            for one in (*rollout.usage, *rollout.discarded)
+            if (price := self.of_usage(one)) is not None
+        )
+
+    def missing(self, rollouts: Iterable[RolloutFacts]) -> list[str]:
+        """The models that answered and have no price here."""
+        used = (one for rollout in rollouts for one in (*rollout.usage, *rollout.discarded))
+        without = {one.model for one in used if self.of_usage(one) is None}
+        return sorted(models_of(1, without, "")) if without else []
 
 
 def read_prices(path: Path) -> Prices:

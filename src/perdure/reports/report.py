@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perdure.reports.bounds import Bounds
-from perdure.reports.comparison import tries_of
+from perdure.reports.comparison import first_tries_of, tries_of
 from perdure.reports.facts import RESOLVED, RolloutFacts, RunFacts
 from perdure.reports.failures import FailureGroup, failure_groups
-from perdure.reports.prices import cost
-from perdure.reports.statistics import Interval, pass_curve, quantile
-from perdure.types import Price
+from perdure.reports.prices import Prices
+from perdure.reports.statistics import NO_INTERVAL, Interval, pass_curve, quantile
 
 SLOWEST = 10
 LISTED = 20
@@ -46,7 +45,13 @@ class Report:
     run_id: str
     agents: tuple[str, ...]
     models: tuple[str, ...]
+    """That answered."""
+    asked_models: tuple[str, ...]
+    """Names that they were asked for as, where they answered under another."""
+    stopped: str
+    """Why the run started no more rollouts: its budget was used up."""
     instances: int
+    planned_instances: int
     planned: int
     """Rollouts of the run's plan; those that finished, if it has none."""
     rollouts: int
@@ -60,6 +65,13 @@ class Report:
     resolved_share: Interval
     """pass@1: the mean over instances of the share of their samples that are resolved."""
     pass_at_k: dict[int, Interval]
+    played_again: int
+    """Graded rollouts that already had a verdict and were played again."""
+    first_share: Interval
+    """pass@1 by the first verdict of each rollout."""
+    discarded_prompt_tokens: int
+    discarded_sampled_tokens: int
+    """Of attempts that no longer count: lost, retried or played again."""
     mean_reward: float | None
     bounds: Bounds
     outcomes: dict[str, int]
@@ -72,7 +84,9 @@ class Report:
     cached_tokens: int
     sampled_tokens: Spread
     cost: Spread | None
-    """Dollars; None without a price for the model."""
+    """Dollars, discarded attempts included; None without a price for each model."""
+    unpriced: tuple[str, ...]
+    """Models without a price, where prices were given."""
     seconds: Spread
     stage_seconds: dict[str, Spread]
     engine_seconds: float
@@ -100,8 +114,10 @@ def build_report(
     run: RunFacts,
     *,
     planned: int | None = None,
+    planned_instances: int | None = None,
     bounds: Bounds | None = None,
-    price: Price | None = None,
+    prices: Prices | None = None,
+    stopped: str = "",
 ) -> Report:
     """Raises: MissingDependency without numpy."""
     rollouts = run.rollouts
@@ -109,19 +125,29 @@ def build_report(
     engine = math.fsum(one.engine_seconds for one in rollouts)
     environment = math.fsum(one.environment_seconds for one in rollouts)
     curve = pass_curve(tries_of(run))
+    unpriced = tuple(prices.missing(rollouts)) if prices else ()
+    replayed = [one for one in graded if one.earlier_outcomes]
+    discarded = [use for one in rollouts for use in one.discarded]
     return Report(
         run_id=run.run_id,
         agents=_distinct(one.agent for one in rollouts),
-        models=_distinct(one.model for one in rollouts),
+        models=_distinct(name for one in rollouts for name in one.models),
+        asked_models=_distinct(name for one in rollouts for name in one.asked_models),
+        stopped=stopped,
         instances=len({one.instance for one in rollouts}),
+        planned_instances=max(planned_instances or 0, len({one.instance for one in rollouts})),
         planned=max(planned or 0, len(rollouts)),
         rollouts=len(rollouts),
         graded=len(graded),
         resolved=sum(one.resolved for one in graded),
         officially_resolved=sum(one.official == RESOLVED for one in graded),
         unverified=_counted(one.unverified for one in graded if one.unverified),
-        resolved_share=curve.get(1, Interval(math.nan, math.nan, math.nan, 0)),
+        resolved_share=curve.get(1, NO_INTERVAL),
         pass_at_k=curve,
+        played_again=len(replayed),
+        first_share=pass_curve(first_tries_of(run)).get(1, NO_INTERVAL),
+        discarded_prompt_tokens=sum(one.prompt_tokens for one in discarded),
+        discarded_sampled_tokens=sum(one.sampled_tokens for one in discarded),
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
         bounds=bounds or Bounds(),
         outcomes=_counted(one.ending for one in rollouts),
@@ -132,7 +158,8 @@ def build_report(
         prompt_tokens=_spread([one.prompt_tokens for one in rollouts]),
         cached_tokens=sum(one.cached_tokens for one in rollouts),
         sampled_tokens=_spread([one.sampled_tokens for one in rollouts]),
-        cost=_spread([cost(price, one) for one in rollouts]) if price else None,
+        cost=_spread([prices.cost(one) for one in rollouts]) if prices and not unpriced else None,
+        unpriced=unpriced,
         seconds=_spread([one.seconds for one in rollouts]),
         stage_seconds=_stages(rollouts),
         engine_seconds=round(engine, 3),

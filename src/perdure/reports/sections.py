@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perdure.reports.comparison import Comparison
 from perdure.reports.report import LISTED, Report, Spread
-from perdure.reports.statistics import CONFIDENCE, RESAMPLES, Interval
+from perdure.reports.statistics import CONFIDENCE, NO_INTERVAL, Interval
 
 NONE = "-"
 SHOWN_K = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -42,14 +42,17 @@ def _figures(reports: Sequence[Report]) -> Section:
     ks = [k for k in SHOWN_K if any(k in one.pass_at_k for one in reports)]
     rows: list[tuple[str, Callable[[Report], str]]] = [
         ("agent", lambda one: ", ".join(one.agents)),
-        ("model", lambda one: ", ".join(one.models)),
+        ("model", lambda one: ", ".join(one.models) or "none was called"),
+        ("model, as asked for", lambda one: ", ".join(one.asked_models) or NONE),
         ("instances", lambda one: str(one.instances)),
         ("rollouts finished of planned", lambda one: f"{one.rollouts} of {one.planned}"),
+        ("stopped", lambda one: one.stopped or NONE),
         ("with a verdict", lambda one: str(one.graded)),
         ("resolved", lambda one: f"{one.resolved}"),
         ("resolved, not checked by twins", lambda one: _count(sum(one.unverified.values()))),
         ("resolved by the rows' own protocols", _officially),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
+        ("played again after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
         ("floor (no patch)", lambda one: _percent(one.bounds.floor)),
         ("instances with known bounds", _bounds),
@@ -61,7 +64,9 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("sampled tokens, all", lambda one: _big(one.sampled_tokens.total)),
         ("prompt tokens per rollout", lambda one: _big(one.prompt_tokens.mean)),
         ("sampled tokens per rollout", lambda one: _big(one.sampled_tokens.mean)),
-        ("cost, all", lambda one: _money(one.cost, "total")),
+        ("prompt tokens of discarded attempts", lambda one: _big(one.discarded_prompt_tokens)),
+        ("sampled tokens of discarded attempts", lambda one: _big(one.discarded_sampled_tokens)),
+        ("cost, all", _cost),
         ("cost per rollout: mean, p90", _cost_each),
         ("seconds: median, p90, most", lambda one: _three(one.seconds)),
         ("from first start to last end", lambda one: _clock(one.wall_seconds)),
@@ -71,7 +76,7 @@ def _figures(reports: Sequence[Report]) -> Section:
     filled = [(name, *(cell(one) for one in reports)) for name, cell in rows]
     kept = tuple(row for row in filled if any(cell != NONE for cell in row[1:]))
     note = (
-        f"± {CONFIDENCE:.0%} by bootstrap over instances, {RESAMPLES} resamples;"
+        f"intervals of {CONFIDENCE:.0%} over instances after Korn and Graubard 1998;"
         " pass@k after Chen et al. 2021"
     )
     return Section("Figures", ("", *(one.run_id for one in reports)), kept, note)
@@ -150,7 +155,10 @@ def _comparison(one: Comparison) -> Section:
 
 def _pass_at(k: int) -> Callable[[Report], str]:
     def cell(report: Report) -> str:
-        return _share(report.pass_at_k[k]) if k in report.pass_at_k else NONE
+        found = report.pass_at_k.get(k, NO_INTERVAL)
+        partial = 0 < found.instances < report.planned_instances
+        of = f", {found.instances} of {report.planned_instances} instances" if partial else ""
+        return f"{_share(found)}{of}"
 
     return cell
 
@@ -194,8 +202,17 @@ def _cost_each(report: Report) -> str:
     return f"${report.cost.mean:,.4f}, ${report.cost.p90:,.4f}" if report.cost else NONE
 
 
-def _money(cost: Spread | None, name: str) -> str:
-    return f"${getattr(cost, name):,.2f}" if cost else NONE
+def _cost(report: Report) -> str:
+    if report.unpriced:
+        return f"no price of {', '.join(report.unpriced)}"
+    return f"${report.cost.total:,.2f}" if report.cost else NONE
+
+
+def _played_again(report: Report) -> str:
+    """With the figure that it changes."""
+    if not report.played_again:
+        return NONE
+    return f"{report.played_again}; pass@1 of first verdicts {_share(report.first_share)}"
 
 
 def _percent(value: float | None) -> str:

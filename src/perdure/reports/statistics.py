@@ -1,18 +1,10 @@
-"""The statistics of a report. numpy is imported where it is used."""
+"""The statistics of a report."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from perdure.errors import MissingDependency
-from perdure.installation import command_for_extra
-
-RESAMPLES = 2000
 CONFIDENCE = 0.95
-SEED = 20210707
-"""Fixed, so that the same run gives the same report."""
-CHUNK = 4_000_000
-"""Numbers of one block of resamples: bounds the memory."""
 
 
 class Interval(NamedTuple):
@@ -22,6 +14,11 @@ class Interval(NamedTuple):
     low: float
     high: float
     instances: int
+
+
+NO_INTERVAL = Interval(math.nan, math.nan, math.nan, 0)
+BISECTIONS, TERMS, EXACT = 60, 500, 1e-12
+"""How far quantiles and series are calculated."""
 
 
 def pass_at_k(samples: int, resolved: int, k: int) -> float:
@@ -43,42 +40,91 @@ def pass_curve(tries: Mapping[str, Sequence[bool]]) -> dict[int, Interval]:
     curve = {}
     for k in range(1, most + 1):
         chances = [pass_at_k(len(one), sum(one), k) for one in tries.values() if len(one) >= k]
-        curve[k] = interval(chances)
+        tries_of_k = sum(len(one) // k for one in tries.values())
+        curve[k] = share_interval(chances, tries_of_k)
     return curve
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """The mean and its percentile interval by bootstrap: instances are drawn with replacement.
+def share_interval(values: Sequence[float], tries: int) -> Interval:
+    """The mean of shares, one for each instance, with an interval that is right for few instances too.
 
-    Source: Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13.
-    Raises: MissingDependency without numpy.
+    Samples of one instance are alike, so they count as fewer independent ones: as many as give the
+    variance seen between instances, corrected for its few degrees of freedom. They count as `tries` at
+    most, and as one for each instance at least: shares vary no more than coin tosses do. Source: Korn and
+    Graubard 1998, Survey Methodology 24, on Clopper and Pearson's exact interval.
     """
     count = len(values)
     if not count:
-        return Interval(math.nan, math.nan, math.nan, 0)
+        return NO_INTERVAL
     mean = math.fsum(values) / count
-    if count == 1 or min(values) == max(values):
-        return Interval(mean, mean, mean, count)
-    low, high = _quantiles(values)
+    number = float(count)
+    if count > 1:
+        spread = math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count
+        alike = mean * (1 - mean) / spread if spread else float(tries)
+        correction = (_student(tries - 1) / _student(count - 1)) ** 2 if tries > count else 1.0
+        number = max(float(count), min(alike * correction, float(tries)))
+        if mean in (0.0, 1.0):  # nothing is seen of how instances differ
+            number = float(count)
+    hits, tail = mean * number, (1 - CONFIDENCE) / 2
+    low = _beta_quantile(hits, number - hits + 1, tail) if hits > 0 else 0.0
+    high = _beta_quantile(hits + 1, number - hits, 1 - tail) if hits < number else 1.0
     return Interval(mean, low, high, count)
 
 
-def _quantiles(values: Sequence[float]) -> tuple[float, float]:
-    try:
-        import numpy as np
-    except ModuleNotFoundError as error:
-        raise MissingDependency(f"numpy is missing: {command_for_extra('report')}") from error
-    drawn = np.random.default_rng(SEED)
-    data = np.asarray(values, dtype=np.float64)
-    rows = max(1, CHUNK // len(values))
-    means = np.concatenate(
-        [
-            data[drawn.integers(0, len(data), size=(min(rows, RESAMPLES - at), len(data)))].mean(1)
-            for at in range(0, RESAMPLES, rows)
-        ]
+def difference_interval(values: Sequence[float]) -> Interval:
+    """The mean of paired differences, each from -1 to 1.
+
+    Two pairs are added: half a win, half a loss and a tie, so that no sample is taken for certain. Source:
+    Agresti and Min 2005, Statistics in Medicine 24, with Student's quantile.
+    """
+    count = len(values)
+    if not count:
+        return NO_INTERVAL
+    mean = math.fsum(values) / count
+    number = count + 2
+    middle = math.fsum(values) / number
+    squares = math.fsum(value * value for value in values) + 1
+    half = _student(number - 1) * math.sqrt((squares / number - middle**2) / number)
+    return Interval(
+        mean, max(-1.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)), count
     )
-    tail = (1 - CONFIDENCE) / 2
-    return float(np.quantile(means, tail)), float(np.quantile(means, 1 - tail))
+
+
+def _student(freedom: int) -> float:
+    """The two-sided quantile of Student's distribution at `CONFIDENCE`."""
+    share = _beta_quantile(freedom / 2, 0.5, 1 - CONFIDENCE)
+    return math.sqrt(freedom * (1 - share) / share)
+
+
+def _beta_quantile(a: float, b: float, share: float) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _beta_share(a, b, middle) < share else (low, middle)
+    return (low + high) / 2
+
+
+def _beta_share(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function, by its continued fraction. Source: Press et al. 2007,
+    "Numerical Recipes", section 6.4."""
+    if x <= 0.0 or x >= 1.0:
+        return float(x >= 1.0)
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - _beta_share(b, a, 1.0 - x)
+    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    front = math.exp(log + a * math.log(x) + b * math.log1p(-x)) / a
+    c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1))
+    fraction = d
+    for m in range(1, TERMS):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for step in (even, odd):
+            d = 1.0 / (1.0 + step * d)
+            c = 1.0 + step / c
+            fraction *= c * d
+        if abs(c * d - 1.0) < EXACT:
+            break
+    return front * fraction
 
 
 def sign_test(wins: int, losses: int) -> float:

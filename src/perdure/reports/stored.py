@@ -157,7 +157,10 @@ class _Reader:
 
     async def episode(self, key: str) -> dict[str, Any] | None:
         episode = await self._read(key, lambda data: parse_episode(key, data))
-        return episode.model_dump(mode="json") if episode else None
+        found = (
+            {"models": list(episode.models), **episode.model_dump(mode="json")} if episode else None
+        )
+        return found
 
     async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:
         """The last grade: a rollout that was reset has several."""

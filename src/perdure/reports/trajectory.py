@@ -150,6 +150,7 @@ def facts(turn: dict[str, Any]) -> str:
         said.append(f"logprob {turn['logprob_mean']:.2f}")
     said.append(turn["finish_reason"])
     versions = dict.fromkeys(span["version"] for span in turn["versions"])
+    said.append(turn["model"] or turn["asked_model"])
     said.append(" ".join([turn["engine"], *(f"v{version}" for version in versions)]).strip())
     said.append(f"{turn['seconds']:.2f} s")
     if turn["purpose"] != Purpose.STEP:

@@ -31,7 +31,7 @@ async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
     parts = _bare(ending) if ending.bare else await _gathered(store, ending)
     parts = replace(parts, earlier=earlier)
     turns = await _turns(store, parts.turns_key) if parts.turns_key else None
-    made = await work(assemble, parts, turns)
+    made = await work(assemble, parts, turns, await _discarded(store, ending))
     episode = await write_episode(store, made.episode, made.tokens)
     outcome = episode.outcome.value if episode.outcome else ""
     metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
@@ -168,6 +168,16 @@ async def _turns(store: Store, key: str) -> bytes | None:
         return (await store.get(key)).data
     except NotFound:
         return None
+
+
+async def _discarded(store: Store, ending: Ending) -> dict[int, bytes]:
+    """The turns of earlier attempts: what they bought counts as cost."""
+    earlier = range(1, 1 if ending.bare else ending.attempts)
+    folders = {number: keys.attempt(ending.request, number) for number in earlier}
+    found = {
+        number: await _turns(store, f"{folder}/turns.parquet") for number, folder in folders.items()
+    }
+    return {number: data for number, data in found.items() if data is not None}
 
 
 async def _instance(store: Store, ending: Ending) -> Instance | None:

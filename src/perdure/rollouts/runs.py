@@ -8,7 +8,7 @@ from perdure.agents.check import check_options
 from perdure.engines.reported import engine_settings
 from perdure.episodes.accounting import count
 from perdure.episodes.episode_store import scan_run_as
-from perdure.episodes.manifest import build_manifest, counted
+from perdure.episodes.manifest import Counted, build_manifest, counted
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration, catalog
 from perdure.rollouts import again, identity, run_record
@@ -18,7 +18,7 @@ from perdure.sandboxes import phases
 from perdure.storage import keys
 from perdure.storage.base import Store
 from perdure.storage.preflight import check_store
-from perdure.types import RunRequest
+from perdure.types import RolloutStatus, RunRequest
 
 
 async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
@@ -100,6 +100,7 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
     episodes, unreadable = await scan_run_as(store, run.run_id, counted)
     manifest = build_manifest(run.run_id, episodes)
     manifest["unreadable"] = [one.key for one in unreadable]
+    manifest["stopped"] = stopped = await _stopped(store, run, episodes)
     data = json.dumps(manifest, indent=1).encode()
     key = keys.manifest(run.run_id)
     try:
@@ -120,7 +121,30 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
         ),
         by_status=count(e.status.value for e in episodes),
         by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
+        stopped=stopped,
     )
+
+
+async def _stopped(store: Store, run: RunRequest, episodes: Sequence[Counted]) -> str:
+    """Why the run's budget left rollouts without a verdict; empty: none is left, or for another reason."""
+    planned = await again.planned_rollouts(store, run) or 0
+    ended = [
+        one for one in episodes if one.reward is not None or one.status is RolloutStatus.FAILED
+    ]
+    if len(ended) >= planned:
+        return ""
+    tokens = sum(one.prompt_tokens + one.sampled_tokens for one in episodes)
+    price = run.budget.price
+    dollars = (
+        price.of(
+            sum(one.prompt_tokens for one in episodes),
+            sum(one.cached_tokens for one in episodes),
+            sum(one.sampled_tokens for one in episodes),
+        )
+        if price
+        else 0.0
+    )
+    return run.budget.used_up(tokens, dollars)
 
 
 def _wanted(instance_id: str, run: RunRequest) -> bool:

@@ -27,6 +27,7 @@ from perdure.types.instances import (
 from perdure.types.limits import AccountCaps, LimitChanges, Limits, Phase, PhaseName, Phases
 from perdure.types.requests import (
     CHANGEABLE,
+    DEFAULT_MODEL,
     GIVEN_PATCHES,
     MISSING,
     NO_VERDICT,
@@ -72,6 +73,7 @@ from perdure.types.trajectories import (
 
 __all__ = [
     "CHANGEABLE",
+    "DEFAULT_MODEL",
     "GIVEN_PATCHES",
     "INSTANCE_REF",
     "MISSING",

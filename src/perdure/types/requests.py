@@ -11,6 +11,8 @@ from perdure.types.base import InstanceRef, Request, Slug
 from perdure.types.limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
 
+DEFAULT_MODEL = "policy"
+"""The model of a request that names none: the one that the engine settings name."""
 GIVEN_PATCHES = "predictions"
 """The agent of rollouts whose patches were made elsewhere: they start at the grading."""
 
@@ -29,8 +31,7 @@ was answered."""
 
 class Sampling(Request):
     """How the policy is sampled. Engines with token ids get exactly this: what an agent's request says
-    of the same fields counts only with `decided_by: agent`. A hosted API gets what differs from the
-    defaults; a field that it does not have is refused.
+    of the same fields counts only with `decided_by: agent`.
 
     Example:
         {"temperature": 0.8, "top_k": 50, "seed": 7}
@@ -76,7 +77,7 @@ class RolloutRequest(Request):
     agent_options: dict[str, JsonValue] = Field(default_factory=dict)
     sandbox: str = "bubblewrap"
     """A name of the sandbox registry, or a dotted path."""
-    model: str = "policy"
+    model: str = DEFAULT_MODEL
     policy_version: int | None = Field(None, ge=0)
     """The policy version that should sample the rollout, if the caller knows it."""
     max_staleness: int | None = Field(None, ge=0)

@@ -183,8 +183,12 @@ class EpisodeRef(Frozen):
     seconds: float = 0.0
     agent_end: AgentEnd | None = None
     turns: int = 0
+    model: str = ""
+    """That answered; empty: no model was called."""
     tokens: int = 0
     """Sampled tokens."""
+    trained_tokens: int = 0
+    """Those of a trainable rollout that a trainer trains."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Of `prompt_tokens`, those that a hosted API read from its cache."""

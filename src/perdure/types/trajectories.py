@@ -112,6 +112,10 @@ class TurnFacts(Frozen):
     request_sha256: str = ""
     sampling: TurnSampling | None = None
     """None: a hosted API, or a record of an earlier version."""
+    asked_model: str = ""
+    """The model that the engine was asked for."""
+    model: str = ""
+    """The model that answered, as the engine names it. Empty: it named none."""
 
 
 class Usage(Frozen):

@@ -111,7 +111,10 @@ class About:
     """What a run was asked to be; empty for rollouts that were started by hand."""
 
     agent: str = ""
-    model: str = ""
+    models: str = ""
+    """That answered, once the run has ended."""
+    stopped: str = ""
+    """Why its budget ended it."""
     dataset: str = ""
     instances: int = 0
     samples: int = 1

@@ -101,7 +101,8 @@ class Pages:
         filters = _filters(request, run)
         by = "group" if request.query_params.get("by") == "group" else "rollout"
         planned = totals.about.instances * totals.about.samples
-        goes_on = state == "reading" or totals.ended < max(planned, totals.rollouts)
+        open_ones = totals.ended < max(planned, totals.rollouts) and not totals.about.stopped
+        goes_on = state == "reading" or open_ones
         shown = await asyncio.to_thread(self._listed, request, filters, by)
         values = {
             name: await asyncio.to_thread(self.index.values, run, name)

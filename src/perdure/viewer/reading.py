@@ -159,6 +159,8 @@ class Readings:
             seen = await asyncio.to_thread(self.index.seen, run)
             new = [row for row in rows if (row.instance, row.sample) not in seen]
             await asyncio.to_thread(self.index.put, [(row, "") for row in new])
+            models, stopped = _told(found.data)
+            about = replace(about, models=models, stopped=stopped)
             await asyncio.to_thread(self.index.note_run, run, found.etag, about)
         self._has_rows(run)
         return True
@@ -174,7 +176,6 @@ class Readings:
             shared = request.get("rollout") or {}
             return About(
                 agent=str(shared.get("agent") or "mini_swe_agent"),
-                model=str(shared.get("model") or ""),
                 dataset=str(request.get("dataset") or ""),
                 instances=int(document.get("instances") or 0),
                 samples=int(request.get("n_samples") or 1),
@@ -299,6 +300,14 @@ def _listed(run: str, manifest: bytes) -> list[Row]:
     return rows
 
 
+def _told(manifest: bytes) -> tuple[str, str]:
+    """The models that answered, and why the budget ended the run."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        document = json.loads(manifest)
+        return ", ".join(document["models"]), str(document["stopped"])
+    return "", ""
+
+
 def _of_facts(run: str, facts: RolloutFacts) -> Row:
     return Row(
         run=run,
@@ -306,7 +315,7 @@ def _of_facts(run: str, facts: RolloutFacts) -> Row:
         sample=facts.sample_index,
         ending=facts.ending,
         agent=facts.agent,
-        model=facts.model,
+        model=", ".join(facts.models),
         agent_end=facts.agent_end or "",
         boundary=facts.failure.boundary.value if facts.failure else "",
         failure=facts.failure.message if facts.failure else "",

@@ -176,7 +176,7 @@ async def test_engines_added_to_an_idle_gateway_are_known(
 REFUSALS = {
     "model": (
         (404, "The model `x` does not exist."),
-        "answered 404: The model `x` does not exist. Set PERDURE_ENGINE__MODEL to a model that",
+        "answered 404: The model `x` does not exist. Name a model that it serves with --model",
     ),
     "key": (
         (401, "Incorrect API key provided: sk-proj-0123456789abcdefghij"),
@@ -235,11 +235,7 @@ def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
     request = ModelRequest("m", [], None, {}, 500, {"model": "m", "max_completion_tokens": 500})
     rules = Sampling(temperature=0.5, max_tokens_per_turn=100)
 
-    assert chat_request(rules, request, None) == {
-        "model": "m",
-        "temperature": 0.5,
-        "max_tokens": 100,
-    }
+    assert chat_request(rules, request) == {"model": "m", "temperature": 0.5, "max_tokens": 100}
 
 
 def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:

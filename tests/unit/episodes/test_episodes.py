@@ -11,11 +11,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.cli.runs.text import differences
-from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, build_episode
+from perdure.client.collect import FinishedGroup
+from perdure.episodes.assembling import assemble
+from perdure.episodes.episode import (
+    AttemptSummary,
+    Episode,
+    EpisodeParts,
+    ModelUsage,
+    build_episode,
+)
 from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import read_episode, read_run
 from perdure.episodes.manifest import build_manifest, counted, pass_at
 from perdure.episodes.segments import cut
+from perdure.episodes.turns_parquet import encode
 from perdure.errors import Boundary
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
@@ -25,6 +34,7 @@ from perdure.types import (
     Failure,
     Grade,
     Outcome,
+    Purpose,
     Rewards,
     RolloutRequest,
     RolloutStatus,
@@ -317,3 +327,41 @@ def test_a_manifest_counts_what_twins_change() -> None:
     assert differences([one.ref("file:///x") for one in found]) == [
         f"{found[1].instance_id} #1: officially resolved, but tampered"
     ]
+
+
+def test_what_discarded_attempts_bought_is_kept() -> None:
+    """By model; a call whose answer the last attempt replayed was bought once and counts with that one."""
+    first = [
+        Turn(index=n, prompt_ids=(1, 2), completion_ids=(3,), logprobs=(0.0,), model="m")
+        for n in range(3)
+    ]
+    last = first[0].model_copy(update={"replayed_from": "p-ab12-agent-1/0"})
+    tried = parts(attempts=(AttemptSummary(attempt=1), AttemptSummary(attempt=2)))
+
+    made = assemble(tried, encode([last]), {1: encode(first)}).episode
+
+    assert [one.bought for one in made.attempts] == [
+        (ModelUsage(model="m", turns=2, prompt_tokens=4, sampled_tokens=2),),
+        (),
+    ]
+    assert made.usage == (ModelUsage(model="m", turns=1, prompt_tokens=2, sampled_tokens=1),)
+    assert made.models == ("m",)
+
+
+def test_no_model_is_named_policy() -> None:
+    """That is the name under which a request asks for whatever is served; nop calls none."""
+    asked = Turn(index=0, trainable=False, asked_model="policy", model="policy")
+
+    assert build_episode(parts(turns=(asked,)), ()).models == ("unnamed",)
+    assert build_episode(parts(), ()).models == ()
+
+
+def test_collected_batches_count_what_is_trained() -> None:
+    """Not side calls or unused answers, which were sampled too; nothing of an episode that is not trained."""
+    side = TURNS[1].model_copy(update={"purpose": Purpose.SIDE, "trainable": False})
+    turns = (TURNS[0], side)
+    trained = build_episode(parts(turns=turns), cut(turns)).ref("file:///x")
+    failed = build_episode(parts(None, turns=turns), cut(turns)).ref("file:///x")
+
+    assert (trained.tokens, trained.trained_tokens) == (3, 1)
+    assert FinishedGroup("g", (trained, failed)).trainable_tokens == 1

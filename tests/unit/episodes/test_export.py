@@ -24,7 +24,16 @@ from perdure.types import (
 )
 from tests.stored_episodes import store_episode
 
-TURNS = (Turn(index=0, prompt_ids=(1,), completion_ids=(2, 3), logprobs=(-0.5, -0.25)),)
+TURNS = (
+    Turn(
+        index=0,
+        prompt_ids=(1,),
+        completion_ids=(2, 3),
+        logprobs=(-0.5, -0.25),
+        asked_model="policy",
+        model="policy-7b",
+    ),
+)
 CRLF = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\r\n+\xc3\xa9\r\n"
 LATIN = b"diff --git a/x b/x\n@@ -1 +1 @@\n-a\n+\xe9\n"
 
@@ -40,7 +49,7 @@ class Run:
     ) -> None:
         """A graded rollout with that patch; a failed one when the patch is None."""
         request = RolloutRequest(
-            run_id="r", instance=f"tests/{instance}", sample_index=sample_index, model="policy-7b"
+            run_id="r", instance=f"tests/{instance}", sample_index=sample_index, model="as-asked"
         )
         folder = f"runs/r/rollouts/{instance}/{sample_index}/attempts/1"
         graded = patch is not None

@@ -9,17 +9,25 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from perdure.engines.clients.anthropic_hosted import to_messages
+from perdure.episodes.turns_parquet import decode
 from perdure.gateway.http.app import MAX_HEADERS, Patience, create_app
 from perdure.testing import local_gateway
-from perdure.testing.local_gateway import LocalGateway
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 
 DIALECTS = ["/v1/messages", "/v1/chat/completions", "/v1/responses"]
 PINGS = dict(zip(DIALECTS, ["event: ping", ": ping", "event: keepalive"], strict=True))
 ENDS = dict(zip(DIALECTS, ["message_stop", "[DONE]", "response.completed"], strict=True))
 FAILURES = dict(zip(DIALECTS, ["error", "", "response.failed"], strict=True))
+
+PATHS = ("chat/completions", "messages")
 
 
 @pytest.fixture
@@ -224,6 +232,56 @@ async def test_a_hosted_engine_serves_every_dialect(
         answer = await http.post(gateway.url + path, json=_body(path), headers=_bearer(key))
 
     assert (answer.status_code, "Hello." in answer.text) == (200, True)
+
+
+@pytest.mark.parametrize("kind", ["openai", "anthropic"])
+async def test_a_turn_records_the_model_asked_for_and_the_one_that_answered(
+    tmp_path: Path, kind: str
+) -> None:
+    """An endpoint that answers under a dated name: both names stay with the turn."""
+    asked = []
+
+    async def answer(request: Request) -> JSONResponse:
+        asked.append((await request.json())["model"])
+        message = {"role": "assistant", "content": "Hello"}
+        chat = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        text = {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}
+        usage = {"input_tokens": 3, "output_tokens": 1}
+        body = chat if kind == "openai" else {**text, "stop_reason": "end_turn", "usage": usage}
+        return JSONResponse({"model": "gpt-x-2026-01-01", **body})
+
+    routes = [Route(f"/v1/{path}", answer, methods=["POST"]) for path in PATHS]
+    async with (
+        served(Starlette(routes=routes)) as url,
+        LocalGateway(tmp_path, engine={"url": url, "kind": kind, "model": "gpt-x"}) as gateway,
+    ):
+        key = await gateway.open("s-1")
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
+            await client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "Hi"}]
+            )
+        await gateway.control.close("s-1")
+        turn = decode((await gateway.store.get(turns_key_of("s-1"))).data)[0]
+
+    assert asked == ["gpt-x"]
+    assert (turn.asked_model, turn.model) == ("gpt-x", "gpt-x-2026-01-01")
+
+
+async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
+    tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    """Not the name `policy` under which it serves it, but the one behind that in /v1/models."""
+    async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
+        key = await gateway.open("s-1")
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
+            await client.chat.completions.create(
+                model="any", messages=[{"role": "user", "content": "Hi"}]
+            )
+        await gateway.control.close("s-1")
+        turn = decode((await gateway.store.get(turns_key_of("s-1"))).data)[0]
+
+    assert turn.asked_model == "policy"
+    assert turn.model.startswith("scripted:")
 
 
 @pytest.mark.parametrize(

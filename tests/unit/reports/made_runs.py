@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.errors import Boundary
-from perdure.reports.facts import RolloutFacts, RunFacts
+from perdure.reports.facts import RolloutFacts, RunFacts, Usage
 from perdure.types import Failure, RolloutStatus
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="sandbox p-1a died")
@@ -20,7 +20,11 @@ def rollout(
         "instance": f"toy/{instance}",
         "sample_index": sample,
         "agent": "mini_swe_agent",
-        "model": "m",
+        "models": ("m",),
+        "asked_models": (),
+        "usage": (Usage(model="m", prompt_tokens=1000, cached_tokens=400, sampled_tokens=100),),
+        "discarded": (),
+        "earlier_outcomes": (),
         "status": RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,
         "outcome": outcome,
         "reward": reward,

@@ -10,11 +10,11 @@ from perdure.errors import Boundary, ConfigurationError
 from perdure.reports.bounds import gives_bounds, of_runs
 from perdure.reports.comparison import compare
 from perdure.reports.document import document
-from perdure.reports.facts import RunFacts
+from perdure.reports.facts import RunFacts, Usage
 from perdure.reports.page import page
 from perdure.reports.plots import plots
 from perdure.reports.prices import read_prices
-from perdure.reports.report import build_report
+from perdure.reports.report import Report, build_report
 from perdure.reports.sections import sections
 from perdure.types import Failure
 from tests.unit.reports.made_runs import rollout, run_of
@@ -27,6 +27,11 @@ RUN = run_of(
         "c": ["timeout", None],
     },
 )
+
+
+def figures(report: Report) -> dict[str, str]:
+    """The first table of a report on one run."""
+    return {row[0]: row[1] for row in sections([report], [])[0].rows}
 
 
 def test_a_failed_rollout_is_no_zero() -> None:
@@ -139,12 +144,70 @@ output = 10.0
 def test_cost_is_that_of_the_tokens(tmp_path: Path) -> None:
     """600 fresh prompt tokens at 2, 400 cached at 0.5, 100 sampled at 10 dollars a million."""
     (tmp_path / "prices.toml").write_text(PRICES)
-    price = read_prices(tmp_path / "prices.toml").of("m")
+    prices = read_prices(tmp_path / "prices.toml")
 
-    found = build_report(RUN, price=price)
+    found = build_report(RUN, prices=prices)
 
     assert found.cost is not None
     assert found.cost.mean == pytest.approx((600 * 2 + 400 * 0.5 + 100 * 10) / 1e6, abs=1e-4)
+
+
+def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
+    """No cost is shown instead of one that leaves the model out."""
+    (tmp_path / "prices.toml").write_text(PRICES)
+    other = Usage(model="other", prompt_tokens=5)
+    run = RunFacts("r", (rollout("a"), rollout("b", models=("other",), usage=(other,))))
+    report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
+    shown = figures(report)
+
+    assert shown["cost, all"] == "no price of other"
+    assert "cost per rollout: mean, p90" not in shown
+
+
+def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
+    """What a lost or repeated attempt bought was paid for, and the report counts it."""
+    (tmp_path / "prices.toml").write_text(PRICES)
+    lost = Usage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
+    run = RunFacts("r", (rollout("a", usage=(), discarded=(lost,)),))
+    report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
+    shown = figures(report)
+
+    assert shown["cost, all"] == "$1.50"
+    assert shown["prompt tokens of discarded attempts"] == "500.0 k"
+    assert shown["sampled tokens of discarded attempts"] == "50.0 k"
+
+
+def test_verdicts_that_were_played_again_show_the_first_figure() -> None:
+    """A second chance raises pass@1, so the report counts them and shows both figures."""
+    again = rollout("a", outcome="resolved", earlier_outcomes=("empty_patch", "unresolved"))
+    report = build_report(RunFacts("r", (again, rollout("b"))))
+    shown = figures(report)
+
+    assert report.resolved_share.mean == 1.0
+    assert shown["played again after a verdict"].startswith("1; pass@1 of first verdicts 50.0 %")
+
+
+def test_a_run_that_was_stopped_says_so_and_how_many_instances_count() -> None:
+    """By its budget: two of four instances have a verdict, one of them two."""
+    run = run_of("r", {"a": ["resolved", "resolved"], "b": ["resolved"]})
+    told = "it has used 8,028 of 5,000 tokens"
+    report = build_report(run, planned=8, planned_instances=4, stopped=told)
+    shown = figures(report)
+
+    assert shown["stopped"] == told
+    assert shown["pass@1"].endswith(", 2 of 4 instances")
+    assert shown["pass@2"].endswith(", 1 of 4 instances")
+
+
+def test_the_model_is_the_one_that_answered() -> None:
+    """A name that differs from the one asked for is shown once; `nop` called none."""
+    dated = rollout("a", models=("gpt-x-2026-01-01",), asked_models=("gpt-x",))
+    called = figures(build_report(RunFacts("r", (dated,))))
+    none = figures(build_report(RunFacts("n", (rollout("a", models=()),))))
+
+    assert called["model"] == "gpt-x-2026-01-01"
+    assert called["model, as asked for"] == "gpt-x"
+    assert none["model"] == "none was called"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +283,7 @@ class Read(HTMLParser):
 def test_hostile_text_stays_text(text: str) -> None:
     """In a failure's message and in the name of a model: no element, script or address comes of it."""
     failure = Failure(boundary=Boundary.AGENT, type="AgentError", message=text)
-    run = RunFacts("r", (rollout("a", outcome=None, failure=failure, model=text), rollout("b")))
+    run = RunFacts("r", (rollout("a", outcome=None, failure=failure, models=(text,)), rollout("b")))
     report = build_report(run)
 
     found = Read()

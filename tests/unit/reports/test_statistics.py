@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from perdure.reports.statistics import interval, pass_at_k, pass_curve, sign_test
+from perdure.reports.statistics import (
+    difference_interval,
+    pass_at_k,
+    pass_curve,
+    share_interval,
+    sign_test,
+)
 
 
 @pytest.mark.parametrize(("samples", "resolved"), [(4, 0), (4, 1), (4, 2), (5, 3), (6, 6)])
@@ -28,31 +34,73 @@ def test_an_instance_with_fewer_samples_is_left_out_of_larger_k() -> None:
 
 
 def test_the_interval_is_that_of_the_binomial() -> None:
-    """Of 400 instances, 100 resolved: within a point of the normal approximation, 0.25 ± 0.0424."""
-    found = interval([1.0] * 100 + [0.0] * 300)
+    """Of 400 instances, 100 resolved: Clopper and Pearson's 20.8 to 29.5 %."""
+    found = share_interval([1.0] * 100 + [0.0] * 300, 400)
 
     assert (found.mean, found.instances) == (0.25, 400)
-    assert found.low == pytest.approx(0.2076, abs=0.01)
-    assert found.high == pytest.approx(0.2924, abs=0.01)
+    assert found.low == pytest.approx(0.2083, abs=0.002)
+    assert found.high == pytest.approx(0.2954, abs=0.002)
 
 
-def test_the_interval_covers_the_truth() -> None:
-    """Of 200 drawn samples, 95 % intervals miss the mean in some but not in many."""
+@pytest.mark.parametrize(
+    ("values", "samples", "low", "high"),
+    [
+        ([0.0], 2, 0.0, 0.975),  # one instance says little
+        ([1.0] * 3, 9, 0.2924, 1.0),  # as 3 of 3: the samples of an instance may all be alike
+        ([0.75] * 4, 12, 0.2764, 0.9831),  # as 9 of 12, of which four groups prove less
+        ([0.0, 1.0], 2, 0.0126, 0.9874),  # as 1 of 2
+    ],
+)
+def test_few_instances_have_a_wide_interval(
+    values: list[float], samples: int, low: float, high: float
+) -> None:
+    """One to five instances prove little, and equal shares are no certainty."""
+    found = share_interval(values, samples)
+
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.002)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("likeness", [0.3, 1.0, 30.0])
+def test_the_interval_covers_the_truth(instances: int, likeness: float) -> None:
+    """However alike the samples of an instance are, 95 % of the intervals hold the share of all instances
+    (92 % of 300 drawn ones: three standard errors). Instances' own shares come from a beta distribution."""
     drawn = random.Random(7)
-    found = [interval([float(drawn.random() < 0.4) for _ in range(60)]) for _ in range(200)]
+    held = 0
+    for _ in range(300):
+        shares = [drawn.betavariate(0.6 * likeness, 0.4 * likeness) for _ in range(instances)]
+        means = [sum(drawn.random() < share for _ in range(4)) / 4 for share in shares]
+        found = share_interval(means, 4 * instances)
+        held += found.low <= 0.6 <= found.high
 
-    missed = sum(not one.low <= 0.4 <= one.high for one in found)
-    assert 2 <= missed <= 24
+    assert held >= 0.92 * 300
 
 
-def test_the_same_values_give_the_same_interval() -> None:
-    """A report is the same each time it is made."""
-    assert interval([0.0, 0.5, 1.0]) == interval([0.0, 0.5, 1.0])
+@pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("won", [0.1, 0.5])
+def test_the_interval_of_a_difference_covers_the_truth(instances: int, won: float) -> None:
+    """Each instance is won with this chance, lost with 0.1, else a tie."""
+    drawn = random.Random(7)
+    truth, held = won - 0.1, 0
+    for _ in range(300):
+        lots = [drawn.random() for _ in range(instances)]
+        found = difference_interval([float(lot < won) - float(lot > 0.9) for lot in lots])
+        held += found.low <= truth <= found.high
+
+    assert held >= 0.92 * 300
+
+
+def test_equal_results_prove_no_certain_difference() -> None:
+    """Three ties leave room on both sides."""
+    found = difference_interval([0.0, 0.0, 0.0])
+
+    assert found.low < -0.3 < 0.3 < found.high
 
 
 def test_nothing_has_no_interval() -> None:
     """No instance is not 0."""
-    assert math.isnan(interval([]).mean)
+    assert math.isnan(share_interval([], 0).mean)
+    assert math.isnan(difference_interval([]).mean)
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,42 @@ async def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-async def asked(store: LocalStore, tmp_path: Path, url: str = "", **fields: Any) -> Identity:
-    """The identity of RUN with these fields of its rollouts."""
-    settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url))
+async def asked(
+    store: LocalStore, tmp_path: Path, url: str = "", setting: str = "", **fields: Any
+) -> Identity:
+    """The identity of RUN with these fields of its rollouts. `setting`: PERDURE_ENGINE__MODEL."""
+    settings = Settings(home=tmp_path / "home", engine=EngineSettings(url=url, model=setting))
     run = RunRequest(**RUN, rollout={"agent": "mini_swe_agent", **fields})
     rollout, engine = run.rollout_request("any/instance"), engine_settings(settings)
     return await identity.identity_of(settings, store, rollout, ["toy/a"], engine)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        (("model-a", "model-b"), "--model model-b contradicts the engine's setting.*model-a"),
+        (("", "model-b"), "serves no model model-b.*with --model.*model-a"),
+        (("model-b", "policy"), "serves no model model-b.*PERDURE_ENGINE__MODEL.*model-a"),
+    ],
+)
+async def test_a_model_that_would_not_answer_is_refused(
+    store: LocalStore, tmp_path: Path, endpoint: str, named: tuple[str, str], told: str
+) -> None:
+    """Before anything boots: a run must not bear the name of a model that it never asked."""
+    setting, model = named
+    with pytest.raises(ConfigurationError, match=told):
+        await asked(store, tmp_path, endpoint, setting, model=model)
+
+
+@pytest.mark.parametrize(
+    ("setting", "model"),
+    [("", "policy"), ("", "org/model-a"), ("model-a", "/weights/1"), ("", "model-a-2026-01-01")],
+)
+async def test_another_name_of_the_served_model_is_no_contradiction(
+    store: LocalStore, tmp_path: Path, endpoint: str, setting: str, model: str
+) -> None:
+    """None at all, the model's owner, its folder, a dated name: turns record what answers."""
+    assert (await asked(store, tmp_path, endpoint, setting, model=model))["engine.model"]
 
 
 async def test_the_same_question_is_the_same_run(

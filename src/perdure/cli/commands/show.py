@@ -182,6 +182,7 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
     reward = episode.get("reward")
     lines.append(("reward", "none" if reward is None else f"{reward:g}"))
+    lines.append(("model", ", ".join(episode["models"]) or "none was called"))
     failure = episode.get("failure")
     if failure:
         where = f"{failure['boundary']} ({failure['type']})"

@@ -6,7 +6,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.commands.run_options import NOTIFY
-from perdure.cli.console import answer, json_option
+from perdure.cli.console import answer, json_option, say
 from perdure.settings.load import load_settings
 
 
@@ -23,10 +23,12 @@ def watch(run_id: str, notify: str, as_json: bool) -> None:
     async def work() -> None:
         connection = await connect(settings)
         handle = await connection.perdure.run(run_id)
-        episodes = await launch.to_the_end(settings, handle, notify=notify)
+        episodes, stopped = await launch.to_the_end(settings, handle, notify=notify)
         if as_json:
-            answer(results.document(run_id, episodes))
+            answer(results.document(run_id, episodes, stopped))
         else:
             launch.show_results(settings, connection, run_id, episodes)
+            if stopped:
+                say(stopped)
 
     asyncio.run(work())

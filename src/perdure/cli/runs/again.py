@@ -98,14 +98,16 @@ async def _drive(
     if not wait:
         launch.tell_detached(connection, handle.run_id, as_json)
         return 0
-    episodes = await launch.to_the_end(settings, handle, notify=notify)
+    episodes, stopped = await launch.to_the_end(settings, handle, notify=notify)
     asked = {(one.instance, one.sample_index) for one in chosen}
     ended = [one for one in await handle.rollouts() if (one.instance, one.sample_index) in asked]
     without = [one.episode for one in ended if one.episode and not _graded(one.episode)]
     if as_json:
-        answer(results.document(handle.run_id, episodes))
+        answer(results.document(handle.run_id, episodes, stopped))
     else:
         launch.show_results(settings, connection, handle.run_id, episodes)
+        if stopped:
+            say(stopped)
         say(f"{len(ended) - len(without)} of {len(chosen)} have a new verdict")
         for one in without:
             why = f"{one.failure.boundary.value}: {one.failure.message}" if one.failure else ""

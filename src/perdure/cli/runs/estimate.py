@@ -8,7 +8,7 @@ from perdure.cli.console import many
 from perdure.cli.runs.launch import CheckedRun
 from perdure.errors import NotFound
 from perdure.reports.facts import RolloutFacts, read_facts
-from perdure.reports.prices import cost, read_prices
+from perdure.reports.prices import read_prices
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
 from perdure.stack.sandboxes import provider
@@ -43,19 +43,17 @@ async def estimate(
         raise NotFound(f"run {like!r} has no rollout that called a model: --like another one")
     seconds = sum(one.seconds for one in found) / len(found) * rollouts / at_once
     tokens = sum(one.prompt_tokens + one.sampled_tokens for one in found) / len(found) * rollouts
-    price = _dollars(settings, found, prices, rollouts)
+    price = _dollars(found, prices, rollouts)
     return [*lines, f"like {like}: about {tokens:,.0f} tokens, {seconds / HOUR_S:.1f} h{price}"]
 
 
-def _dollars(
-    settings: Settings, found: Sequence[RolloutFacts], prices: Path | None, rollouts: int
-) -> str:
+def _dollars(found: Sequence[RolloutFacts], prices: Path | None, rollouts: int) -> str:
     if prices is None:
         return "; --prices FILE gives dollars"
-    price = read_prices(prices).of(*sorted({one.model for one in found}), settings.engine.model)
-    if price is None:
-        return f"; {prices} has no price of its model"
-    return f", {sum(cost(price, one) for one in found) / len(found) * rollouts:,.2f} dollars"
+    known = read_prices(prices)
+    if missing := known.missing(found):
+        return f"; {prices} has no price of {', '.join(missing)}"
+    return f", {sum(map(known.cost, found)) / len(found) * rollouts:,.2f} dollars"
 
 
 def _this_host() -> str:

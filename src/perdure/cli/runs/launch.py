@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import click
 
@@ -219,18 +220,25 @@ async def _drive(
     if not wait:
         tell_detached(connection, handle.run_id, as_json)
         return 0
-    episodes = await to_the_end(settings, handle, notify=notify)
+    episodes, stopped = await to_the_end(settings, handle, notify=notify)
     if as_json:
-        answer(results.document(handle.run_id, episodes))
+        answer(results.document(handle.run_id, episodes, stopped))
     else:
         show_results(settings, connection, handle.run_id, episodes)
-    return 1 if any(e.status is RolloutStatus.FAILED for e in episodes) else 0
+        if stopped:
+            say(stopped)
+    return 1 if stopped or any(e.status is RolloutStatus.FAILED for e in episodes) else 0
 
 
-async def to_the_end(
-    settings: Settings, handle: RunHandle, *, notify: str = ""
-) -> list[EpisodeRef]:
-    """Follow a run; at Ctrl-C say how to follow it again. Returns its episodes.
+class Ended(NamedTuple):
+    """A run's episodes. `stopped`: that its budget ended it, in one sentence; empty: it did not."""
+
+    episodes: list[EpisodeRef]
+    stopped: str = ""
+
+
+async def to_the_end(settings: Settings, handle: RunHandle, *, notify: str = "") -> Ended:
+    """Follow a run; at Ctrl-C say how to follow it again.
 
     `notify`: a shell command for its end, and for when it waits for a person.
     """
@@ -245,11 +253,8 @@ async def to_the_end(
         say(f"and so does the same command; `perdure cancel {handle.run_id}` ends it.")
         raise
     await notified(notify, handle.run_id, text.progress_line(progress))
-    if progress.stopped:
-        left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
-        say(f"The run starts no more rollouts: {progress.stopped}; {left} have no verdict,")
-        say("and the same command with a larger budget continues with them.")
-    return await results.episodes(open_store(settings), handle.run_id)
+    stopped = text.stopped(progress)
+    return Ended(await results.episodes(open_store(settings), handle.run_id), stopped)
 
 
 def show_results(

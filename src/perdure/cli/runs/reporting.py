@@ -1,5 +1,6 @@
 """Reads runs for `perdure report`, and prints or writes their report."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from perdure.rollouts.again import planned_rollouts
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phases
 from perdure.settings.tree import Settings
+from perdure.storage import keys
 from perdure.storage.base import Store, store_to_read
 from perdure.types import RunRequest
 
@@ -39,7 +41,7 @@ class Made:
 async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> Made:
     """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
     store = store_to_read(settings)
-    known = read_prices(prices) if prices is not None else Prices({})
+    known = read_prices(prices) if prices is not None else None
     runs = [await facts.read_facts(store, run_id) for run_id in run_ids]
     for run in runs:
         if not run.rollouts and not run.unreadable:
@@ -48,7 +50,7 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
                 f"run {run.run_id!r} has no episodes in {store.url}: {globs}`perdure status` lists"
                 " the runs"
             )
-    made = [(run, await _report(settings, store, run, runs, known)) for run in runs]
+    made = [(run, await _report(store, run, runs, known)) for run in runs]
     others = [run for run in runs[1:] if not bounds.gives_bounds(run, runs[0])]
     return Made(made, [compare(runs[0], run) for run in others])
 
@@ -68,16 +70,30 @@ async def log(
 
 
 async def _report(
-    settings: Settings, store: Store, run: RunFacts, runs: Sequence[RunFacts], prices: Prices
+    store: Store, run: RunFacts, runs: Sequence[RunFacts], prices: Prices | None
 ) -> Report:
     request = await _request(store, run.run_id)
     known = bounds.of_runs(run, [one for one in runs if one is not run])
     if not known.instances:
         known = await bounds.calibrated(store, run, _graded_in(request))
-    models = {one.model for one in run.rollouts}
-    price = prices.of(*sorted(models), settings.engine.model)
     planned = await planned_rollouts(store, request) if request is not None else None
-    return build_report(run, planned=planned, bounds=known, price=price)
+    return build_report(
+        run,
+        planned=planned,
+        planned_instances=planned // request.n_samples if planned and request else None,
+        bounds=known,
+        prices=prices,
+        stopped=await _stopped(store, run.run_id),
+    )
+
+
+async def _stopped(store: Store, run_id: str) -> str:
+    """Why its budget ended it, as its manifest says; empty before its end."""
+    try:
+        manifest = json.loads((await store.get(keys.manifest(run_id))).data)
+    except (NotFound, ValueError):
+        return ""
+    return str(manifest.get("stopped", "")) if isinstance(manifest, dict) else ""
 
 
 async def _request(store: Store, run_id: str) -> RunRequest | None:

@@ -18,9 +18,10 @@ async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
     return found
 
 
-def document(run_id: str, episodes: Sequence[EpisodeRef]) -> dict[str, Any]:
+def document(run_id: str, episodes: Sequence[EpisodeRef], stopped: str = "") -> dict[str, Any]:
     """What `perdure run --wait --json` prints."""
-    return {"run_id": run_id, "rollouts": [_row(episode) for episode in episodes]}
+    rows = [_row(episode) for episode in episodes]
+    return {"run_id": run_id, "rollouts": rows, **({"stopped": stopped} if stopped else {})}
 
 
 def _row(episode: EpisodeRef) -> dict[str, Any]:
@@ -28,6 +29,7 @@ def _row(episode: EpisodeRef) -> dict[str, Any]:
         "instance_id": episode.instance_id,
         "sample_index": episode.sample_index,
         "agent": episode.agent,
+        "model": episode.model,
         "status": episode.status.value,
         "outcome": episode.outcome.value if episode.outcome else None,
         "reward": episode.reward,

@@ -112,6 +112,7 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
     table.add_column("instance", footer=many(len(episodes), "rollout"))
     table.add_column("#", justify="right")
     table.add_column("agent")
+    table.add_column("model")
     table.add_column("outcome", footer=f"{resolved} resolved")
     table.add_column("reward", justify="right", footer="-" if mean is None else f"{mean:.3f}")
     table.add_column("seconds", justify="right", footer=f"{sum(e.seconds for e in episodes):.1f}")
@@ -122,6 +123,7 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
             one.instance_id,
             str(one.sample_index),
             one.agent,
+            one.model or "-",
             Text(outcome, style=OUTCOME_STYLES.get(outcome, "")),
             "-" if one.reward is None else f"{one.reward:g}",
             f"{one.seconds:.1f}",

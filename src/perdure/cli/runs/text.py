@@ -15,8 +15,18 @@ def progress_line(progress: RunStatus) -> str:
     counts += f" of {progress.total}" if progress.total else ""
     found = _counts(progress)
     attention = f": {progress.attention}" if progress.attention else ""
+    state = "stopped by its budget" if stopped(progress) else progress.state
+    return f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({state}{attention})"
+
+
+def stopped(progress: RunStatus) -> str:
+    """That the budget ended the run, and the fix; empty: it did not, or nothing was left to play."""
+    left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
+    if not progress.stopped or progress.state != "done" or not left:
+        return ""
     return (
-        f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({progress.state}{attention})"
+        f"Stopped by its budget: {progress.stopped}; {left} of {progress.total} rollouts have no"
+        f" verdict. The same command with a larger budget continues with them"
     )
 
 

@@ -22,7 +22,7 @@ class AnthropicHosted(HostedApi):
         return {"anthropic-version": API_VERSION, "x-api-key": api_key}
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        body = to_messages(request, self._model or request["model"])
+        body = to_messages(request, self.model or request["model"])
         return await self._post("/messages", body, from_messages)
 
 
@@ -110,6 +110,7 @@ def from_messages(answer: dict[str, Any]) -> dict[str, Any]:
     read, written = (usage.get(f"cache_{way}_input_tokens") or 0 for way in ("read", "creation"))
     prompt, sampled = usage["input_tokens"] + read + written, usage["output_tokens"]
     return {
+        "model": answer.get("model"),
         "choices": [{"index": 0, "message": message, "finish_reason": reason}],
         "usage": {
             "prompt_tokens": prompt,

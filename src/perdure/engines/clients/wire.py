@@ -17,9 +17,7 @@ import httpx
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.engines.hosted_sampling import check_hosted_sampling
-from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
-from perdure.types import Sampling
+from perdure.errors import Boundary, GatewayUnavailable
 
 PATIENCE_S = 120.0
 """Seconds for which one turn repeats a request to an engine that cannot be reached."""
@@ -74,19 +72,12 @@ class HostedApi(ABC):
         names it and never shows the key."""
         root = base_url.rstrip("/")
         self._root = root if urlsplit(root).path else f"{root}/v1"
-        self._model = model
+        self.model = model
         self._client = client
         self._headers = {"content-type": "application/json", **self._headers_of(api_key)}
         self._key_source = key_source
         self._patience_s = patience_s
         self.name = engine_name(self.kind, base_url)
-
-    def check(self, rules: Sampling) -> None:
-        """Raises: Refused naming a sampling parameter that it does not have."""
-        try:
-            check_hosted_sampling(rules, self.kind, self._root)
-        except ConfigurationError as error:
-            raise Refused(400, "engine_refused", str(error)) from None
 
     @abstractmethod
     def _headers_of(self, api_key: str) -> dict[str, str]: ...
@@ -154,7 +145,7 @@ def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
         said = f"the engine {name} answered {status}: {SECRET.sub('…', sentence(text))}"
         return Refused(403, "engine_refused_key", f"{said}. Check {key}")
     if status == httpx.codes.NOT_FOUND:
-        said += ". Set PERDURE_ENGINE__MODEL to a model that PERDURE_ENGINE__URL serves"
+        said += ". Name a model that it serves with --model or PERDURE_ENGINE__MODEL"
     code = "context_length_exceeded" if _too_long(text) else "engine_refused"
     return Refused(400, code, said)
 

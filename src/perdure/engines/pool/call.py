@@ -18,6 +18,7 @@ from perdure.engines.pool.leases import EngineStart
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.salvage import Salvage, resumable
 from perdure.engines.pool.versions import Versions
+from perdure.engines.state import EngineRecord
 from perdure.types import FinishReason
 
 MOST_MOVES = 50
@@ -126,7 +127,10 @@ class GenerateCall:
         pause, self._pause = self._pause, min(self._pause * 2, LONGEST_PAUSE_S)
         return min(max(retry_after or 0.0, pause), LONGEST_PAUSE_S)
 
-    def completion(self, reason: FinishReason, engine: str) -> Completion:
+    def completion(
+        self, reason: FinishReason, engine: str, record: EngineRecord | None
+    ) -> Completion:
+        """`record`: of the engine that finished it; None: that engine has left."""
         salvage = self.salvage
         return Completion(
             salvage.ids,
@@ -136,6 +140,8 @@ class GenerateCall:
             engine,
             tuple(salvage.engines),
             self.waited_s,
+            asked_model=record.model if record else "",
+            model=(record.served.root or record.model) if record else "",
         )
 
 

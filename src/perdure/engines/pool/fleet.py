@@ -15,7 +15,6 @@ import httpx
 import structlog
 
 from perdure.engines import health
-from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.sglang import SglangEngine
 from perdure.engines.clients.sglang_control import SglangControl
@@ -29,6 +28,7 @@ from perdure.engines.roster import Change, Roster, SharedRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
 from perdure.engines.weights.update import NOTICE_S
 from perdure.errors import PerdureError
+from perdure.types import DEFAULT_MODEL
 
 HELD_POLL_S = 0.2
 """Seconds between reads of the roster while an update holds an engine, because calls wait for its end."""

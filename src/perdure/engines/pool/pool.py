@@ -25,7 +25,7 @@ from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.queueing import FairQueue
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import SharedRoster
-from perdure.engines.state import EngineSpec, EngineState
+from perdure.engines.state import EngineRecord, EngineSpec, EngineState
 from perdure.errors import Boundary, GatewayUnavailable
 from perdure.types import EngineSpan, FinishReason
 
@@ -132,7 +132,7 @@ class EnginePool:
             last = call.salvage.engines[-1]
             self._went_on(len(taken_over))
             if (ended := call.ended()) is not None:
-                return call.completion(ended, last.engine)
+                return call.completion(ended, last.engine, self._record_of(last.engine))
         call.last = self._start_of(last)
         while True:
             with tracing.span("wait for an engine"):
@@ -148,7 +148,11 @@ class EnginePool:
                     await self._after(engine, generation, call, broken)
                     continue
                 reason = ended
-            return call.completion(reason, engine.client.name)
+            return call.completion(reason, engine.client.name, engine.record)
+
+    def _record_of(self, engine: str) -> EngineRecord | None:
+        named = (one.record for one in self.engines.values() if one.client.name == engine)
+        return next(named, None)
 
     def _start_of(self, span: EngineSpan | None) -> EngineStart | None:
         if span is None:

@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
-from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine, check_engine_settings
 from perdure.engines.pool.metrics import pool_metrics
@@ -48,6 +47,7 @@ from perdure.home import Secrets
 from perdure.sandboxes.relay.relay import RELAYED
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
+from perdure.types import DEFAULT_MODEL
 
 MAX_BODY = 32 << 20
 """Bytes of a request; 200k tokens of history are about 1 MB."""

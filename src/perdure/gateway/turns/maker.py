@@ -155,20 +155,14 @@ class TurnMaker:
         spec, request = pending.session.spec, pending.request
         found = token_sampling(spec.sampling, request, prompt_tokens, self._stop_ids)
         found |= constraints(self._format, spec.sampling, request)
-        if (seed := self._seed(pending)) is not None:
-            found["seed"] = seed
-        return found
-
-    def _seed(self, pending: PendingTurn) -> int | None:
-        spec, request = pending.session.spec, pending.request
         base = base_seed(spec.sampling, request)
-        if base is None:
-            return None
-        turn = pending.awake.tree.turns_of(request.chain)
-        place = request.chain
-        if number := pending.location.sibling:
-            place = f"{place}/{number}"
-        return call_seed(base, spec.sample, place, turn)
+        if base is not None:
+            turn = pending.awake.tree.turns_of(request.chain)
+            place = request.chain
+            if number := pending.location.sibling:
+                place = f"{place}/{number}"
+            found["seed"] = call_seed(base, spec.sample, place, turn)
+        return found
 
     async def _prompt(self, pending: PendingTurn) -> tuple["array[int]", str | None]:
         """The next prompt, and why it is not a bridge (None: it is)."""
@@ -211,15 +205,13 @@ class TurnMaker:
     async def _ask(self, pending: PendingTurn, engine: ChatEngine, name: str) -> TurnRecord:
         """One turn of a hosted API: no ids, nothing to train on."""
         session, turn_id = pending.session, new_turn_id(pending.session)
-        rules = session.spec.sampling
-        engine.check(rules)
-        body = chat_request(rules, pending.request, self._seed(pending))
-        body["model"] = session.spec.model
+        asked_model = engine.model or session.spec.model
+        body = chat_request(session.spec.sampling, pending.request) | {"model": asked_model}
         started = time.monotonic()
         attributes: tracing.Attributes = {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": name.partition(" ")[0],
-            "gen_ai.request.model": session.spec.model,
+            "gen_ai.request.model": asked_model,
             "gen_ai.conversation.id": session.spec.session_id,
             "perdure.engine": name,
         }
@@ -231,7 +223,11 @@ class TurnMaker:
         read = hosted_answer(pending.request, completion, turn_id)
         cut = read.answer.finish_reason == FinishReason.LENGTH.value
         reason = FinishReason.LENGTH if cut else FinishReason.STOP
-        nothing = Completion(array("i"), array("d"), reason, (), name)
+        said = completion.get("model")
+        model = said if isinstance(said, str) else ""
+        nothing = Completion(
+            array("i"), array("d"), reason, (), name, asked_model=asked_model, model=model
+        )
         return _record(
             pending,
             turn_id=turn_id,
@@ -263,7 +259,10 @@ def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:
         turn_id=old.turn_id,
         prompt=recorded.prompt,
         completion=Completion(
-            old.completion, old.logprobs, old.finish_reason, old.versions, old.engine, old.engines
+            *(old.completion, old.logprobs, old.finish_reason, old.versions),
+            *(old.engine, old.engines),
+            asked_model=old.asked_model,
+            model=old.model,
         ),
         read=Read(old.answer, old.reasoning_open, old.placeholder),
         miss=REPLAYED,
@@ -322,6 +321,8 @@ def _record(
         sampling=sampling,
         finish_reason=completion.finish_reason,
         engine=completion.engine,
+        asked_model=completion.asked_model,
+        model=completion.model,
         bridged=parent is not None and bool(completion.token_ids),
         bridge_miss=miss,
         trainable=bool(completion.token_ids) and request.purpose is not Purpose.SIDE,

@@ -10,14 +10,13 @@ from typing import Any
 from torchtitan.experiments.rl.observability import metrics as m
 from torchtitan.experiments.rl.rollout.types import GenerateFn
 
-from perdure.engines.base import DEFAULT_MODEL
 from perdure.engines.roster import StoredRoster, add_engine, roster_key
 from perdure.engines.served import Ask, Sampled, ServedFunction
 from perdure.engines.state import EngineSpec
 from perdure.home import load_secret
 from perdure.settings.load import load_settings
 from perdure.storage.base import open_store
-from perdure.types import FinishReason
+from perdure.types import DEFAULT_MODEL, FinishReason
 
 ACCEPTED = frozenset({"temperature", "top_p", "max_tokens", "seed", "stop_token_ids"})
 """The fields of TorchTitan's `SamplingConfig`."""

@@ -8,9 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-MARGIN = 4 << 20
-"""Bytes: the kernel charges memory in batches, so it may refuse one a little below the limit."""
-
 Shortage = Literal["", "disk", "processes", "memory"]
 
 
@@ -75,11 +72,9 @@ def _killed(folder: Path) -> int:
 
 
 def _reached_its_memory(folder: Path) -> bool:
-    if _fields(folder / "memory.events").get("oom", 0):
-        return True
-    most = _number(folder / "memory.max_usage_in_bytes")
-    limit = _number(folder / "memory.limit_in_bytes")
-    return most is not None and limit is not None and most + MARGIN >= limit
+    return _fields(folder / "memory.events").get("oom", 0) > 0 or bool(
+        _number(folder / "memory.failcnt")
+    )
 
 
 def _fields(path: Path) -> dict[str, int]:

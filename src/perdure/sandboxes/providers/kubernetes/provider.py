@@ -26,7 +26,6 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
-from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
@@ -211,7 +210,7 @@ class KubernetesProvider(ServiceProvider):
             metadata.version("kubernetes-asyncio")
         except metadata.PackageNotFoundError:
             missing.append(
-                f"the kubernetes-asyncio package is missing: {command_for_extra('kubernetes')}"
+                "the kubernetes-asyncio package is missing; pip install 'perdure[kubernetes]'"
             )
         for look in (client.configured, lambda: pods.cluster_fields(self.settings.kubernetes)):
             try:
