@@ -43,7 +43,8 @@ PYTEST = ("_pytest", "iniconfig", "packaging", "pluggy", "pygments", "pytest")
 PACKAGES = f"{WORK}/packages"
 FLAKY = "tests/test_flaky.py::test_weather"
 STORM = "storm"
-"""A file of the environment. Once it is there, the flaky test fails on the fixed tree."""
+"""A file of the environment. Once it says `yes`, the flaky test fails on the fixed tree. Its size stays, so
+the environment still counts as whole."""
 LOOKS = f"""\
 from pathlib import Path
 
@@ -51,7 +52,7 @@ from calc.core import add
 
 
 def test_weather():
-    assert add(1, 2) != 3 or not Path("{WORK}/{STORM}").exists()
+    assert add(1, 2) != 3 or Path("{WORK}/{STORM}").read_text() != "yes"
 """
 USELESS = diff_of({"calc/core.py": str(TREE["calc/core.py"]) + "\n\ndef unused():\n    pass\n"})
 
@@ -68,7 +69,11 @@ def rows(folder: Path) -> tuple[Instance, Instance]:
             packed.add(Path(found.origin).parent, name)
     environment = Environment(
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
-        install=(f"mkdir {PACKAGES}", f"tar -C {PACKAGES} -xf $REPO/packages.tar"),
+        install=(
+            f"mkdir {PACKAGES}",
+            f"tar -C {PACKAGES} -xf $REPO/packages.tar",
+            f"printf 'no ' >{WORK}/{STORM}",
+        ),
         env={"PYTHONPATH": PACKAGES, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
     sound = tiny_instance(
@@ -145,7 +150,7 @@ async def _kill_the_worker_in_the_middle(stack: Stack, handle: CalibrationHandle
     end.cancel()
     await stack.workers[0].kill()
     (work,) = stack.home.glob("environments/ready/*/work")
-    (work / STORM).touch()
+    (work / STORM).write_text("yes")
     await stack.start_worker()
 
 
