@@ -13,12 +13,13 @@ from temporalio.exceptions import ActivityError, ApplicationError, TimeoutError,
 
 from perdure.client import names
 from perdure.client import search_attributes as attributes
-from perdure.errors import Boundary
+from perdure.errors import Boundary, ConfigurationError
 from perdure.rollouts.messages import HOST_LOST, STORE_UNAVAILABLE
-from perdure.types import SLUG, EpisodeRef, Failure
+from perdure.types import SLUG, Changeable, EpisodeRef, Failure
 from perdure.types.faults import faults
 
 Model = TypeVar("Model", bound=BaseModel)
+Request = TypeVar("Request", bound=Changeable)
 Result = TypeVar("Result")
 
 MESSAGE_LIMIT = 500
@@ -44,6 +45,21 @@ def parse(model: type[Model], raw: Any) -> Model:
         return model.model_validate(raw)
     except ValidationError as error:
         raise _refused(f"{model.__name__}: {faults(error, model)}", raw) from None
+
+
+def changed(before: Request, fields: Any) -> Request:
+    """The request with these fields changed; otherwise the update is refused, naming the field."""
+    if not isinstance(fields, dict):
+        names_ = ", ".join(before.CHANGEABLE)
+        raise refused(f"change takes an object with fields of {names_}, not {fields!r}")
+    try:
+        return before.changed(fields)
+    except ConfigurationError as error:
+        raise refused(str(error)) from None
+
+
+def refused(why: str) -> ApplicationError:
+    return ApplicationError(why, type="InvalidRequest", non_retryable=True)
 
 
 def check_own_id(expected: str) -> None:

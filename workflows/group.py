@@ -2,6 +2,7 @@
 
 import asyncio
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from temporalio import workflow
@@ -12,7 +13,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
     from workflows import markdown
     from workflows.children import Buyers, play_rollout
-    from workflows.failures import check_own_id, parse, was_dropped
+    from workflows.failures import changed, check_own_id, parse, was_dropped
     from workflows.web_ui import ChildrenPage, Links
 
 MAX_WAIT_S = 30.0
@@ -25,6 +26,8 @@ class RolloutGroupWorkflow:
     def __init__(self) -> None:
         self.episodes: list[EpisodeRef] = []
         self.total = 0
+        self.group: GroupRequest | None = None
+        """As it holds now."""
         self.buyers = Buyers()
         self.page: ChildrenPage | None = None
 
@@ -32,19 +35,20 @@ class RolloutGroupWorkflow:
     async def run(self, request: Any = None) -> GroupResult:
         group = parse(GroupRequest, request)
         check_own_id(group.workflow_id)
-        self.total = group.n_samples
+        self.group, self.total = group, group.n_samples
         self.page = _page(group)
         self.page.show()
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes(attributes.updates_of(group.rollout))
-        quorum = group.quorum or group.n_samples
         tasks = [asyncio.create_task(self._play(group, k)) for k in range(group.n_samples)]
         try:
-            await self._until(quorum, group.deadline_s)
+            await self._until_enough(group)
         finally:
             if not was_dropped():
                 await self._settle(tasks, group)
         await workflow.wait_condition(workflow.all_handlers_finished)
+        group = self.group
+        quorum = group.quorum or group.n_samples
         return GroupResult(
             group_id=group.group_id,
             graded=self._graded(),
@@ -56,6 +60,15 @@ class RolloutGroupWorkflow:
     async def spent(self) -> None:
         """The run's budget is used up."""
         await self.buyers.stop()
+
+    @workflow.update
+    async def change(self, fields: Any) -> dict[str, Any]:
+        """Another quorum or deadline from now on: fields of GroupRequest."""
+        await workflow.wait_condition(lambda: self.group is not None)
+        assert self.group is not None, "it was waited for"
+        self.group = changed(self.group, fields)
+        workflow.upsert_memo({names.CHANGED: self.group.changeable()})
+        return self.progress()
 
     @workflow.query
     def progress(self) -> dict[str, Any]:
@@ -91,16 +104,28 @@ class RolloutGroupWorkflow:
         if self.page is not None:
             self.page.add(episode)
 
-    async def _until(self, quorum: int, deadline_s: float | None) -> None:
-        timeout = timedelta(seconds=deadline_s) if deadline_s is not None else None
-        try:
-            await workflow.wait_condition(
-                lambda: self._graded() >= quorum or len(self.episodes) >= self.total,
-                timeout=timeout,
-                timeout_summary="deadline of the group",
-            )
-        except TimeoutError:
-            workflow.logger.info("deadline reached with %d graded", self._graded())
+    async def _until_enough(self, group: GroupRequest) -> None:
+        """Wait for the quorum or the deadline; when one of them is changed, for the new one."""
+        began = workflow.time()
+        while True:
+            waits_for = self.group or group
+            try:
+                await workflow.wait_condition(
+                    partial(self._waits_no_more, waits_for),
+                    timeout=_left(waits_for, workflow.time() - began),
+                    timeout_summary="deadline of the group",
+                )
+            except TimeoutError:
+                workflow.logger.info("deadline reached with %d graded", self._graded())
+                return
+            if self.group is waits_for:
+                return
+
+    def _waits_no_more(self, group: GroupRequest) -> bool:
+        """It has enough, or something else is waited for since."""
+        quorum = group.quorum or group.n_samples
+        enough = self._graded() >= quorum or len(self.episodes) >= self.total
+        return enough or self.group is not group
 
     async def _settle(self, tasks: list[asyncio.Task[None]], group: GroupRequest) -> None:
         """Cancel what still runs and wait for its episodes, unless stragglers are kept."""
@@ -114,6 +139,13 @@ class RolloutGroupWorkflow:
 
     def _graded(self) -> int:
         return sum(e.status is RolloutStatus.GRADED for e in self.episodes)
+
+
+def _left(group: GroupRequest, waited_s: float) -> timedelta | None:
+    """Until the deadline."""
+    if group.deadline_s is None:
+        return None
+    return timedelta(seconds=max(0.0, group.deadline_s - waited_s))
 
 
 def _page(group: GroupRequest) -> ChildrenPage:

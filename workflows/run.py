@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from temporalio import workflow
 from temporalio.exceptions import (
     ActivityError,
-    ApplicationError,
     FailureError,
     is_cancelled_exception,
 )
@@ -22,10 +21,8 @@ from temporalio.exceptions import (
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.client import search_attributes as attributes
-    from perdure.errors import ConfigurationError
     from perdure.rollouts.messages import PreparedRun, RunSummary, ShardRequest
     from perdure.types import (
-        CHANGEABLE,
         Budget,
         RolloutRequest,
         RolloutStatus,
@@ -35,8 +32,10 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options, markdown
     from workflows.failures import (
         as_sentence,
+        changed,
         check_own_id,
         parse,
+        refused,
         stop_if_cancelled,
         to_the_end,
         was_dropped,
@@ -198,13 +197,8 @@ class RunWorkflow:
         before = self.request
         assert before is not None, "it was waited for"
         if self.state == "finishing":
-            raise _refused(f"run {self.run_id} is ending: change it when it has ended")
-        if not isinstance(fields, dict):
-            raise _refused(f"change takes an object of {', '.join(CHANGEABLE)}, not {fields!r}")
-        try:
-            self.request = before.changed(fields)
-        except ConfigurationError as error:
-            raise _refused(str(error)) from None
+            raise refused(f"run {self.run_id} is ending: change it when it has ended")
+        self.request = changed(before, fields)
         if not before.changes_to(self.request):
             return self.status()
         self._follow(self.request)
@@ -213,8 +207,7 @@ class RunWorkflow:
         await self._tell_room()
         options = activity_options.described(activity_options.bookkeeping(), "record a change")
         await ordered("record_change", self.request, type(None), options)
-        changed = self.request.model_dump(mode="json", include=set(CHANGEABLE))
-        workflow.upsert_memo({names.CHANGED: changed})
+        workflow.upsert_memo({names.CHANGED: self.request.changeable()})
         return self.status()
 
     def _follow(self, run: RunRequest) -> None:
@@ -441,10 +434,6 @@ def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
         f" · `perdure report {run.run_id}`"
     )
     return run.run_id, headline, total, Links.here()
-
-
-def _refused(why: str) -> ApplicationError:
-    return ApplicationError(why, type="InvalidRequest", non_retryable=True)
 
 
 async def _signal(

@@ -97,6 +97,48 @@ async def test_starting_a_group_twice_joins_it(
     assert (first.joined, again.joined) == (False, True)
 
 
+async def test_an_open_group_follows_another_quorum_and_deadline(
+    client: Client, stages: Stages
+) -> None:
+    """A trainer that starts again with another deadline joins its groups and changes them; what it does
+    not say stays."""
+    gate = Gate()
+
+    async def slow_second(attempt: Attempt) -> AgentRun:
+        if attempt.request.sample_index == 1:
+            return await gate.agent(attempt)
+        return AgentRun(end=AgentEnd.FINISHED)
+
+    stages.override["run_agent"] = slow_second
+    perdure = Perdure(client)
+    asks = GroupRequest(rollout=ROLLOUT, n_samples=2, deadline_s=3000)
+    first = await perdure.start_group(asks)
+    await gate.until_running(1)
+    less = GroupRequest(rollout=ROLLOUT, n_samples=2, quorum=1)
+
+    changed = await perdure.start_group(less)
+    result = await changed.result()
+
+    assert (first.changes, changed.changes) == ([], ["quorum: null -> 1"])
+    assert (result.graded, result.quorum_met) == (1, True)
+    assert (await perdure.start_group(asks)).joined
+
+
+async def test_an_open_group_ends_at_a_changed_deadline(client: Client, stages: Stages) -> None:
+    """It counts from the group's start, as the one before it did."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    perdure = Perdure(client)
+    await perdure.start_group(GroupRequest(rollout=ROLLOUT, n_samples=2, deadline_s=3000))
+    await gate.until_running(2)
+
+    changed = await perdure.start_group(GroupRequest(rollout=ROLLOUT, n_samples=2, deadline_s=0.5))
+    result = await changed.result()
+
+    assert changed.changes == ["deadline_s: 3000.0 -> 0.5"]
+    assert (result.graded, result.quorum_met) == (0, False)
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 async def test_what_was_started_as_something_else_is_not_joined(
     client: Client, stages: Stages, by_hand: bool
@@ -240,7 +282,9 @@ async def test_what_fixes_a_run_cannot_be_changed(client: Client, stages: Stages
     run = await Perdure(client).start_run(_run())
     await gate.until_running(1)
 
-    with pytest.raises(ConfigurationError, match=r"rollout cannot change in run r1"):
+    with pytest.raises(
+        ConfigurationError, match=r"rollout cannot change in run/r1: give another run_id"
+    ):
         await run.change({"rollout": {"agent": "oracle"}})
     with pytest.raises(ConfigurationError, match=r"n_samples: .*greater than or equal to 1"):
         await run.change({"n_samples": 0})

@@ -48,9 +48,9 @@ from perdure.client.slime_variables import rollout_with_defaults, run_with_defau
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.settings.tree import Settings
 from perdure.types import (
-    CHANGEABLE,
     SLUG,
     CalibrationRequest,
+    Changeable,
     EpisodeRef,
     GroupRequest,
     GroupResult,
@@ -61,6 +61,7 @@ from perdure.types import (
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
+Asked = TypeVar("Asked", bound=Changeable)
 Request = TypeVar("Request", bound=BaseModel)
 logger = logging.getLogger(__name__)
 
@@ -127,18 +128,12 @@ class Perdure:
 
         An open run is told; one that has ended starts again, and plays what the store has not.
         """
-        described = await _durably(handle.describe)
-        current = await self._first_request(handle, RunRequest)
-        if current is None:
-            return [], handle
-        current = current.changed((await described.memo()).get(names.CHANGED, {}))
-        given = {name: getattr(request, name) for name in request.model_fields_set}
-        asks = current.model_copy(update={n: v for n, v in given.items() if n in CHANGEABLE})
+        current, asks, is_open = await self._changes(request, handle)
         fields = current.changes_to(asks)
         if not fields:
             return [], handle
         fields["asked_by"] = _person()
-        if described.status is WorkflowExecutionStatus.RUNNING:
+        if is_open:
             await RunHandle(self, request.run_id, handle).change(fields)
         elif not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
             return [], handle  # it has ended: nothing would be played otherwise
@@ -148,6 +143,31 @@ class Perdure:
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
             )
         return asked.changes(current, asks), handle
+
+    async def _change_group(
+        self, request: GroupRequest, handle: WorkflowHandle[Any, Any]
+    ) -> list[str]:
+        """The same of a group; one that has ended keeps its result."""
+        current, asks, is_open = await self._changes(request, handle)
+        fields = current.changes_to(asks)
+        if not fields or not is_open:
+            return []
+        await _update(handle, f"group '{handle.id.removeprefix('group/')}'", "change", fields)
+        return asked.changes(current, asks)
+
+    async def _changes(
+        self, request: Asked, handle: WorkflowHandle[Any, Any]
+    ) -> tuple[Asked, Asked, bool]:
+        """What holds now, what would hold with all that the request gives, and whether it is open."""
+        described = await _durably(handle.describe)
+        is_open = described.status is WorkflowExecutionStatus.RUNNING
+        current = await self._first_request(handle, type(request))
+        if current is None:
+            return request, request, is_open
+        current = current.changed((await described.memo()).get(names.CHANGED, {}))
+        given = request.model_fields_set.intersection(request.CHANGEABLE)
+        asks = current.model_copy(update={name: getattr(request, name) for name in given})
+        return current, asks, is_open
 
     async def play_again(self, request: RunRequest) -> "RunHandle":
         """Start a run that has ended again, for the rollouts that `request.again` names.
@@ -179,8 +199,9 @@ class Perdure:
             summary=f"{request.rollout.instance_id} · group of {request.n_samples}",
             fairness=request.rollout.run_id,
         )
+        told = await self._change_group(request, handle) if joined else []
         _tell_if(joined, handle)
-        return GroupHandle(self, request.n_samples, handle, joined=joined)
+        return GroupHandle(self, request.n_samples, handle, joined=joined, changes=told)
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
         """Start one rollout, or join it. Raises: ConfigurationError."""
@@ -438,17 +459,7 @@ class RunHandle:
         return await self.perdure.rollouts(self.run_id)
 
     async def _update(self, name: str, *arguments: Any) -> Any:
-        try:
-            return await self.handle.execute_update(name, args=list(arguments), result_type=dict)
-        except WorkflowUpdateFailedError as error:
-            raise ConfigurationError(_reason(error)) from error
-        except RPCError as error:
-            if error.status is not RPCStatusCode.NOT_FOUND:
-                raise
-            ended = await _described(self.handle, f"run '{self.run_id}'")
-            raise NotFound(
-                f"run '{self.run_id}' has ended ({execution_name(ended.status)})"
-            ) from error
+        return await _update(self.handle, f"run '{self.run_id}'", name, *arguments)
 
 
 class CalibrationHandle:
@@ -481,12 +492,14 @@ class GroupHandle:
         handle: WorkflowHandle[Any, Any],
         *,
         joined: bool = False,
+        changes: Sequence[str] = (),
     ) -> None:
-        """`joined`: it had been started before."""
+        """`joined`, `changes`: as for a run."""
         self.perdure = perdure
         self.n_samples = n_samples
         self.handle = handle
         self.joined = joined
+        self.changes = changes
 
     async def episodes(self) -> AsyncIterator[EpisodeRef]:
         """Episodes as they finish. Use one waiter per group."""
@@ -704,6 +717,24 @@ async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
             how += f", reward {ended.episode.reward:g}"
         raise NotFound(f"{what} had ended before ({how}): nothing was cancelled")
     await _durably(handle.cancel)
+
+
+async def _update(
+    handle: WorkflowHandle[Any, Any], what: str, name: str, *arguments: Any
+) -> dict[str, Any]:
+    """Raises: ConfigurationError if it is refused; NotFound if the workflow has ended."""
+    try:
+        told: dict[str, Any] = await handle.execute_update(
+            name, args=list(arguments), result_type=dict
+        )
+        return told
+    except WorkflowUpdateFailedError as error:
+        raise ConfigurationError(_reason(error)) from error
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:
+            raise
+        ended = await _described(handle, what)
+        raise NotFound(f"{what} has ended ({execution_name(ended.status)})") from error
 
 
 async def _described(handle: WorkflowHandle[Any, Any], what: str) -> WorkflowExecution:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from perdure.errors import IdentityDiffers
-from perdure.types import CHANGEABLE, GroupRequest, RolloutRequest, RunRequest
+from perdure.types import Changeable, GroupRequest, RolloutRequest, RunRequest
 
 Identity = dict[str, str]
 """Dotted name -> value as text, so that a difference names one thing."""
@@ -22,8 +22,6 @@ OF_ONE_START = {
 """Fields of a rollout that do not decide its outcome."""
 CHOICE = ("instances", "dataset", "include", "exclude", "limit")
 """Fields of a run that name its instances. Workers compare the instances themselves."""
-MAY_CHANGE = ("quorum", "deadline_s", "stragglers")
-"""Fields of a group that decide when it ends, not what its rollouts are."""
 SHOWN = 12
 """Differences in an error message."""
 
@@ -42,7 +40,9 @@ def of_request(request: BaseModel) -> Identity:
             **{name: json.dumps(one) for name, one in choice.items()},
         }
     if isinstance(request, GroupRequest):
-        how = request.model_dump(mode="json", exclude={"rollout", "schema_version", *MAY_CHANGE})
+        how = request.model_dump(
+            mode="json", exclude={"rollout", "schema_version", *request.CHANGEABLE}
+        )
         return {**of_rollouts(request.rollout), **dict(_flat("", how))}
     return of_rollouts(request) if isinstance(request, RolloutRequest) else {}
 
@@ -63,10 +63,9 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def changes(old: RunRequest, new: RunRequest) -> list[str]:
-    """What the second one changes in a run: `n_samples: 2 -> 3`."""
-    sides = (one.model_dump(mode="json", include=set(CHANGEABLE)) for one in (old, new))
-    return differences(*(dict(_flat("", side)) for side in sides))
+def changes(old: Changeable, new: Changeable) -> list[str]:
+    """What the second one changes in a run or a group: `n_samples: 2 -> 3`."""
+    return differences(*(dict(_flat("", one.changeable())) for one in (old, new)))
 
 
 def refuse(what: str, changes: Sequence[str], fix: str) -> None:

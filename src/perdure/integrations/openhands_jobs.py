@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import WorkflowExecutionDescription
 
+from perdure.client.asked import differences, of_rollouts, refuse
 from perdure.episodes.demonstrations.conversation import conversations
 from perdure.episodes.episode import Episode
 from perdure.episodes.segments import MAIN
@@ -173,13 +174,9 @@ def rollout_of(
 
 
 def check_same(known: JobRecord, asked: JobRecord) -> None:
-    """Raises: ConfigurationError where a job id is used again for another job."""
-    old, new = known.request.model_dump(), asked.request.model_dump()
-    changed = [name for name in new if old[name] != new[name]]
-    if changed:
-        raise ConfigurationError(
-            f"job_id {asked.job_id!r} is taken: that job has another {', '.join(changed)}"
-        )
+    """Raises: IdentityDiffers where a job id is used again for another job."""
+    sides = ({"instance": j.request.instance, **of_rollouts(j.request)} for j in (known, asked))
+    refuse(f"job {asked.job_id}", differences(*sides), "give another job_id")
 
 
 # --- how far it is ---------------------------------------------------------------------------

@@ -26,13 +26,13 @@ from perdure.types.instances import (
 )
 from perdure.types.limits import AccountCaps, LimitChanges, Limits, Phase, PhaseName, Phases
 from perdure.types.requests import (
-    CHANGEABLE,
     DEFAULT_MODEL,
     GIVEN_PATCHES,
     MISSING,
     NO_VERDICT,
     Budget,
     CalibrationRequest,
+    Changeable,
     GroupRequest,
     PlayAgain,
     Price,
@@ -72,7 +72,6 @@ from perdure.types.trajectories import (
 )
 
 __all__ = [
-    "CHANGEABLE",
     "DEFAULT_MODEL",
     "GIVEN_PATCHES",
     "INSTANCE_REF",
@@ -85,6 +84,7 @@ __all__ = [
     "Bytes",
     "CalibrationRequest",
     "CalibrationState",
+    "Changeable",
     "CommittedTests",
     "EngineSpan",
     "Environment",

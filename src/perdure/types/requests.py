@@ -1,8 +1,9 @@
 """What `temporal workflow start --input` carries."""
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
@@ -142,8 +143,38 @@ class RolloutRequest(Request):
 Straggler = Literal["cancel", "keep"]
 
 
-class GroupRequest(Request):
+class Changeable(Request):
+    """A request of which some fields may change while its workflow is open and after it has ended. All
+    others fix what it is."""
+
+    CHANGEABLE: ClassVar[tuple[str, ...]]
+
+    @property
+    @abstractmethod
+    def workflow_id(self) -> str: ...
+
+    def changeable(self) -> dict[str, JsonValue]:
+        """The fields that may change."""
+        return self.model_dump(mode="json", include=set(self.CHANGEABLE))
+
+    def changed(self, fields: Mapping[str, JsonValue]) -> Self:
+        """With other values of such fields. Raises: ConfigurationError."""
+        if fixed := sorted(fields.keys() - {*self.CHANGEABLE, "asked_by"}):
+            raise ConfigurationError(
+                f"{', '.join(fixed)} cannot change in {self.workflow_id}: give another run_id"
+            )
+        return type(self)(**{**self.model_dump(), **fields})
+
+    def changes_to(self, other: Self) -> dict[str, JsonValue]:
+        """Such fields in which the other one differs, with its values."""
+        old, new = self.changeable(), other.changeable()
+        return {name: value for name, value in new.items() if value != old[name]}
+
+
+class GroupRequest(Changeable):
     """n rollouts of one instance under one baseline: the input of `RolloutGroupWorkflow`."""
+
+    CHANGEABLE = ("quorum", "deadline_s")
 
     rollout: RolloutRequest
     """The template; `sample_index` and `group_id` are filled in per sample."""
@@ -256,18 +287,17 @@ class Budget(Request):
         return ""
 
 
-CHANGEABLE = (
-    *("n_samples", "concurrency", "budget", "start_jitter_s", "quorum", "deadline_s", "stragglers"),
-)
-"""Fields of a run that may change while it is open and after it has ended. All others fix what it is."""
-
-
-class RunRequest(Request):
+class RunRequest(Changeable):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
     Give `instances` (a short list) or `dataset` (all of it, filtered by `include` / `exclude`
     globs and cut by `limit`).
     """
+
+    CHANGEABLE = (
+        *("n_samples", "concurrency", "budget", "start_jitter_s"),
+        *("quorum", "deadline_s", "stragglers"),
+    )
 
     run_id: Slug
     instances: tuple[InstanceRef, ...] = ()
@@ -308,19 +338,6 @@ class RunRequest(Request):
     @property
     def workflow_id(self) -> str:
         return f"run/{self.run_id}"
-
-    def changed(self, fields: Mapping[str, JsonValue]) -> "RunRequest":
-        """With other values of `CHANGEABLE`. Raises: ConfigurationError."""
-        if fixed := sorted(fields.keys() - {*CHANGEABLE, "asked_by"}):
-            raise ConfigurationError(
-                f"{', '.join(fixed)} cannot change in run {self.run_id}: give another run_id"
-            )
-        return RunRequest(**{**self.model_dump(), **fields})
-
-    def changes_to(self, other: "RunRequest") -> dict[str, JsonValue]:
-        """Fields of `CHANGEABLE` in which the other one differs, with its values."""
-        old, new = (one.model_dump(mode="json", include=set(CHANGEABLE)) for one in (self, other))
-        return {name: value for name, value in new.items() if value != old[name]}
 
     @property
     def rollouts_each(self) -> int:

@@ -41,7 +41,7 @@ from perdure.stack.sandboxes import provider, ready_provider
 from perdure.storage import keys
 from perdure.storage.base import Store, open_store
 from perdure.storage.preflight import check_store
-from perdure.types import CHANGEABLE, EpisodeRef, PhaseName, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
 
 AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
 NONE_READY = (
@@ -142,7 +142,9 @@ async def _with_current(store: Store, request: RunRequest) -> RunRequest:
     """What the command line does not give stays as it is in the run."""
     current = await current_request(store, request.run_id)
     kept = {
-        name: getattr(current, name) for name in CHANGEABLE if name not in request.model_fields_set
+        name: getattr(current, name)
+        for name in current.CHANGEABLE
+        if name not in request.model_fields_set
     }
     return request.model_copy(update=kept)
 
