@@ -577,7 +577,9 @@ class ScriptedEngine:
         path = Path((await request.json())["update_info"]["path"])
         try:
             loaded = json.loads((path / WEIGHTS_FILE).read_text())
-        except (OSError, ValueError) as error:
+        except OSError as error:  # it could open nothing, so it changed nothing
+            return _openai_error(500, f"cannot open {path}: {error}")
+        except ValueError as error:
             self.weights, self._updating = BROKEN_WEIGHTS, False
             return _openai_error(500, f"cannot load {path}: {error}")
         if not loaded.get("stale"):

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
 
@@ -20,7 +21,8 @@ import structlog
 from pydantic import Field, FiniteFloat, model_validator
 
 from perdure.engines.clients.sglang_control import SglangControl
-from perdure.engines.clients.vllm_control import EngineControl, Scored
+from perdure.engines.clients.vllm_control import EngineControl, EngineSilent, Scored
+from perdure.engines.health import Finding, apply
 from perdure.engines.roster import Roster, SharedRoster
 from perdure.engines.state import ANY_START, EngineRecord, EngineState, name_of
 from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
@@ -32,6 +34,10 @@ UPDATE = "update "
 TOLERANCE = 0.2
 """Allowed difference of the trainer's and the engine's logprob, in bf16. A half-loaded model differs by
 whole units; the weights of one small training step earlier may not differ that much."""
+ROUNDING = 0.02
+"""How far two logprobs of the same weights may differ, because batches round differently."""
+CANARY_SHOWN = 8
+"""Token ids of a prompt that a message shows."""
 NOTICE_S = 2.5
 """Seconds from announcement to pause: twice the gateways' polling interval and a margin, so that every
 gateway has read the roster."""
@@ -44,6 +50,16 @@ class UpdateRefused(PerdureError):
     """The new weights are not served. The message names the engine and what its canary answered."""
 
     boundary = Boundary.ENGINE
+
+
+class LoadFailed(PerdureError):
+    """An engine could not load a folder; it may still have its old weights. `canaries`: of the version."""
+
+    boundary = Boundary.ENGINE
+
+    def __init__(self, message: str, canaries: "Canaries") -> None:
+        super().__init__(message)
+        self.canaries = canaries
 
 
 class WeightCanary(Frozen):
@@ -184,6 +200,7 @@ class WeightUpdates:
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
         reached: set[tuple[str, int]] = set()
+        await self._leave_out_the_dead(version)
         serving = await self._serving()
         _check(serving, version)
         while lacking := [e for e in serving if _lacks(e, version) and _start(e) not in reached]:
@@ -203,6 +220,32 @@ class WeightUpdates:
     async def _serving(self) -> list[EngineRecord]:
         return [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
 
+    async def _leave_out_the_dead(self, version: int) -> None:
+        """Record engines whose process has ended: no gateway may have looked since.
+
+        Raises: UpdateRefused if one only gives no answer, because it may still sample.
+        """
+        serving = await self._serving()
+        for engine, silent in zip(
+            serving, await asyncio.gather(*map(self._silence, serving)), strict=True
+        ):
+            if silent is None:
+                continue
+            if not silent.gone:
+                raise UpdateRefused(_not_served(version, silent, engine))
+            dead = Finding(EngineState.DEAD, str(silent))
+            await self._roster.change(partial(apply, seen=engine, finding=dead))
+            log.warning("an engine is gone and gets no weights", engine=engine.name)
+
+    async def _silence(self, engine: EngineRecord) -> EngineSilent | None:
+        try:
+            await self._control(engine).is_paused()
+        except EngineSilent as silent:
+            return silent
+        except ControlPlaneError:
+            return None  # it answers; the update will tell what is wrong
+        return None
+
     async def _one(
         self,
         engine: EngineRecord,
@@ -213,14 +256,16 @@ class WeightUpdates:
         name = engine.name
         record = await self._hold(name, wanted.version)
         await self._notice(record, untouched=engine.serves)
+        before = await self._scores(record, wanted.canaries)
         started = time.monotonic()
         try:
             await self._load(record, wanted, policy)
         except BaseException as error:
-            await asyncio.shield(self._back(record, previous, policy, error))
+            now = await asyncio.shield(self._back(record, previous, policy, error, before))
             if not isinstance(error, PerdureError):
                 raise
-            raise UpdateRefused(f"version {wanted.version} is not served: {error}") from error
+            told = _not_served(wanted.version, error, record)
+            raise UpdateRefused(f"{told}. {now}") from error
         paused_s = time.monotonic() - started
         try:
             await self._roster.change(lambda roster: _released(roster, record, wanted.version))
@@ -251,10 +296,36 @@ class WeightUpdates:
 
     async def _load(self, record: EngineRecord, wanted: Checkpoint, policy: UpdatePolicy) -> None:
         """Raises: PerdureError."""
+        await load(self._control(record), record.wire_model, wanted, policy.in_flight)
+
+    def _control(self, record: EngineRecord) -> EngineControl:
         api_key = self._control_key if record.behind_proxy else self._api_key
         controlled = SglangControl if record.kind == "sglang" else EngineControl
-        control = controlled(record.url, self._client, api_key=api_key)
-        await load(control, record.wire_model, wanted, policy.in_flight)
+        return controlled(record.url, self._client, api_key=api_key)
+
+    async def _scores(self, record: EngineRecord, canaries: Canaries) -> list[Scored]:
+        """What the engine answers to the canaries' prompts; empty if it does not answer."""
+        control, model = self._control(record), record.wire_model
+        try:
+            return await asyncio.gather(*(_score(control, model, one) for one in canaries))
+        except ControlPlaneError:
+            return []
+
+    async def _kept_its_weights(
+        self, record: EngineRecord, canaries: Canaries, before: Sequence[Scored]
+    ) -> bool:
+        """Resume an engine whose load failed; whether it answers as it did before the load."""
+        control = self._control(record)
+        try:
+            await control.resume()
+            label = await control.version()
+        except ControlPlaneError:
+            return False
+        now = await self._scores(record, canaries)
+        same_label = label is None or record.version in (None, label)
+        return (
+            bool(before) and same_label and len(now) == len(before) and all(map(_same, now, before))
+        )
 
     async def _back(
         self,
@@ -262,19 +333,28 @@ class WeightUpdates:
         previous: Checkpoint | None,
         policy: UpdatePolicy,
         error: BaseException,
-    ) -> None:
-        """Load the old version and prove it; if that fails, condemn the engine until it restarts."""
+        before: Sequence[Scored],
+    ) -> str:
+        """Return to the old version and prove it; if that fails, condemn the engine until it restarts.
+
+        Returns what became of the engine, for people.
+        """
         ours = _is_held(await self._roster.read(), record)
+        failed = error.canaries if ours and isinstance(error, LoadFailed) else ()
+        if failed and await self._kept_its_weights(record, failed, before):
+            await self._roster.change(lambda roster: _released(roster, record, record.version))
+            return f"Engine {record.name} kept its weights and serves on"
         if ours and previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
                 await self._roster.change(
                     lambda roster: _released(roster, record, previous.version)
                 )
-                return
+                return f"Engine {record.name} serves version {previous.version} again"
             except PerdureError as failure:
                 log.error("cannot restore the previous weights", error=str(failure))
         await self._condemn(record, f"{record.held_by}: {error}")
+        return f"Engine {record.name} is out of use until its process restarts"
 
     async def _hold(self, name: str, version: int) -> EngineRecord:
         """Announce the update: gateways then send nothing new and label no token with a version."""
@@ -330,9 +410,14 @@ async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight
     Raises: PerdureError; the engine may then have any weights and must not serve.
     """
     await control.pause("abort" if in_flight == "resubmit" else "keep")
-    await _begin(control, wanted.version)
-    await wanted.source.load(control, wanted.version)
-    await control.finish_update(wanted.version)
+    try:
+        await _begin(control, wanted.version)
+        await wanted.source.load(control, wanted.version)
+        await control.finish_update(wanted.version)
+    except PerdureError as error:
+        if not isinstance(wanted.source, FromDisk):
+            raise  # a transfer that ends in the middle has changed some tensors a little
+        raise LoadFailed(str(error), wanted.canaries) from error
     await control.resume()
     await asyncio.gather(*(_prove(control, model, one) for one in wanted.canaries))
 
@@ -348,14 +433,36 @@ async def _begin(control: EngineControl, version: int) -> None:
 
 async def _prove(control: EngineControl, model: str, canary: WeightCanary) -> None:
     """Raises: UpdateRefused."""
-    forced = bool(canary.prompt_logprobs)
-    scored = await control.score(model, canary.prompt_ids, prompt_logprobs=forced)
-    if (problem := _differs(scored, canary)) is not None:
+    if (problem := _differs(await _score(control, model, canary), canary)) is not None:
         name = name_of(control.url)
-        raise UpdateRefused(f"engine {name} does not have the trainer's weights: {problem}")
+        raise UpdateRefused(
+            f"engine {name} does not have the trainer's weights: after the prompt "
+            f"{list(canary.prompt_ids)[:CANARY_SHOWN]} of a canary it answers {problem}"
+        )
 
 
-def _released(roster: Roster, held: EngineRecord, version: int) -> Roster:
+async def _score(control: EngineControl, model: str, canary: WeightCanary) -> Scored:
+    forced = bool(canary.prompt_logprobs)
+    return await control.score(model, canary.prompt_ids, prompt_logprobs=forced)
+
+
+def _same(now: Scored, before: Scored) -> bool:
+    """Whether the same weights gave both answers, apart from rounding."""
+    pairs = [
+        (now.logprob, before.logprob),
+        *zip(now.prompt_logprobs, before.prompt_logprobs, strict=True),
+    ]
+    return now.token_id == before.token_id and all(abs(a - b) <= ROUNDING for a, b in pairs)
+
+
+def _not_served(version: int, error: PerdureError, engine: EngineRecord) -> str:
+    cure = ""
+    if isinstance(error, EngineSilent) or isinstance(error.__cause__, EngineSilent):
+        cure = f". `perdure engines remove {engine.url}` takes it out; then publish again"
+    return f"version {version} is not served: {error}{cure}"
+
+
+def _released(roster: Roster, held: EngineRecord, version: int | None) -> Roster:
     now = roster.get(held.name)
     if now is None or not _is_held(roster, held):
         raise UpdateRefused(

@@ -7,6 +7,7 @@ Hugging Face checkpoint of the served model.
 # mypy: ignore-errors
 # vLLM is installed with the engines, never with us.
 
+import os
 from dataclasses import dataclass
 
 from vllm.distributed.weight_transfer.base import (
@@ -15,6 +16,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 
 
 @dataclass
@@ -46,6 +49,10 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
+        # vLLM's loader empties the tensors before it opens the folder: without this look, a wrong path
+        # would cost the engine.
+        if not any(name.endswith(WEIGHT_FILES) for name in os.listdir(update_info.path)):
+            raise FileNotFoundError(f"no weights in {update_info.path}")
         reload_weights(
             self.vllm_config,
             self.model,
