@@ -5,6 +5,7 @@ episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI nee
 """
 
 import asyncio
+import math
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,7 +16,9 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import names
     from perdure.errors import Boundary
     from perdure.rollouts.messages import (
+        CALL_UNANSWERED,
         IDENTITY_DIFFERS,
+        LONGEST_WAIT_S,
         WORKER_EVICTED,
         AgentRun,
         Attempt,
@@ -48,6 +51,8 @@ MAX_EVICTIONS = 50
 ASK_AGAIN_S = 600.0
 """After this wait the rollout asks for its permit again, because the account's workflow may have
 been terminated."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
+"""Seconds before the attempt after one whose model call had no answer. The pause doubles each time."""
 CLEANING = ("destroy_sandbox", "emit_episode")
 EMIT_AGAIN = timedelta(minutes=10)
 """After this pause it tries again to write an episode, where even one without evidence failed."""
@@ -121,8 +126,8 @@ class RolloutWorkflow:
         self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
         """Raises: CancelledError, whichever stage the cancellation interrupted."""
-        failure: Failure | None = None
-        for _ in range(rollout.max_attempts):
+        counted, pause_s, gives_up_at = 0, FIRST_PAUSE_S, math.inf
+        while True:
             self.attempt += 1
             try:
                 ending = await self._play_attempt(rollout)
@@ -134,8 +139,19 @@ class RolloutWorkflow:
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
             if failure.type not in rollout.retry_on or self.is_spent:
-                break
-        return RolloutStatus.FAILED, failure
+                return RolloutStatus.FAILED, failure
+            if failure.type == CALL_UNANSWERED:
+                self.page.lost(self.attempt, failure)
+                gives_up_at = min(gives_up_at, workflow.time() + LONGEST_WAIT_S)
+                if workflow.time() + pause_s > gives_up_at:
+                    return RolloutStatus.FAILED, failure
+                self.page.stage("waiting", self.attempt)
+                await workflow.sleep(pause_s, summary="then the agent is started again")
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            counted += 1
+            if counted >= rollout.max_attempts:
+                return RolloutStatus.FAILED, failure
 
     async def _play_attempt(
         self, rollout: RolloutRequest
@@ -329,5 +345,7 @@ def _was_stopped(error: BaseException) -> bool:
 def _agent_failure(run: AgentRun) -> Failure:
     if run.refused:
         return Failure(boundary=Boundary.ENGINE, type="EngineRefused", message=run.broke)
+    if run.unanswered:
+        return Failure(boundary=Boundary.ENGINE, type=CALL_UNANSWERED, message=run.broke)
     message = f"{run.broke}: {run.detail}" if run.detail else run.broke
     return Failure(boundary=Boundary.AGENT, type="AgentError", message=message)

@@ -6,6 +6,7 @@ PerdureError
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
 │   ├── StoreUnavailable     the store could not be reached, or refused for now
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
+│       └── CallsRefused         every engine answers and none has served yet: often a wrong setting
 ├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
 ├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
 │   ├── DiskFull             what ran in it has filled its own disk
@@ -101,6 +102,12 @@ class StoreUnavailable(RetryHere):
 
 class GatewayUnavailable(RetryHere):
     boundary = Boundary.GATEWAY
+
+
+class CallsRefused(GatewayUnavailable):
+    """The engine refused calls from the start, so the message names the setting to check."""
+
+    boundary = Boundary.ENGINE
 
 
 class OutcomeUnknown(PerdureError):

@@ -1,5 +1,6 @@
 """One contract for every engine client, over real HTTP against the scripted engine's routes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.base import ChatEngine, TokenEngine
+from perdure.engines.clients import wire
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import new_client
@@ -15,7 +17,7 @@ from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineSpec
-from perdure.errors import Boundary, GatewayUnavailable
+from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 
@@ -202,17 +204,46 @@ async def test_text_and_tool_calls_come_back_as_a_chat_completion(
 
 
 @pytest.mark.parametrize("status", [401, 404, 422])
-async def test_a_refusal_is_final_and_never_shows_the_key(
-    client: httpx.AsyncClient, server: ScriptedEngine, status: int
+async def test_a_refusal_from_the_start_is_told_soon_and_never_shows_the_key(
+    client: httpx.AsyncClient,
+    server: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
 ) -> None:
-    """A wrong key or model is not retried, and the message names the variable, not its value."""
+    """A wrong key or model ends a first call long before its patience, and names the variable."""
+    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.1)
     server.control(kind="status", status=status)
-    engine = CHAT_ENGINES["openai"](server.url, client, 30)
+    engine = CHAT_ENGINES["openai"](server.url, client, 300)
 
-    with pytest.raises(Refused) as caught:
-        await engine.chat(_chat("hi"), session_id="s")
+    async with asyncio.timeout(30):
+        with pytest.raises(CallsRefused) as caught:
+            await engine.chat(_chat("hi"), session_id="s")
     assert "sk-secret-value" not in str(caught.value)
     assert ("SOME_API_KEY" in str(caught.value)) == (status == 401)
+
+
+@pytest.mark.parametrize("status", [301, 401, 404, 422, 451, 507, 520])
+async def test_a_refusal_amid_the_work_is_waited_out(
+    server: ScriptedEngine,
+    client: httpx.AsyncClient,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+) -> None:
+    """An API that has served calls is a working one: what it refuses for a while costs time only, and
+    the wait has a reason that people can read."""
+    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
+    engine = CHAT_ENGINES["openai"](server.url, client, 300)
+    await engine.chat(_chat("hi"), session_id="s")
+    server.control(kind="status", status=status)
+    call = asyncio.ensure_future(engine.chat(_chat("ho"), session_id="s"))
+    async with asyncio.timeout(30):
+        while (wait := engine.waits("s")) is None:
+            await asyncio.sleep(0.01)
+    server.control(kind=None)
+    answer = await call
+
+    assert answer["choices"][0]["message"]
+    assert (f"answered {status}" in wait.reason, engine.waits("s")) == (True, None)
 
 
 def test_tool_results_of_one_turn_are_in_one_message() -> None:

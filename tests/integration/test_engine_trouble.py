@@ -81,6 +81,48 @@ class Stuck(LoneRoster):
         return await self.change(lambda roster: roster)
 
 
+# --- refusals ----------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_refuses_gets_no_calls_until_it_samples(
+    client: httpx.AsyncClient,
+) -> None:
+    """It answers faster than one that works, so without this it would get every call. Calls go to the
+    other engine, and it is back once it samples a probe."""
+    async with (
+        ScriptedEngine(LONG) as bad,
+        ScriptedEngine(LONG) as good,
+        opened(client, bad.url, good.url) as pool,
+    ):
+        await ready(pool, 2)
+        refusing, other = (pool.engines[name_of(one.url)] for one in (bad, good))
+        bad.control(kind="status", status=401)
+        async with asyncio.timeout(STUCK_S):
+            served = await asyncio.gather(*(ask(pool, f"s{n}") for n in range(12)))
+            await until(lambda: "answered 401" in refusing.record.reason)
+            found = refusing.record.state
+            bad.reset()
+            await until(lambda: refusing.record.serves)
+
+    assert {one.engine for one in served} == {other.client.name}
+    assert found is EngineState.SUSPECT
+
+
+async def test_calls_wait_for_the_only_engine_while_it_refuses(client: httpx.AsyncClient) -> None:
+    """They wait with its words as the reason, and go on once it samples again."""
+    async with ScriptedEngine(LONG) as engine, opened(client, engine.url) as pool:
+        await ready(pool, 1)
+        engine.control(kind="status", status=451)
+        calls = [ask(pool, f"s{n}") for n in range(4)]
+        async with asyncio.timeout(STUCK_S):
+            wait = await until(lambda: pool.waits("s0"))
+            engine.reset()
+            done = await asyncio.gather(*calls)
+
+    assert "answered 451" in wait.reason
+    assert [one.finish_reason for one in done] == ["stop"] * 4
+
+
 # --- leases and queues -------------------------------------------------------------------------
 
 

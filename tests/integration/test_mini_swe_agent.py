@@ -18,6 +18,7 @@ from perdure.agents import prompts
 from perdure.agents.base import EXEC_ID, AgentTask, Evidence
 from perdure.agents.mini_swe_agent import TRAJECTORY, MiniSweAgent
 from perdure.agents.oracle import Oracle
+from perdure.engines.clients import wire
 from perdure.episodes import turns_parquet
 from perdure.gateway.base import HOPELESS
 from perdure.rollouts.messages import AgentRun
@@ -253,13 +254,14 @@ class Refusing:
     ids=lambda refusal: refusal.code,
 )
 async def test_a_refused_call_is_told_once_in_the_endpoints_words(
-    tmp_path: Path, tree: Path, refusal: Refusal
+    tmp_path: Path, tree: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure has the endpoint's own sentence and the fix. The agent would ask ten times, in minutes; it
     may ask three times."""
     if missing := BubblewrapProvider(Settings(home=tmp_path / "boxes")).check():
         pytest.skip("; ".join(missing))
     endpoint = Refusing(refusal)
+    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
     async with (
         serving(endpoint.app, "127.0.0.1", 0) as port,
         LocalGateway(

@@ -20,7 +20,7 @@ from perdure.rollouts.messages import IDENTITY_DIFFERS, AgentRun, Booted, Ending
 from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages
-from workflows import activity_options
+from workflows import activity_options, rollout
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
 
@@ -177,15 +177,14 @@ async def test_an_agent_that_never_called_the_model_has_no_reward(
     ("run", "status"),
     [
         (AgentRun(end=AgentEnd.CRASHED, turns=3, detail="killed by 9"), RolloutStatus.GRADED),
-        (AgentRun(end=AgentEnd.CRASHED, turns=3, unanswered="no engine"), RolloutStatus.FAILED),
         (AgentRun(end=AgentEnd.CRASHED), RolloutStatus.FAILED),
     ],
-    ids=["answered", "unanswered", "before-its-first-call"],
+    ids=["answered", "before-its-first-call"],
 )
 async def test_an_agent_cannot_discard_its_episode_by_dying(
     client: Client, stages: Stages, run: AgentRun, status: RolloutStatus
 ) -> None:
-    """A dead agent is captured and graded, unless a model call of its own got no answer."""
+    """A dead agent is captured and graded, unless it died before its first call."""
 
     async def die(_: Any) -> AgentRun:
         return run
@@ -195,6 +194,51 @@ async def test_an_agent_cannot_discard_its_episode_by_dying(
 
     assert episode.status is status
     assert ("grade_in_fresh_sandbox" in stages.names()) == (status is RolloutStatus.GRADED)
+
+
+@pytest.mark.parametrize("end", AgentEnd)
+async def test_an_agent_without_an_answer_is_tried_again_until_it_has_one(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, end: AgentEnd
+) -> None:
+    """However it ended after a call that the gateway could not answer, there is no verdict. Such
+    attempts do not count: more of them than `max_attempts` lead to the grade that is due."""
+    monkeypatch.setattr(rollout, "FIRST_PAUSE_S", 0.01)
+
+    async def unanswered(attempt: Any) -> AgentRun:
+        if attempt.attempt < 5:
+            return AgentRun(end=end, turns=3, unanswered="the engine answered 401: no")
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override["run_agent"] = unanswered
+    episode = await _played(client, {**REQUEST, "max_attempts": 1})
+
+    assert (episode.status, episode.reward, episode.attempts) == (RolloutStatus.GRADED, 1.0, 5)
+    assert stages.names().count("grade_in_fresh_sandbox") == 1
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "retry_on"), [(0.0, ["CallUnanswered"]), (60.0, [])], ids=["time", "request"]
+)
+async def test_a_rollout_without_answers_ends_without_a_reward(
+    client: Client,
+    stages: Stages,
+    monkeypatch: pytest.MonkeyPatch,
+    limit_s: float,
+    retry_on: list[str],
+) -> None:
+    """After its time, or at once if the request says so: never as a reward of 0."""
+    monkeypatch.setattr(rollout, "LONGEST_WAIT_S", limit_s)
+
+    async def unanswered(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.FINISHED, turns=3, unanswered="the engine answered 520: no")
+
+    stages.override["run_agent"] = unanswered
+    episode = await _played(client, {**REQUEST, "retry_on": retry_on})
+
+    assert (episode.status, episode.reward, episode.attempts) == (RolloutStatus.FAILED, None, 1)
+    assert episode.failure is not None
+    assert (episode.failure.boundary.value, episode.failure.type) == ("engine", "CallUnanswered")
+    assert "the engine answered 520" in episode.failure.message
 
 
 @pytest.mark.parametrize(

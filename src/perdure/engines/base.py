@@ -77,6 +77,10 @@ class ChatEngine(Protocol):
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""
         ...
 
+    def waits(self, session_id: str) -> Wait | None:
+        """Since when a call of the session gets no usable answer, and what came instead."""
+        ...
+
 
 @dataclass(frozen=True)
 class Engine:

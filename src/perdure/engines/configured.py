@@ -8,8 +8,9 @@ import contextlib
 
 import httpx
 
-from perdure.engines.base import Engine, HostedEngine
+from perdure.engines.base import Engine, HostedEngine, Wait
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
+from perdure.engines.clients.engine_refusal import trouble
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import engine_name
 from perdure.engines.pool.fleet import PoolOptions
@@ -23,6 +24,8 @@ from perdure.types import DEFAULT_MODEL
 
 KINDS = ("vllm", "sglang", "openai", "anthropic")
 TOKENS = ("auto", "vllm", "sglang")
+KIND_BY_STATUS = {400: "vllm", 422: "vllm", 404: "openai", 405: "openai"}
+"""What a server is, by its answer to an empty request on vLLM's token route."""
 POLL_S = 1.0
 """Seconds between looks for an engine while none is configured or registered."""
 NO_ENGINE = (
@@ -70,6 +73,12 @@ class ConfiguredEngine:
         """The engine in use, for /healthz. Before the first call: the configured one."""
         return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
 
+    def waits(self, session_id: str) -> Wait | None:
+        """Since when a call of the session waits for a usable answer, and why."""
+        if isinstance(self._engine, HostedEngine):
+            return self._engine.chat.waits(session_id)
+        return self.pool.waits(session_id)
+
     async def follow(self) -> None:
         """Find the token engines before a turn needs one, so that a trainer can publish at once.
 
@@ -108,10 +117,16 @@ class ConfiguredEngine:
         return any(not (one.removed or one.from_settings) for one in roster.engines)
 
     async def _probe(self, url: str) -> str:
-        """The kind of the server: vLLM answers an empty request on its token route with 400, others 404."""
+        """The kind of the server: vLLM answers an empty request on its token route with 400, others 404.
+
+        Raises: GatewayUnavailable for any other answer, which a proxy or a busy server may have given.
+        """
         route = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
+        key_source = self._settings.engine.api_key_env
+        key = environment.named(key_source)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
-            response = await self._client.post(route, json={}, timeout=10.0)
+            response = await self._client.post(route, json={}, headers=headers, timeout=10.0)
         except httpx.TransportError as error:
             raise GatewayUnavailable(
                 f"the engine at PERDURE_ENGINE__URL cannot be reached: {type(error).__name__}",
@@ -123,8 +138,11 @@ class ConfiguredEngine:
                 "or set PERDURE_ENGINE__KIND=openai (trainable: false)",
                 boundary=Boundary.ENGINE,
             )
-        absent = (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
-        return "openai" if response.status_code in absent else "vllm"
+        kind = KIND_BY_STATUS.get(response.status_code)
+        if kind is None:
+            told = trouble("PERDURE_ENGINE__URL", response.status_code, response.text, key_source)
+            raise GatewayUnavailable(told, boundary=Boundary.ENGINE)
+        return kind
 
     def _hosted(self, kind: str, url: str) -> HostedEngine:
         model = self._settings.engine.model or environment.foreign(f"{kind.upper()}_MODEL")

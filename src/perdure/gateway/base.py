@@ -79,7 +79,8 @@ class SessionSummary(Frozen):
     refusals: int = 0
     """How often it did. Only the gateway process that had the calls knows this."""
     unanswered: str = ""
-    """Why its last call got no answer: the engines or the store were away. Empty after an answer."""
+    """Why a call got no answer from the gateway, whose chain has had none since. Refusals that the
+    request's content caused are answers."""
     damaged: str = ""
     """Why it records no more: its journal does not read back, or lacks a turn that its agent has. `turns`
     and all else is what is left. Empty: it is whole."""

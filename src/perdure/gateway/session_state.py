@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.dialects.base import Answer, Refused
+from perdure.dialects.base import MAIN, Answer, Refused
 from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.gateway.journal.encoding import JournalDamaged
@@ -30,10 +30,15 @@ from perdure.gateway.turns.canonical import Rolled, ToolDigests
 from perdure.gateway.turns.chains import Node, Tree
 from perdure.gateway.turns.replay import Recording
 from perdure.gateway.turns.siblings import Caller
-from perdure.types import EngineSpan
+from perdure.types import EngineSpan, Purpose
 
 CallKey = tuple[str, str]
 """Chain and request digest."""
+
+
+def chain_of(chain: str, purpose: Purpose) -> str:
+    """Whose next answer makes up for a failed call: its chain's, or that of the next side request."""
+    return Purpose.SIDE.value if purpose is Purpose.SIDE else chain
 
 
 @dataclass
@@ -93,10 +98,10 @@ class Session:
     """Where another process sampled its newest turn: its KV cache is there."""
     too_stale: str = ""
     """Why every gateway process refuses its calls; empty until one call was refused."""
-    unanswered: Wait | None = None
-    """The engines gave up on its last call; the agent may try again."""
     damaged: str = ""
     """Why its attempt must end: see `SessionSummary.damaged`."""
+    unanswered: dict[str, Wait] = field(default_factory=dict)
+    """By chain: its newest call had no answer. The agent may try again."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer."""
     refusals: int = 0
@@ -161,10 +166,23 @@ class Session:
         elif record["kind"] == REFUSED:
             self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
-            self.unanswered = Wait(since=record["since"], reason=record["reason"])
+            wait = Wait(since=record["since"], reason=record["reason"])
+            self.unanswered[record.get("chain", MAIN)] = wait
+
+    def answered(self, chain: str, purpose: Purpose) -> None:
+        """Forget the failed calls that this answer makes up for. A sub-agent's answer, or a title's,
+        says nothing about the agent itself; the agent's next step shows that it went on."""
+        if chain == MAIN and purpose is not Purpose.SIDE:
+            self.unanswered.clear()
+        else:
+            self.unanswered.pop(chain_of(chain, purpose), None)
+
+    @property
+    def longest_unanswered(self) -> Wait | None:
+        return min(self.unanswered.values(), key=lambda wait: wait.since, default=None)
 
     def summary(self) -> SessionSummary:
-        totals = self.totals
+        totals, unanswered = self.totals, self.longest_unanswered
         return SessionSummary(
             session_id=self.spec.session_id,
             open=not (self.sealed or self.damaged),
@@ -183,8 +201,8 @@ class Session:
             refusals=self.refusals,
             replayed_turns=totals.replayed_turns,
             replayed_tokens=totals.replayed_tokens,
-            waits=None if self.sealed else self.unanswered,
-            unanswered=self.unanswered.reason if self.unanswered else "",
+            waits=None if self.sealed else unanswered,
+            unanswered=unanswered.reason if unanswered else "",
         )
 
 
@@ -210,7 +228,7 @@ class Awake:
         node = self.tree.apply(record, rolled)
         self.session.position += 1
         self.session.totals.add(record)
-        self.session.unanswered = None  # answered now, by this process or another
+        self.session.answered(record.chain, record.purpose)
         if self.recording is not None:
             self.recording.committed(record)
         return node

@@ -11,17 +11,23 @@ import contextlib
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import structlog
 
 from perdure import tracing
 from perdure.apart.working import work
-from perdure.dialects.base import Answer, ModelRequest, Refused
+from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
-from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, PerdureError
+from perdure.errors import (
+    CallsRefused,
+    ConfigurationError,
+    GatewayUnavailable,
+    NotFound,
+    PerdureError,
+)
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.encoding import JournalDamaged
@@ -42,7 +48,7 @@ from perdure.gateway.journal.turns_file import turns_file
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.rendering.formats import Format
-from perdure.gateway.session_state import Awake, CallKey, Session
+from perdure.gateway.session_state import Awake, CallKey, Session, chain_of
 from perdure.gateway.turns.call_ids import CallIds
 from perdure.gateway.turns.canonical import ToolDigests
 from perdure.gateway.turns.chains import Location, Node
@@ -53,8 +59,6 @@ from perdure.storage.base import Store
 
 OF_ENGINE = {
     "engine_refused": "",
-    "engine_refused_key": "",
-    "engine_quota": "",
     "context_length_exceeded": (
         " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt is longer"
     ),
@@ -62,6 +66,9 @@ OF_ENGINE = {
 """Refusals by the engine that every rollout would meet at its first call, and fixes that they lack."""
 MAX_WAITING = 64
 """Calls of one session that may be in flight; parallel sub-agents need one each."""
+LONG_WAIT_S = 60.0
+"""Seconds without an engine after which a call counts as unanswered even if its agent has left it: agents'
+own clients wait longer than this."""
 IDLE_S = 300.0
 """A session not called for this long sleeps: the next call reads it back from the journal."""
 TREE_BYTES = 192 << 20
@@ -208,23 +215,26 @@ class Sessions:
                     session.note({"kind": kind})
 
     async def gave_up(self, session_id: str, wait: Wait) -> None:
-        """A call of this session has no answer. Raises: NotFound."""
-        async with self._using(session_id) as session:
-            await self._note_unanswered(session, wait)
+        """The session is about to be closed while a call waits. Raises: NotFound."""
+        if time.time() - wait.since > LONG_WAIT_S:
+            async with self._using(session_id) as session:
+                await self._note_unanswered(session, MAIN, wait)
 
-    async def _note_unanswered(self, session: Session, wait: Wait) -> None:
-        """Every process learns of it, and the summary says so until the next answer."""
-        record = {"kind": UNANSWERED, **wait.model_dump()}
+    async def _note_unanswered(self, session: Session, chain: str, wait: Wait) -> None:
+        """Every process learns of it, and the summary says so until an answer makes up for it."""
+        record = {"kind": UNANSWERED, "chain": chain, **wait.model_dump()}
         try:
-            await self._note(session, record, "unanswered")
+            await self._note(session, record, lambda: chain in session.unanswered)
         except PerdureError as error:
             log.warning("cannot journal an unanswered call", error=str(error))
-            session.unanswered = session.unanswered or wait
+            session.unanswered.setdefault(chain, wait)
 
-    async def _note(self, session: Session, record: dict[str, Any], known_as: str) -> None:
+    async def _note(
+        self, session: Session, record: dict[str, Any], is_known: Callable[[], object]
+    ) -> None:
         """Journal a fact of the session, unless it is known, or the session is sealed."""
         async with session.commit_lock:
-            while not (getattr(session, known_as) or session.sealed):
+            while not (is_known() or session.sealed):
                 try:
                     await self._append(session.spec.session_id, record, session.position)
                 except Overtaken:
@@ -338,7 +348,14 @@ class Sessions:
         """
         async with self._using(session_id) as session:
             session.check_open()
-            awake = await self._awake(session)
+            try:
+                awake = await self._awake(session)
+            except Refused:
+                raise
+            except Exception as error:  # its journal cannot be read, so the note stays in memory
+                wait = Wait(since=time.time(), reason=_reason(error))
+                session.unanswered.setdefault(chain_of(request.chain, request.purpose), wait)
+                raise
             session.check_open()  # it may have been closed meanwhile
             location, known = awake.tree.locate(request), len(awake.tree.nodes)
             number = await self._sibling(awake, request, caller, location.digests.exact)
@@ -388,7 +405,7 @@ class Sessions:
             raise Refused(
                 429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
             )
-        call = asyncio.create_task(self._traced_turn(awake, request, location))
+        call = asyncio.create_task(self._traced_turn(awake, request, location, key))
         session.calls[key] = call
         call.add_done_callback(lambda task: _forget(session, key, task))
         return call
@@ -402,14 +419,23 @@ class Sessions:
             self._metrics.retries.labels("repeated").inc()
         return node
 
-    async def _traced_turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
-        """A turn, as a span of the rollout that its session names."""
-        spec = awake.session.spec
+    async def _traced_turn(
+        self, awake: Awake, request: ModelRequest, location: Location, key: CallKey
+    ) -> Answer:
+        """A turn, as a span of the rollout that its session names. Whatever keeps the gateway from
+        answering is noted, because a rollout that ends after such a call has no verdict."""
+        spec, arrived = awake.session.spec, time.time()
         parent = spec.labels.get(tracing.PARENT, "")
         with tracing.span(
             "turn", {"perdure.chain": request.chain}, kind="server", parent=parent
         ) as span:
-            answer = await self._turn(awake, request, location)
+            try:
+                answer = await self._turn(awake, request, location)
+            except Refused:
+                raise
+            except Exception as error:
+                await self._failed(awake.session, request, key, arrived, error)
+                raise
             span.set(
                 {
                     "gen_ai.conversation.id": spec.session_id,
@@ -462,7 +488,8 @@ class Sessions:
                 continue
             if self._call_ids.is_minted(session.spec.rollout, call_id):
                 message = f"its journal lacks the turn of tool call {call_id}, which the agent has"
-                await self._note(session, {"kind": DAMAGED, "message": message}, "damaged")
+                damage = {"kind": DAMAGED, "message": message}
+                await self._note(session, damage, lambda: session.damaged)
                 session.check_open()
 
     async def _sampled(self, pending: PendingTurn) -> TurnRecord:
@@ -475,24 +502,45 @@ class Sessions:
             await abandonable(session, session.pace.turn())
         else:
             await session.pace.turn()
+        chain = chain_of(pending.request.chain, pending.request.purpose)
         try:
-            record = _with_earlier_wait(await self._maker.sampled(pending), session.unanswered)
+            earlier = session.unanswered.get(chain)
+            record = _with_earlier_wait(await self._maker.sampled(pending), earlier)
             session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)
             return record
         except Refused as refused:
             if refused.code == TOO_STALE:
-                await self._note(session, {"kind": STALE, "message": str(refused)}, "too_stale")
-            if refused.code in OF_ENGINE and not session.totals.turns:
-                session.refusals += 1
-                message = f"{refused}{OF_ENGINE[refused.code]}"
-                await self._note(session, {"kind": REFUSED, "message": message}, "refused")
+                stale = {"kind": STALE, "message": str(refused)}
+                await self._note(session, stale, lambda: session.too_stale)
+            if refused.code in OF_ENGINE:
+                await self._note_refused(session, f"{refused}{OF_ENGINE[refused.code]}")
             raise
-        except GatewayUnavailable as error:
-            since = session.unanswered.since if session.unanswered else pending.arrived
-            wait = Wait(since=since, reason=str(error))
-            await self._note_unanswered(session, wait)
-            session.unanswered = wait
+        except CallsRefused as error:
+            await self._note_refused(session, str(error))
+            if not session.totals.turns:
+                raise Refused(403, "engine_refused", str(error)) from None
             raise
+
+    async def _note_refused(self, session: Session, message: str) -> None:
+        """An engine refused a call of a session that has no answer yet: no rollout gets further."""
+        if not session.totals.turns:
+            session.refusals += 1
+            refused = {"kind": REFUSED, "message": message}
+            await self._note(session, refused, lambda: session.refused)
+
+    async def _failed(
+        self, session: Session, request: ModelRequest, key: CallKey, since: float, error: Exception
+    ) -> None:
+        """Note a call without an answer, unless its agent had left it before that took long."""
+        callers = session.callers.get(key, ())
+        has_left = bool(callers) and all([await one.has_hung_up() for one in callers])
+        if has_left and time.time() - since < LONG_WAIT_S:
+            return
+        chain = chain_of(request.chain, request.purpose)
+        earlier = session.unanswered.get(chain)
+        wait = Wait(since=earlier.since if earlier else since, reason=_reason(error))
+        await self._note_unanswered(session, chain, wait)
+        session.unanswered[chain] = wait
 
     async def _commit(self, pending: PendingTurn, known: int, draft: TurnRecord) -> Answer:
         """Journal a turn, unless another process answered the same request meanwhile.
@@ -566,6 +614,10 @@ class Sessions:
             metrics.placeholders.inc()
         if node.parent is not None and node.parent.children > 1:
             metrics.forks.inc()
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, PerdureError) else f"the gateway failed: {error!r}"
 
 
 def _with_earlier_wait(record: TurnRecord, wait: Wait | None) -> TurnRecord:

@@ -25,6 +25,9 @@ STORE_UNAVAILABLE = "StoreUnavailable"
 """The store is away: work whose time runs out meanwhile is ordered again."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
+CALL_UNANSWERED = "CallUnanswered"
+"""The gateway could not answer a model call of the agent. A new attempt replays what is recorded, and goes
+on once the engines are back; such attempts are bounded by time and not counted."""
 HOST_LOST = "host lost"
 """Detail of a SandboxLost: nothing that is sent to the sandbox's host will arrive."""
 IDENTITY_DIFFERS = "IdentityDiffers"
@@ -74,7 +77,7 @@ class AgentRun(Frozen):
     seconds: float = 0.0
     detail: str = ""
     unanswered: str = ""
-    """Why its last model call got no answer; empty if it got one."""
+    """Why a model call got no answer, after which its chain had none; empty: every chain had one."""
     refused: str = ""
     """Why the engine answered none of its calls, and the fix; empty if it answered one."""
 
@@ -82,18 +85,19 @@ class AgentRun(Frozen):
     def broke(self) -> str:
         """Why there is no verdict; empty: what it left is graded.
 
-        Once a policy acts and its calls are answered, it can end its own agent. So that end is its
-        own doing, however it looks: otherwise it could discard an episode that it does not like.
+        A call that the gateway could not answer is never the policy's doing, so no end after one is a
+        verdict. Every other end of an agent whose calls were answered is its own doing, however it
+        looks: otherwise a policy could discard an episode that it does not like.
         """
         if self.refused:
             return f"the first model call was refused: {self.refused}"
+        if self.unanswered:
+            return f"the agent ended after a model call without an answer: {self.unanswered}"
         if self.end is AgentEnd.NEVER_CALLED_MODEL:
             return "the agent ended without one model call"
-        if self.end is not AgentEnd.CRASHED:
-            return ""
-        if self.unanswered:
-            return f"the agent crashed after a model call without an answer ({self.unanswered})"
-        return "" if self.turns else "the agent crashed before its first model call"
+        if self.end is AgentEnd.CRASHED and not self.turns:
+            return "the agent crashed before its first model call"
+        return ""
 
 
 class Captured(Frozen):

@@ -20,14 +20,15 @@ GIVEN_PATCHES = "predictions"
 StartAt = Literal["boot", "grade"]
 FailureType = Literal[
     "SandboxLost",
+    "CallUnanswered",
     "AgentError",
     "EngineRefused",
     "InstanceError",
     "ActivityTimeout",
     "UnexpectedError",
 ]
-"""Types of failures that another attempt may not meet. `AgentError`: the agent ended without a call that
-was answered."""
+"""Types of failures that another attempt may not meet. `CallUnanswered`: the agent ended after a
+model call that the gateway could not answer. `AgentError`: it ended without a call that was answered."""
 
 
 class Sampling(Request):
@@ -95,8 +96,9 @@ class RolloutRequest(Request):
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of the test run; the instance's own when absent (slime: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)
-    """Attempts of a rollout at most; the next one follows a failure that `retry_on` names."""
-    retry_on: tuple[FailureType, ...] = ("SandboxLost",)
+    """Attempts of a rollout at most; the next one follows a failure that `retry_on` names. Attempts that
+    end in CallUnanswered do not count: six hours bound them."""
+    retry_on: tuple[FailureType, ...] = ("SandboxLost", "CallUnanswered")
     """Failures after which a rollout is tried again in a new sandbox."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
     """If a worker dies, another one re-attaches to its agent within this many seconds."""

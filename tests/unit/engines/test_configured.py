@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from perdure.dialects.base import ModelRequest
+from perdure.engines.clients import wire
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine, check_engine_settings, engine_specs
 from perdure.engines.pool.pool import EnginePool
@@ -197,9 +198,9 @@ REFUSALS = {
 async def test_what_an_endpoint_refuses_at_first_is_told_with_its_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The session keeps the endpoint's own sentence, for an agent that then ends; never the key. A
-    refusal is not repeated: waiting cures none of them."""
+    """The session keeps the endpoint's own sentence, for an agent that then ends; never the key."""
     (status, message), told = REFUSALS[case]
+    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
     asked = []
 
     class Endpoint(BaseHTTPRequestHandler):

@@ -91,14 +91,15 @@ def aborted(**reason: Any) -> dict[str, Any]:
     ("event", "kind"),
     [
         (aborted(), BreakKind.ABORTED),
-        (aborted(status_code=503, message="the queue is full"), BreakKind.BUSY),
-        (aborted(status_code=400, message="too long"), None),
-        ({"error": {"code": 400, "message": "a bad wish"}}, None),
+        (aborted(status_code=503, message="the queue is full"), BreakKind.REFUSED),
+        (aborted(status_code=400, message="the prompt is too long"), None),
+        ({"error": {"code": 400, "message": "temperature must be at least 0"}}, None),
+        ({"error": {"code": 400, "message": "the tokenizer manager is away"}}, BreakKind.REFUSED),
         ({"error": {"code": 500, "message": "scheduler died"}}, BreakKind.LOST),
     ],
 )
 async def test_a_stream_that_ends_early_is_told_by_kind(event: Any, kind: BreakKind | None) -> None:
-    """After a 200, an event says that SGLang stopped, is full, refuses (None), or dies."""
+    """After a 200, an event says that SGLang stopped, is full, refuses the content (None), or dies."""
     content = plain("200 OK", b"data: " + json.dumps(event).encode() + b"\n\n")
     ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
     async with answering([content]) as wire, aclosing(Connections()) as connections:

@@ -121,9 +121,10 @@ async def test_a_failure_behind_the_headers_ends_the_stream_with_an_error(
 
 
 async def test_real_clients_read_through_pings(
-    impatient: LocalGateway, engine: ScriptedEngine
+    impatient: LocalGateway, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both vendors' clients skip pings, and raise the error that ends a stream."""
+    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
     import anthropic  # takes a second, which every process would spend
 
     key = await impatient.open("s")
@@ -135,7 +136,7 @@ async def test_real_clients_read_through_pings(
         async with claude.messages.stream(**ask, max_tokens=50) as messages:
             said = await messages.get_final_text()
         chunks = [c async for c in await gpt.chat.completions.create(**ask, stream=True)]
-        engine.faults = Faults(kind="status", status=400)
+        engine.faults = Faults(kind="status", status=500)
         ask["messages"] = [{"role": "user", "content": "Again"}]
         with pytest.raises(anthropic.APIStatusError, match="the engine"):
             async with claude.messages.stream(**ask, max_tokens=50) as messages:

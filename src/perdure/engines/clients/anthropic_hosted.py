@@ -23,7 +23,7 @@ class AnthropicHosted(HostedApi):
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         body = to_messages(request, self.model or request["model"])
-        return await self._post("/messages", body, from_messages)
+        return await self._post("/messages", body, from_messages, session_id=session_id)
 
 
 def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:

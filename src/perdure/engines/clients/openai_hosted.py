@@ -23,7 +23,7 @@ class OpenAIHosted(HostedApi):
         # OpenAI's own newer models refuse the old name; other servers know only the old one.
         own = (urlsplit(self._root).hostname or "").endswith("openai.com")
         body["max_completion_tokens" if own else "max_tokens"] = body.pop("max_tokens")
-        return await self._post("/chat/completions", body, _checked)
+        return await self._post("/chat/completions", body, _checked, session_id=session_id)
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

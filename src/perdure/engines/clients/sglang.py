@@ -21,7 +21,6 @@ from perdure.engines.clients.token_server import (
     body_with_prompt,
     version_spans,
 )
-from perdure.engines.clients.wire import TRANSIENT, refusal
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
@@ -104,17 +103,15 @@ class SglangEngine(TokenServer):
     def _aborted(self, reason: Mapping[str, Any]) -> Exception:
         """An abort from outside has no status; a refusal by the scheduler has one."""
         status, message = reason.get("status_code"), str(reason.get("message") or "aborted")
-        if isinstance(status, int) and status < 500 and status not in TRANSIENT:
-            return refusal(self.name, status, message, self._key_source)
         if isinstance(status, int):
-            return StreamBroken(BreakKind.BUSY, message[:300])
+            return self._refusal(status, json.dumps({"message": message}))
         return StreamBroken(BreakKind.ABORTED, "the completion was aborted")
 
     def _failed(self, error: object, *, begun: bool) -> Exception:
         told = error if isinstance(error, dict) else {}
         code, message = told.get("code"), str(told.get("message", error))
-        if isinstance(code, int) and 400 <= code < 500 and code not in TRANSIENT and not begun:
-            return refusal(self.name, code, message, self._key_source)
+        if isinstance(code, int) and code < 500 and not begun:
+            return self._refusal(code, json.dumps({"error": told}))
         return StreamBroken(BreakKind.LOST, f"the engine failed: {message[:300]}")
 
 

@@ -16,10 +16,11 @@ import orjson
 from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.clients.connections import Answer, Connections, target
+from perdure.engines.clients.engine_refusal import content_refusal, trouble
 from perdure.engines.clients.prompt_texts import TEXTS
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens, check_ids, check_logprobs
 from perdure.engines.clients.vllm_control import version_number
-from perdure.engines.clients.wire import TRANSIENT, UNREADABLE, excerpt, refusal, retry_after
+from perdure.engines.clients.wire import UNREADABLE, retry_after
 from perdure.engines.state import root_of
 from perdure.types import FinishReason, VersionSpan
 
@@ -39,8 +40,8 @@ class BreakKind(StrEnum):
 
     LOST = "lost"
     """The connection, the process or the stream's format failed: check whether the engine lives."""
-    BUSY = "busy"
-    """It answered that it cannot serve now."""
+    REFUSED = "refused"
+    """It answered without a completion, and the content of the request is not the cause."""
     ABORTED = "aborted"
     """It was stopped on purpose: new weights, or a drain."""
     IMPOSSIBLE = "impossible"
@@ -135,12 +136,15 @@ class TokenServer:
         if answer.status == httpx.codes.OK:
             return
         text = answer.content.decode("utf-8", "replace")
-        if answer.status in TRANSIENT:
-            wait = retry_after(answer.headers)
-            raise StreamBroken(BreakKind.BUSY, f"HTTP {answer.status} {excerpt(text)}", wait)
         if answer.status == httpx.codes.NOT_FOUND and fence and fence in text:
             raise StreamBroken(BreakKind.FENCED, f"it no longer serves {fence}")
-        raise refusal(self.name, answer.status, text, self._key_source)
+        raise self._refusal(answer.status, text, retry_after(answer.headers))
+
+    def _refusal(self, status: int, text: str, wait: float | None = None) -> Exception:
+        """What an answer without a completion means: Refused, or StreamBroken."""
+        refused = content_refusal(self.name, status, text)
+        told = trouble(self.name, status, text, self._key_source)
+        return refused or StreamBroken(BreakKind.REFUSED, told, wait)
 
 
 def body_with_prompt(fields: dict[str, Any], name: str, ask: EngineRequest) -> bytes:

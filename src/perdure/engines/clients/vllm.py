@@ -5,6 +5,7 @@ logprobs of the distribution that was really sampled. Owns one stream of one eng
 the engine and handles a broken stream.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,6 @@ from perdure.engines.clients.token_server import (
     body_with_prompt,
     version_spans,
 )
-from perdure.engines.clients.vllm_control import REFUSALS
-from perdure.engines.clients.wire import refusal
 from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
@@ -88,8 +87,8 @@ class VllmEngine(TokenServer):
         """After a 200, vLLM sends an error event both when it refuses a request and when it dies."""
         told = error if isinstance(error, dict) else {}
         code, message = told.get("code"), str(told.get("message", error))
-        if isinstance(code, int) and code in REFUSALS and not begun and DEATH not in message:
-            return refusal(self.name, code, message, self._key_source)
+        if isinstance(code, int) and code < 500 and not begun and DEATH not in message:
+            return self._refusal(code, json.dumps({"error": told}))
         return StreamBroken(BreakKind.LOST, f"the engine failed: {message[:300]}")
 
 

@@ -1,15 +1,15 @@
 """HTTP to an inference server; for a hosted API, one POST that is repeated for a bounded time.
 
-While an engine restarts, agents see a slow answer instead of an error. Owns which failures are
-transient; each engine's client owns the request and reads the answer.
+While an engine restarts or refuses, agents see a slow answer instead of an error. `engine_refusal` owns
+what an answer means; each engine's client owns the request and reads the answer.
 """
 
 import asyncio
+import contextlib
 import json
-import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -17,21 +17,18 @@ import httpx
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.errors import Boundary, GatewayUnavailable
+from perdure.engines.base import Wait
+from perdure.engines.clients.engine_refusal import content_refusal, excerpt, is_passing, trouble
+from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 
 PATIENCE_S = 120.0
-"""Seconds for which one turn repeats a request to an engine that cannot be reached."""
+"""Seconds for which one turn repeats a request to an engine that gives no usable answer."""
+FIRST_PATIENCE_S = 20.0
+"""The same while an API has refused every call of this process: a wrong key or model is told soon."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
 READ_TIMEOUT_S = 900.0
 """Seconds for a long completion under load; agents' own clients give up after 600 to 900 s."""
-TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-KEY_REFUSED = {401, 403}
-TOO_LONG = ("context length", "context_length_exceeded", "too long", "maximum model length")
-"""Phrases by which servers report that the prompt is too long; the last is vLLM's token endpoint."""
-NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
-SECRET = re.compile(r"[\w*.-]{20,}")
-"""What may be a key, or a part of one, in the answer of a server that refused it."""
 UNREADABLE = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
     *(RecursionError, Refused),
@@ -77,29 +74,61 @@ class HostedApi(ABC):
         self._headers = {"content-type": "application/json", **self._headers_of(api_key)}
         self._key_source = key_source
         self._patience_s = patience_s
+        self._refused_since: float | None = None
+        """`time.monotonic()` of its first refusal since it last served a call."""
+        self._has_served = False
+        self._waiting: dict[str, list[Wait]] = {}
+        """By session: its calls without a usable answer so far."""
         self.name = engine_name(self.kind, base_url)
+
+    def waits(self, session_id: str) -> Wait | None:
+        """Since when a call of the session gets no usable answer, and what came instead."""
+        return min(self._waiting.get(session_id, ()), key=lambda wait: wait.since, default=None)
 
     @abstractmethod
     def _headers_of(self, api_key: str) -> dict[str, str]: ...
 
-    async def _post(self, path: str, body: Mapping[str, Any], read: Read) -> dict[str, Any]:
-        """What `read` makes of the JSON object of a 200; if it cannot read it, the request is repeated.
+    async def _post(
+        self, path: str, body: Mapping[str, Any], read: Read, *, session_id: str
+    ) -> dict[str, Any]:
+        """What `read` makes of the JSON object of a 200. Any other answer is repeated, unless the
+        content of the request caused it.
 
-        Raises: GatewayUnavailable after `patience_s` without a usable answer; Refused at once if the
-        server says that the request or our key is wrong.
+        Raises: GatewayUnavailable after `patience_s` without a usable answer; CallsRefused sooner if
+        it has refused every call of this process; Refused if the content of the request is refused.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
-        pause = FIRST_PAUSE_S
+        pause, since = FIRST_PAUSE_S, time.time()
         while True:
             try:
                 return await self._once(path, content, read)
             except GatewayUnavailable as failure:
                 wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
-                if time.monotonic() + wait > deadline:
+                if time.monotonic() + wait > deadline or self._gives_up(failure):
                     raise
-            await asyncio.sleep(wait)
+                told = Wait(since=since, reason=str(failure))
+            with self._known_to_wait(session_id, told):
+                await asyncio.sleep(wait)
             pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _known_to_wait(self, session_id: str, wait: Wait) -> Iterator[None]:
+        waiting = self._waiting.setdefault(session_id, [])
+        waiting.append(wait)
+        try:
+            yield
+        finally:
+            waiting.remove(wait)
+            if not waiting:
+                self._waiting.pop(session_id, None)
+
+    def _gives_up(self, failure: GatewayUnavailable) -> bool:
+        """Whether refusals have lasted for so long that a person must act first."""
+        if self._refused_since is None or not isinstance(failure, CallsRefused):
+            return False
+        patience = self._patience_s if self._has_served else FIRST_PATIENCE_S
+        return time.monotonic() - self._refused_since >= min(patience, self._patience_s)
 
     async def _once(self, path: str, content: bytes, read: Read) -> dict[str, Any]:
         try:
@@ -108,14 +137,8 @@ class HostedApi(ABC):
             )
         except httpx.TransportError as error:
             raise self._unavailable(f"{type(error).__name__} {error}".strip()) from None
-        no_quota = response.status_code in TRANSIENT and says_no_quota(response.text)
-        if response.status_code in TRANSIENT and not no_quota:
-            raise self._unavailable(
-                f"HTTP {response.status_code} {excerpt(response.text)}",
-                retry_after(response.headers),
-            )
         if response.status_code != httpx.codes.OK:
-            raise refusal(self.name, response.status_code, response.text, self._key_source)
+            raise self._refusal(response)
         try:
             value = json.loads(response.content)
         except ValueError:
@@ -123,9 +146,23 @@ class HostedApi(ABC):
         if not isinstance(value, dict):
             raise self._unavailable("an answer that is no JSON object")
         try:
-            return read(value)
+            found = read(value)
         except UNREADABLE as error:
             raise self._unavailable(f"a malformed answer: {error!r}") from error
+        self._refused_since, self._has_served = None, True
+        return found
+
+    def _refusal(self, response: httpx.Response) -> Exception:
+        status, text = response.status_code, response.text
+        if (refused := content_refusal(self.name, status, text)) is not None:
+            self._refused_since, self._has_served = None, True
+            return refused
+        told = trouble(self.name, status, text, self._key_source)
+        wait = retry_after(response.headers)
+        if is_passing(status, text):
+            return GatewayUnavailable(told, retry_after=wait, boundary=Boundary.ENGINE)
+        self._refused_since = self._refused_since or time.monotonic()
+        return CallsRefused(told, retry_after=wait)
 
     def _unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
         return GatewayUnavailable(
@@ -133,46 +170,6 @@ class HostedApi(ABC):
             retry_after=retry_after,
             boundary=Boundary.ENGINE,
         )
-
-
-def refusal(name: str, status: int, text: str, key_source: str = "") -> Refused:
-    """What a permanent error of a server means for the caller: its own sentence, and the fix."""
-    key = f"the key in {key_source}" if key_source else "the engine's key"
-    said = f"the engine {name} answered {status}: {sentence(text)}"
-    if says_no_quota(text) or status == httpx.codes.PAYMENT_REQUIRED:
-        return Refused(403, "engine_quota", f"{said}. Add credit to the account of {key}")
-    if status in KEY_REFUSED:
-        said = f"the engine {name} answered {status}: {SECRET.sub('…', sentence(text))}"
-        return Refused(403, "engine_refused_key", f"{said}. Check {key}")
-    if status == httpx.codes.NOT_FOUND:
-        said += ". Name a model that it serves with --model or PERDURE_ENGINE__MODEL"
-    code = "context_length_exceeded" if _too_long(text) else "engine_refused"
-    return Refused(400, code, said)
-
-
-def says_no_quota(text: str) -> bool:
-    """An account without money; hosted APIs also send 429 for it, and waiting does not cure it."""
-    return any(said in text[:5000].lower() for said in NO_QUOTA)
-
-
-def sentence(text: str) -> str:
-    """The message of an error answer, without the JSON around it."""
-    try:
-        told = json.loads(text)
-    except ValueError:
-        return excerpt(text)
-    for name in ("error", "message", "detail"):
-        if isinstance(told, dict) and name in told:
-            told = told[name]
-    return excerpt(told if isinstance(told, str) else text).rstrip(".")
-
-
-def excerpt(text: str) -> str:
-    return " ".join(text[:500].split())
-
-
-def _too_long(text: str) -> bool:
-    return any(said in text[:5000] for said in TOO_LONG)
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

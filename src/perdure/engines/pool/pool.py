@@ -26,11 +26,14 @@ from perdure.engines.pool.queueing import FairQueue
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import SharedRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState
-from perdure.errors import Boundary, GatewayUnavailable
+from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.types import EngineSpan, FinishReason
 
 FIRST_CHECK_S = 0.05
 """Seconds that a pool which was just made gets to check its engines once."""
+
+MOST_REFUSALS = 3
+"""Answers without a completion in a row after which an engine must sample a probe before it gets calls."""
 
 DEFAULTS = PoolOptions()
 
@@ -258,9 +261,9 @@ class EnginePool:
             for one in self.engines.values()
         )
 
-    def _refused(self, call: GenerateCall) -> Refused | None:
-        """Why waiting cannot help: every engine refuses what the settings ask for, or every engine
-        serves a policy version that is too new."""
+    def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
+        """Why waiting cannot help: every engine serves a policy version that is too new, or has refused
+        what the settings ask for since it was added."""
         leaving = (EngineState.DRAINING, EngineState.DEAD)
         serving = [one for one in self.engines.values() if one.record.state not in leaving]
         if serving and not any(call.versions.allow(one.record.version) for one in serving):
@@ -268,11 +271,11 @@ class EnginePool:
                 f"no engine serves {call.versions}, which this group needs; all serve newer weights"
             )
             return Refused(410, TOO_STALE, told)
-        why = [one.health.refused for one in self.engines.values() if not one.record.removed]
-        if not why or not all(why):
+        present = [one for one in self.engines.values() if not one.record.removed]
+        if not present or not all(one.has_never_served for one in present):
             return None
         hint = " (PERDURE_ENGINE__MODEL and PERDURE_ENGINE__URL must name what it serves)"
-        return Refused(400, "engine_refused", why[0] + hint)
+        return CallsRefused(present[0].health.refused + hint)
 
     def _unusable(self, call: GenerateCall) -> GatewayUnavailable:
         return GatewayUnavailable(
@@ -301,6 +304,7 @@ class EnginePool:
         engine.running.add(running)
         try:
             reason = await task
+            engine.refusals = 0
             await running.judgement(self._patience_s)
             if (told := call.salvage.told) not in (None, record.version):
                 await self.fleet.relabel(engine, record, told)
@@ -344,6 +348,11 @@ class EnginePool:
             await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         elif broken.kind is BreakKind.FENCED:
             await self.fleet.doubt(engine, generation, EngineState.DEAD, str(broken))
+        elif broken.kind is BreakKind.REFUSED:
+            engine.refusals += 1
+            if engine.refusals >= MOST_REFUSALS:
+                engine.refusals = 0  # counted again once a probe has proven it
+                await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         if call.moves > MOST_MOVES or not call.patience(self._patience_s):
             raise GatewayUnavailable(
                 f"the engine {engine.client.name} gave nothing usable: {broken}",

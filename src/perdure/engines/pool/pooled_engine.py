@@ -77,11 +77,18 @@ class PooledEngine:
     running: set[RunningCall] = field(default_factory=set)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to check its health now instead of after the polling interval."""
+    refusals: int = 0
+    """Answers without a completion since it last sampled for this process."""
     checked: bool = False
     """Whether this process has checked its health at least once."""
     checking: "asyncio.Task[None] | None" = None
     recording: "asyncio.Task[None] | None" = None
     """Writes what a call saw of the engine to the roster."""
+
+    @property
+    def has_never_served(self) -> bool:
+        """Whether it has refused every probe since it was added: its settings are wrong."""
+        return self.record.state is EngineState.STARTING and bool(self.health.refused)
 
     def load(self) -> Load:
         now = time.monotonic()

@@ -54,10 +54,6 @@ MAX_BODY = 32 << 20
 MAX_CONTROL_BODY = 1 << 20
 SESSION_IDS = TypeAdapter(list[str])
 RETRY_AFTER_S = 5
-LONG_WAIT_S = 60.0
-"""If a session is closed while its call waits longer than this for an engine, that call counts as
-unanswered. Agents themselves wait longer."""
-
 MAX_HEADERS = 64 << 10
 DIALECTS: dict[str, Dialect] = {
     "/v1/messages": anthropic,
@@ -314,7 +310,7 @@ async def _get_many(request: Request) -> Response:
 
 async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
     summary = await gateway.sessions.get(session_id)
-    if waits := gateway.engine.pool.waits(session_id):
+    if waits := gateway.engine.waits(session_id):
         if summary.waits is not None:  # the agent tries again: its wait began before this call's
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
@@ -326,8 +322,8 @@ async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
 
 async def _close(request: Request) -> Response:
     gateway, session_id = _gateway(request), request.path_params["session_id"]
-    waits = gateway.engine.pool.waits(session_id)
-    if waits is not None and time.time() - waits.since > LONG_WAIT_S:
+    waits = gateway.engine.waits(session_id)
+    if waits is not None:
         await gateway.sessions.gave_up(session_id, waits)
     summary = await gateway.sessions.close(session_id)
     gateway.engine.pool.left(session_id)

@@ -1,0 +1,133 @@
+"""What an engine's answer other than a completion means, and how people are told.
+
+Only the request's own content may end a rollout with a verdict: what an engine, or a proxy in front of
+it, can cause is never the policy's doing. So an answer counts against the request only if its status and
+its error body both say so. Every other answer is the engine's trouble: the call goes elsewhere, or waits.
+"""
+
+import json
+import re
+from typing import Any
+
+import httpx
+
+from perdure.dialects.base import Refused
+
+CONTENT_STATUSES = frozenset({400, 413, 422})
+"""Statuses by which servers refuse a request for what it contains."""
+KEY_STATUSES = frozenset({401, 403})
+PASSING_STATUSES = frozenset({408, 409, 425, 429})
+"""Besides 5xx: statuses of a server that is busy or in between, whatever its settings are."""
+TOO_LONG = re.compile(
+    r"context.?length|too long|maximum model length|maximum context|max_model_len"
+    r"|too many (?:input |prompt )?tokens|prompt is too|string_above_max_length|request_too_large",
+    re.IGNORECASE,
+)
+"""Servers' words for a prompt that does not fit: OpenAI, Anthropic, vLLM, SGLang, TGI."""
+CONTENT_POLICY = re.compile(
+    r"content.?filter|content.?policy|content management policy|usage polic|safety system"
+    r"|ResponsibleAIPolicyViolation",
+    re.IGNORECASE,
+)
+FIELD = re.compile(
+    r"\b(?:messages?|tools?|tool_choice|tool_calls?|tool_use|tool_result|functions?|input_schema"
+    r"|json_schema|response_format|system|stop|stop_sequences|max_tokens|max_completion_tokens"
+    r"|max_new_tokens|temperature|top_p|top_k|min_p|seed|(?:presence|frequency|repetition)_penalty"
+    r"|logprobs|structured_outputs|image_url|image)\b"
+)
+"""Fields of a model call. `model` is not among them: the settings decide it."""
+NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
+SECRET = re.compile(r"[\w*.-]{20,}")
+"""What may be a key, or a part of one, in the answer of a server that refused it."""
+READ_CHARS = 5000
+"""How much of an error body is read."""
+
+
+def content_refusal(name: str, status: int, text: str) -> Refused | None:
+    """The refusal for the agent, if the content of its request caused the answer; else None."""
+    told = _error_object(text) if status in CONTENT_STATUSES else None
+    if told is None or says_no_quota(text):
+        return None
+    said = f"the engine {name} answered {status}: {sentence(text)}"
+    shown = text[:READ_CHARS]
+    if TOO_LONG.search(shown):
+        return Refused(400, "context_length_exceeded", said)
+    if CONTENT_POLICY.search(shown) or _names_a_field(told):
+        return Refused(400, "engine_refused", said)
+    return None
+
+
+def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
+    """A sentence for people about an answer that the request did not cause: what came, and the fix.
+
+    `key_source`: the variable that the key came from. The key itself is never shown.
+    """
+    key = f"the key in {key_source}" if key_source else "the engine's key"
+    said = f"the engine {name} answered {status}: {sentence(text)}"
+    if says_no_quota(text) or status == httpx.codes.PAYMENT_REQUIRED:
+        return f"{said}. Add credit to the account of {key}"
+    if status in KEY_STATUSES:
+        hidden = SECRET.sub("…", sentence(text))
+        return f"the engine {name} answered {status}: {hidden}. Check {key}"
+    if status == httpx.codes.NOT_FOUND:
+        return f"{said}. Name a model that it serves with --model or PERDURE_ENGINE__MODEL"
+    return said
+
+
+def is_passing(status: int, text: str) -> bool:
+    """Whether time alone may cure it. Any other trouble may need a person: a key, a model, money."""
+    return (status >= 500 or status in PASSING_STATUSES) and not says_no_quota(text)
+
+
+def says_no_quota(text: str) -> bool:
+    """An account without money; hosted APIs also send 400 and 429 for it."""
+    return any(said in text[:READ_CHARS].lower() for said in NO_QUOTA)
+
+
+def sentence(text: str) -> str:
+    """The message of an error answer, without the JSON around it."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return excerpt(text)
+    for name in ("error", "message", "detail"):
+        if isinstance(told, dict) and name in told:
+            told = told[name]
+    return excerpt(told if isinstance(told, str) else text).rstrip(".")
+
+
+def excerpt(text: str) -> str:
+    return " ".join(text[:500].split())
+
+
+def _error_object(text: str) -> dict[str, Any] | None:
+    """The error of a JSON answer: OpenAI's and Anthropic's `error`, SGLang's flat form, FastAPI's
+    `detail`. None: no server of an inference API wrote this."""
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(told, dict):
+        return None
+    error = told.get("error")
+    if isinstance(error, dict):
+        return error
+    return told if error or "message" in told or "detail" in told else None
+
+
+def _names_a_field(error: dict[str, Any]) -> bool:
+    """Whether it names the part of the request that is wrong."""
+    detail = error.get("detail")
+    places = (
+        [one.get("loc") for one in detail if isinstance(one, dict)]
+        if isinstance(detail, list)
+        else []
+    )
+    named = [error.get("param"), error.get("message"), *places]
+    if isinstance(error.get("error"), str):
+        named.append(error["error"])
+    return any(FIELD.search(_text(one)) for one in named)
+
+
+def _text(named: object) -> str:
+    return " ".join(map(str, named)) if isinstance(named, list | tuple) else str(named or "")
