@@ -26,7 +26,7 @@ KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
 RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
 PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
-"""Names the Python to use, instead of the first 3.12 of this host."""
+"""Names the Python to use, instead of the first of at least 3.12 on this host."""
 
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
 

@@ -19,6 +19,8 @@ from perdure.home import show_to_sandboxes
 from perdure.interpreters import find_interpreter, find_uv, places_searched
 
 INSTALL_TIMEOUT_S = 900
+LATER_MINORS = 3
+"""Minor versions that are looked for, from the least one on."""
 
 
 async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], None]) -> Path:
@@ -62,26 +64,30 @@ class Python:
     identity: str
 
 
-def find_python(minor: str, named: str, variable: str) -> Python:
-    """The interpreter that a user named, which may be newer, or the first of this minor version here.
+def find_python(minimum: str, named: str, variable: str) -> Python:
+    """The interpreter that a user named, or the first on this host of this minor version, or of a later
+    one.
 
     Raises: MissingDependency saying where it looked, and how to get one.
     """
-    program = Path(named) if named else _first(minor)
-    found = program and _described(program, minor)
+    program = Path(named) if named else _first(minimum)
+    found = program and _described(program, minimum)
     if program is None or not found:
         searched = f"{named} is none" if named else f"searched: {places_searched()}"
         raise MissingDependency(
-            f"no Python {minor} starts on this host ({searched}): `uv python install {minor}`, or name "
-            f"one in {variable}"
+            f"no Python {minimum} or later starts on this host ({searched}): "
+            f"`uv python install {minimum}`, or name one in {variable}"
         )
     prefix, version = found
     return Python(program, prefix, f"{prefix} {version} {platform.machine()}")
 
 
-def _first(minor: str) -> Path | None:
-    found = find_interpreter(minor)
-    return found.program if found is not None else None
+def _first(minimum: str) -> Path | None:
+    major, minor = map(int, minimum.split("."))
+    for later in range(LATER_MINORS):
+        if (found := find_interpreter(f"{major}.{minor + later}")) is not None:
+            return found.program
+    return None
 
 
 def _described(program: Path, minimum: str) -> tuple[Path, str] | None:

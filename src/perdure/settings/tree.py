@@ -259,7 +259,7 @@ class AgentSettings(Group):
     node_tarball: Path | None = None
     """Node, for Qwen Code and a Claude Code that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
     openhands_python: str = ""
-    """Python of at least 3.12 that runs OpenHands. Empty = the 3.12 that uv, PATH or pyenv has."""
+    """Python of at least 3.12 that runs OpenHands. Empty = the one that uv, PATH or pyenv has."""
 
 
 class MetricsSettings(Group):

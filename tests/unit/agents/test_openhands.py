@@ -78,6 +78,7 @@ def test_its_python_is_found_behind_a_shim_of_pyenv(
         r"case $3 in *'>='*) printf '/opt\nTrue\n9.8.7\n';; *) printf '/opt\n9.8.7\n';; esac",
     )
     assert toolcache.find_python("9.8", "", "SOME_PYTHON").executable == behind
+    assert toolcache.find_python("9.7", "", "SOME_PYTHON").executable == behind
 
 
 def script(path: Path, text: str) -> None:

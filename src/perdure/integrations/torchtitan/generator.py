@@ -4,15 +4,17 @@ The trainer syncs weights into its generators itself, so Perdure's `Weights` has
 """
 
 import asyncio
+import contextlib
 import dataclasses
 from typing import Any
 
 from torchtitan.experiments.rl.observability import metrics as m
 from torchtitan.experiments.rl.rollout.types import GenerateFn
 
-from perdure.engines.roster import StoredRoster, add_engine, roster_key
+from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.served import Ask, Sampled, ServedFunction
-from perdure.engines.state import EngineSpec
+from perdure.engines.state import EngineSpec, name_of
+from perdure.errors import NotFound, StoreUnavailable
 from perdure.home import load_secret
 from perdure.settings.load import load_settings
 from perdure.storage.base import open_store
@@ -49,7 +51,10 @@ class GeneratorEngine:
                 await _register(served.url)
 
     async def stop(self) -> None:
+        """Stop serving, and take the engine out of the roster: the next one has another port."""
         if self._served is not None:
+            with contextlib.suppress(NotFound, StoreUnavailable):
+                await remove_engine(_roster(), name_of(self._served.url))
             await self._served.stop()
 
     def take_metrics(self) -> list[m.Metric]:
@@ -77,6 +82,10 @@ class GeneratorEngine:
 
 
 async def _register(url: str) -> None:
+    model = load_settings().engine.model or DEFAULT_MODEL
+    await add_engine(_roster(), EngineSpec(url), model)
+
+
+def _roster() -> StoredRoster:
     settings = load_settings()
-    roster = StoredRoster(open_store(settings), roster_key(load_secret(settings)))
-    await add_engine(roster, EngineSpec(url), settings.engine.model or DEFAULT_MODEL)
+    return StoredRoster(open_store(settings), roster_key(load_secret(settings)))
