@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from temporalio import activity
-from temporalio.client import Client
+from temporalio import activity, workflow
+from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
 from temporalio.workflow import _Definition
 
+from perdure.client import names, rollouts
 from perdure.client.api import Perdure
+from perdure.client.build_routing import build_trouble, own_build_trouble
+from perdure.errors import Cancelled
 from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt
+from perdure.settings.tree import DeploymentSettings
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RunRequest
 from tests.stack.waiting import until
 from tests.workflows import builds, dev_server
 from tests.workflows.builds import Build
 from tests.workflows.stages import Stages
 from workers.builds import MOVING, PINNED, say_if_not_current
-from workers.orchestration import WORKFLOWS
+from workers.orchestration import WORKFLOWS, workflow_worker
+from workflows.rollout import RolloutWorkflow
 
 SOON = (
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusVisibilityGracePeriod="1s"'),
@@ -180,6 +185,62 @@ async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_p
     assert warnings == [
         "temporal worker deployment set-current-version --deployment-name perdure --build-id v1"
     ]
+
+
+async def test_work_of_a_build_without_workers_is_one_sentence(
+    client: Client, tmp_path: Path
+) -> None:
+    """It names both builds and the command that sends new work to the workers that are there."""
+    command = "temporal worker deployment set-current-version --deployment-name perdure"
+    async with Build("v1", Stages()).at_work(client, tmp_path):
+        not_current = await until(lambda: build_trouble(client), "the workers are seen")
+        await builds.make_current(client, "v1")
+        current = await build_trouble(client)
+    back = await own_build_trouble(client, DeploymentSettings())
+
+    assert not_current == (
+        "new work goes to workers without a build id, but the workers here have build v1: "
+        f"`{command} --build-id v1` sends it to these workers"
+    )
+    assert current == ""
+    assert back == (
+        "new work goes to build v1, but the workers here have no build id: "
+        f"`{command} --unversioned` sends it to these workers"
+    )
+
+
+async def test_a_cancelled_run_ends_rollouts_whose_code_fails(client: Client) -> None:
+    """As after an upgrade without a build id: they cannot answer, so they are terminated."""
+    stages = Stages()
+    stages.instances = ("toy/add-1",)
+    run_workflow = [one for one in WORKFLOWS if one is not RolloutWorkflow]
+    request = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    async with (
+        stages.carried_out(client),
+        workflow_worker(client, workflows=[*run_workflow, FailingRollout]),
+    ):
+        run = await Perdure(client).start_run(request)
+        stuck = until(lambda: _stuck(client), "the rollout's code has failed")
+        [rollout] = await stuck
+        await run.cancel()
+        described = await client.get_workflow_handle(rollout).describe()
+
+        assert described.status is WorkflowExecutionStatus.TERMINATED
+        with pytest.raises(Cancelled):
+            await run.result()
+
+
+async def _stuck(client: Client) -> list[str]:
+    return [one async for one in rollouts.stuck(client, "r1")]
+
+
+@workflow.defn(name=names.ROLLOUT, sandboxed=False)
+class FailingRollout:
+    """Code that cannot replay or go on."""
+
+    @workflow.run
+    async def run(self, request: Any = None) -> None:
+        raise RuntimeError("of another build")
 
 
 def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:

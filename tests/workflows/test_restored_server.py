@@ -149,6 +149,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
             yield Host(settings, tmp_path / "temporal.db", port)
 
 
+@pytest.mark.longer
 async def test_a_host_serves_after_a_restore_that_forgot_its_renewals(host: Host) -> None:
     """The server refuses the token of its signs of life, which is newer than the backup."""
     async with host.served() as client:
@@ -165,8 +166,12 @@ async def test_a_host_serves_after_a_restore_that_forgot_its_renewals(host: Host
             await host.serves(client)
 
 
-async def test_a_restored_server_learns_the_hosts_later_term(host: Host) -> None:
+@pytest.mark.longer
+async def test_a_restored_server_learns_the_hosts_later_term(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host was lost once after the backup: it goes on in its own term, and ends no sandbox."""
+    monkeypatch.setenv("PERDURE_HOST__SILENT_S", "20")
     async with host.served() as client:
         with host.alive():
             await host.serves(client)

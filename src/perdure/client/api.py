@@ -5,6 +5,7 @@ request twice joins it. The sync twin is `perdure.client.sync`.
 """
 
 import asyncio
+import contextlib
 import getpass
 import logging
 import re
@@ -451,9 +452,21 @@ class RunHandle:
     async def cancel(self) -> None:
         """Every rollout in flight is cancelled and still leaves its episode.
 
+        A workflow whose code fails cannot answer the cancellation: it is terminated, without an episode, and
+        the sweeps end its sandbox.
         Raises: NotFound if it had ended before; the message says how.
         """
-        await _cancel(self.handle, f"run '{self.run_id}'")
+        stuck = [one async for one in rollouts.stuck(self.perdure.client, self.run_id)]
+        try:
+            await _cancel(self.handle, f"run '{self.run_id}'")
+        except NotFound:  # it may have ended before its rollouts
+            if not stuck:
+                raise
+        for one in stuck:
+            with contextlib.suppress(RPCError):  # it has ended meanwhile
+                await self.perdure.client.get_workflow_handle(one).terminate(
+                    reason="its workflow code fails, so it cannot be cancelled"
+                )
 
     async def rollouts(self) -> list[RolloutInfo]:
         return await self.perdure.rollouts(self.run_id)

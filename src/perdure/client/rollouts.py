@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -18,6 +18,8 @@ FEW = 50
 WAITING = "waiting"
 """The stage of a rollout before its boot has begun."""
 INSTANT = timedelta(milliseconds=1)
+STUCK_AFTER = 3
+"""A workflow task in this try has failed before for no passing reason."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ async def waiting(client: Client, run_id: str) -> int:
     stage = f"{attributes.STAGE.name} = '{WAITING}'"
     query = f"{_query(run_id)} AND ExecutionStatus = 'Running' AND {stage}"
     return (await client.count_workflows(query)).count
+
+
+async def stuck(client: Client, run_id: str) -> AsyncIterator[str]:
+    """Open workflows of a run whose code has failed several times at the same task, as after an upgrade."""
+    query = f"{attributes.RUN.name} = '{run_id}' AND ExecutionStatus = 'Running'"
+    async for one in client.list_workflows(query):
+        described = await client.get_workflow_handle(one.id).describe()
+        if described.raw_description.pending_workflow_task.attempt >= STUCK_AFTER:
+            yield one.id
 
 
 async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:

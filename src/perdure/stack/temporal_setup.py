@@ -25,6 +25,7 @@ from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
 from perdure.client import names
+from perdure.client.build_routing import own_build_trouble
 from perdure.client.connection import connect, connect_to
 from perdure.client.server import dev_server
 from perdure.errors import ConfigurationError
@@ -46,6 +47,7 @@ async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
         await register_search_attributes(client)
         if own is not None:
             await keep_closed_workflows(client)
+        prepared["warning"] = await own_build_trouble(client, settings.deployment)
     except RPCError as error:
         if own is not None:
             raise

@@ -52,7 +52,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """All checks, in the order in which a newcomer meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, port_numbers, gateway,
+        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
         tokenizer, engine, ray,
     ]  # fmt: skip
     for check in checks:
@@ -190,6 +190,23 @@ def temporal(settings: Settings) -> Finding:
     connection = asyncio.run(connect(settings))
     where = given or (state.temporal_address if state else "")
     return Finding("temporal", "ok", f"{where} answers, {connection.ui_url or 'no UI known'}")
+
+
+def builds(settings: Settings) -> Finding:
+    from perdure.cli.connection import connect
+    from perdure.client.build_routing import build_trouble
+    from perdure.client.server import given_address
+
+    if given_address(settings) is None and lifecycle.running(settings) is None:
+        return Finding("builds", "ok", "not known while Temporal is not running")
+
+    async def ask() -> str:
+        return await build_trouble((await connect(settings)).perdure.client)
+
+    if wrong := asyncio.run(ask()):
+        what, _, fix = wrong.partition(": ")
+        return Finding("builds", "missing", what, fix)
+    return Finding("builds", "ok", "new work goes to workers that are here, or none is here yet")
 
 
 def port_numbers(settings: Settings) -> Finding:

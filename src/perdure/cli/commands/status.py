@@ -85,10 +85,13 @@ async def _what_waits(client: "Client", settings: Settings) -> str:
     from temporalio.service import RPCError
 
     from perdure.client import waiting
+    from perdure.client.build_routing import build_trouble
     from perdure.errors import PerdureError
 
     queues, engines = [], None
     with contextlib.suppress(RPCError):
+        if wrong_build := await build_trouble(client):
+            return wrong_build
         queues = await waiting.backlogs(client)
     with contextlib.suppress(PerdureError, TimeoutError):
         async with asyncio.timeout(PATIENCE.total_seconds()):

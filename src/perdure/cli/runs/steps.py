@@ -15,6 +15,7 @@ from temporalio.service import RPCError
 
 from perdure.cli.console import many
 from perdure.cli.runs.text import clock
+from perdure.client.api import CODE_FAILS, FAILING
 from perdure.client.rollouts import oldest_open
 
 QUIET = timedelta(seconds=1)
@@ -43,7 +44,9 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
         return _of_step(step, failed, await _progress(client, step))
     try:
         state = await handle.query("state", result_type=dict, rpc_timeout=quiet)
-    except (RPCError, WorkflowQueryFailedError):
+    except (RPCError, WorkflowQueryFailedError) as error:
+        if FAILING in error.message:
+            return f"{CODE_FAILS}: start the build that began it, or `perdure cancel` its run"
         return "no worker answers: see `perdure status`"
     last = state["story"][-1:] or [state["stage"]]
     return str(last[0])
