@@ -185,7 +185,7 @@ async def rollout_identity(job: Job) -> Identity:
         services.settings, services.store, request, [request.instance], {}
     )
     if request.policy_version is None and job.agent.needs_model:
-        found |= await services.reported_engine()
+        found |= await services.reported_engine(request.model)
     return found
 
 

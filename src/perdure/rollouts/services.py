@@ -1,6 +1,7 @@
 """What the stages are built with: one of each per worker process, made once."""
 
 import asyncio
+import contextlib
 import functools
 import math
 import time
@@ -46,8 +47,7 @@ class Services:
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}
         self._asks_engine = asyncio.Lock()
-        self._asked_until = -math.inf
-        self._reported: Mapping[str, str] = {}
+        self._reported: dict[str, tuple[float, Mapping[str, str]]] = {}
         handlers.import_handlers(settings.handlers)
 
     @functools.cached_property
@@ -145,13 +145,20 @@ class Services:
             )
         return self._environments[key]
 
-    async def reported_engine(self) -> Mapping[str, str]:
-        """What the endpoint says that it serves, asked once a minute: many rollouts boot at once."""
+    async def reported_engine(self, model: str) -> Mapping[str, str]:
+        """What the endpoint says that it serves, asked once a minute: many rollouts boot at once.
+
+        Empty if the model's name contradicts the endpoint: the start of a run refuses that, and a
+        trainer may name its model as it likes.
+        """
         async with self._asks_engine:
-            if time.monotonic() >= self._asked_until:
-                self._reported = await reported(self.settings, engine_settings(self.settings))
-                self._asked_until = time.monotonic() + ENGINE_ASKED_EVERY_S
-            return self._reported
+            until, found = self._reported.get(model, (-math.inf, {}))
+            if time.monotonic() >= until:
+                found = {}
+                with contextlib.suppress(ConfigurationError):
+                    found = await reported(self.settings, engine_settings(self.settings), model)
+                self._reported[model] = time.monotonic() + ENGINE_ASKED_EVERY_S, found
+            return found
 
     def agent(self, name: str) -> Agent:
         """Raises: ConfigurationError for an unknown name."""

@@ -312,6 +312,21 @@ async def test_another_model_answers_for_no_rollout(
     assert differences(before, await asked_now()) == ["engine.model: model-a -> model-b"]
 
 
+async def test_a_rollout_is_the_model_that_it_names_among_many(
+    services: Services, tmp_path: Path, endpoint: str
+) -> None:
+    """An endpoint that lists another model first serves the same one to the rollout that names it."""
+    engine = {"url": endpoint, "kind": "auto"}
+    found = []
+    for served in (["model-a", "model-c"], ["model-c", "model-a"]):
+        Endpoint.served = [{"id": name} for name in served]
+        asking = Services(Settings(home=tmp_path / "home", engine=engine))
+        found.append(await asking.reported_engine("model-a"))
+
+    assert found[0]["engine.model"] == "model-a"
+    assert found[0] == found[1]
+
+
 def test_a_group_numbers_its_samples() -> None:
     """A sample index in its template is refused by name, not ignored."""
     with pytest.raises(
