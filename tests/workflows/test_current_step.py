@@ -161,6 +161,20 @@ async def test_a_wait_for_a_seat_is_shown(client: Client) -> None:
         assert await until(waits, "the wait is told")
 
 
+async def test_a_wait_for_the_host_of_a_sandbox_is_shown(client: Client) -> None:
+    """No worker of that host polls, as when another stack with the same store has the sandbox."""
+    async with Worker(
+        client, task_queue=QUEUE, workflows=[Runs], workflow_runner=UnsandboxedWorkflowRunner()
+    ):
+        await client.start_workflow(Runs.run, id="rollout/r/i/7", task_queue=QUEUE)
+
+        async def waits() -> bool:
+            line = await current_step(client, "rollout/r/i/7")
+            return line.startswith("run_agent: waits for a worker that reaches its sandbox")
+
+        assert await until(waits, "the wait is told")
+
+
 @activity.defn(name="boot_sandbox")
 async def busy_boot() -> None:
     activity.heartbeat({"doing": {"what": "the packages of codex", "since": time.time() - 12}})

@@ -24,6 +24,11 @@ FAILED = "; the last one: "
 WAITS = ": waits for "
 DOES = ": busy with "
 BOOT = "boot_sandbox"
+AT_ITS_HOST = ("run_agent", "capture_diff")
+OF_ITS_HOST = (
+    "a worker that reaches its sandbox (is its host down, or does another stack with this store "
+    "play this run?)"
+)
 SHOWN = 5
 """Rollouts of a run to show: most wait for the same thing."""
 
@@ -70,8 +75,10 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 
 
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
-    if _waits_for_a_seat(step):
+    if _is_not_taken(step) and step.activity_type.name == BOOT:
         return "waits for a free seat on a host"
+    if _is_not_taken(step) and step.activity_type.name in AT_ITS_HOST:
+        return f"{step.activity_type.name}{WAITS}{OF_ITS_HOST}"
     turns, waits, doing = (progress.get(name) for name in ("turns", "waits", "doing"))
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
@@ -83,9 +90,10 @@ def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -
     return line + (f"{FAILED}{failed}" if failed else "")
 
 
-def _waits_for_a_seat(step: PendingActivityInfo) -> bool:
+def _is_not_taken(step: PendingActivityInfo) -> bool:
+    """No worker has it yet."""
     waits = step.state == PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
-    return waits and step.activity_type.name == BOOT and not step.HasField("last_failure")
+    return waits and not step.HasField("last_failure")
 
 
 def _wait(waits: dict[str, Any]) -> str:
