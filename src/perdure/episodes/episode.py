@@ -20,7 +20,6 @@ from perdure.episodes.segments import RewardShare, share
 from perdure.storage import keys, stored_json
 from perdure.types import (
     DEFAULT_MODEL,
-    GIVEN_PATCHES,
     AgentEnd,
     EpisodeRef,
     Failure,
@@ -82,6 +81,8 @@ class AttemptSummary(Frozen):
     turns: int = 0
     tokens: int = 0
     """Sampled tokens."""
+    model: str = ""
+    """Which is said to have made a patch that was given."""
     bought: tuple[ModelUsage, ...] = ()
     """Of an attempt that does not count: the calls that it sampled and did not replay."""
     seconds: dict[str, float] = Field(default_factory=dict)
@@ -226,7 +227,7 @@ class Episode(Frozen):
     @property
     def models(self) -> tuple[str, ...]:
         """The models that answered, or are said to have made a given patch; empty: none was called."""
-        given = self.provenance.model if self.agent == GIVEN_PATCHES else ""
+        given = self.attempts[-1].model if self.attempts else ""
         return models_of(self.turns, [one.model for one in self.usage], given)
 
     @property

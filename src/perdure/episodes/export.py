@@ -5,9 +5,7 @@ and listed with the reason.
 """
 
 import json
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +22,7 @@ from perdure.episodes.demonstrations.selection import EVERYTHING, Selection
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.episode_parquet import TOKENS_SCHEMA, with_all_columns
 from perdure.episodes.episode_store import read_segments, scan_run
+from perdure.episodes.output_file import output_file
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
@@ -111,8 +110,7 @@ async def export_run(
     exporter.omitted += [
         Omitted(one.instance_id, one.sample_index, str(one), damaged=True) for one in unreadable
     ]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _whole(out) as file:
+    with output_file(out) as file:
         await exporter.write(format, file)
     return ExportReport(format, out, exporter.written, tuple(exporter.omitted))
 
@@ -125,6 +123,9 @@ def _check(format: Format, rules: Rules | None) -> None:
         raise ConfigurationError(
             f"--best and --min-reward go with {' and '.join(SELECTING)}, not with {format}"
         )
+    if rules is not None and rules.reward_share != "full" and format not in get_args(TrainerFormat):
+        trainers = ", ".join(get_args(TrainerFormat))
+        raise ConfigurationError(f"--reward-share goes with {trainers}, not with {format}")
 
 
 class _Exporter:
@@ -150,7 +151,7 @@ class _Exporter:
             await self._trainer(TrainerFile(format, self.episodes, file, parquet=self.parquet))  # type: ignore[arg-type]  # just checked
         else:
             make: dict[str, Callable[[Episode], Any]] = {
-                "preds-all": self._prediction,
+                "preds-all": self._sample,
                 "jsonl": self._as_is,
                 "atif": self._trajectory,
                 "sft": self._demonstrations,
@@ -263,6 +264,10 @@ class _Exporter:
             "model_patch": await self._patch(episode),
         }
 
+    async def _sample(self, episode: Episode) -> dict[str, Any]:
+        """A prediction that tells samples apart; the harness ignores the further field."""
+        return {**await self._prediction(episode), "sample_index": episode.sample_index}
+
     async def _patch(self, episode: Episode) -> str:
         if episode.patch is None:
             raise _Left("its patch was never captured")
@@ -329,17 +334,3 @@ class _Exporter:
             return (await self.store.get(key)).data
         except NotFound:
             raise _Damaged(f"{key} is gone from the store") from None
-
-
-@contextmanager
-def _whole(out: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name only when it is complete."""
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        with open(draft, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(out)
-    finally:
-        draft.unlink(missing_ok=True)

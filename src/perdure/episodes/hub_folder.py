@@ -11,6 +11,7 @@ from typing import Any
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import scan_run
 from perdure.episodes.export import ExportReport, export_run
+from perdure.episodes.output_file import is_standard_output
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.instances.rows.readers import hub_is_away
 from perdure.storage.base import Store
@@ -46,6 +47,8 @@ COLUMNS = {
 
 async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
     """Raises: NotFound when the run has no episodes."""
+    if is_standard_output(folder) or (folder.exists() and not folder.is_dir()):
+        raise ConfigurationError(f"{folder} is no folder, which `dataset` makes: name one")
     data = folder / "data"
     report = await export_run(store, run_id, "sft", data / "sft.jsonl")
     episodes, _ = await scan_run(store, run_id)

@@ -114,8 +114,8 @@ class TrainerFile:
 
     def why_not(self, found: EpisodeSegments) -> str | None:
         """Why this rollout has no line in this format; None when it has one."""
-        if self.format == "slime":
-            return None
+        if self.format == "slime" and "hosted" not in found.episode.trajectory.untrained_turns:
+            return None  # a rollout that failed has slime's own aborted sample
         if found.episode.reward is None:
             return f"not graded ({found.episode.status.value}): its reward is unknown, not 0"
         return None if found.segments else "nothing to train on: no turn with token ids"

@@ -13,7 +13,7 @@ from perdure.episodes.episode import models_of
 from perdure.episodes.episode_store import episode_keys
 from perdure.storage import stored_json
 from perdure.storage.base import Store
-from perdure.types import DEFAULT_MODEL, GIVEN_PATCHES, Failure, Frozen, RolloutStatus
+from perdure.types import DEFAULT_MODEL, Failure, Frozen, RolloutStatus
 
 AT_ONCE = 32
 """Episodes that are read at a time."""
@@ -37,6 +37,7 @@ class Usage(Frozen):
 
 class _Attempt(Frozen):
     provider: str = ""
+    model: str = ""
     bought: tuple[Usage, ...] = ()
     agent_end: str | None = None
     evidence: tuple[str, ...] = ()
@@ -246,8 +247,7 @@ def _asked(episode: _Episode, answered: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _given(episode: _Episode) -> str:
-    told = episode.provenance
-    return told.model if told.agent == GIVEN_PATCHES else ""
+    return episode.attempts[-1].model if episode.attempts else ""
 
 
 def _replayed(episode: _Episode) -> tuple[str, ...]:

@@ -157,6 +157,7 @@ async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]
         agent_end=run.end if run else None,
         turns=run.turns if run else 0,
         tokens=run.tokens if run else 0,
+        model=run.model if run else "",
         agent_detail=run.detail if run else "",
         seconds={name: round(seconds, 3) for name, seconds in timed if seconds},
         evidence=tuple([key async for key in store.list(f"{folder}/")]),

@@ -78,6 +78,8 @@ class AgentRun(Frozen):
     detail: str = ""
     unanswered: str = ""
     """Why a model call got no answer, after which its chain had none; empty: every chain had one."""
+    model: str = ""
+    """Which is said to have made a patch that was given."""
     refused: str = ""
     """Why the engine answered none of its calls, and the fix; empty if it answered one."""
 

@@ -76,10 +76,11 @@ async def place(
     """
     for prediction in predictions:
         request = run.rollout_request(refs[prediction.instance_id], prediction.sample_index)
-        await _place(store, request, prediction.patch)
+        await _place(store, request, prediction)
 
 
-async def _place(store: Store, request: RolloutRequest, patch: bytes) -> None:
+async def _place(store: Store, request: RolloutRequest, prediction: Prediction) -> None:
+    patch = prediction.patch
     folder = keys.attempt(request, 1)
     await store.put_if_absent(f"{folder}/patch.diff", patch)
     given = PatchRef(
@@ -95,7 +96,7 @@ async def _place(store: Store, request: RolloutRequest, patch: bytes) -> None:
             f"run {request.run_id} has another patch for {request.instance_id}"
             f" #{request.sample_index}: give another --run-id"
         )
-    agent = AgentRun(end=AgentEnd.FINISHED, detail="given as a prediction")
+    agent = AgentRun(end=AgentEnd.FINISHED, detail="given as a prediction", model=prediction.model)
     await checkpoints.write(store, f"{folder}/agent.json", agent)
 
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from perdure.episodes.episode import AttemptSummary, EpisodeParts
-from perdure.episodes.export import Format, export_run
+from perdure.episodes.export import Format, Rules, export_run
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
 from perdure.storage.local import LocalStore
@@ -241,3 +241,35 @@ async def test_a_failed_rollout_is_no_damage(run: Run, tmp_path: Path) -> None:
     report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
 
     assert [one.damaged for one in report.omitted] == [False]
+
+
+async def test_samples_of_all_predictions_can_be_told_apart(run: Run, tmp_path: Path) -> None:
+    """By their number: instance and model are the same."""
+    for sample in range(2):
+        await run.add("click-1", sample, patch=CRLF)
+    report = await export_run(run.store, "r", "preds-all", tmp_path / "all.jsonl")
+    lines = [json.loads(line) for line in report.path.read_text().splitlines()]
+
+    assert [one["sample_index"] for one in lines] == [0, 1]
+
+
+async def test_slimes_file_leaves_out_rollouts_of_a_hosted_api(run: Run, tmp_path: Path) -> None:
+    """They have no token ids; a file of placeholders would pass for data."""
+    hosted = Turn(index=0, trainable=False, model="gpt-x")
+    await run.add("click-1", patch=CRLF, turns=(hosted,))
+    report = await export_run(run.store, "r", "slime", tmp_path / "slime.jsonl")
+
+    assert report.written == 0
+    assert "no turn with token ids" in report.omitted[0].reason
+
+
+async def test_a_reward_share_goes_with_segments(run: Run, tmp_path: Path) -> None:
+    """Predictions have no reward to share: the option is refused, not ignored."""
+    await run.add("click-1", patch=CRLF)
+
+    with pytest.raises(
+        ConfigurationError, match=r"--reward-share goes with .*slime.*not with preds"
+    ):
+        await export_run(
+            run.store, "r", "preds", tmp_path / "preds.json", Rules(reward_share="split")
+        )

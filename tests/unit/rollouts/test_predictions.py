@@ -110,7 +110,7 @@ RUN = RunRequest(
 
 
 async def placed(store: LocalStore, patch: bytes) -> None:
-    await place(store, RUN, {"a-1": "toy/a-1"}, [Prediction("a-1", 0, patch)])
+    await place(store, RUN, {"a-1": "toy/a-1"}, [Prediction("a-1", 0, patch, "gpt-x")])
 
 
 async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> None:
@@ -125,6 +125,8 @@ async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> Non
     assert patch is not None
     assert (await store.get(patch.key)).data == DIFF.encode()
     assert (patch.files, patch.empty, agent and agent.broke) == (1, False, "")
+    assert agent is not None
+    assert agent.model == "gpt-x"  # several models of one file keep their names
 
 
 async def test_a_run_keeps_its_patch(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ SUFFIXES = {
 @click.option(
     *("--out", "-o", "out"),
     type=click.Path(path_type=Path),
-    help="File to write.  [default: RUN.FORMAT.SUFFIX here]",
+    help="File to write; - is standard output.  [default: RUN.FORMAT.SUFFIX here]",
 )
 @click.option(
     "--segments",
@@ -118,6 +118,7 @@ def export(
     from perdure.episodes import hub_folder
     from perdure.episodes.demonstrations.selection import Selection
     from perdure.episodes.export import Rules, export_run
+    from perdure.episodes.output_file import is_standard_output
     from perdure.storage.base import store_to_read
 
     suffix = SUFFIXES[format_name]
@@ -133,18 +134,18 @@ def export(
         report = asyncio.run(export_run(store, run_id, format_name, path, rules))  # type: ignore[arg-type]  # click checked the choice
     if push:
         click.echo(f"pushed to {hub_folder.push(path, push)}", err=True)
+    if not (report.written or is_standard_output(path)):
+        path.resolve().unlink()  # an empty file would pass for an export
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"
         head = "error: left out" if one.damaged else "left out "
         click.echo(f"{head} {one.instance_id}{sample}: {one.reason}", err=True)
-    if not report.written:
-        path.unlink()  # an empty file would pass for an export
     if as_json:
         omitted = [asdict(one) for one in report.omitted]
         written = {"path": str(path), "format": format_name, "written": report.written}
         answer({**written, "omitted": omitted})
     elif report.written:
-        click.echo(f"{report.written} written to {path}")
+        click.echo(f"{report.written} written to {path}", err=is_standard_output(path))
     else:
         click.echo("error: nothing is written: every rollout is left out", err=True)
     if not report.written or any(one.damaged for one in report.omitted):

@@ -64,7 +64,7 @@ def report(
     made = asyncio.run(reporting.make(settings, list(dict.fromkeys(run_ids)), prices))
     if html is not None:
         reporting.write_page(made, html)
-        click.echo(f"written to {html}")
+        click.echo(f"written to {html}", err=str(html) == "-")
     elif as_json:
         reporting.print_document(made)
     else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.cli.console import answer, me, print_table, say
+from perdure.episodes.output_file import output_file
 from perdure.errors import NotFound
 from perdure.reports import bounds, facts, loggers, sections
 from perdure.reports.comparison import Comparison, compare
@@ -156,4 +157,5 @@ def write_page(made: Made, path: Path) -> None:
     title = " and ".join(report.run_id for report in made.reports)
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     text = page(title, made.sections(), plots(made.runs), f"{me()} report, {stamp}")
-    path.write_text(text)
+    with output_file(path) as file:
+        file.write(text.encode())
