@@ -36,6 +36,8 @@ class Engines(Frozen):
     """Calls that no engine has room for."""
     kv_used: float
     """Share of the KV cache in use, over all engines."""
+    lacking: str = ""
+    """Why those that are not ready are not."""
 
 
 async def backlogs(client: Client) -> list[Backlog]:
@@ -63,7 +65,14 @@ def engines_of(document: dict[str, Any]) -> Engines:
     serving = [one for one in document["engines"] if one["state"] == "ready"]
     used = [one["kv_used"] for one in serving if "kv_used" in one]
     mean = sum(used) / len(used) if used else 0.0
-    return Engines(ready=len(serving), waiting_calls=document["waiting"], kv_used=mean)
+    lacking = "; ".join(
+        f"{one['name']} is {one['state']}" + (f" ({one['reason']})" if one.get("reason") else "")
+        for one in document["engines"]
+        if one["state"] != "ready"
+    )
+    return Engines(
+        ready=len(serving), waiting_calls=document["waiting"], kv_used=mean, lacking=lacking
+    )
 
 
 def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
@@ -78,7 +87,9 @@ def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
     if io := found.get("io"):
         parts.append(f"{_many(io.count, 'step')} of the role io, {_oldest(io)}: add its workers")
     if engines is not None and engines.waiting_calls:
-        parts.append(f"{_many(engines.waiting_calls, 'call')} for engines: add engines")
+        stuck = engines.lacking and not engines.ready
+        why = f"none is ready: {engines.lacking}" if stuck else "add engines"
+        parts.append(f"{_many(engines.waiting_calls, 'call')} for engines: {why}")
     elif engines is not None and engines.kv_used > KV_FULL:
         parts.append(f"KV caches are {engines.kv_used:.0%} full: add engines")
     return "; ".join(parts)

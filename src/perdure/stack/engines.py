@@ -1,13 +1,14 @@
 """Whether the settings or the roster of this home name an engine."""
 
 import asyncio
+import contextlib
 import socket
 from urllib.parse import urlsplit
 
 from perdure.engines.reported import engine_settings
 from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import EngineRecord
-from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.engines.state import EngineRecord, name_of
+from perdure.errors import ConfigurationError, GatewayUnavailable, PerdureError
 from perdure.home import load_secret
 from perdure.settings.tree import EngineSettings, Settings
 from perdure.stack.plan import SCRIPTED
@@ -65,6 +66,16 @@ def check_same_engine(settings: Settings, state: StackState) -> None:
             f"the stack here was started with other engine settings: {'; '.join(differs)}."
             " `perdure down`, then the same command, switches to the new ones"
         )
+
+
+def forget_scripted(settings: Settings, state: StackState | None) -> None:
+    """Take the scripted engine of a stack that has ended out of the roster: nothing will answer there."""
+    if state is None or not state.engine.startswith(SCRIPTED):
+        return
+    url = state.engine_settings.get("url", "")
+    with contextlib.suppress(PerdureError, ValueError):
+        name = name_of(url)
+        asyncio.run(home_roster(settings).change(lambda roster: roster.without(name)))
 
 
 def home_roster(settings: Settings) -> StoredRoster:

@@ -62,6 +62,9 @@ def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) ->
         for name, process in state.survivors().items():
             stop(process, grace_s=10.0)
             stopped += [] if name in stopped else [name]
+        from perdure.stack.engines import forget_scripted
+
+        forget_scripted(settings, state)
         stack_state.forget(settings)
     if keep_sandboxes:
         return stopped

@@ -30,6 +30,7 @@ from perdure.stack import readiness, start_limit
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec, ends_with_us
+from perdure.stack.engines import forget_scripted
 from perdure.stack.failures import USAGE, explain
 from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
@@ -286,6 +287,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stopping.set)
     with stack_state.locked(settings):
         left = await asyncio.to_thread(stop_survivors, settings)
+        await asyncio.to_thread(forget_scripted, settings, stack_state.read(settings))
         if left:
             report(
                 {
@@ -304,6 +306,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
                 descriptors = [listener.fileno() for listener in sockets]
                 await Supervisor(plan, report, descriptors).run(stopping)
             finally:
+                await asyncio.to_thread(forget_scripted, settings, stack_state.read(settings))
                 stack_state.forget(settings)
 
 

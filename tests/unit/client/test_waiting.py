@@ -38,6 +38,11 @@ def _backlog(stage: str, count: int, age_s: float) -> Backlog:
         ),
         (
             [],
+            Engines(ready=0, waiting_calls=3, kv_used=0, lacking="e:1 is dead (update 13)"),
+            "3 calls wait for engines: none is ready: e:1 is dead (update 13)",
+        ),
+        (
+            [],
             Engines(ready=1, waiting_calls=0, kv_used=0.99),
             "KV caches are 99% full: add engines",
         ),
@@ -63,8 +68,10 @@ def test_engines_are_counted_as_the_gateway_sees_them() -> None:
         "engines": [
             {"state": "ready", "kv_used": 0.5},
             {"state": "ready"},
-            {"state": "dead", "kv_used": 1.0},
+            {"name": "e:1", "state": "dead", "reason": "gone", "kv_used": 1.0},
         ],
     }
 
-    assert engines_of(document) == Engines(ready=2, waiting_calls=2, kv_used=0.5)
+    assert engines_of(document) == Engines(
+        ready=2, waiting_calls=2, kv_used=0.5, lacking="e:1 is dead (gone)"
+    )
