@@ -314,6 +314,8 @@ class RunWorkflow:
         """Signal what has changed while the shard was being started."""
         if request.paused != self.throttle.paused:
             await _signal(shard, RunShardWorkflow.set_paused, self.throttle.paused)
+        if self.request is not None and self.request is not request.run:
+            await _signal(shard, RunShardWorkflow.set_run, self.request)
         await self._tell_room()
         stop_if_cancelled()  # awaiting the signals may have used up the cancellation
 

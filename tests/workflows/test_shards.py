@@ -53,6 +53,24 @@ async def test_a_pause_reaches_a_shard_that_is_being_started(
     assert await until(signalled, "the shard is signalled the pause", 60)
 
 
+@pytest.mark.parametrize(("samples", "more"), [(1, 2), (3, 1)])
+async def test_shards_follow_another_number_of_samples(
+    client: Client, stages: Stages, gate: Gate, samples: int, more: int
+) -> None:
+    """The open shard starts no sample that is no longer wanted; what the run lacks is played after."""
+    first = RUN.model_copy(update={"concurrency": 1, "n_samples": samples})
+    await Perdure(client).start_run(first)
+    await gate.until_running(1)
+
+    changed = await Perdure(client).start_run(first.model_copy(update={"n_samples": more}))
+    gate.open.set()
+    summary = await changed.result()
+
+    played = {(e.request.instance_id, e.request.sample_index) for e in stages.endings}
+    assert played == {(name, k) for name in ("add-0", "add-1") for k in range(more)}
+    assert summary["stopped"] == ""
+
+
 async def test_a_shard_that_is_terminated_ends_the_run(
     client: Client, stages: Stages, gate: Gate
 ) -> None:
