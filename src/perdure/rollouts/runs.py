@@ -100,7 +100,7 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
     episodes, unreadable = await scan_run_as(store, run.run_id, counted)
     manifest = build_manifest(run.run_id, episodes)
     manifest["unreadable"] = [one.key for one in unreadable]
-    manifest["stopped"] = stopped = await _stopped(store, run, episodes)
+    manifest["stopped"] = stopped = await _stopped(store, run.run_id, episodes)
     data = json.dumps(manifest, indent=1).encode()
     key = keys.manifest(run.run_id)
     try:
@@ -125,8 +125,12 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
     )
 
 
-async def _stopped(store: Store, run: RunRequest, episodes: Sequence[Counted]) -> str:
+async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> str:
     """Why the run's budget left rollouts without a verdict; empty: none is left, or for another reason."""
+    try:
+        run = await run_record.current_request(store, run_id)
+    except NotFound:  # it was refused before it had a list
+        return ""
     planned = await again.planned_rollouts(store, run) or 0
     ended = [
         one for one in episodes if one.reward is not None or one.status is RolloutStatus.FAILED

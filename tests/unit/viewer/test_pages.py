@@ -1,10 +1,14 @@
 """What the pages show of a run, a group and a rollout."""
 
+import json
 import re
 
 import pytest
 
+from perdure.rollouts.runs import finish_run
+from perdure.storage import keys
 from perdure.storage.local import LocalStore
+from perdure.types import Budget, RunRequest
 from tests.made_store import TEST, write_rollout
 from tests.unit.viewer.conftest import Show
 
@@ -127,3 +131,21 @@ async def test_an_open_rollout_is_shown_as_far_as_it_is(show: Show) -> None:
     assert "running: the agent works in rollout/made/jinja-3/0" in page
     assert 'data-live="3"' in page
     assert 'data-live="0"' in await show(ONE)
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize(("samples", "stopped"), [(2, False), (9, True)])
+async def test_a_run_that_its_budget_stopped_says_so(
+    store: LocalStore, show: Show, samples: int, stopped: bool
+) -> None:
+    """On its page and in the list of runs; one that ended whole does not."""
+    instances = ["first-steps/h11-0.14.0"]
+    budget = Budget(tokens=1)
+    run = RunRequest(run_id="made", instances=tuple(instances), n_samples=samples, budget=budget)
+    document = {"request": run.model_dump(mode="json")}
+    await store.put(keys.run("made"), json.dumps(document).encode())
+    await store.put(keys.run_instances("made"), json.dumps(instances).encode())
+    await finish_run(store, run)
+
+    assert ("stopped by its budget" in await show("/runs/made")) is stopped
+    assert ("stopped by its budget" in await show("/")) is stopped
