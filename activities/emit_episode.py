@@ -14,6 +14,10 @@ class EmitEpisode:
 
     @shell("emit_episode")
     async def emit(self, ending: Ending) -> EpisodeRef:
-        episode = await emit_episode(self.services.store, ending)
+        episode = await emit_episode(self.services.store, ending, self._turns_again)
         await forget_sessions(self.services, ending)
         return episode
+
+    async def _turns_again(self, session_id: str) -> None:
+        """The gateway is asked only where turns are lost: its settings may be wrong."""
+        await self.services.gateway.write_turns(session_id)

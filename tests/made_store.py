@@ -1,5 +1,6 @@
 """A store with rollouts as a reader meets them, written as the stages write them, for the viewer's tests."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -139,7 +140,11 @@ async def write_rollout(
     taken = list(turns() if said is None else said)
     folder = keys.attempt(request, 1)
     captured = PatchRef(
-        key=f"{folder}/patch.diff", sha256="0" * 64, size=len(patch), empty=not patch, files=1
+        key=f"{folder}/patch.diff",
+        sha256=hashlib.sha256(patch).hexdigest(),
+        size=len(patch),
+        empty=not patch,
+        files=1,
     )
     status = TestStatus.PASSED if resolved else TestStatus.FAILED
     grade = Grade(

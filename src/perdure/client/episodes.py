@@ -17,6 +17,7 @@ from perdure.errors import ConfigurationError
 from perdure.home import load_secret
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
+from perdure.storage import stored_json
 from perdure.storage.base import Store, store_to_read
 from perdure.types import EpisodeRef, Turn
 
@@ -61,7 +62,9 @@ async def read_turns(episode: Episode, store: Store | None = None) -> list[Turn]
     if episode.turns_key is None:
         return []
     source = store or _named(load_settings())
-    return turns_parquet.decode((await source.get(episode.turns_key)).data)
+    data = (await source.get(episode.turns_key)).data
+    stored_json.check_file(episode.turns_key, data, episode.turns_sha256)
+    return turns_parquet.decode(data)
 
 
 def _named(settings: Settings) -> Store | GatewayEpisodes:

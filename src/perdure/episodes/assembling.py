@@ -4,6 +4,7 @@ One function on bytes, for a process of its own: 200 turns of 100k tokens take a
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -15,9 +16,10 @@ from perdure.episodes.episode import (
     Episode,
     EpisodeParts,
     build_episode,
+    build_episode_again,
     usage_by_model,
 )
-from perdure.types import Turn
+from perdure.types import Segment, Turn
 
 
 class Assembled(NamedTuple):
@@ -36,7 +38,6 @@ def assemble(
     Raises: ValueError when that is no turns file, or grade and status contradict each other.
     """
     lean_arrow.set_up()
-    from perdure.episodes.episode_parquet import encode_segments
     from perdure.episodes.turns_parquet import decode
 
     recorded = decode(turns) if turns is not None else []
@@ -44,7 +45,8 @@ def assemble(
     parts = replace(parts, attempts=_bought(parts, recorded, discarded, decode))
     cut = segments.cut(recorded)
     episode = build_episode(parts, cut)
-    return Assembled(episode, encode_segments(episode, cut))
+    digest = _sha256(turns) if turns is not None and recorded else ""
+    return _with_tokens(episode.model_copy(update={"turns_sha256": digest}), cut)
 
 
 def _bought(
@@ -63,3 +65,26 @@ def _bought(
             bought = [turn for turn in kept if f"{number}/{turn.index}" not in replayed]
             found[number] = usage_by_model(bought)
     return [one.model_copy(update={"bought": found.get(one.attempt, ())}) for one in parts.attempts]
+
+
+def assemble_again(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> Assembled:
+    """The turns are lost: their tokens are in `tokens`, the content of the earlier `episode.parquet`.
+
+    Raises: ValueError when that cannot be read.
+    """
+    lean_arrow.set_up()
+    from perdure.episodes.episode_parquet import decode_segments
+
+    kept = decode_segments(tokens, earlier.tokens_key)
+    return _with_tokens(build_episode_again(replace(parts, turns_key=None), earlier), kept)
+
+
+def _with_tokens(episode: Episode, cut: Sequence[Segment]) -> Assembled:
+    from perdure.episodes.episode_parquet import encode_segments
+
+    tokens = encode_segments(episode, cut)
+    return Assembled(episode.model_copy(update={"tokens_sha256": _sha256(tokens)}), tokens)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -85,6 +85,8 @@ class AttemptSummary(Frozen):
     """Which is said to have made a patch that was given."""
     bought: tuple[ModelUsage, ...] = ()
     """Of an attempt that does not count: the calls that it sampled and did not replay."""
+    turns_sha256: str = ""
+    """Of its `turns.parquet`, as the gateway wrote it."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage: boot, agent, ..."""
     evidence: tuple[str, ...] = ()
@@ -213,7 +215,10 @@ class Episode(Frozen):
     turns_key: str | None = None
     damaged: tuple[str, ...] = ()
     """Stored parts that did not read back when this episode was made: it lacks what they held."""
+    turns_sha256: str = ""
+    """Of the files, here and below, which readers compare."""
     tokens_key: str
+    tokens_sha256: str = ""
     provenance: Provenance
 
     @property
@@ -321,6 +326,21 @@ class EpisodeParts:
     """The one that this episode replaces."""
 
 
+def build_episode_again(parts: EpisodeParts, earlier: Episode) -> Episode:
+    """The episode of an attempt whose turns are lost, with what `earlier` says of them."""
+    episode = build_episode(parts, ())
+    known = {name: getattr(earlier, name) for name in _counts((), ())}
+    bought = {one.attempt: one.bought for one in earlier.attempts}
+    attempts = tuple(
+        one.model_copy(update={"bought": bought.get(one.attempt, ())}) for one in episode.attempts
+    )
+    engines = {"engines": earlier.provenance.engines}
+    provenance = episode.provenance.model_copy(update=engines)
+    trainable = earlier.trainable and episode.status is RolloutStatus.GRADED
+    fields = {"attempts": attempts, "provenance": provenance, "trainable": trainable}
+    return episode.model_copy(update=known | fields)
+
+
 def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
     """The readable episode. `segments` must be cut from `parts.turns`.
 
@@ -374,6 +394,11 @@ def _times(parts: EpisodeParts) -> dict[str, Any]:
 def _is_same_patch(one: PatchRef | None, other: PatchRef | None) -> bool:
     """The same capture: of the same attempt."""
     return one is not None and other is not None and one.key == other.key
+
+
+def same_attempt(one: Episode, parts: EpisodeParts) -> bool:
+    """Whether both are about the same captured patch, and so about the same turns."""
+    return _is_same_patch(one.patch, parts.patch)
 
 
 def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episod
     if earlier is not None and _is_of_same_run(earlier, episode):
         return earlier
     if stored is not None and earlier is not None:
-        await store.put_if_absent(earlier.as_earlier().key, stored.data)
+        await _keep_earlier(store, earlier, stored.data, is_fuller=not episode.segments)
     await store.put(episode.tokens_key, tokens)
     data = stored_json.encode(episode)
     try:
@@ -50,6 +50,18 @@ async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episod
         pass
     # The caller repeats the call: it then finds its own episode, or replaces the other one.
     raise StoreUnavailable(f"{episode.key} was written by another worker at the same time")
+
+
+async def _keep_earlier(store: Store, earlier: Episode, data: bytes, *, is_fuller: bool) -> None:
+    """`is_fuller`: its tokens are kept beside it, because the new episode has none."""
+    key = earlier.as_earlier().key
+    if is_fuller and earlier.segments:
+        tokens_key = f"{key.removesuffix('.json')}.parquet"
+        tokens = await _stored(store, earlier.tokens_key)
+        if tokens is not None:
+            await store.put_if_absent(tokens_key, tokens.data)
+            data = stored_json.encode(earlier.model_copy(update={"tokens_key": tokens_key}))
+    await store.put_if_absent(key, data)
 
 
 async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
@@ -162,10 +174,14 @@ async def read_segments(
     from perdure.episodes.episode_parquet import decode_segments
 
     if mode == "tree" and not keep_unused:
-        found = decode_segments((await store.get(episode.tokens_key)).data, episode.tokens_key)
+        key, digest = episode.tokens_key, episode.tokens_sha256
+        data = stored_json.check_file(key, (await store.get(key)).data, digest)
+        found = decode_segments(data, key)
     elif episode.turns_key is None:
         found = []
     else:
-        recorded = turns_parquet.decode((await store.get(episode.turns_key)).data)
+        data = (await store.get(episode.turns_key)).data
+        stored_json.check_file(episode.turns_key, data, episode.turns_sha256)
+        recorded = turns_parquet.decode(data)
         found = cut(recorded, mode=mode, keep_unused=keep_unused)
     return EpisodeSegments(episode, tuple(found)).shared(reward_share)

@@ -26,6 +26,7 @@ from perdure.episodes.output_file import output_file
 from perdure.episodes.segments import RewardShare, SegmentMode
 from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
 from perdure.errors import ConfigurationError, NotFound
+from perdure.storage import stored_json
 from perdure.storage.base import Store
 from perdure.types import RolloutStatus, Turn
 
@@ -271,7 +272,7 @@ class _Exporter:
     async def _patch(self, episode: Episode) -> str:
         if episode.patch is None:
             raise _Left("its patch was never captured")
-        data = b"" if episode.patch.empty else await self._get(episode.patch.key)
+        data = await self._checked(episode.patch.key, episode.patch.sha256, episode.patch.empty)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -280,8 +281,15 @@ class _Exporter:
                 f"{self.store.url}/{episode.patch.key}"
             ) from error
 
+    async def _checked(self, key: str, sha256: str, empty: bool = False) -> bytes:
+        data = b"" if empty else await self._get(key)
+        try:
+            return data if empty else stored_json.check_file(key, data, sha256)
+        except ValueError as error:
+            raise _Damaged(str(error)) from error
+
     async def _table(self, episode: Episode) -> pa.Table:
-        data = await self._get(episode.tokens_key)
+        data = await self._checked(episode.tokens_key, episode.tokens_sha256)
         try:
             return with_all_columns(pq.read_table(pa.BufferReader(data)))
         except (pa.ArrowException, ValueError) as error:
@@ -322,7 +330,9 @@ class _Exporter:
         if episode.turns_key is None:
             raise _Left(f"agent {episode.agent} called no model")
         try:
-            turns = turns_parquet.decode(await self._get(episode.turns_key))
+            turns = turns_parquet.decode(
+                await self._checked(episode.turns_key, episode.turns_sha256)
+            )
         except ValueError as error:
             raise _Damaged(f"{episode.turns_key} is unreadable: {error}") from error
         if not turns or not has_text(turns):

@@ -8,6 +8,7 @@ finds it again. Control calls carry the control token and are not reachable with
     GET  /sessions/{session_id}                       -> SessionSummary
     POST /sessions                     [session_id]   -> [SessionSummary]   of those that exist
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
+    POST /sessions/{session_id}/turns                 -> SessionSummary   write its turns once more
     DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
     POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
     POST /v1/chat/completions, /v1/responses           the session key)
@@ -81,6 +82,8 @@ class SessionSummary(Frozen):
     unanswered: str = ""
     """Why a call got no answer from the gateway, whose chain has had none since. Refusals that the
     request's content caused are answers."""
+    turns_sha256: str = ""
+    """Of the file that was written when it was closed; empty: it is open."""
     damaged: str = ""
     """Why it records no more: its journal does not read back, or lacks a turn that its agent has. `turns`
     and all else is what is left. Empty: it is whole."""

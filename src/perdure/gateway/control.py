@@ -89,6 +89,13 @@ class GatewayControl:
         """
         return await self._call("POST", f"/sessions/{session_id}/close")
 
+    async def write_turns(self, session_id: str) -> SessionSummary:
+        """Write the turns of a session to the store once more, made of its journal.
+
+        Raises: GatewayUnavailable, StoreUnavailable, NotFound if its journal is gone or damaged.
+        """
+        return await self._call("POST", f"/sessions/{session_id}/turns")
+
     async def engines(self) -> dict[str, Any]:
         """The engines as this gateway sees them, and how many calls wait for one.
 

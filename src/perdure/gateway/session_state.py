@@ -94,6 +94,7 @@ class Session:
     sealing: bool = False
     sealed: bool = False
     closed: bool = False
+    turns_sha256: str = ""
     elsewhere: EngineSpan | None = None
     """Where another process sampled its newest turn: its KV cache is there."""
     too_stale: str = ""
@@ -159,6 +160,7 @@ class Session:
             self.sealed = True
         elif record["kind"] == CLOSED:
             self.sealed = self.closed = True
+            self.turns_sha256 = record.get("turns_sha256", "")
         elif record["kind"] == DAMAGED:
             self.damaged = record["message"]
         elif record["kind"] == STALE:
@@ -197,6 +199,7 @@ class Session:
             chains=len(totals.chains),
             too_stale=self.too_stale,
             damaged=self.damaged,
+            turns_sha256=self.turns_sha256,
             refused=self.refused,
             refusals=self.refusals,
             replayed_turns=totals.replayed_turns,

@@ -8,6 +8,7 @@ and what is kept in memory. `turns.maker` makes a turn, `turns.chains` finds wha
 
 import asyncio
 import contextlib
+import hashlib
 import re
 import time
 from collections import OrderedDict
@@ -168,10 +169,24 @@ class Sessions:
         records = await self._journal.read(session_id)
         turns = await work(turns_file, records)
         await self._store.put(session.spec.turns_key, turns)
-        await self._mark(session, CLOSED)
+        closed = {"kind": CLOSED, "turns_sha256": hashlib.sha256(turns).hexdigest()}
+        await self._mark(session, closed)
         self._partials.left(session_id)
         session.sleep()
-        await self._tidy(session, records)
+        await self._tidy(session, [*records, closed])
+
+    async def write_turns(self, session_id: str) -> SessionSummary:
+        """Close the session, and write its turns to the store once more, made of its journal.
+
+        Raises: NotFound if there is no journal that is whole; StoreUnavailable.
+        """
+        await self.close(session_id)
+        async with self._using(session_id) as session:
+            if session.damaged:
+                raise NotFound(f"session {session_id!r} is damaged: {session.damaged}")
+            turns = await work(turns_file, await self._journal.read(session_id))
+            await self._store.put(session.spec.turns_key, turns)
+            return session.summary()
 
     async def forget(self, session_id: str) -> None:
         """Close the session, then delete its journal: its turns are in the store. Repeating is harmless.
@@ -184,10 +199,10 @@ class Sessions:
             self._sessions.pop(session_id, None)
 
     async def _tidy(self, session: Session, records: list[dict[str, Any]]) -> None:
-        if session.position != len(records) + 1:
+        if session.position != len(records):
             return  # another process closed it at the same time, and packs it
         try:
-            await self._journal.pack(session.spec.session_id, [*records, {"kind": CLOSED}])
+            await self._journal.pack(session.spec.session_id, records)
         except PerdureError as error:  # the records stay where they are
             log.warning(
                 "cannot pack a closed session",
@@ -201,18 +216,18 @@ class Sessions:
             call.cancel()
         # Turns that already left the engine are journaled first.
         await asyncio.gather(*session.calls.values(), return_exceptions=True)
-        await self._mark(session, SEALED)
+        await self._mark(session, {"kind": SEALED})
 
-    async def _mark(self, session: Session, kind: str) -> None:
+    async def _mark(self, session: Session, record: dict[str, Any]) -> None:
         """Write that a session is sealed or closed, unless another process already has."""
         async with session.commit_lock:
-            while not getattr(session, kind):
+            while not getattr(session, record["kind"]):
                 try:
-                    await self._append(session.spec.session_id, {"kind": kind}, session.position)
+                    await self._append(session.spec.session_id, record, session.position)
                 except Overtaken:
                     await self._read_on(session)
                 else:
-                    session.note({"kind": kind})
+                    session.note(record)
 
     async def gave_up(self, session_id: str, wait: Wait) -> None:
         """The session is about to be closed while a call waits. Raises: NotFound."""

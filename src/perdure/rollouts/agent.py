@@ -195,6 +195,7 @@ async def _conclude(
     return AgentRun(
         end=end,
         turns=found.turns,
+        turns_sha256=summary.turns_sha256 if summary else "",
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",

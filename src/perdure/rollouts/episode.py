@@ -1,12 +1,13 @@
 """The episode stage: gather what the other stages left in the store into one episode."""
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from perdure.apart.working import work
-from perdure.episodes.assembling import assemble
-from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
+from perdure.episodes.assembling import Assembled, assemble, assemble_again
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
 from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import AttemptDamaged, Boundary, NotFound
 from perdure.instances import catalog
@@ -15,14 +16,25 @@ from perdure.rollouts import grade as grading
 from perdure.rollouts.boot import BootRecord
 from perdure.rollouts.checkpoints import Model
 from perdure.rollouts.messages import SANDBOX_LOST, AgentRun, Ending
-from perdure.storage import keys
+from perdure.sandboxes.base import identity_of
+from perdure.storage import keys, stored_json
 from perdure.storage.base import Store
 from perdure.telemetry import metrics
 from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
 
-async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
-    """Needs only the store and a child process, so that a rollout whose configuration is wrong has its episode too."""
+async def _no_journal(session: str) -> None:
+    raise NotFound(f"no journal of {session}")
+
+
+async def emit_episode(
+    store: Store, ending: Ending, turns_again: Callable[[str], Awaitable[object]] = _no_journal
+) -> EpisodeRef:
+    """Needs only the store and a child process, so that a rollout whose configuration is wrong has its episode too.
+
+    `turns_again`: makes the `turns.parquet` of a session once more, of its journal, or raises NotFound.
+    It is called where that file is gone or damaged, before the journal is deleted.
+    """
     earlier = await _earlier(store, ending)
     if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
         return earlier.ref(store.url)
@@ -30,8 +42,10 @@ async def emit_episode(store: Store, ending: Ending) -> EpisodeRef:
         return earlier.ref(store.url).model_copy(update=_ended(ending))
     parts = _bare(ending) if ending.bare else await _gathered(store, ending)
     parts = replace(parts, earlier=earlier)
-    turns = await _turns(store, parts.turns_key) if parts.turns_key else None
-    made = await work(assemble, parts, turns, await _discarded(store, ending))
+    request = ending.request
+    session = identity_of(request.run_id, request.workflow_id, "agent", ending.attempts)
+    discarded = await _discarded(store, ending)
+    made = await _assembled(store, parts, discarded, lambda: turns_again(session))
     episode = await write_episode(store, made.episode, made.tokens)
     outcome = episode.outcome.value if episode.outcome else ""
     metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
@@ -158,13 +172,60 @@ async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]
         turns=run.turns if run else 0,
         tokens=run.tokens if run else 0,
         model=run.model if run else "",
+        turns_sha256=run.turns_sha256 if run else "",
         agent_detail=run.detail if run else "",
         seconds={name: round(seconds, 3) for name, seconds in timed if seconds},
         evidence=tuple([key async for key in store.list(f"{folder}/")]),
     )
 
 
-async def _turns(store: Store, key: str) -> bytes | None:
+async def _assembled(
+    store: Store,
+    parts: EpisodeParts,
+    discarded: Mapping[int, bytes],
+    turns_again: Callable[[], Awaitable[object]],
+) -> Assembled:
+    """With the recorded turns; if they are lost, with those of the earlier episode; if there is none,
+    without any, which the episode says."""
+    key = parts.turns_key
+    if key is None:
+        return await work(assemble, parts, None, discarded)
+    last = parts.attempts[-1] if parts.attempts else None
+    try:
+        data = await _data(store, key)
+        if data is None and last is not None and last.turns:
+            raise ValueError(f"{key} is gone")
+        if data is not None and last is not None:
+            stored_json.check_file(key, data, last.turns_sha256)
+        return await work(assemble, parts, data, discarded)
+    except ValueError as error:
+        problem = str(error)
+    if (kept := await _again(store, parts)) is not None:
+        return kept
+    try:
+        await turns_again()
+        return await work(assemble, parts, await _data(store, key), discarded)
+    except NotFound:
+        lost = f"{problem}, and no journal has its turns: this episode has none"
+    return await work(assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded)
+
+
+async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
+    """With the tokens of the earlier episode of the same attempt, which is only graded again."""
+    earlier = parts.earlier
+    if earlier is None or not earlier.segments or not same_attempt(earlier, parts):
+        return None
+    tokens = await _data(store, earlier.tokens_key)
+    if tokens is None:
+        return None
+    try:
+        stored_json.check_file(earlier.tokens_key, tokens, earlier.tokens_sha256)
+        return await work(assemble_again, parts, earlier, tokens)
+    except ValueError:
+        return None
+
+
+async def _data(store: Store, key: str) -> bytes | None:
     try:
         return (await store.get(key)).data
     except NotFound:
@@ -176,7 +237,7 @@ async def _discarded(store: Store, ending: Ending) -> dict[int, bytes]:
     earlier = range(1, 1 if ending.bare else ending.attempts)
     folders = {number: keys.attempt(ending.request, number) for number in earlier}
     found = {
-        number: await _turns(store, f"{folder}/turns.parquet") for number, folder in folders.items()
+        number: await _data(store, f"{folder}/turns.parquet") for number, folder in folders.items()
     }
     return {number: data for number, data in found.items() if data is not None}
 

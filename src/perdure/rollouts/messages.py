@@ -73,6 +73,8 @@ LONGEST_WAIT_S = 6 * 3600.0
 class AgentRun(Frozen):
     end: AgentEnd
     turns: int = 0
+    turns_sha256: str = ""
+    """Of `turns.parquet`, as the gateway wrote it."""
     tokens: int = 0
     seconds: float = 0.0
     detail: str = ""

@@ -33,6 +33,13 @@ def check(key: str, data: bytes) -> None:
         raise Damaged(f"{key} is unreadable: its sha256 differs")
 
 
+def check_file(key: str, data: bytes, sha256: str) -> bytes:
+    """`data`, if it has this digest, or none is known. Raises: Damaged."""
+    if sha256 and hashlib.sha256(data).hexdigest() != sha256:
+        raise Damaged(f"{key} is unreadable: its sha256 differs")
+    return data
+
+
 def decode(key: str, data: bytes, model: type[Model]) -> Model:
     """Raises: Damaged, in one line."""
     check(key, data)

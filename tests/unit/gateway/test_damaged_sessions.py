@@ -1,6 +1,7 @@
 """Journals that are damaged or cut: the session says so at once, and the next attempt replays the rest."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from perdure.errors import NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.storage.local import LocalStore
 from perdure.testing.local_gateway import LocalGateway
@@ -208,3 +210,21 @@ async def test_tool_calls_that_are_not_this_rollouts_are_no_lost_turns(stand: St
         summary = await gateway.control.get("one")
 
     assert (summary.damaged, summary.turns) == ("", 5)
+
+
+async def test_a_lost_file_of_turns_is_made_once_more_of_the_journal(stand: Stand) -> None:
+    """Equal to the first, whose digest the closed session tells, also after a restart."""
+    file = stand.store / "one.parquet"
+    async with stand.gateway() as gateway:
+        await _work(gateway, await _open(gateway, "one"), 3)
+        closed = await gateway.control.close("one")
+    first = file.read_bytes()
+    file.unlink()
+    async with stand.gateway() as gateway:
+        again = await gateway.control.write_turns("one")
+        await gateway.control.forget("one")
+        with pytest.raises(NotFound):
+            await gateway.control.write_turns("one")
+
+    assert file.read_bytes() == first
+    assert closed.turns_sha256 == again.turns_sha256 == hashlib.sha256(first).hexdigest()

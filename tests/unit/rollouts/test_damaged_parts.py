@@ -1,10 +1,13 @@
 """Stored parts of a rollout that were damaged: what the episode makes of them, and that readers notice."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
-from perdure.episodes.episode_store import read_episode
+from perdure.episodes import turns_parquet
+from perdure.episodes.episode import parse_episode
+from perdure.episodes.episode_store import read_episode, read_segments
 from perdure.reports.facts import read_facts
 from perdure.rollouts import checkpoints
 from perdure.rollouts.boot import BootRecord
@@ -14,6 +17,7 @@ from perdure.rollouts.messages import AgentRun, Ending
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus
+from tests.made_store import turns
 from tests.unit.rollouts.test_play_again import captured, ending, request_of
 
 BOOTED = BootRecord(identity="s", provider="local", host="h", booted_at=1.0, seconds=1.0)
@@ -93,3 +97,112 @@ async def test_one_changed_byte_of_an_episode_is_noticed(store: LocalStore) -> N
     with pytest.raises(ValueError, match="sha256 differs"):
         await read_episode(store, request)
     assert (await read_facts(store, "r")).unreadable == (key,)
+
+
+async def recorded(store: LocalStore, request: RolloutRequest) -> bytes:
+    """The file of turns that the gateway wrote for attempt 1."""
+    folder, data = keys.attempt(request, 1), turns_parquet.encode(turns())
+    digest = hashlib.sha256(data).hexdigest()
+    run = AgentRun(end=AgentEnd.FINISHED, turns=len(turns()), turns_sha256=digest)
+    await captured(store, request)
+    await checkpoints.write(store, f"{folder}/agent.json", run)
+    await store.put(f"{folder}/turns.parquet", data)
+    return data
+
+
+async def damage(store: LocalStore, key: str, how: str) -> None:
+    data = (await store.get(key)).data
+    if how == "gone":
+        await store.delete(key)
+    elif how == "cut":
+        await store.put(key, data[: len(data) // 2])
+    else:
+        await store.put(key, bytes([*data[:99], data[99] ^ 1, *data[100:]]))
+
+
+DAMAGE = pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
+
+
+@DAMAGE
+async def test_lost_turns_are_taken_from_the_journal(store: LocalStore, how: str) -> None:
+    """The episode has all of them, and nothing is missing."""
+    request = request_of("b", 0)
+    data = await recorded(store, request)
+    key = f"{keys.attempt(request, 1)}/turns.parquet"
+    await damage(store, key, how)
+
+    async def again(session: str) -> None:
+        await store.put(key, data)
+
+    ref = await emit_episode(store, ending(request, RolloutStatus.GRADED), again)
+
+    episode = await read_episode(store, request)
+    assert episode is not None
+    assert (ref.turns, ref.trainable, episode.damaged) == (len(turns()), True, ())
+
+
+@DAMAGE
+async def test_an_episode_without_its_turns_says_so(store: LocalStore, how: str) -> None:
+    """Where the journal has none either: the verdict stays, nothing is trained."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+
+    ref = await emit_episode(store, ending(request, RolloutStatus.GRADED))
+
+    episode = await read_episode(store, request)
+    assert episode is not None
+    assert (ref.outcome, ref.turns, ref.trainable) == (Outcome.RESOLVED, 0, False)
+    assert ["no journal has its turns" in line for line in episode.damaged] == [True]
+
+
+@DAMAGE
+async def test_a_regrading_keeps_the_tokens_of_lost_turns(store: LocalStore, how: str) -> None:
+    """A new verdict replaces the old one; the tokens of the episode stay as they were."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    await emit_episode(store, ending(request, RolloutStatus.GRADED))
+    before = await read_episode(store, request)
+    assert before is not None
+    segments = (await read_segments(store, before)).segments
+    await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+
+    ref = await emit_episode(store, as_graded_by(request, checkpoint("second-run")))
+
+    after = await read_episode(store, request)
+    assert after is not None
+    assert after.provenance.workflow_run_id == "after-reset"
+    assert (ref.turns, ref.trainable) == (len(turns()), True)
+    assert after.trained_tokens == before.trained_tokens > 0
+    assert (await read_segments(store, after)).segments == segments
+
+
+async def test_the_tokens_of_a_replaced_episode_are_kept(store: LocalStore) -> None:
+    """A later play that lost everything replaces the verdict; what was trained before stays readable."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    await emit_episode(store, ending(request, RolloutStatus.GRADED))
+    later = ending(request, RolloutStatus.FAILED).model_copy(
+        update={"workflow_run_id": "later", "attempts": 2}
+    )
+    await emit_episode(store, later)
+
+    now = await read_episode(store, request)
+    assert now is not None
+    (earlier,) = now.earlier
+    kept = parse_episode(earlier.key, (await store.get(earlier.key)).data)
+    assert now.segments == ()
+    assert len((await read_segments(store, kept)).segments) == len(kept.segments) > 0
+
+
+async def test_a_changed_byte_of_the_tokens_is_noticed(store: LocalStore) -> None:
+    """No trainer reads ids or logprobs that nothing sampled."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    await emit_episode(store, ending(request, RolloutStatus.GRADED))
+    episode = await read_episode(store, request)
+    assert episode is not None
+    await damage(store, episode.tokens_key, "flipped")
+
+    with pytest.raises(ValueError, match=r"episode\.parquet is unreadable: its sha256 differs"):
+        await read_segments(store, episode)

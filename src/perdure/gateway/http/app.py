@@ -153,6 +153,7 @@ def create_app(
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
             Route("/sessions/{session_id}", _control(_forget), methods=["DELETE"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
+            Route("/sessions/{session_id}/turns", _control(_write_turns), methods=["POST"]),
             *engine_routes.routes(_control),
             Route("/episodes/{key:path}", _answered(episode_routes.read_file), methods=["GET"]),
             Route("/healthz", _healthz),
@@ -318,6 +319,11 @@ async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
         waited = summary.waiting_seconds + max(0.0, time.time() - summary.waits.since)
         summary = summary.model_copy(update={"waiting_seconds": waited})
     return summary
+
+
+async def _write_turns(request: Request) -> Response:
+    summary = await _gateway(request).sessions.write_turns(request.path_params["session_id"])
+    return Response(summary.model_dump_json(), media_type="application/json")
 
 
 async def _close(request: Request) -> Response:
