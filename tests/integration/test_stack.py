@@ -222,13 +222,14 @@ def test_run_prints_one_document(home: Home) -> None:
     ]
     assert set(answer["rollouts"][0]) == {
         *("instance_id", "sample_index", "agent", "status", "outcome", "reward"),
-        *("attempts", "seconds", "episode"),
+        *("attempts", "seconds", "episode", "model"),
     }
+    assert answer["rollouts"][0]["model"] == ""  # the oracle calls none
 
 
 def test_a_worker_that_wrote_an_episode_has_not_loaded_pyarrow(home: Home) -> None:
     """A child process did: pyarrow would stay, and keep 30 MB."""
-    answer = home.json("run", "sums/add", "--agent", "oracle", "--wait")
+    answer = home.json("run", "sums/add", "--agent", "oracle", "--new", "--wait")
     loaded = Path(f"/proc/{home.state.children['worker'].pid}/maps").read_text()
 
     assert [r["outcome"] for r in answer["rollouts"]] == ["resolved"]
@@ -356,12 +357,13 @@ def test_no_other_user_reads_the_home(home: Home) -> None:
 
 def test_show_prints_the_rollout_and_its_patch_byte_for_byte(home: Home) -> None:
     """`perdure show` says how a rollout ended, and --patch prints only the diff."""
-    run_id = home.json("run", "sums/add", "--agent", "oracle", "--wait")["run_id"]
+    run_id = home.json("run", "sums/add", "--agent", "oracle", "--new", "--wait")["run_id"]
 
     told = home.perdure("show", f"{run_id}/add")
     patch = home.perdure("show", f"{run_id}/add", "--patch").stdout
 
     assert "graded, resolved" in told.stdout
+    assert "none was called" in told.stdout
     assert "+    return a + b\n" in patch
     assert patch.startswith("diff --git a/calc.py")
 
