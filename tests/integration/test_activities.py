@@ -231,7 +231,7 @@ async def test_output_that_cannot_be_read_is_a_verdict_after_a_control(
     grading = Grading(protocol=f"{__name__}:{CannotBeRead.__name__}", eval_cmd="grep two a.txt")
     row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
     await catalog.save(services.store, row)
-    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", KILLER)
+    await captured(services, KILLER)
     monkeypatch.setattr(CannotBeRead, "EVERY", every)
     grade = GradeInFreshSandbox(services).grade
     if every:

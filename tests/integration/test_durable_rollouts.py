@@ -343,12 +343,13 @@ async def test_requests_written_by_hand(stack: Stack) -> None:
     rollout = {"run_id": "hand-1", "instance": INSTANCE, **agent}
     group = {"rollout": {**rollout, "run_id": "hand-2"}, "n_samples": 2}
     run = {"run_id": "hand-3", "instances": [INSTANCE], "rollout": agent}
-    await stack.start_by_hand(names.ROLLOUT, "by-hand-1", rollout)
-    await stack.start_by_hand(names.GROUP, "by-hand-2", group)
-    await stack.start_by_hand(names.RUN, "by-hand-3", run)
+    name = INSTANCE.split("/")[1]
+    ids = f"rollout/hand-1/{name}/0", f"group/hand-2/{name}", "run/hand-3"
+    await stack.start_by_hand(names.ROLLOUT, ids[0], rollout)
+    await stack.start_by_hand(names.GROUP, ids[1], group)
+    await stack.start_by_hand(names.RUN, ids[2], run)
     results = [
-        await stack.client.get_workflow_handle(f"by-hand-{k}", result_type=dict).result()
-        for k in (1, 2, 3)
+        await stack.client.get_workflow_handle(one, result_type=dict).result() for one in ids
     ]
 
     assert (results[0]["status"], results[0]["reward"]) == ("graded", 0.0)
