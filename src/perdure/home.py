@@ -6,6 +6,7 @@ secret. The package that uses a key derives it.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
@@ -22,6 +23,7 @@ from perdure.settings.tree import Settings
 
 SECRET_VARIABLE, PREVIOUS_VARIABLE = "PERDURE_SECRET", "PERDURE_SECRET_PREVIOUS"
 SHORTEST_SECRET = 16
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PRIVATE = ("git", "journal", "logs", "providers", "run", "scratch", "store")
 """Folders of the home that no sandbox mounts."""
 STORED = (".perdure", "blobs", "engines", "instances", "journal", "runs")
@@ -29,12 +31,34 @@ STORED = (".perdure", "blobs", "engines", "instances", "journal", "runs")
 
 
 def host_of(settings: Settings) -> str:
-    """`<hostname>-<six hex digits of the home>`: two homes of one machine have two names.
+    """`<hostname>-<six hex digits of the home>`: two homes have two names, also on cloned machines with one
+    hostname.
 
     Local sandboxes can only be reached through the home that made them.
     """
-    home = hashlib.sha256(str(settings.home.absolute()).encode()).hexdigest()[:6]
-    return f"{socket.gethostname()}-{home}"
+    home = settings.home.absolute()
+    digits = hashlib.sha256(f"{home} {_host_id(home / 'run' / 'host')}".encode()).hexdigest()[:6]
+    return f"{socket.gethostname()}-{digits}"
+
+
+def _host_id(path: Path) -> str:
+    """A random id for each boot of the machine: a home may be copied with the machine's image, and no sandbox
+    outlives a boot."""
+    boot = BOOT_ID.read_text().strip()
+    with contextlib.suppress(OSError, ValueError):
+        found, of_boot = path.read_text().split()
+        if of_boot == boot:
+            return found
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        words = file.read().split()
+        if len(words) != 2 or words[1] != boot:
+            words = [secrets.token_hex(8), boot]
+            file.truncate(0)
+            file.write(" ".join(words) + "\n")
+    return words[0]
 
 
 class Secrets:

@@ -59,6 +59,7 @@ async def test_rollouts_of_a_lost_host_move_within_ninety_seconds(hosts: Hosts) 
     requests = await second.met("moves", 3)
     await first.start_worker()
     bought = first.engine.stats().calls
+    upkeep = names.upkeep_queue(host_of(second.settings))
     lost_at = time.monotonic()
     await lose(second)
     first.engine.let_go()
@@ -72,8 +73,7 @@ async def test_rollouts_of_a_lost_host_move_within_ninety_seconds(hosts: Hosts) 
         assert not [
             event
             for event in history.events
-            if event.activity_task_scheduled_event_attributes.task_queue.name
-            == names.upkeep_queue(host_of(second.settings))
+            if event.activity_task_scheduled_event_attributes.task_queue.name == upkeep
         ]
     again = first.engine.stats().calls - len(requests) * first.engine.turns
     print(

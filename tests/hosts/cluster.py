@@ -3,6 +3,7 @@
 No process of a host is told where a gateway or another worker is.
 """
 
+import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -11,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perdure.client import names
-from perdure.home import host_of
 from perdure.rollouts.messages import HostState
 from perdure.settings.tree import Settings
 from perdure.stack import ports, temporal_setup
@@ -103,8 +103,8 @@ class Cluster:
 
     def host_name(self, host: Host) -> str:
         """As `host_of` says it there."""
-        home = host_of(Settings(home=host.home)).rpartition("-")[2]
-        return f"{host.name}-{home}"
+        own = (host.disk / "run" / "host").read_text().split()[0]
+        return f"{host.name}-{hashlib.sha256(f'{host.home} {own}'.encode()).hexdigest()[:6]}"
 
     async def state(self, host: Host) -> HostState:
         handle = self.stack.client.get_workflow_handle(names.host_id(self.host_name(host)))

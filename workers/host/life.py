@@ -153,8 +153,8 @@ class Life:
 
         Otherwise the server would first wait until that process has been silent for too long."""
         with contextlib.suppress(OSError, ValueError):
-            number, token = self._kept.read_text().split()
-            if int(number) == self.term.number:
+            host, number, token = self._kept.read_text().split()
+            if host == self.host and int(number) == self.term.number:
                 term = Term(
                     host=self.host, number=int(number), silent_s=self.settings.host.silent_s
                 )
@@ -162,7 +162,7 @@ class Life:
 
     @property
     def _kept(self) -> Path:
-        """What the server asks for: the number of a term, and the token of its signs of life."""
+        """What the server asks for: the host, the number of its term, the token of its signs of life."""
         return self.settings.home.absolute() / "run" / "term.token"
 
     async def _serve(self, term: Term, token: bytes) -> None:
@@ -170,7 +170,7 @@ class Life:
         if term.number != self.term.number:
             await self._begin(term.number)
         with contextlib.suppress(OSError):  # a full disk
-            self._kept.write_text(f"{term.number} {token.hex()}\n")
+            self._kept.write_text(f"{self.host} {term.number} {token.hex()}\n")
         log.info("this host serves", term=term.number)
         refused = False
         while not self.leaving.is_set():
