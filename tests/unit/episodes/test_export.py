@@ -1,14 +1,17 @@
 """What other programs get of a run: complete, unaltered, or listed as left out."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from perdure.agents.locked_version import locked_version
 from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.episodes.export import Format, Rules, export_run
+from perdure.episodes.hub_folder import write_folder
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NotFound, StoreUnavailable
 from perdure.storage.local import LocalStore
@@ -273,3 +276,21 @@ async def test_a_reward_share_goes_with_segments(run: Run, tmp_path: Path) -> No
         await export_run(
             run.store, "r", "preds", tmp_path / "preds.json", Rules(reward_share="split")
         )
+
+
+async def test_a_data_set_opens_without_the_name_of_a_config(run: Run, tmp_path: Path) -> None:
+    """`load_dataset(FOLDER)` opens the rollouts: one config of the card is the default."""
+    await run.add("click-1", patch=CRLF)
+    await write_folder(run.store, "r", tmp_path / "out")
+    card = (tmp_path / "out/README.md").read_text()
+
+    assert card.count("default: true") == 1
+    rollouts = card.index("config_name: rollouts")
+    assert rollouts < card.index("default: true") < card.index("tags:")
+
+
+@pytest.mark.parametrize("agent", ["mini_swe_agent", "openhands", "claude_code", "codex"])
+def test_an_agents_version_is_that_of_its_lock(agent: str) -> None:
+    """Exported trajectories name the agent's own version, without its platform; `oracle` has none."""
+    assert re.fullmatch(r"\d+\.\d+\.\d+", locked_version(agent))
+    assert locked_version("oracle") == ""
