@@ -14,6 +14,7 @@ from temporalio.worker import (
     UnsandboxedWorkflowRunner,
     Worker,
     WorkerDeploymentConfig,
+    WorkflowInboundInterceptor,
     WorkflowInterceptorClassInput,
     WorkflowRunner,
 )
@@ -28,6 +29,7 @@ from workflows.host import HostWorkflow
 from workflows.reaper import ReaperWorkflow
 from workflows.rollout import RolloutWorkflow
 from workflows.run import RunShardWorkflow, RunWorkflow
+from workflows.signals import CheckedSignals
 from workflows.web_ui import VIEWER
 
 WORKFLOWS: Sequence[type] = (
@@ -61,14 +63,19 @@ def checking_runner() -> SandboxedWorkflowRunner:
     return SandboxedWorkflowRunner(restrictions=restrictions)
 
 
-class _KnowsViewer(Interceptor):
-    """Tells workflows a fact of their worker: details do not enter history, so it may change."""
+class _AroundWorkflows(Interceptor):
+    """Tells workflows a fact of their worker: details do not enter history, so it may change. Checks their
+    signals."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, viewer_url: str) -> None:
+        self._url = viewer_url
 
-    def workflow_interceptor_class(self, input: WorkflowInterceptorClassInput) -> None:
-        input.unsafe_extern_functions[VIEWER] = lambda: self._url
+    def workflow_interceptor_class(
+        self, input: WorkflowInterceptorClassInput
+    ) -> type[WorkflowInboundInterceptor]:
+        if self._url:
+            input.unsafe_extern_functions[VIEWER] = lambda: self._url
+        return CheckedSignals
 
 
 def workflow_worker(
@@ -86,7 +93,7 @@ def workflow_worker(
         workflows=workflows,
         deployment_config=build,
         workflow_runner=runner or (MovingRunner() if build else UnsandboxedWorkflowRunner()),
-        interceptors=[_KnowsViewer(viewer_url)] if viewer_url else [],
+        interceptors=[_AroundWorkflows(viewer_url)],
         max_cached_workflows=CACHED,
         # How long a task waits for the worker that cached its workflow, before any other may take it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),

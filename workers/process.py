@@ -131,6 +131,7 @@ async def _keep_house(
     if {"boot", "agent"} & set(roles):
         keeping.append(partial(life_kept.keep_alive, settings))
     if "agent" in roles:
+        keeping.append(partial(_keep_reaper, client, host_of(settings)))
         keeping += _housekeeping(client, settings)
     await asyncio.gather(*map(kept_going, keeping))
 
@@ -187,6 +188,13 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_AGAIN_S):
                 await stop.wait()
+
+
+async def _keep_reaper(client: Client, host: str) -> None:
+    """Make the schedule again if a person deleted it."""
+    while True:
+        await asyncio.sleep(REAP_EVERY.total_seconds())
+        await _ensure_reaper(client, host, asyncio.Event())
 
 
 def main(*roles: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
@@ -20,6 +21,8 @@ with workflow.unsafe.imports_passed_through():
     from perdure.errors import Boundary
     from perdure.types import EpisodeRef, Failure, GroupRequest, RolloutRequest, RolloutStatus
     from workflows.failures import episode_of
+
+WAITS_FOR_THE_OTHER = "waits-for-the-rollout-of-another-parent"
 
 Child = workflow.ChildWorkflowHandle[Any, Any]
 
@@ -64,6 +67,34 @@ async def _tell(child: Child) -> None:
         await child.signal(names.SPENT)
 
 
+async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
+    """The rollout as our child. Another parent may have it, as before a reset of this workflow: when it has
+    ended there, the start here finds its episode.
+
+    Raises: WorkflowAlreadyStartedError in histories of earlier builds.
+    """
+    pause = timedelta(seconds=5)
+    while True:
+        try:
+            return await workflow.start_child_workflow(
+                names.ROLLOUT,
+                rollout,
+                id=rollout.workflow_id,
+                result_type=EpisodeRef,
+                id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+                parent_close_policy=(
+                    ParentClosePolicy.ABANDON if abandon else ParentClosePolicy.REQUEST_CANCEL
+                ),
+                search_attributes=attributes.of_rollout(rollout),
+                static_summary=summary_of(rollout),
+            )
+        except WorkflowAlreadyStartedError:
+            if not workflow.patched(WAITS_FOR_THE_OTHER):
+                raise
+        await workflow.sleep(pause, summary="another parent has this rollout")
+        pause = min(2 * pause, timedelta(minutes=5))
+
+
 async def play_rollout(
     rollout: RolloutRequest, buyers: Buyers | None = None, *, abandon: bool = False
 ) -> EpisodeRef:
@@ -72,18 +103,7 @@ async def play_rollout(
     `abandon`: the child outlives its parent (kept stragglers).
     """
     try:
-        child = await workflow.start_child_workflow(
-            names.ROLLOUT,
-            rollout,
-            id=rollout.workflow_id,
-            result_type=EpisodeRef,
-            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-            parent_close_policy=(
-                ParentClosePolicy.ABANDON if abandon else ParentClosePolicy.REQUEST_CANCEL
-            ),
-            search_attributes=attributes.of_rollout(rollout),
-            static_summary=summary_of(rollout),
-        )
+        child = await _started(rollout, abandon)
         episode: EpisodeRef = await (child if buyers is None else buyers.result_of(child))
         return episode
     except WorkflowAlreadyStartedError:

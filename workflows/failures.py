@@ -117,6 +117,28 @@ def as_sentence(error: ActivityError) -> ApplicationError:
     return ApplicationError(failure.message, type=failure.type, non_retryable=True)
 
 
+def invalid_result(activity: str, expected: str, why: ValidationError) -> ActivityError:
+    """The error of an activity that was completed by hand with something else."""
+    error = ActivityError(
+        "the result is invalid",
+        scheduled_event_id=0,
+        started_event_id=0,
+        identity="",
+        activity_type=activity,
+        activity_id="",
+        retry_state=None,
+    )
+    first = why.errors()[0]
+    place = ".".join(map(str, first["loc"]))
+    message = (
+        f"{activity} was completed with something that is no {expected}: {place} {first['msg']}"
+    )
+    error.__cause__ = ApplicationError(
+        message, Boundary.WORKER.value, type="InvalidResult", non_retryable=True
+    )
+    return error
+
+
 def without_verdict(episode: EpisodeRef) -> ApplicationError:
     """The error that ends a rollout without a verdict; it carries the episode."""
     failure = episode.failure

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 from perdure.rollouts.messages import WORKER_EVICTED
-from workflows.failures import stop_if_cancelled, store_was_away, type_of
+from workflows.failures import invalid_result, stop_if_cancelled, store_was_away, type_of
 
 Result = TypeVar("Result")
 
@@ -24,14 +25,14 @@ async def ordered(
     """Run an activity. It is ordered again if its worker is told to stop, as at every deploy, and if
     its time ran out while the store was away.
 
+    A person may complete an activity by hand. If what they give is no `result`, the activity has failed;
+    cleaning is ordered again.
     `cleaning`: also for a cancelled workflow. `evicted` hears of each stop, and may raise its error.
     """
     while True:
         try:
-            done: Result = await workflow.execute_activity(
-                activity, argument, result_type=result, **options
-            )
-            return done
+            # Decoded as plain JSON: the SDK would fail the workflow task for ever if it were no `result`.
+            raw = await workflow.execute_activity(activity, argument, **options)
         except ActivityError as error:
             was_evicted = type_of(error) == WORKER_EVICTED
             if not was_evicted and not store_was_away(error):
@@ -40,3 +41,10 @@ async def ordered(
                 stop_if_cancelled()
             if was_evicted and evicted is not None:
                 evicted(error)
+            continue
+        try:
+            return TypeAdapter(result).validate_python(raw)
+        except ValidationError as error:
+            invalid = invalid_result(activity, result.__name__, error)
+        if not cleaning:
+            raise invalid

@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_extra
 from perdure.settings import environment
 from perdure.settings.tree import Settings
 
@@ -69,7 +70,9 @@ def configure(settings: Settings, process: str) -> None:
         return
     if not settings.traces.endpoint and not importable():
         log = logging.getLogger("perdure.tracing")
-        log.warning("OTEL_EXPORTER_OTLP_ENDPOINT is set; traces need pip install 'perdure[traces]'")
+        log.warning(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set; for traces: %s", command_for_extra("traces")
+        )
         return
     try:
         from opentelemetry import trace
@@ -79,7 +82,7 @@ def configure(settings: Settings, process: str) -> None:
         from temporalio.contrib.opentelemetry import create_tracer_provider
     except ImportError as error:
         raise MissingDependency(
-            "PERDURE_TRACES__ENDPOINT is set: pip install 'perdure[traces]', or unset it"
+            f"PERDURE_TRACES__ENDPOINT is set: {command_for_extra('traces')}, or unset it"
         ) from error
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         _check_protocol()

@@ -1,6 +1,7 @@
 """The schedule of sweeps that a worker creates when it starts, on a real server."""
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -81,3 +82,23 @@ async def test_a_worker_that_is_told_to_stop_waits_no_longer(
 
     async with asyncio.timeout(60):
         await waiting
+
+
+async def test_a_deleted_schedule_is_made_again(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that made it goes on; it needs no restart."""
+    monkeypatch.setattr(process, "REAP_EVERY", timedelta(seconds=1))
+    await process._ensure_reaper(client, HOST, asyncio.Event())
+    await client.get_schedule_handle(f"perdure-reaper/{HOST}").delete()
+    keeping = asyncio.create_task(process._keep_reaper(client, HOST))
+
+    async def is_there() -> bool:
+        try:
+            await client.get_schedule_handle(f"perdure-reaper/{HOST}").describe()
+        except RPCError:
+            return False
+        return True
+
+    await until(is_there, "the schedule is there again")
+    keeping.cancel()

@@ -34,6 +34,13 @@ from tests.workflows import dev_server
 from workers.orchestration import checking_runner, workflow_worker
 
 SILENT_S = 6.0
+KEEP_ALIVE = """
+import asyncio
+from perdure.settings.load import load_settings
+from workers.host.life_kept import keep_alive
+asyncio.run(keep_alive(load_settings()))
+"""
+"""What a worker does for its host's signs of life."""
 
 
 @dataclass
@@ -91,7 +98,7 @@ class Host:
     @contextmanager
     def alive(self) -> Iterator[None]:
         """Its process is there; at the end it is killed without a goodbye."""
-        with (self.settings.home / "life.log").open("ab") as log:
+        with (self.settings.home / "logs" / "life.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "workers.host.life"], cwd=ROOT, stdout=log, stderr=log
             )
@@ -101,18 +108,22 @@ class Host:
                 process.send_signal(signal.SIGKILL)
                 process.wait()
 
-    async def serves(self, client: Client, number: int = 0) -> None:
-        """Until both sides agree on it, with a sign of life from now on."""
+    async def serves(self, client: Client, number: int | None = None) -> None:
+        """Until both sides agree on the term, with a sign of life from now on. None: on any."""
         began = monotonic()
 
         async def agreed() -> bool:
             path = self.settings.home / "run" / "term"
-            if not path.exists() or path.stat().st_mtime < began or self.term.number != number:
+            if not path.exists() or path.stat().st_mtime < began:
                 return False
             state = await self.state(client)
-            return not state.lost and state.number == number
+            return (
+                not state.lost
+                and state.number == self.term.number
+                and number in (None, state.number)
+            )
 
-        await until(agreed, f"the host serves term {number}")
+        await until(agreed, "the host serves")
 
     async def state(self, client: Client) -> HostState:
         handle = client.get_workflow_handle(names.host_id(self.name))
@@ -135,7 +146,7 @@ class Host:
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     with held_ports.held(1) as (port,):
         home = tmp_path / "home"
-        home.mkdir()
+        (home / "logs").mkdir(parents=True)
         for name, value in {
             "PERDURE_HOME": str(home),
             "PERDURE_STORE": str(tmp_path / "store"),
@@ -178,14 +189,36 @@ async def test_a_restored_server_learns_the_hosts_later_term(
             host.back_up()
         await until(lambda: _is_lost(host, client), "the host is lost")
         with host.alive():
-            await host.serves(client, 1)
-            ended = _ended(host)
+            await host.serves(client)
+            later, ended = host.term.number, _ended(host)
     host.restore()
     async with host.served() as client:
         with host.alive():
-            await host.serves(client, 1)
+            await host.serves(client, later)
 
-    assert _ended(host) == ended
+    assert (later > 0, _ended(host)) == (True, ended)
+
+
+async def test_a_process_of_the_old_address_is_replaced(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stack was killed and started on other ports: the host serves its term there with its sandboxes."""
+    monkeypatch.setenv("PERDURE_HOST__SILENT_S", "24")
+    with host.alive(), held_ports.held(1) as (port,):
+        async with host.served() as client:
+            await host.serves(client)
+        host.port = port
+        monkeypatch.setenv("TEMPORAL_ADDRESS", f"127.0.0.1:{port}")
+        worker = subprocess.Popen([sys.executable, "-c", KEEP_ALIVE], cwd=ROOT)
+        try:
+            async with host.served() as client:
+                await host.serves(client, 0)
+        finally:
+            worker.kill()
+            worker.wait()
+            host_life.end(host.settings)
+
+    assert _ended(host) == 0
 
 
 async def _is_lost(host: Host, client: Client) -> bool:
@@ -194,7 +227,7 @@ async def _is_lost(host: Host, client: Client) -> bool:
 
 def _ended(host: Host) -> int:
     """How often it ended its sandboxes."""
-    return (host.settings.home / "life.log").read_text().count("ended the sandboxes")
+    return (host.settings.home / "logs" / "life.log").read_text().count("ended the sandboxes")
 
 
 async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:

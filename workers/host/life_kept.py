@@ -20,6 +20,8 @@ async def keep_alive(settings: Settings) -> None:
     One that was started counts before it shows itself: on a busy host that takes a while.
     """
     started: subprocess.Popen[bytes] | None = None
+    if host_life.end_of_another_server(settings):
+        log.warning("ended the process that showed signs of life to another Temporal address")
     while True:
         try:
             if (started is None or started.poll() is not None) and not host_life.has_life(settings):

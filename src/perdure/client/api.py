@@ -36,6 +36,7 @@ from temporalio.common import (
 from temporalio.exceptions import (
     ApplicationError,
     CancelledError,
+    TerminatedError,
     WorkflowAlreadyStartedError,
 )
 from temporalio.service import RPCError, RPCStatusCode
@@ -304,7 +305,7 @@ class Perdure:
         began, repeated = time.monotonic(), False
         while True:
             try:
-                started = await self.client.start_workflow(
+                await self.client.start_workflow(
                     workflow,
                     request,
                     id=workflow_id,
@@ -315,7 +316,8 @@ class Perdure:
                     static_summary=summary,
                     priority=Priority(priority_key=priority, fairness_key=fairness[:64]),
                 )
-                return started, False
+                # Without a run id: it follows the next execution after a reset.
+                return self.client.get_workflow_handle(workflow_id), False
             except WorkflowAlreadyStartedError:  # after a lost answer it is the start of this call
                 handle = self.client.get_workflow_handle(workflow_id)
                 await self._check_same(handle, request)
@@ -682,12 +684,18 @@ async def _durably(
 
 async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:
     """Raises: Cancelled, NoResult, NotFound; each with the reason in its message."""
-    try:
-        return await _known(lambda: _durably(handle.result), what)
-    except WorkflowFailureError as failure:
-        if isinstance(failure.cause, CancelledError):
-            raise Cancelled(f"{what} was cancelled") from failure
-        raise NoResult(f"{what} ended without a result: {_reason(failure)}") from failure
+    followed = None
+    while True:
+        try:
+            return await _known(lambda: _durably(handle.result), what)
+        except WorkflowFailureError as failure:
+            if isinstance(failure.cause, CancelledError):
+                raise Cancelled(f"{what} was cancelled") from failure
+            newest = (await _known(lambda: _durably(handle.describe), what)).run_id
+            if isinstance(failure.cause, TerminatedError) and newest != followed:
+                followed = newest  # a reset terminates one execution and starts the next
+                continue
+            raise NoResult(f"{what} ended without a result: {_reason(failure)}") from failure
 
 
 async def _known(call: Callable[[], Awaitable[Result]], what: str) -> Result:

@@ -17,6 +17,7 @@ from temporalio.api.common.v1 import Payload
 from temporalio.converter import PayloadCodec
 
 from perdure.errors import ConfigurationError, MissingDependency, RetryHere
+from perdure.installation import command_for_extra
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -83,7 +84,7 @@ def _parsed(file: Path, text: str) -> "dict[str, AESGCM]":
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise MissingDependency(
-            "payloads are to be encrypted: pip install 'perdure[encryption]'"
+            f"payloads are to be encrypted: {command_for_extra('encryption')}"
         ) from error
     found: dict[str, AESGCM] = {}
     for number, line in enumerate(text.splitlines(), 1):

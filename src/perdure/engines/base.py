@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from perdure.engines.pool.salvage import Salvage
-from perdure.types import EngineSpan, FinishReason, Frozen, VersionSpan
+from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
 
 TOO_STALE = "policy_too_stale"
 """Error code if every engine serves newer weights than the session's group accepts."""
@@ -72,6 +72,10 @@ class ChatEngine(Protocol):
 
     model: str
     """The name in every request; empty: the request's own."""
+
+    def check(self, rules: Sampling) -> None:
+        """Raises: Refused naming a sampling parameter that it does not have."""
+        ...
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""

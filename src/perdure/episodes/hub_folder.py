@@ -13,6 +13,7 @@ from perdure.episodes.episode_store import scan_run
 from perdure.episodes.export import ExportReport, export_run
 from perdure.episodes.output_file import is_standard_output
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_packages
 from perdure.instances.rows.readers import hub_is_away
 from perdure.storage.base import Store
 
@@ -31,7 +32,7 @@ configs:
 - `rollouts`: one row for each rollout: how it ended, its reward, turns, tokens and seconds
 - `sft`: one row for each conversation of a graded rollout: messages, tools as JSON text, reward
 
-Written by [Perdure](https://pypi.org/project/perdure/) {version} from the gateway's own record.
+Written by Perdure {version} from the gateway's own record.
 """
 CONFIG = """\
 - config_name: {name}
@@ -69,7 +70,7 @@ def push(folder: Path, repository: str) -> str:
         from huggingface_hub import HfApi
     except ImportError:
         raise MissingDependency(
-            "--push needs huggingface_hub: pip install huggingface_hub"
+            f"--push needs huggingface_hub: {command_for_packages('huggingface_hub')}"
         ) from None
     kept = f"{folder} is written, and not pushed to {repository}"
     if away := hub_is_away():

@@ -6,6 +6,7 @@ parameters are a rollout's.
 
 import asyncio
 import contextlib
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +33,14 @@ RENAMED = {
     "sampling_seed": "seed",
 }
 SAMPLING = frozenset(Sampling.model_fields) - {"max_context_tokens", "decided_by"}
+OF_A_CLIENT = frozenset(
+    {
+        *("model", "api_key", "api_version", "base_url", "custom_llm_provider", "timeout"),
+        *("num_retries", "n", "stream", "logprobs", "skip_special_tokens", "no_stop_trim"),
+        *("spaces_between_special_tokens", "include_stop_str_in_output", "token_level_generation"),
+    }
+)
+"""Fields of an LLM's configuration that say nothing of what is sampled."""
 
 _connections: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Perdure]]" = (
     WeakKeyDictionary()
@@ -52,6 +61,18 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("stop"), str):
         found["stop"] = (found["stop"],)
     return found
+
+
+def check_sampling_names(parameters: Mapping[str, Any]) -> None:
+    """Refuse what a caller writes by hand and no sampling parameter is called.
+
+    Raises: ConfigurationError naming it and the nearest name.
+    """
+    known = {*SAMPLING, *RENAMED}
+    for name in sorted(set(parameters) - known - OF_A_CLIENT):
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
+        raise ConfigurationError(f"sampling parameter {name!r} is not known: {hint}")
 
 
 def request_of(

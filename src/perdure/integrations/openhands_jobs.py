@@ -21,7 +21,7 @@ from perdure.episodes.segments import MAIN
 from perdure.errors import Boundary, ConfigurationError
 from perdure.handlers import handler_of
 from perdure.instances.rows.fields import Row
-from perdure.integrations.hooks import sampling_of
+from perdure.integrations.hooks import check_sampling_names, sampling_of
 from perdure.types import (
     AgentEnd,
     Frozen,
@@ -152,7 +152,8 @@ def rollout_of(
 ) -> RolloutRequest:
     """The request of a job's rollout. `fields`: what the server says of all its jobs.
 
-    Raises: ConfigurationError where the agent cannot count iterations and the caller asked for it.
+    Raises: ConfigurationError for an unknown sampling parameter, and where the agent cannot count
+    iterations and the caller asked for it.
     """
     agent = str(fields.get("agent") or RolloutRequest.model_fields["agent"].default)
     option = ITERATIONS.get(agent)
@@ -161,6 +162,7 @@ def rollout_of(
     options = dict(fields.get("agent_options") or {})
     if option is not None:
         options.setdefault(option, MAX_ITERATIONS if iterations is None else iterations)
+    check_sampling_names(llm_config)
     sampling = {**(fields.get("sampling") or {}), **sampling_of(llm_config)}
     return RolloutRequest.model_validate(
         {

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perdure.errors import MissingDependency
+from perdure.installation import command_for_packages
 from perdure.reports.facts import RunFacts
 
 
@@ -43,7 +44,9 @@ def write_tensorboard(run: RunFacts, folder: Path) -> Path:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError:
-        raise MissingDependency("--tensorboard needs its client: pip install tensorboard") from None
+        raise MissingDependency(
+            f"--tensorboard needs its client: {command_for_packages('tensorboard')}"
+        ) from None
     writer = EventFileWriter(str(folder / run.run_id))
     for point in points(run):
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in point.values.items()]
@@ -57,7 +60,9 @@ def write_wandb(run: RunFacts, project: str, folder: Path) -> Path:
     try:
         import wandb
     except ImportError:
-        raise MissingDependency("--wandb needs its client: pip install wandb") from None
+        raise MissingDependency(
+            f"--wandb needs its client: {command_for_packages('wandb')}"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     logged: Any = wandb.init(project=project, name=run.run_id, dir=str(folder), mode="offline")
     for point in points(run):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from perdure.errors import MissingDependency
+from perdure.installation import command_for_extra
 from perdure.reports.facts import RolloutFacts, RunFacts
 from perdure.reports.report import Report
 
@@ -76,7 +77,7 @@ def _svg(draw: "Callable[[Axes, Runs], bool]", runs: Runs) -> str:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise MissingDependency("matplotlib is missing: pip install 'perdure[report]'") from error
+        raise MissingDependency(f"matplotlib is missing: {command_for_extra('report')}") from error
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=SIZE, layout="constrained")
         axes = figure.subplots()

@@ -10,6 +10,8 @@ import structlog
 from pydantic import JsonValue
 
 from perdure.client.asked import Identity
+from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
+from perdure.engines.reported import engine_settings
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import AttemptDamaged, InstanceError, NotFound, RateLimited, SandboxLost
 from perdure.graders.diff.capture import BASE_GIT, prepare_capture
@@ -181,6 +183,9 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
 async def rollout_identity(job: Job) -> Identity:
     """A trainer's engines change with its weights: there the policy version says what samples."""
     request, services = job.request, job.services
+    engine = engine_settings(services.settings)
+    if job.agent.needs_model and (kind := hosted_kind(engine)):
+        check_hosted_sampling(request.sampling, kind, engine["url"])
     found = await identity.identity_of(
         services.settings, services.store, request, [request.instance], {}
     )

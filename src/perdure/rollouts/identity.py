@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from perdure.client.asked import Identity, differences, of_rollouts, refuse
+from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
 from perdure.engines.reported import reported
 from perdure.errors import NotFound
 from perdure.settings.tree import Settings
@@ -36,7 +37,9 @@ async def identity_of(
     engine: Mapping[str, str],
 ) -> Identity:
     """Of rollouts like this one, of these instances. `engine`: as of `engine_settings`; empty: it is
-    not asked."""
+    not asked. Raises: ConfigurationError for sampling that a hosted API does not have."""
+    if kind := hosted_kind(engine):
+        check_hosted_sampling(request.sampling, kind, engine.get("url", ""))
     found = {**of_rollouts(request), **await _instances(store, refs)}
     if (version := _agent_version(request.agent)) is not None:
         found["agent.version"] = version

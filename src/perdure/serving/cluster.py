@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_extra
 from perdure.serving.commands import NAMESPACE
 from perdure.settings import environment
 from perdure.settings.tree import Settings
@@ -66,7 +67,9 @@ def connect(
     try:
         import ray
     except ImportError:
-        raise MissingDependency("engines on Ray need Ray: pip install 'perdure[serving]'") from None
+        raise MissingDependency(
+            f"engines and workers on Ray need Ray: {command_for_extra('serving')}"
+        ) from None
     found = given or _running(settings) or (start_local(settings) if start else "")
     if not found:
         raise ConfigurationError(

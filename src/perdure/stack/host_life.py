@@ -7,9 +7,12 @@ process dies, and a stopped process keeps its own.
 import contextlib
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from typing import IO
 
+from perdure.client.server import given_address
+from perdure.sandboxes.host.process import ProcessId
 from perdure.settings.tree import Settings
 from perdure.stack.processes import identify, stop
 
@@ -39,7 +42,7 @@ def life_is_here(settings: Settings) -> Iterator[bool]:
             yield False
             return
         os.truncate(file.fileno(), 0)
-        file.write(f"{os.getpid()}\n".encode())
+        file.write(f"{os.getpid()}\n{given_address(settings) or ''}\n".encode())
         file.flush()
         yield True
 
@@ -50,16 +53,35 @@ def has_life(settings: Settings) -> bool:
 
 def end(settings: Settings) -> bool:
     """End the process, after the home's sandboxes. False: there was none."""
-    if not _is_locked(settings, LIFE):
-        return False
-    with _open(settings, LIFE) as file:
-        file.seek(0)
-        text = file.read().strip()
-    process = identify(int(text)) if text else None
+    process, _ = _found(settings)
     if process is None:
         return False
     stop(process, STOP_GRACE_S)
     return True
+
+
+def end_of_another_server(settings: Settings) -> bool:
+    """Kill the process if it shows the signs of life to another Temporal address than these settings name.
+
+    It may outlive its stack because sandboxes are left. No goodbye: the next process continues its term,
+    and the sandboxes stay.
+    """
+    process, address = _found(settings)
+    if process is None or address == (given_address(settings) or ""):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
+    return True
+
+
+def _found(settings: Settings) -> tuple[ProcessId | None, str]:
+    """The process and the Temporal address that it was given."""
+    if not _is_locked(settings, LIFE):
+        return None, ""
+    with _open(settings, LIFE) as file:
+        file.seek(0)
+        pid, _, address = file.read().decode().partition("\n")
+    return (identify(int(pid)) if pid else None), address.strip()
 
 
 def _open(settings: Settings, name: str) -> IO[bytes]:

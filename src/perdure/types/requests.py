@@ -33,7 +33,8 @@ model call that the gateway could not answer. `AgentError`: it ended without a c
 
 class Sampling(Request):
     """How the policy is sampled. Engines with token ids get exactly this: what an agent's request says
-    of the same fields counts only with `decided_by: agent`.
+    of the same fields counts only with `decided_by: agent`. A hosted API gets what differs from the
+    defaults; a field that it does not have is refused.
 
     Example:
         {"temperature": 0.8, "top_k": 50, "seed": 7}

@@ -236,7 +236,11 @@ def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
     request = ModelRequest("m", [], None, {}, 500, {"model": "m", "max_completion_tokens": 500})
     rules = Sampling(temperature=0.5, max_tokens_per_turn=100)
 
-    assert chat_request(rules, request) == {"model": "m", "temperature": 0.5, "max_tokens": 100}
+    assert chat_request(rules, request, None) == {
+        "model": "m",
+        "temperature": 0.5,
+        "max_tokens": 100,
+    }
 
 
 def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:

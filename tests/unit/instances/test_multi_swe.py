@@ -122,7 +122,7 @@ def test_a_run_without_results_is_unresolved() -> None:
 
 @pytest.mark.skipif(
     importlib.util.find_spec("multi_swe_bench") is None,
-    reason=f"not installed: {multi_swe.HOW_TO_INSTALL}",
+    reason="the package multi-swe-bench is not installed",
 )
 def test_the_publishers_parser_reads_the_log() -> None:
     """The class that the package registers for the repository reads its log."""

@@ -64,6 +64,14 @@ def test_a_limit_that_the_agent_lacks_is_refused() -> None:
         )
 
 
+def test_a_misspelt_sampling_parameter_is_refused() -> None:
+    """The message names it and the nearest name."""
+    with pytest.raises(ConfigurationError, match=r"'temprature'.*'temperature'"):
+        openhands_jobs.rollout_of(
+            {}, run_id="r", instance="d/i", iterations=None, llm_config={"temprature": 1}
+        )
+
+
 def test_the_llm_config_samples() -> None:
     """What is left of the sampling parameters is the rollout's sampling."""
     request = openhands_jobs.rollout_of(

@@ -6,6 +6,8 @@ import pytest
 
 from perdure.sandboxes.host.shortage import Refusals
 
+V1 = {"memory_oom_control": "under_oom 0\noom_kill 1", "memory_limit_in_bytes": "67108864"}
+
 
 def write(folder: Path, **files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,8 +63,8 @@ def test_a_refusal_of_a_group_above_is_the_hosts(tmp_path: Path) -> None:
     [
         ({"memory_events": "oom 0\noom_kill 1"}, "memory"),
         ({"memory_events": "oom 1\noom_kill 1"}, ""),
-        ({"memory_oom_control": "under_oom 0\noom_kill 1", "memory_failcnt": "0"}, "memory"),
-        ({"memory_oom_control": "under_oom 0\noom_kill 1", "memory_failcnt": "7"}, ""),
+        ({**V1, "memory_max_usage_in_bytes": "30000000"}, "memory"),
+        ({**V1, "memory_max_usage_in_bytes": "67000000"}, ""),
     ],
     ids=["v2, the host", "v2, its own", "v1, the host", "v1, its own"],
 )

@@ -6,6 +6,7 @@ import click
 
 from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_extra
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 
@@ -34,7 +35,9 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
         from perdure.stack.codec_server import codec_token, create_app, origin_of
         from perdure.stack.listening import serving
     except ImportError as error:
-        raise MissingDependency("pip install 'perdure[gateway]': it serves HTTP") from error
+        raise MissingDependency(
+            f"it serves HTTP; install it: {command_for_extra('gateway')}"
+        ) from error
     from perdure.client.encryption import EncryptingCodec, Keys
     from perdure.home import load_secret
 

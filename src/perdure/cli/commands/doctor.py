@@ -14,6 +14,7 @@ import click
 
 from perdure.cli.console import answer, json_option
 from perdure.errors import PerdureError
+from perdure.installation import command_for_extra
 from perdure.settings import environment
 from perdure.settings.load import load_settings, value
 from perdure.settings.tree import Settings
@@ -256,7 +257,7 @@ def ray(settings: Settings) -> Finding:
     from importlib.util import find_spec
 
     if find_spec("ray") is None:
-        fix = "pip install 'perdure[serving]'"
+        fix = command_for_extra("serving")
         return Finding("ray", "note", "not here; only `perdure engines up` needs it", fix)
     return Finding("ray", "ok", "`perdure engines up` can start engines")
 

@@ -7,6 +7,7 @@ import click
 from perdure.cli.commands import completion
 from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_extra
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings
 
@@ -40,7 +41,9 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         from perdure.viewer.pages import Pages
         from perdure.viewer.security import TOKEN, view_token
     except ImportError as error:
-        raise MissingDependency("pip install 'perdure[gateway]': it serves HTTP") from error
+        raise MissingDependency(
+            f"it serves HTTP; install it: {command_for_extra('gateway')}"
+        ) from error
     from perdure.cli.rollouts.current import current_step
     from perdure.home import load_secret
     from perdure.storage.base import store_to_read

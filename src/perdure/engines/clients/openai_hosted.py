@@ -1,14 +1,14 @@
 """A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
 
-The agent's request is passed on unchanged, except for three fields: our key, our token cap, and the
-model name of the settings or the rollout. None of the agent's headers are sent.
+The agent's request is passed on with the rollout's sampling, our key, our token cap, and the model name
+of the settings or the rollout. None of the agent's headers are sent.
 """
 
 from typing import Any
-from urllib.parse import urlsplit
 
 from perdure.dialects import openai_chat
 from perdure.engines.clients.wire import HostedApi
+from perdure.engines.hosted_sampling import is_openais_own
 
 
 class OpenAIHosted(HostedApi):
@@ -21,8 +21,9 @@ class OpenAIHosted(HostedApi):
         body = {**request, "model": self.model or request["model"], "stream": False}
         body.pop("stream_options", None)
         # OpenAI's own newer models refuse the old name; other servers know only the old one.
-        own = (urlsplit(self._root).hostname or "").endswith("openai.com")
-        body["max_completion_tokens" if own else "max_tokens"] = body.pop("max_tokens")
+        body["max_completion_tokens" if is_openais_own(self._root) else "max_tokens"] = body.pop(
+            "max_tokens"
+        )
         return await self._post("/chat/completions", body, _checked, session_id=session_id)
 
 

@@ -19,7 +19,9 @@ from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.base import Wait
 from perdure.engines.clients.engine_refusal import content_refusal, excerpt, is_passing, trouble
-from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
+from perdure.engines.hosted_sampling import check_hosted_sampling
+from perdure.errors import Boundary, CallsRefused, ConfigurationError, GatewayUnavailable
+from perdure.types import Sampling
 
 PATIENCE_S = 120.0
 """Seconds for which one turn repeats a request to an engine that gives no usable answer."""
@@ -84,6 +86,13 @@ class HostedApi(ABC):
     def waits(self, session_id: str) -> Wait | None:
         """Since when a call of the session gets no usable answer, and what came instead."""
         return min(self._waiting.get(session_id, ()), key=lambda wait: wait.since, default=None)
+
+    def check(self, rules: Sampling) -> None:
+        """Raises: Refused naming a sampling parameter that it does not have."""
+        try:
+            check_hosted_sampling(rules, self.kind, self._root)
+        except ConfigurationError as error:
+            raise Refused(400, "engine_refused", str(error)) from None
 
     @abstractmethod
     def _headers_of(self, api_key: str) -> dict[str, str]: ...

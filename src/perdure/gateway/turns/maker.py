@@ -155,14 +155,20 @@ class TurnMaker:
         spec, request = pending.session.spec, pending.request
         found = token_sampling(spec.sampling, request, prompt_tokens, self._stop_ids)
         found |= constraints(self._format, spec.sampling, request)
-        base = base_seed(spec.sampling, request)
-        if base is not None:
-            turn = pending.awake.tree.turns_of(request.chain)
-            place = request.chain
-            if number := pending.location.sibling:
-                place = f"{place}/{number}"
-            found["seed"] = call_seed(base, spec.sample, place, turn)
+        if (seed := self._seed(pending)) is not None:
+            found["seed"] = seed
         return found
+
+    def _seed(self, pending: PendingTurn) -> int | None:
+        spec, request = pending.session.spec, pending.request
+        base = base_seed(spec.sampling, request)
+        if base is None:
+            return None
+        turn = pending.awake.tree.turns_of(request.chain)
+        place = request.chain
+        if number := pending.location.sibling:
+            place = f"{place}/{number}"
+        return call_seed(base, spec.sample, place, turn)
 
     async def _prompt(self, pending: PendingTurn) -> tuple["array[int]", str | None]:
         """The next prompt, and why it is not a bridge (None: it is)."""
@@ -205,8 +211,11 @@ class TurnMaker:
     async def _ask(self, pending: PendingTurn, engine: ChatEngine, name: str) -> TurnRecord:
         """One turn of a hosted API: no ids, nothing to train on."""
         session, turn_id = pending.session, new_turn_id(pending.session)
+        rules = session.spec.sampling
+        engine.check(rules)
         asked_model = engine.model or session.spec.model
-        body = chat_request(session.spec.sampling, pending.request) | {"model": asked_model}
+        body = chat_request(rules, pending.request, self._seed(pending))
+        body["model"] = asked_model
         started = time.monotonic()
         attributes: tracing.Attributes = {
             "gen_ai.operation.name": "chat",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.dialects.base import ContextExhausted, ModelRequest
+from perdure.engines.hosted_sampling import set_fields
 from perdure.types import Sampling, TurnSampling
 
 ALWAYS_SENT = ("temperature", "top_p")
@@ -81,14 +82,20 @@ def as_recorded(sent: Mapping[str, Any]) -> TurnSampling:
     return TurnSampling.model_validate({**sent, **said})
 
 
-def chat_request(rules: Sampling, request: ModelRequest) -> dict[str, Any]:
-    """The request as passed on to a hosted API, whose turns are not trained: the agent's own wins.
+def chat_request(rules: Sampling, request: ModelRequest, seed: int | None) -> dict[str, Any]:
+    """The request as passed on to a hosted API. `seed`: that of this call.
 
-    Some hosted models refuse `temperature` and `top_p` even at 1.0, so a rule of 1.0 is not sent.
+    Some hosted models refuse `temperature` and `top_p` even at 1.0, so defaults are not sent, and what
+    the rules leave at its default is the agent's to say.
     """
-    said = {name: getattr(rules, name) for name in ALWAYS_SENT}
-    body = {name: value for name, value in said.items() if value != 1.0}
-    body.update(request.body)
+    said = {**set_fields(rules), "seed": seed}
+    sent = {
+        name: list(value) if name == "stop" else value
+        for name, value in said.items()
+        if value is not None
+    }
+    asked = request.body
+    body = {**sent, **asked} if rules.decided_by == "agent" else {**asked, **sent}
     body.pop("max_completion_tokens", None)
     body["max_tokens"] = turn_cap(rules, request)
     return body

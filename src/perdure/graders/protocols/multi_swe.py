@@ -22,10 +22,10 @@ from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
+from perdure.installation import command_for_packages
 from perdure.types import Grading, Instance, Outcome, TestStatus
 
 PACKAGE = "multi-swe-bench"
-HOW_TO_INSTALL = "pip install --no-deps multi-swe-bench==1.1.2, and dataclasses-json, unidiff"
 LARGEST_LOG = 16 << 20
 """Bytes that are given to the publisher's expressions."""
 
@@ -45,7 +45,9 @@ class MultiSweGrader(ProtocolGrader):
             importlib.metadata.version(PACKAGE)
         except importlib.metadata.PackageNotFoundError:
             raise MissingDependency(
-                f"the logs of {instance.ref} are read by {PACKAGE}: {HOW_TO_INSTALL}"
+                f"the logs of {instance.ref} are read by {PACKAGE}: "
+                f"{command_for_packages('--no-deps', 'multi-swe-bench==1.1.2')} and "
+                f"{command_for_packages('dataclasses-json', 'unidiff')}"
             ) from None
 
     def plan(self, instance: Instance, scratch: str) -> Plan:

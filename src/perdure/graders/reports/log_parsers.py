@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from perdure.apart.reading import Unparsable
 from perdure.errors import InstanceError, MissingDependency
+from perdure.installation import command_for_packages
 from perdure.types import Instance, TestStatus
 
 Statuses = dict[str, TestStatus]
@@ -31,7 +32,6 @@ OWN = "pytest"
 LONGEST_LINE = 8 << 10
 """Bytes of a line that are read."""
 PACKAGE = "swebench"
-HOW_TO_INSTALL = "pip install --no-deps swebench==5.0.2 unidiff (0.2 MB; without --no-deps it brings 80 packages)"
 
 _BADNESS = (
     TestStatus.PASSED,
@@ -140,7 +140,7 @@ def _published() -> dict[str, Callable[[str, Any], dict[str, str]]]:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise MissingDependency(
-            f"this `log_parser` is one of the package swebench: {HOW_TO_INSTALL}"
+            f"this `log_parser` is one of the package swebench: {_how_to_install()}"
         ) from None
     place = importlib.util.find_spec(PACKAGE)
     if "swebench.harness" not in sys.modules and place and place.submodule_search_locations:
@@ -151,7 +151,7 @@ def _published() -> dict[str, Callable[[str, Any], dict[str, str]]]:
         from swebench.harness.log_parsers import PARSER_REGISTRY
     except ImportError as error:
         raise MissingDependency(
-            f"swebench {version} has no parsers that Perdure can use ({error}): {HOW_TO_INSTALL}"
+            f"swebench {version} has no parsers that Perdure can use ({error}): {_how_to_install()}"
         ) from error
     return dict(PARSER_REGISTRY)
 
@@ -208,3 +208,8 @@ def _without_message(rest: str) -> str:
         closed = rest.find("] - ", opened)
         return rest[: closed + 1] if closed >= 0 else rest if rest.endswith("]") else rest[:dash]
     return rest[:dash]
+
+
+def _how_to_install() -> str:
+    """Without --no-deps it brings 80 packages."""
+    return command_for_packages("--no-deps", "swebench==5.0.2", "unidiff")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.installation import command_for_extra
 from perdure.instances.rows.folders import fields_of, task_folders
 from perdure.settings import environment
 
@@ -155,7 +156,7 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
     except importlib.metadata.PackageNotFoundError:
         raise MissingDependency(
             "reading a folder or the Hugging Face hub needs the package `datasets`: "
-            "pip install 'perdure[instances]'"
+            f"{command_for_extra('instances')}"
         ) from None
     away = "" if Path(name).is_dir() else hub_is_away()
     if away:  # else the library asks again for minutes; its cache may have the rows

@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+MARGIN = 4 << 20
+"""Bytes: the kernel charges memory in batches, so it may refuse one a little below the limit."""
+
 Shortage = Literal["", "disk", "processes", "memory"]
 
 
@@ -72,9 +75,11 @@ def _killed(folder: Path) -> int:
 
 
 def _reached_its_memory(folder: Path) -> bool:
-    return _fields(folder / "memory.events").get("oom", 0) > 0 or bool(
-        _number(folder / "memory.failcnt")
-    )
+    if _fields(folder / "memory.events").get("oom", 0):
+        return True
+    most = _number(folder / "memory.max_usage_in_bytes")
+    limit = _number(folder / "memory.limit_in_bytes")
+    return most is not None and limit is not None and most + MARGIN >= limit
 
 
 def _fields(path: Path) -> dict[str, int]:

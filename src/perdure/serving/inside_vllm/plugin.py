@@ -1,4 +1,4 @@
-"""Weights from a folder, for vLLM: `pip install --no-deps perdure` in the engine's environment, then
+"""Weights from a folder, for vLLM: `pip install --no-deps` of Perdure's wheel in the engine's environment, then
 `vllm serve ... --weight-transfer-config '{"backend": "perdure-disk"}'`.
 
 Runs inside vLLM and imports nothing of Perdure. Checked against vLLM 0.32.

@@ -25,6 +25,7 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
+from perdure.installation import command_for_extra
 from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.retries import (
@@ -193,7 +194,7 @@ class DaytonaProvider(ServiceProvider):
         try:
             metadata.version("daytona")
         except metadata.PackageNotFoundError:
-            missing.append("the daytona package is missing; pip install 'perdure[daytona]'")
+            missing.append(f"the daytona package is missing: {command_for_extra('daytona')}")
         token = environment.foreign("DAYTONA_JWT_TOKEN") and environment.foreign(
             "DAYTONA_ORGANIZATION_ID"
         )

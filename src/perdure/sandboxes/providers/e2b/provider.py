@@ -26,6 +26,7 @@ from perdure.errors import (
     PerdureError,
     SandboxLost,
 )
+from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
@@ -197,7 +198,7 @@ class E2BProvider(ServiceProvider):
         try:
             metadata.version("e2b")
         except metadata.PackageNotFoundError:
-            missing.append("the e2b package is missing; pip install 'perdure[e2b]'")
+            missing.append(f"the e2b package is missing: {command_for_extra('e2b')}")
         if not environment.foreign("E2B_API_KEY"):
             missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
         return missing

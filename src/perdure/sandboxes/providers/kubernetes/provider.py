@@ -26,6 +26,7 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
+from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
@@ -210,7 +211,7 @@ class KubernetesProvider(ServiceProvider):
             metadata.version("kubernetes-asyncio")
         except metadata.PackageNotFoundError:
             missing.append(
-                "the kubernetes-asyncio package is missing; pip install 'perdure[kubernetes]'"
+                f"the kubernetes-asyncio package is missing: {command_for_extra('kubernetes')}"
             )
         for look in (client.configured, lambda: pods.cluster_fields(self.settings.kubernetes)):
             try:

@@ -1,0 +1,67 @@
+"""Which sampling parameters a hosted API has: the others are refused by name, never dropped.
+
+Imports little, so that a command can refuse a parameter before anything starts.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from perdure.errors import ConfigurationError
+from perdure.settings import environment
+from perdure.types import Sampling
+
+OPENAI = frozenset(
+    {"temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "seed"}
+)
+OTHER_SERVERS = frozenset({"top_k", "min_p", "repetition_penalty"})
+"""What vLLM and other servers take in the same request, and OpenAI itself refuses."""
+ANTHROPIC = frozenset({"temperature", "top_p", "top_k", "stop"})
+OF_THE_GATEWAY = frozenset({"decided_by", "max_tokens_per_turn", "max_context_tokens"})
+"""Fields of `Sampling` that the gateway applies itself."""
+
+
+def fields_of(kind: str, url: str) -> frozenset[str]:
+    """The fields of `Sampling` that a hosted API of this kind takes."""
+    if kind == "anthropic":
+        return ANTHROPIC
+    return OPENAI if is_openais_own(url) else OPENAI | OTHER_SERVERS
+
+
+def is_openais_own(url: str) -> bool:
+    """OpenAI's own API differs from that of other servers which speak its wire."""
+    return (urlsplit(url).hostname or "").endswith("openai.com")
+
+
+def set_fields(rules: Sampling) -> dict[str, Any]:
+    """The sampling parameters that differ from what an engine does without them."""
+    default = Sampling().model_dump()
+    found = {name: value for name, value in rules.model_dump().items() if value != default[name]}
+    if found.get("top_k") == 0:  # off, as the default is
+        del found["top_k"]
+    return {name: value for name, value in found.items() if name not in OF_THE_GATEWAY}
+
+
+def check_hosted_sampling(rules: Sampling, kind: str, url: str) -> None:
+    """Raises: ConfigurationError naming the parameters that a hosted API of this kind does not have."""
+    lacking = sorted(set(set_fields(rules)) - fields_of(kind, url))
+    if lacking:
+        names = ", ".join(f"sampling.{name}" for name in lacking)
+        raise ConfigurationError(
+            f"{names}: a hosted API of the kind {kind} has no such parameter, so leave it out "
+            "or use an engine with token ids"
+        )
+
+
+def hosted_kind(engine: Mapping[str, str]) -> str:
+    """The kind of a hosted API, as far as the settings say it; empty for other engines.
+
+    `engine`: as of `reported.engine_settings`.
+    """
+    url, kind = engine.get("url", ""), engine.get("kind", "")
+    if kind in ("openai", "anthropic"):
+        return kind
+    hosted = (one for one in ("openai", "anthropic") if kind == "auto" and url)
+    return next(
+        (one for one in hosted if environment.foreign(f"{one.upper()}_BASE_URL") == url), ""
+    )

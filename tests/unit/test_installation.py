@@ -1,0 +1,48 @@
+"""The command that a message prints installs what is missing, however this copy was installed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure import installation
+from perdure.installation import command_for_extra, command_for_packages
+from tests.paths import ROOT
+
+
+def test_in_a_checkout_uv_syncs_the_locked_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another folder the command names the project. It is one that runs as it is printed."""
+    monkeypatch.chdir("/")
+    command = command_for_extra("traces")
+
+    assert command.endswith(f"sync --project {ROOT} --frozen --inexact --extra traces")
+    dry = subprocess.run(
+        f"{command} --dry-run --offline", shell=True, capture_output=True, check=False
+    )
+    assert dry.returncode == 0, dry.stderr
+
+
+def test_a_copy_from_a_wheel_names_that_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No index has Perdure, so pip gets the address from which this copy came."""
+    monkeypatch.setattr(installation, "ROOT", tmp_path)
+    about = tmp_path / "perdure-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: perdure\nVersion: 1\n")
+    (about / "direct_url.json").write_text('{"url": "file:///w/perdure-1-py3-none-any.whl"}')
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    command = command_for_extra("serving")
+    assert command.endswith(" 'perdure[serving] @ file:///w/perdure-1-py3-none-any.whl'")
+    assert f"{sys.executable} " in command
+    assert "pip install " in command
+
+
+def test_other_packages_go_into_this_environment(tmp_path: Path) -> None:
+    """The command that is printed runs, also where the environment has no pip of its own."""
+    dry = f"{command_for_packages('pytest')} --dry-run --no-index"
+    done = subprocess.run(dry, shell=True, capture_output=True, check=False)
+
+    assert done.returncode == 0, done.stderr

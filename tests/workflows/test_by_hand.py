@@ -1,0 +1,147 @@
+"""What a person does by hand on a workflow: wrong signals, and activities completed with anything."""
+
+import asyncio
+from uuid import uuid4
+
+import pytest
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
+from temporalio.client import Client
+
+from perdure.client.api import Perdure, RunHandle
+from perdure.rollouts.messages import AgentRun, Attempt
+from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
+from tests.stack.waiting import until
+from tests.workflows.gate import Gate
+from tests.workflows.stages import Stages
+
+REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
+
+
+class Agent:
+    """An agent that works until it is told to end."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.works, self.ends = asyncio.Event(), asyncio.Event()
+        stages.override["run_agent"] = self.run
+
+    async def run(self, attempt: Attempt) -> AgentRun:
+        self.works.set()
+        await self.ends.wait()
+        return AgentRun(end=AgentEnd.FINISHED)
+
+
+@pytest.mark.parametrize("given", [[1], [], ["x", {}], [1, {}, 2]])
+async def test_a_run_drops_a_wrong_signal(
+    client: Client, stages: Stages, given: list[object]
+) -> None:
+    """It answers afterwards, and ends with its summary."""
+    agent = Agent(stages)
+    stages.instances = ("toy/add-1",)
+    run = await Perdure(client).start_run(
+        RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    )
+    await agent.works.wait()
+
+    await run.handle.signal("shard_report", args=given)
+    agent.ends.set()
+
+    assert (await run.result())["rollouts"] == 1
+
+
+@pytest.mark.parametrize("signal", ["granted", "booting", "spent", "unknown"])
+@pytest.mark.parametrize("given", [[], [{}], [1, 2, 3]])
+async def test_a_rollout_drops_a_wrong_signal(
+    client: Client, stages: Stages, signal: str, given: list[object]
+) -> None:
+    """It goes on to its verdict."""
+    if (signal, given) == ("spent", []):
+        pytest.skip("this is right, and stops the agent")
+    agent = Agent(stages)
+    rollout = await Perdure(client).start_rollout(REQUEST)
+    await agent.works.wait()
+
+    await rollout.handle.signal(signal, args=given)
+    agent.ends.set()
+
+    assert (await rollout.result()).status is RolloutStatus.GRADED
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, {}, {"end": "no such end"}, "text", [1]],
+    ids=["null", "empty", "end", "text", "list"],
+)
+async def test_an_agent_completed_by_hand_with_anything_has_no_verdict(
+    client: Client, stages: Stages, given: object
+) -> None:
+    """The rollout fails, and its failure names the activity."""
+    agent = Agent(stages)
+    rollout = await Perdure(client).start_rollout(REQUEST)
+    await agent.works.wait()
+
+    handle = client.get_async_activity_handle(
+        workflow_id=rollout.handle.id, run_id=None, activity_id="agent-1"
+    )
+    await handle.complete(given)
+    await until(lambda: stages.endings, "the episode is written")
+    agent.ends.set()
+    [ending] = stages.endings
+
+    assert ending.status is RolloutStatus.FAILED
+    assert ending.failure is not None
+    assert ending.failure.type == "InvalidResult"
+    assert "run_agent was completed with something that is no AgentRun" in ending.failure.message
+
+
+async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -> None:
+    """Its waiter gets the result of the next execution; rollouts in flight count as running there."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-1", "toy/add-2")
+    run = await Perdure(client).start_run(
+        RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    )
+    result = asyncio.create_task(run.result())
+    await gate.until_running(2)
+    first = (await run.handle.describe()).run_id
+    await _reset(client, run.handle.id)
+    await until(lambda: _is_another(run, first), "the next execution plays")
+    seen = await run.progress()
+    gate.open.set()
+    summary = await result
+
+    assert "failed" not in seen.by_status
+    assert summary["rollouts"] >= 2
+
+
+async def _is_another(run: RunHandle, first: str | None) -> bool:
+    """Whether the execution after the reset has tried to start its rollouts."""
+    described = await run.handle.describe()
+    if described.run_id == first:
+        return False
+    history = await run.handle.fetch_history()
+    return any(
+        event.HasField("start_child_workflow_execution_failed_event_attributes")
+        or event.HasField("child_workflow_execution_started_event_attributes")
+        for event in history.events
+    )
+
+
+async def _reset(client: Client, workflow_id: str) -> None:
+    """To its first workflow task, as `temporal workflow reset --type FirstWorkflowTask`."""
+    history = await client.get_workflow_handle(workflow_id).fetch_history()
+    task = next(
+        event.event_id
+        for event in history.events
+        if event.HasField("workflow_task_completed_event_attributes")
+    )
+    await client.workflow_service.reset_workflow_execution(
+        ResetWorkflowExecutionRequest(
+            namespace=client.namespace,
+            workflow_execution=WorkflowExecution(workflow_id=workflow_id),
+            reason="probe",
+            workflow_task_finish_event_id=task,
+            request_id=str(uuid4()),
+        )
+    )
