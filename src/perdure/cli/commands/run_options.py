@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILURES = (
-    *("SandboxLost", "AgentError", "EngineRefused", "InstanceError"),
+    *("SandboxLost", "CallUnanswered", "AgentError", "EngineRefused", "InstanceError"),
     *("ActivityTimeout", "UnexpectedError"),
 )
 """As `perdure.types.requests.FailureType`, which is not imported for `--help`."""
