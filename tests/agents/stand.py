@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,12 +107,23 @@ class Run:
         assert len(self.turns) == len(self.calls)
 
 
+Sampled = Callable[[ScriptedEngine], None]
+
+
+def _goes_on(engine: ScriptedEngine) -> None:
+    """Nothing happens to an engine that samples."""
+
+
 class Asked(Policy):
     """The scripted policy, but a request whose last message holds a phrase gets an answer of its own."""
 
     def __init__(
-        self, scripts: Mapping[str, Any], answers: Mapping[str, Mapping[str, Any]]
+        self,
+        scripts: Mapping[str, Any],
+        answers: Mapping[str, Mapping[str, Any]],
+        sampled: Callable[[], None],
     ) -> None:
+        self._sampled = sampled
         self._reader = load_tokenizer("qwen3")
         super().__init__(self._reader, scripts)
         self._answers = answers
@@ -119,6 +131,8 @@ class Asked(Policy):
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
         starts = [at for at, token in enumerate(prompt_ids) if token == self._opens]
+        if starts:  # a probe of the gateway's has none
+            self._sampled()
         last = self._reader.decode(prompt_ids[starts[-2] :] if len(starts) > 1 else prompt_ids)
         for phrase, answer in self._answers.items():
             if phrase in last:
@@ -148,16 +162,22 @@ class Stand:
         instance: Instance = INSTANCE,
         budget_s: float = BUDGET_S,
         model: str = "policy",
+        engines: int = 1,
+        sampled: Sampled = _goes_on,
     ) -> Run:
-        """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it."""
+        """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it. `sampled` is
+        called whenever an engine is about to sample a turn."""
         self._runs += 1
         home = self.folder / f"home-{self._runs}"
-        async with (
-            ScriptedEngine() as scripted,
-            LocalGateway(home, engine={"url": scripted.url, "kind": "vllm"}) as gateway,
-            unix_socket(self.folder / f"gw-{self._runs}.sock", gateway.url) as link,
-        ):
-            scripted.policy = Asked({"scripts": list(scripts)}, asked or {})
+        async with AsyncExitStack() as opened:
+            served = [await opened.enter_async_context(ScriptedEngine()) for _ in range(engines)]
+            for one in served:
+                hears = partial(sampled, one)
+                one.policy = Asked({"scripts": list(scripts)}, asked or {}, hears)
+            engine = {"url": ",".join(one.url for one in served), "kind": "vllm"}
+            gateway = await opened.enter_async_context(LocalGateway(home, engine=engine))
+            socket = self.folder / f"gw-{self._runs}.sock"
+            link = await opened.enter_async_context(unix_socket(socket, gateway.url))
             key = await gateway.open("s-1", sampling=sampling)
             mounts = (
                 *await agent.install(self.tools, self.agents),
@@ -192,7 +212,7 @@ class Stand:
                 evidence=evidence,
                 summary=summary,
                 turns=recorded,
-                calls=list(scripted.calls),
+                calls=[call for one in served for call in one.calls],
                 diff=captured.data,
                 grade=await self._grade(instance, captured.data),
                 first_request_s=(link.first_at or started) - started,
