@@ -447,14 +447,15 @@ async def test_the_context_budget_ends_in_the_clients_words(
 
 
 async def test_an_engine_fault_is_an_error_and_no_empty_answer(
-    engine: ScriptedEngine, client: "AsyncAnthropic"
+    engine: ScriptedEngine, client: "AsyncAnthropic", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the engine refuses reaches the client as the status of the answer."""
+    """What an engine refuses to the end reaches the client as an overloaded server, which it may ask again."""
     import anthropic
 
+    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
     engine.faults = Faults(kind="status", status=400)
 
-    with pytest.raises(anthropic.BadRequestError, match="the engine"):
+    with pytest.raises(anthropic.APIStatusError, match="the engine"):
         await client.messages.create(**_ask())
 
 

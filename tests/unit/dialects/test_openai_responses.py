@@ -346,16 +346,20 @@ async def test_a_cut_answer_says_so_and_ends_the_stream_well(client: openai.Asyn
 
 
 async def test_errors_are_the_clients_own_types(
-    engine: ScriptedEngine, gateway: LocalGateway, client: openai.AsyncOpenAI
+    engine: ScriptedEngine,
+    gateway: LocalGateway,
+    client: openai.AsyncOpenAI,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An exhausted context, a bad request and a closed session raise typed errors with a code."""
+    """An exhausted context, a bad request, an engine in trouble and a closed session raise typed errors."""
+    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
     with pytest.raises(openai.BadRequestError) as exhausted:
         await client.with_options(api_key=key).responses.create(**_ask(stream=True))
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         await client.responses.create(**_ask(previous_response_id="resp_1"))
     engine.faults = Faults(kind="status", status=400)
-    with pytest.raises(openai.BadRequestError, match="the engine"):
+    with pytest.raises(openai.InternalServerError, match="the engine"):
         await client.responses.create(**_ask())
     await gateway.control.close("s")
     with pytest.raises(openai.PermissionDeniedError):
