@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import ConfigurationError
 from perdure.settings import environment
 from perdure.settings.tree import Settings
 from perdure.types import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import httpx
 
 ASK_S = 5.0
 LISTED = 6
@@ -18,6 +21,18 @@ def configured_engine(settings: Settings) -> str:
     """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
     hosted = environment.foreign("OPENAI_BASE_URL") or environment.foreign("ANTHROPIC_BASE_URL")
     return settings.engine.url or hosted
+
+
+def key_variable(settings: Settings) -> str:
+    """The variable that the key of the configured engine comes from; empty when none is known."""
+    if settings.engine.api_key_env or not (url := configured_engine(settings)):
+        return settings.engine.api_key_env
+    if settings.engine.url:
+        hosted = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
+        return hosted.get(settings.engine.kind, "")
+    return (
+        "OPENAI_API_KEY" if url == environment.foreign("OPENAI_BASE_URL") else "ANTHROPIC_API_KEY"
+    )
 
 
 def engine_settings(settings: Settings) -> dict[str, str]:
@@ -79,20 +94,46 @@ def _alike(one: str, other: str) -> bool:
 
 async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:
     """What `GET /models` lists; empty if the endpoint does not say, or is Anthropic's."""
-    if not url.startswith("http") or url == environment.foreign("ANTHROPIC_BASE_URL"):
+    if not url.startswith("http") or _is_anthropics(url, settings):
         return []
     import httpx
 
-    hosted = "OPENAI_API_KEY" if url == environment.foreign("OPENAI_BASE_URL") else ""
-    key = environment.named(settings.engine.api_key_env or hosted)
-    base = url.rstrip("/")
     try:
-        async with httpx.AsyncClient(timeout=ASK_S) as client:
-            answer = await client.get(
-                f"{base if base.endswith('/v1') else f'{base}/v1'}/models",
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-            )
-        listed = answer.raise_for_status().json()["data"]
+        listed = (await _asked_for_models(url, settings)).raise_for_status().json()["data"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return []
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+
+
+async def key_refusal(url: str, settings: Settings) -> str:
+    """What the endpoint says against the key of the settings; empty if it takes the key, or does not answer."""
+    import httpx
+
+    from perdure.engines.clients.engine_refusal import KEY_STATUSES, trouble
+
+    try:
+        answer = await _asked_for_models(url, settings)
+    except httpx.HTTPError:
+        return ""
+    if answer.status_code not in KEY_STATUSES:
+        return ""
+    return trouble(url, answer.status_code, answer.text, key_variable(settings))
+
+
+async def _asked_for_models(url: str, settings: Settings) -> "httpx.Response":
+    """The answer to `GET /v1/models` with the engine's key. Raises: httpx.HTTPError."""
+    import httpx
+
+    base, key = url.rstrip("/"), environment.named(key_variable(settings))
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    if _is_anthropics(url, settings):
+        from perdure.engines.clients.anthropic_hosted import API_VERSION
+
+        headers = {"anthropic-version": API_VERSION, "x-api-key": key}
+    async with httpx.AsyncClient(timeout=ASK_S) as client:
+        models = f"{base if base.endswith('/v1') else f'{base}/v1'}/models"
+        return await client.get(models, headers=headers)
+
+
+def _is_anthropics(url: str, settings: Settings) -> bool:
+    return settings.engine.kind == "anthropic" or url == environment.foreign("ANTHROPIC_BASE_URL")

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import socket
 from urllib.parse import urlsplit
 
-from perdure.engines.reported import engine_settings
+from perdure.engines.reported import configured_engine, engine_settings, key_refusal, key_variable
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, name_of
 from perdure.errors import ConfigurationError, GatewayUnavailable, PerdureError
-from perdure.home import load_secret
+from perdure.home import load_secret, load_secrets
+from perdure.settings import environment
 from perdure.settings.tree import EngineSettings, Settings
 from perdure.stack.plan import SCRIPTED
 from perdure.stack.state import StackState
@@ -61,11 +64,50 @@ def check_same_engine(settings: Settings, state: StackState) -> None:
         for name, value in asked.items()
         if value != default[name] and state.engine_settings.get(name, value) != value
     ]
+    if not differs and _has_another_key(settings, state):
+        differs = [f"the key in {key_variable(settings)} is another one"]
     if differs:
         raise ConfigurationError(
             f"the stack here was started with other engine settings: {'; '.join(differs)}."
             " `perdure down`, then the same command, switches to the new ones"
         )
+
+
+def check_key(settings: Settings, engine: str) -> None:
+    """Ask the engines in `URL=WEIGHT,URL` for their models with the key of the settings.
+
+    Raises: ConfigurationError when one refuses it, naming the variable. The key is sent only to the
+    engine of the settings.
+    """
+    if not engine.startswith("http") or engine != configured_engine(settings):
+        return
+    if (
+        not key_variable(settings)
+        and settings.engine.kind == "auto"
+        and environment.foreign("OPENAI_API_KEY")
+    ):
+        return  # the gateway sends that key once it knows that the server is no token engine
+    for part in engine.split(","):
+        url = part.strip().partition("=")[0]
+        if refusal := asyncio.run(key_refusal(url, settings)):
+            raise ConfigurationError(refusal)
+
+
+def key_digest(settings: Settings) -> str:
+    """Of the engine's key, for the stack's state, which never has the key itself; empty: no key is set."""
+    key = environment.named(key_variable(settings))
+    return _digest(load_secrets(settings).newest, key) if key else ""
+
+
+def _has_another_key(settings: Settings, state: StackState) -> bool:
+    """Whether this command has a key, and the stack was started with another one or with none."""
+    key = environment.named(key_variable(settings))
+    accepted = load_secrets(settings).accepted if key else ()
+    return bool(key) and state.engine_key not in [_digest(one, key) for one in accepted]
+
+
+def _digest(secret: bytes, key: str) -> str:
+    return hmac.new(secret, b"engine key " + key.encode(), hashlib.sha256).hexdigest()
 
 
 def forget_scripted(settings: Settings, state: StackState | None) -> None:

@@ -54,6 +54,8 @@ class StackState:
     children: Mapping[str, ChildState] = field(default_factory=dict)
     engine_settings: Mapping[str, str] = field(default_factory=dict)
     """Those of its processes: url, kind, model, tokenizer."""
+    engine_key: str = ""
+    """A keyed digest of the engine's key; empty when there is none."""
 
     @property
     def supervisor(self) -> ProcessId:

@@ -30,7 +30,7 @@ from perdure.stack import readiness, start_limit
 from perdure.stack import state as stack_state
 from perdure.stack.checkout import find_root
 from perdure.stack.children import Child, ChildSpec, ends_with_us
-from perdure.stack.engines import forget_scripted
+from perdure.stack.engines import forget_scripted, key_digest
 from perdure.stack.failures import USAGE, explain
 from perdure.stack.plan import Addresses, Plan, gateway_names
 from perdure.stack.processes import identify, stop
@@ -74,6 +74,7 @@ class Supervisor:
         self._up: set[str] = set()
         self.namespace = "default"
         self._me = identify(os.getpid())
+        self._engine_key = key_digest(plan.childrens_settings())
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Start everything, keep it running until `stopping` is set, stop everything.
@@ -267,6 +268,7 @@ class Supervisor:
             engine=plan.engine_name,
             children={n: c.state for n, c in self.children.items() if c.state is not None},
             engine_settings=engine_settings(plan.childrens_settings()),
+            engine_key=self._engine_key,
         )
         stack_state.write(plan.settings, state)
 
