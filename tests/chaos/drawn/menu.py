@@ -13,12 +13,14 @@ from tests import s3_proxy
 from tests.chaos.drawn.world import World
 from tests.stack import builds
 from tests.stack.clock import TWO_HOURS
-from tests.stack.host import comm, parents, pids, started_at
+from tests.stack.host import cmdline, comm, parents, pids, started_at
 from tests.stack.process import Process
 from tests.stack.second_host import lose
 from tests.wire import Fault
 
 BALLAST = "ballast"
+READER = b"perdure.apart.child"
+REFUSALS = (301, 302, 400, 401, 402, 403, 404, 407, 413, 422, 451, 507, 520)
 GRADER_WITHIN_S = 20.0
 STAGES = ("boot_sandbox", "run_agent", "capture_diff", "grade_in_fresh_sandbox", "emit_episode")
 
@@ -89,6 +91,12 @@ def _stand_still(part: Callable[[World], Process]) -> Callable[[World], Awaitabl
         os.kill(victim.pid, signal.SIGCONT)
 
     return play
+
+
+async def kill_readers(world: World) -> None:
+    """The processes in which a host's workers read what sandboxes wrote."""
+    workers = {worker.pid for worker in world.any_host().workers}
+    _kill(*(pid for pid in pids() if READER in cmdline(pid) and _child_of(workers, pid)))
 
 
 async def kill_zygote(world: World) -> None:
@@ -207,6 +215,14 @@ def _on_the_wire(fault: Fault) -> Callable[[World], Awaitable[None]]:
     return play
 
 
+async def refuse_calls(world: World) -> None:
+    """The engine, or a proxy in front of it, answers every call and every probe with one status."""
+    engine = world.first.engine
+    engine.control(kind="status", status=world.dice.choice(REFUSALS))
+    await asyncio.sleep(world.pause_s())  # the outage itself
+    engine.control(kind=None)
+
+
 async def kill_ray_node(world: World) -> None:
     """With the engine on it. Another node joins, and Ray starts an engine there."""
     assert world.ray is not None
@@ -283,6 +299,7 @@ MENU: Mapping[str, Act] = {
     "kill temporal": Act(kill_temporal),
     "freeze temporal": Act(_stand_still(lambda world: world.first.temporal)),
     "kill worker, gateway and temporal": Act(kill_everything),
+    "kill readers": Act(kill_readers),
     "kill zygote": Act(kill_zygote),
     "kill keeper": Act(kill_keeper),
     "kill holder": Act(kill_holder),
@@ -293,6 +310,7 @@ MENU: Mapping[str, Act] = {
     "reset engine": Act(_on_the_wire(Fault.RESET)),
     "silence engine": Act(_on_the_wire(Fault.BLACK_HOLE)),
     "slow engine": Act(_on_the_wire(Fault.SLOW)),
+    "engine refuses": Act(refuse_calls),
     "kill ray node": Act(kill_ray_node, needs=lambda world: world.ray),
     "cut a host off": Act(cut_host_off),
     "store refuses": Act(_store(s3_proxy.refuse(403, "InvalidAccessKeyId"))),
