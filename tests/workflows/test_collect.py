@@ -42,6 +42,7 @@ def _episode(ending: Ending, reward: float) -> EpisodeRef:
         outcome=Outcome.RESOLVED,
         reward=reward if ending.status is RolloutStatus.GRADED else None,
         tokens=TOKENS,
+        trained_tokens=TOKENS,
         trainable=True,
     )
 

@@ -38,6 +38,7 @@ OF_A_CLIENT = frozenset(
         *("model", "api_key", "api_version", "base_url", "custom_llm_provider", "timeout"),
         *("num_retries", "n", "stream", "logprobs", "skip_special_tokens", "no_stop_trim"),
         *("spaces_between_special_tokens", "include_stop_str_in_output", "token_level_generation"),
+        *("modify_params", "drop_params"),
     }
 )
 """Fields of an LLM's configuration that say nothing of what is sampled."""
