@@ -13,7 +13,9 @@ from tests.stack.waiting import PATIENCE_S
 class Gate:
     """Agents that finish only when told to, and say when they have started."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: dict[str, Any] | None = None) -> None:
+        """`progress`: what their heartbeats report."""
+        self._beat = [progress] if progress else []
         self.running: set[str] = set()
         self.most = 0
         self.open = asyncio.Event()
@@ -27,7 +29,7 @@ class Gate:
             self.changed.notify_all()
         try:
             while not self.open.is_set():
-                activity.heartbeat()
+                activity.heartbeat(*self._beat)
                 await asyncio.wait([asyncio.ensure_future(self.open.wait())], timeout=0.2)
         finally:
             self.running.discard(name)

@@ -169,6 +169,30 @@ async def test_a_batch_that_does_not_fill_says_why(
     assert "r9/add-0 is still open: 0 of 2 rollouts have ended; 2 in stage" in caplog.text
 
 
+async def test_a_batch_without_an_engine_says_so_soon(
+    client: Client,
+    stages: Stages,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long before the report about open groups, one warning has the gateway's reason."""
+    monkeypatch.setattr("perdure.client.collect.LOOK_EVERY_S", 0.1)
+    gate = Gate({"waits": {"since": 0.0, "reason": "vllm a:1 is dead (no such checkpoint)"}})
+    stages.override["run_agent"] = gate.agent
+    filling = collect(Perdure(client), _requests("r12", 1), trainable_tokens=1)
+    first = asyncio.ensure_future(anext(filling))
+    await gate.until_running(2)
+    said = "r12/add-0 waits for an engine: vllm a:1 is dead (no such checkpoint)"
+    while said not in caplog.text:
+        assert not first.done()
+        await asyncio.sleep(0.05)
+    gate.open.set()
+    await first
+    await filling.aclose()
+
+    assert caplog.text.count(said) == 1
+
+
 async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) -> None:
     """The caller gets the groups that there are."""
     stages.override["emit_episode"] = _all_alike

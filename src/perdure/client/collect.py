@@ -8,12 +8,14 @@ which version sampled each.
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from temporalio.service import RPCError
 
+from perdure.client import rollouts
 from perdure.errors import Cancelled
 from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TELL_EVERY_S = 300.0
+LOOK_EVERY_S = 10.0
+"""Between two looks whether the groups wait for an engine, which a person may have to start."""
 LEAVES_S = 30.0
 """How long a caller that stops iterating waits for a server that is away."""
 
@@ -91,7 +95,7 @@ async def collect(
     At most `in_flight` groups run at a time; more than are needed are oversampling. Those still running
     at the end, or when the caller stops iterating, are cancelled, or kept: the same request joins them
     later. Groups that `accept` refuses are neither yielded nor counted. While none finishes, a warning
-    every `tell_every_s` says what they do. Raises: ConfigurationError for a bad request; NoResult when a
+    every `tell_every_s` says what they do, and one within seconds if they wait for an engine. Raises: ConfigurationError for a bad request; NoResult when a
     group failed or was terminated; ValueError for `trainable_tokens` or `in_flight` below 1.
     """
     _check(trainable_tokens, in_flight)
@@ -177,16 +181,23 @@ class Collector:
 
     async def _finished(self) -> "list[asyncio.Task[FinishedGroup]]":
         """At least one group, as soon as it is there. They stay among the open ones until they are taken."""
+        now = asyncio.get_running_loop().time
+        tell_at, has_told = now() + self._tell_every_s, False
         while True:
+            pause = min(tell_at - now(), math.inf if has_told else LOOK_EVERY_S)
             done, _ = await asyncio.wait(
-                self._running, timeout=self._tell_every_s, return_when=asyncio.FIRST_COMPLETED
+                self._running, timeout=max(0.0, pause), return_when=asyncio.FIRST_COMPLETED
             )
             if done:
                 found = [task for task in self._running if task in done]
                 for task in found:
                     task.result()  # a failed group ends the batch before any is taken
                 return found
-            await self._tell()
+            if now() >= tell_at:
+                await self._tell()
+                tell_at = now() + self._tell_every_s
+            elif not has_told:
+                has_told = await self._tell_engine_wait()
 
     def _taken(self, task: "asyncio.Task[FinishedGroup]") -> FinishedGroup:
         del self._running[task]
@@ -199,6 +210,20 @@ class Collector:
             except RPCError as error:
                 why = f"Temporal does not answer: {error.message}"
             logger.warning("%s is still open: %s", started.request.group_id, why)
+
+    async def _tell_engine_wait(self) -> bool:
+        """Say why the first group whose agents run waits for an engine. False: it does not wait."""
+        client = self._perdure.client
+        with contextlib.suppress(RPCError):  # `_tell` says that Temporal does not answer
+            for started in list(self._running.values()):
+                rollout = started.request.rollout
+                found = await rollouts.of_instance(client, rollout.run_id, rollout.instance_id)
+                if why := await rollouts.engine_wait(client, found):
+                    logger.warning("%s waits for an engine: %s", started.request.group_id, why)
+                    return True
+                if any(one.stage == "agent" for one in found):
+                    return False
+        return False
 
 
 class _Started(NamedTuple):

@@ -5,7 +5,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
+from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client, WorkflowExecution, WorkflowExecutionStatus
 
 from perdure.client import names
@@ -67,6 +70,28 @@ def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
         for stage, seconds in sorted(stages.items())
     ]
     return "; ".join([f"{len(found) - len(running)} of {n_samples} rollouts have ended", *doing])
+
+
+async def engine_wait(client: Client, found: Sequence[RolloutInfo]) -> str:
+    """Why the agent that has run longest waits for an engine; empty: it does not. Raises: RPCError."""
+    agents = [one for one in found if one.execution == "Running" and one.stage == "agent"]
+    if not agents:
+        return ""
+    oldest = max(agents, key=lambda one: one.seconds)
+    described = await client.get_workflow_handle(oldest.workflow_id).describe()
+    for step in described.raw_description.pending_activities:
+        if waits := (await heartbeat_of(client, step)).get("waits"):
+            return str(waits["reason"])
+    return ""
+
+
+async def heartbeat_of(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
+    """What the last heartbeat said (`activities.heartbeats.report`). The server keeps it between two tries,
+    so it counts only while the step is running."""
+    if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
+        return {}
+    details = await client.data_converter.decode(list(step.heartbeat_details.payloads))
+    return details[0] if details and isinstance(details[0], dict) else {}
 
 
 async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:

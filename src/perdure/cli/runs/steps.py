@@ -16,7 +16,7 @@ from temporalio.service import RPCError
 from perdure.cli.console import many
 from perdure.cli.runs.text import clock
 from perdure.client.api import CODE_FAILS, FAILING
-from perdure.client.rollouts import oldest_open
+from perdure.client.rollouts import heartbeat_of, oldest_open
 
 QUIET = timedelta(seconds=1)
 """After which a rollout's workflow counts as served by no worker."""
@@ -46,7 +46,7 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
     if pending:
         step = max(pending, key=lambda step: step.attempt)
         failed = await _failure(client, step)
-        return _of_step(step, failed, await _progress(client, step))
+        return _of_step(step, failed, await heartbeat_of(client, step))
     try:
         state = await handle.query("state", result_type=dict, rpc_timeout=quiet)
     except (RPCError, WorkflowQueryFailedError) as error:
@@ -55,15 +55,6 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
         return "no worker answers: see `perdure status`"
     last = state["story"][-1:] or [state["stage"]]
     return str(last[0])
-
-
-async def _progress(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
-    """What the last heartbeat said (`activities.heartbeats.report`). The server keeps it between two tries,
-    so it counts only while the step is running."""
-    if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
-        return {}
-    details = await client.data_converter.decode(list(step.heartbeat_details.payloads))
-    return details[0] if details and isinstance(details[0], dict) else {}
 
 
 async def _failure(client: Client, step: PendingActivityInfo) -> str:
