@@ -21,7 +21,7 @@ class HollowSandbox(E2BSandbox):
     async def poll(self, exec_id: str) -> ExecStatus:
         if exec_id == EXEC_ID:
             return ExecStatus(ExecState.EXITED, code=0)
-        return ExecStatus(ExecState.KILLED, cause="oom")  # the capture: no diff, so no tests
+        return ExecStatus(ExecState.KILLED, cause="output")  # the capture: too large, so no tests
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
         return await self.poll(exec_id)

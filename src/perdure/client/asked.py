@@ -48,8 +48,8 @@ def of_request(request: BaseModel) -> Identity:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """`name: old -> new`. A name that only one side knows counts for instances alone: another version
-    of Perdure has other fields, and an endpoint may not say what it serves."""
+    """`name: old -> new`. A name that only one side knows counts for instances and agent options alone:
+    another version of Perdure has other fields, and an endpoint may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -57,6 +57,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             continue
         if None not in (old, new):
             lines.append(f"{name}: {old} -> {new}")
+        elif name.startswith("agent_options."):
+            lines.append(f"{name}: {old or 'absent'} -> {new or 'absent'}")
         elif name.startswith("instance."):
             how = "new" if old is None else "left out"
             lines.append(f"{name}: {how}, and a run's instances cannot change")

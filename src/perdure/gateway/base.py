@@ -80,8 +80,8 @@ class SessionSummary(Frozen):
     refusals: int = 0
     """How often it did. Only the gateway process that had the calls knows this."""
     unanswered: str = ""
-    """Why a call got no answer from the gateway, whose chain has had none since. Refusals that the
-    request's content caused are answers."""
+    """Why the gateway could not answer a call. The next answer on the same chain clears it. A refusal of
+    the request's content is an answer."""
     turns_sha256: str = ""
     """Of the file that was written when it was closed; empty: it is open."""
     damaged: str = ""

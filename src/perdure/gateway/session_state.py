@@ -37,7 +37,8 @@ CallKey = tuple[str, str]
 
 
 def chain_of(chain: str, purpose: Purpose) -> str:
-    """Whose next answer makes up for a failed call: its chain's, or that of the next side request."""
+    """The key under which a failed call is noted. The next answer with the same key clears it; all side
+    requests share one."""
     return Purpose.SIDE.value if purpose is Purpose.SIDE else chain
 
 

@@ -546,7 +546,7 @@ class Sessions:
     async def _failed(
         self, session: Session, request: ModelRequest, key: CallKey, since: float, error: Exception
     ) -> None:
-        """Note a call without an answer, unless its agent had left it before that took long."""
+        """Note a call that got no answer, unless the agent hung up within LONG_WAIT_S."""
         callers = session.callers.get(key, ())
         has_left = bool(callers) and all([await one.has_hung_up() for one in callers])
         if has_left and time.time() - since < LONG_WAIT_S:

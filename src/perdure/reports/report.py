@@ -119,7 +119,6 @@ def build_report(
     prices: Prices | None = None,
     stopped: str = "",
 ) -> Report:
-    """Raises: MissingDependency without numpy."""
     rollouts = run.rollouts
     graded = [one for one in rollouts if one.graded]
     engine = math.fsum(one.engine_seconds for one in rollouts)

@@ -3,7 +3,7 @@
 import hashlib
 
 from perdure import tracing
-from perdure.errors import Boundary, RetryHere
+from perdure.errors import Boundary, RateLimited, RetryHere, SandboxLost
 from perdure.graders.diff import capture as diff
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
@@ -77,7 +77,14 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
         captured = await diff.capture(sandbox, base_git, max_bytes=most)
         if not captured.refused:
             break
-        if not await sandboxes_work(job):
+        try:
+            works = await sandboxes_work(job)
+        except RateLimited as full:
+            # To wait for room would never end: rollouts that hold all of it would wait for each other.
+            raise SandboxLost(
+                f"no diff can be taken, and no control either ({full}): {captured.refused}"
+            ) from None
+        if not works:
             raise RetryHere(
                 f"no diff can be taken, also not of a pristine tree: {captured.refused}",
                 retry_after=HOST_PAUSE_S,

@@ -79,7 +79,7 @@ class AgentRun(Frozen):
     seconds: float = 0.0
     detail: str = ""
     unanswered: str = ""
-    """Why a model call got no answer, after which its chain had none; empty: every chain had one."""
+    """Why the last call of a chain got no answer. Empty if every chain's last call was answered."""
     model: str = ""
     """Which is said to have made a patch that was given."""
     refused: str = ""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from perdure.viewer.text import readable
 
-VERSION = 1
+VERSION = 2
 SCHEMA = """
 CREATE TABLE runs (run TEXT PRIMARY KEY, manifest TEXT, about TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE rollouts (

@@ -134,7 +134,7 @@ def export(
         report = asyncio.run(export_run(store, run_id, format_name, path, rules))  # type: ignore[arg-type]  # click checked the choice
     if push:
         click.echo(f"pushed to {hub_folder.push(path, push)}", err=True)
-    if not (report.written or is_standard_output(path)):
+    if not (report.written or is_standard_output(path)) and path.is_file():
         path.resolve().unlink()  # an empty file would pass for an export
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"

@@ -19,8 +19,9 @@ KEY_STATUSES = frozenset({401, 403})
 PASSING_STATUSES = frozenset({408, 409, 425, 429})
 """Besides 5xx: statuses of a server that is busy or in between, whatever its settings are."""
 TOO_LONG = re.compile(
-    r"context.?length|too long|maximum model length|maximum context|max_model_len"
-    r"|too many (?:input |prompt )?tokens|prompt is too|string_above_max_length|request_too_large",
+    r"context.?length|maximum model length|maximum context|max_model_len"
+    r"|(?:prompt|input|context|messages?|request)\b[^.]{0,40}\btoo (?:long|large)"
+    r"|too many (?:input |prompt )?tokens|string_above_max_length|request_too_large",
     re.IGNORECASE,
 )
 """Servers' words for a prompt that does not fit: OpenAI, Anthropic, vLLM, SGLang, TGI."""
@@ -29,16 +30,28 @@ CONTENT_POLICY = re.compile(
     r"|ResponsibleAIPolicyViolation",
     re.IGNORECASE,
 )
-FIELD = re.compile(
-    r"\b(?:messages?|tools?|tool_choice|tool_calls?|tool_use|tool_result|functions?|input_schema"
+NAMES = (
+    r"(?:messages?|tools?|tool_choice|tool_calls?|tool_use|tool_result|functions?|input_schema"
     r"|json_schema|response_format|system|stop|stop_sequences|max_tokens|max_completion_tokens"
     r"|max_new_tokens|temperature|top_p|top_k|min_p|seed|(?:presence|frequency|repetition)_penalty"
-    r"|logprobs|structured_outputs|image_url|image)\b"
+    r"|logprobs|structured_outputs|image_url|image)"
 )
 """Fields of a model call. `model` is not among them: the settings decide it."""
+FIELD = re.compile(rf"\b{NAMES}\b")
+"""A field, where a server names one: `param` or `loc`."""
+FIELD_IN_PROSE = re.compile(
+    rf"[`'\"]{NAMES}\b|\b{NAMES}(?:\.\d|\[\d|:)"
+    r"|\b(?:max_(?:\w+_)?tokens|temperature|top_[pk]|min_p|tool_choice|tool_(?:use|result)"
+    r"|(?:presence|frequency|repetition)_penalty|response_format|(?:json|input)_schema"
+    r"|structured_outputs|logprobs)\b|\bfunction '"
+)
+"""A field in a sentence: quoted, with an index or a colon, or a name that is no English word. "The system
+is overloaded" names none."""
 NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
 SECRET = re.compile(r"[\w*.-]{20,}")
 """What may be a key, or a part of one, in the answer of a server that refused it."""
+TOLD = ("message", "code", "type", "error")
+"""Fields of an error object that say what is wrong."""
 READ_CHARS = 5000
 """How much of an error body is read."""
 
@@ -49,7 +62,7 @@ def content_refusal(name: str, status: int, text: str) -> Refused | None:
     if told is None or says_no_quota(text):
         return None
     said = f"the engine {name} answered {status}: {sentence(text)}"
-    shown = text[:READ_CHARS]
+    shown = " ".join(_text(told.get(name)) for name in TOLD)[:READ_CHARS]
     if TOO_LONG.search(shown):
         return Refused(400, "context_length_exceeded", said)
     if CONTENT_POLICY.search(shown) or _names_a_field(told):
@@ -118,15 +131,12 @@ def _error_object(text: str) -> dict[str, Any] | None:
 def _names_a_field(error: dict[str, Any]) -> bool:
     """Whether it names the part of the request that is wrong."""
     detail = error.get("detail")
-    places = (
-        [one.get("loc") for one in detail if isinstance(one, dict)]
-        if isinstance(detail, list)
-        else []
+    found = detail if isinstance(detail, list) else []
+    places = [error.get("param"), *(one.get("loc") for one in found if isinstance(one, dict))]
+    told = [error.get("message"), error.get("error")]
+    return any(FIELD.search(_text(one)) for one in places) or any(
+        isinstance(one, str) and FIELD_IN_PROSE.search(one) for one in told
     )
-    named = [error.get("param"), error.get("message"), *places]
-    if isinstance(error.get("error"), str):
-        named.append(error["error"])
-    return any(FIELD.search(_text(one)) for one in named)
 
 
 def _text(named: object) -> str:

@@ -109,17 +109,19 @@ class HostedApi(ABC):
         content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
         pause, since = FIRST_PAUSE_S, time.time()
-        while True:
-            try:
-                return await self._once(path, content, read)
-            except GatewayUnavailable as failure:
-                wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
-                if time.monotonic() + wait > deadline or self._gives_up(failure):
-                    raise
-                told = Wait(since=since, reason=str(failure))
-            with self._known_to_wait(session_id, told):
+        with contextlib.ExitStack() as told:  # also while a further try is on its way
+            while True:
+                try:
+                    return await self._once(path, content, read)
+                except GatewayUnavailable as failure:
+                    wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
+                    if time.monotonic() + wait > deadline or self._gives_up(failure):
+                        raise
+                    told.close()
+                    reason = Wait(since=since, reason=str(failure))
+                    told.enter_context(self._known_to_wait(session_id, reason))
                 await asyncio.sleep(wait)
-            pause = min(pause * 2, LONGEST_PAUSE_S)
+                pause = min(pause * 2, LONGEST_PAUSE_S)
 
     @contextlib.contextmanager
     def _known_to_wait(self, session_id: str, wait: Wait) -> Iterator[None]:

@@ -44,8 +44,9 @@ class RolloutFields:
 
     agent: str = "claude_code"
     sandbox: str = "bubblewrap"
-    agent_budget_s: float = 1800.0
-    max_attempts: int = 3
+    agent_budget_s: float | None = None
+    max_attempts: int | None = None
+    """Here and above: None leaves it to the settings, then to the default of every request."""
     max_context_tokens: int | None = None
     """Tokens of prompt and answers together: less than a row of the trainer's batch."""
     more: str = "{}"
@@ -62,7 +63,8 @@ class RolloutFields:
         sampling = dict(fields.pop("sampling", None) or {})
         if self.max_context_tokens is not None:
             sampling["max_context_tokens"] = self.max_context_tokens
-        own = {name: getattr(self, name) for name in FIELDS}
+        given = {name: getattr(self, name) for name in FIELDS}
+        own = {name: value for name, value in given.items() if value is not None}
         return {**own, **fields, "sampling": sampling}
 
 
