@@ -364,3 +364,12 @@ def test_a_command_that_asks_for_no_engine_uses_the_stacks(engine: str) -> None:
     running = state(engine, url=engine, kind="openai", model="m", tokenizer="t")
 
     check_same_engine(Settings(), running)
+
+
+def test_an_option_of_the_agent_that_one_side_lacks_is_a_difference() -> None:
+    """A stored episode of an agent without the option answers no request for an agent with it."""
+    without: Identity = {}
+    limited: Identity = {"agent_options.step_limit": "5"}
+
+    assert differences(without, limited) == ["agent_options.step_limit: absent -> 5"]
+    assert differences(limited, without) == ["agent_options.step_limit: 5 -> absent"]
