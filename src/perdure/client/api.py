@@ -126,7 +126,7 @@ class Perdure:
     async def _change_run(
         self, request: RunRequest, handle: WorkflowHandle[Any, Any]
     ) -> tuple[list[str], WorkflowHandle[Any, Any]]:
-        """Change what the request says otherwise than the run that it joins, and what may change.
+        """Apply each changeable field in which the request differs from the run that it joins.
 
         An open run is told; one that has ended starts again, and plays what the store has not.
         """

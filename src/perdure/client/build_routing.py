@@ -15,7 +15,7 @@ SET_CURRENT = "temporal worker deployment set-current-version --deployment-name"
 
 
 async def own_build_trouble(client: Client, settings: DeploymentSettings) -> str:
-    """The same for workers of these settings, which need not be there yet. Raises: RPCError."""
+    """As `build_trouble`, for the workers that these settings would start. Raises: RPCError."""
     ours = (settings.name, settings.build_id) if settings.build_id else NO_BUILD
     return trouble(_current(await _described(client)), {ours})
 

@@ -108,7 +108,7 @@ class RolloutFacts:
     models: tuple[str, ...]
     """That answered; empty: none was called."""
     asked_models: tuple[str, ...]
-    """What they were asked for as, where that differs."""
+    """The names that requests used, where another name answered."""
     usage: tuple[Usage, ...]
     """Tokens of the attempt that counts, by the model that answered."""
     discarded: tuple[Usage, ...]

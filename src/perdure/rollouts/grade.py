@@ -147,7 +147,7 @@ async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bo
     except SandboxLost as error:
         return await _after_loss(job, error)
     if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job):
-        said = f"what it wrote cannot be read, also not that of the control: {graded.grade.reason}"
+        said = f"the test output cannot be parsed, and neither can the control's: {graded.grade.reason}"
         return await _after_loss(job, SandboxLost(said))
     return graded
 
