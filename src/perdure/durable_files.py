@@ -4,15 +4,22 @@ A rename may reach the disk before the data of what it names. So both are writte
 folder also gets a manifest, and a folder that does not match its manifest counts as absent.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import shutil
+import time
 from pathlib import Path
 from uuid import uuid4
 
 MANIFEST = ".perdure-manifest"
 """In a published folder: the digest of the names and sizes of all that it holds."""
+
+DAMAGED = ".damaged-"
+"""Prefix of a folder that was not whole and has been replaced."""
+KEPT_S = 7 * 86400.0
+"""Seconds until it is removed: longer than a sandbox lives that may use its files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _whole: set[tuple[int, int]] = set()
@@ -45,6 +52,8 @@ def publish_file(draft: Path, path: Path) -> Path:
 def publish_folder(draft: Path, folder: Path) -> None:
     """Rename a complete folder to the name under which it is believed.
 
+    A damaged folder of that name is renamed, because running sandboxes may use its files. A later
+    call removes it.
     One `syncfs` writes all files of its disk, because an environment has thousands of them. It also
     covers what the build kept elsewhere on that disk, such as a cache.
     """
@@ -56,6 +65,10 @@ def publish_folder(draft: Path, folder: Path) -> None:
             raise OSError(code, os.strerror(code), str(draft))
     finally:
         os.close(handle)
+    _remove_old(folder.parent)
+    if folder.exists():
+        os.utime(folder)
+        folder.rename(folder.with_name(f"{DAMAGED}{uuid4().hex}"))
     draft.rename(folder)
     _fsync(folder.parent)
     _whole.add(_identity(folder))
@@ -84,11 +97,11 @@ def check_again() -> None:
     _whole.clear()
 
 
-def remove_damaged(folder: Path, grave: Path) -> None:
-    """Move a folder that is not whole out of the way, and remove it."""
-    if folder.exists():
-        folder.rename(grave)
-        shutil.rmtree(grave, ignore_errors=True)
+def _remove_old(parent: Path) -> None:
+    for old in parent.glob(f"{DAMAGED}*"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if time.time() - old.stat().st_mtime > KEPT_S:
+                shutil.rmtree(old, ignore_errors=True)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,29 @@ async def test_killed_build_is_built_again(home: Home) -> None:
     assert home.builds == 2
     assert list((home.folder / "environments" / "building").iterdir()) == []
     assert not [info for info in await home.provider.list() if info.alive]
+
+
+async def test_the_first_builds_after_a_start_share_a_cache(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each removes the caches of earlier starts. None removes the one that another has just made."""
+    instance = await home.instance()
+    other = Environments(home.environments.root, home.store, home.provider)
+    caches = home.shared.parent.parent
+    (caches / "earlier start").mkdir()
+    shutil.rmtree(home.shared.parent)
+    listed = Path.iterdir
+
+    def list_late(folder: Path) -> Iterator[Path]:
+        monkeypatch.undo()
+        (other._cache_of(instance) / "wheel").touch()
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", list_late)
+    shared = home.environments._cache_of(instance)
+
+    assert [path.name for path in shared.iterdir()] == ["wheel"]
+    assert list(caches.iterdir()) == [shared.parent]
 
 
 async def test_prepared_twice_is_built_once(home: Home) -> None:

@@ -1,5 +1,8 @@
 """A power cut: what is made once and believed for ever is whole, or it is made again."""
 
+import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,12 +10,14 @@ import pytest
 
 from perdure import durable_files
 from perdure.agents import toolcache
+from perdure.durable_files import DAMAGED, KEPT_S, MANIFEST
 from perdure.engines.roster import StoredRoster
 from perdure.errors import ConfigurationError
 from perdure.home import load_secrets
 from perdure.instances.environments import Environments, environment_key
 from perdure.instances.sources import pack
 from perdure.rollouts.sandbox.term import HostTerm
+from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.base import put_blob
@@ -86,6 +91,36 @@ async def test_a_damaged_environment_is_built_again(
     assert await environments.prepare(instance) == made
     assert (ready / "tree" / "calc.py").read_text() == "def add(a, b):\n    return a - b\n"
     assert not [*(tmp_path / "environments" / "building").iterdir()]
+
+
+async def test_a_sandbox_keeps_the_environment_that_another_worker_builds_again(
+    tmp_path: Path, restarted: Callable[[], None]
+) -> None:
+    """An older build made it, without a manifest. Its sandbox still has every file, and the files go
+    once no sandbox can use them."""
+    store = LocalStore(tmp_path / "store")
+    provider = BubblewrapProvider(Settings(home=tmp_path))
+    environments = Environments(tmp_path / "environments", store, provider)
+    instance = await instance_of(store, tmp_path)
+    made = await environments.prepare(instance)
+    assert made.tree is not None
+    mount = Mount(made.tree, "/opt/mounted")
+    spec = SandboxSpec(workdir=made.workdir, tree=made.tree, mounts=(mount,), env=made.env)
+    ready = made.tree.parent
+    async with await provider.create(spec, "p-running-1") as sandbox:
+        (ready / MANIFEST).unlink()
+        restarted()
+        await environments.prepare(instance)
+        seen = await sandbox.exec(f"cat {made.workdir}/calc.py /opt/mounted/calc.py", check=True)
+    [old] = ready.parent.glob(f"{DAMAGED}*")
+    long_ago = time.time() - KEPT_S - 1
+    os.utime(old, (long_ago, long_ago))
+    shutil.rmtree(ready)
+    restarted()
+    await environments.prepare(instance)
+
+    assert seen.stdout == b"def add(a, b):\n    return a - b\n" * 2
+    assert not old.exists()
 
 
 async def test_a_damaged_tool_is_built_again(tmp_path: Path, restarted: Callable[[], None]) -> None:

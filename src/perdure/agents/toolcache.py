@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.durable_files import is_whole, publish_folder, remove_damaged
+from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import AgentError, MissingDependency
 from perdure.home import show_to_sandboxes
 from perdure.interpreters import find_interpreter, find_uv, places_searched
@@ -43,7 +43,6 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
             return
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
-        remove_damaged(folder, partial)
         build(partial)
         show_to_sandboxes(partial)
         publish_folder(partial, folder)

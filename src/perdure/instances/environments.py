@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
 
-from perdure.durable_files import is_whole, publish_folder, remove_damaged
+from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.instances import repository, sources, uv
@@ -139,8 +139,6 @@ class Environments:
         builder is killed or the power fails."""
         await self._sweep(key)
         folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
-        grave = folder.with_name(f"{folder.name}-damaged")
-        await asyncio.to_thread(remove_damaged, ready, grave)
         for part in ("tree", "venv", "work"):
             (folder / part).mkdir(parents=True)
         try:
@@ -207,8 +205,8 @@ class Environments:
         """
         caches = self.root / "caches"
         start = caches / START.read_text().strip()
-        if not start.is_dir():
-            for old in caches.iterdir():
+        for old in caches.iterdir():
+            if old != start:
                 shutil.rmtree(old, ignore_errors=True)
         folder = start / quote(instance.dataset, safe="")
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.durable_files import is_whole, publish_folder, remove_damaged
+from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import Boundary, InstanceError, RetryHere
 from perdure.instances import repository
 from perdure.settings.load import load_settings
@@ -85,7 +85,6 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
                 shutil.rmtree(left)
             if not is_whole(folder):
                 draft = folder.with_name(f"{name}.draft-{uuid4().hex[:8]}")
-                remove_damaged(folder, draft)
                 draft.mkdir(mode=0o700)
                 make(draft)
                 publish_folder(draft, folder)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from perdure.durable_files import is_whole, publish_folder, remove_damaged
+from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import NotFound, SandboxLost
 from perdure.home import show_to_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
@@ -91,7 +91,6 @@ class HostProvider(SandboxProvider):
                     draft = self.root / hidden_name(DRAFT)
                     write(draft)
                     show_to_sandboxes(draft)
-                    remove_damaged(folder, self.root / hidden_name(GRAVE))
                     publish_folder(draft, folder)
         return folder
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from perdure.durable_files import is_whole, publish_folder, remove_damaged
+from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import ConfigurationError, MissingDependency, RetryHere
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
@@ -201,7 +201,6 @@ def _build(binary: str, mirrored: str, folder: Path) -> str:
     draft = folder.with_name(hidden_name(DRAFT))
     try:
         _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
-        remove_damaged(folder, folder.with_name(hidden_name(DRAFT)))
         publish_folder(draft, folder)
     except RetryHere as error:
         raise PullFailed(str(error)) from None
