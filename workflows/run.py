@@ -50,6 +50,9 @@ SHARD = 500
 Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
 RECORDS_CHANGES = "records-changes"
+CHANGES_AFTER_LIST = "changes-after-the-list"
+LEAST_S = 0.001
+"""Between the times of two changes, so that each has its own. Workflow time may stand still."""
 
 
 @workflow.defn(name=names.RUN)
@@ -60,7 +63,8 @@ class RunWorkflow:
         self.run_id = ""
         self.state = "starting"
         self.total = 0
-        self.throttle = Throttle()
+        paused, attention = workflow.memo_value(names.PAUSED, (False, ""))
+        self.throttle = Throttle(paused=paused, attention=attention)
         self.request: RunRequest | None = None
         """As it holds now."""
         self.instances = 0
@@ -77,7 +81,7 @@ class RunWorkflow:
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
-        run = parse(RunRequest, request)
+        run = parse(RunRequest, request).model_copy(update={"asked_at": workflow.time()})
         check_own_id(run.workflow_id)
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # a wrong field is refused before anything starts
@@ -119,7 +123,9 @@ class RunWorkflow:
             raise
         if self._has_more_to_play(run):
             await workflow.wait_condition(workflow.all_handlers_finished)
-            workflow.continue_as_new(self._rest(run))
+            paused = (self.throttle.paused, self.throttle.attention)
+            memo = {**workflow.memo(), names.PAUSED: paused}
+            workflow.continue_as_new(self._rest(run), memo=memo)
         summary = await to_the_end(self._finish(run))
         await workflow.wait_condition(workflow.all_handlers_finished)
         return summary
@@ -194,11 +200,15 @@ class RunWorkflow:
 
     async def _change(self, fields: Any) -> RunStatus:
         await workflow.wait_condition(lambda: self.request is not None)
+        if self.state == "starting" and workflow.patched(CHANGES_AFTER_LIST):
+            # The list's activity records the first request, which a change must follow.
+            await workflow.wait_condition(lambda: self.state != "starting")
         before = self.request
         assert before is not None, "it was waited for"
         if self.state == "finishing":
             raise refused(f"run {self.run_id} is ending: change it when it has ended")
-        self.request = changed(before, fields)
+        asked_at = max(workflow.time(), before.asked_at + LEAST_S)
+        self.request = changed(before, fields).model_copy(update={"asked_at": asked_at})
         if not before.changes_to(self.request):
             return self.status()
         self._follow(self.request)

@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 from temporalio import activity
-from temporalio.client import Client, WorkflowFailureError, WorkflowUpdateFailedError
+from temporalio.client import (
+    Client,
+    WorkflowFailureError,
+    WorkflowUpdateFailedError,
+    WorkflowUpdateStage,
+)
 from temporalio.exceptions import ApplicationError
 
 from perdure.client import names
@@ -204,6 +209,70 @@ async def test_an_open_run_is_resized_by_the_same_request(client: Client, stages
 
     assert (changed.changes, joined.changes) == (["concurrency: 1 -> 4"], [])
     assert [(run.concurrency, "@" in run.asked_by) for run in recorded] == [(4, True)]
+
+
+async def test_a_change_follows_the_list_and_each_has_its_own_time(
+    client: Client, stages: Stages
+) -> None:
+    """The record orders changes by their times. What prepares the list records the first request."""
+    listing, listed = asyncio.Event(), asyncio.Event()
+    recorded: list[RunRequest] = []
+
+    async def prepare(run: RunRequest) -> PreparedRun:
+        listing.set()
+        await listed.wait()
+        recorded.append(run)
+        return PreparedRun(total=1, uri="file:///run")
+
+    async def record(run: RunRequest) -> None:
+        recorded.append(run)
+
+    stages.override |= {"prepare_run": prepare, "record_change": record}
+    stages.instances = ("toy/add-0",)
+    run = await Perdure(client).start_run(_run(concurrency=1))
+    await listing.wait()
+    accepted = [
+        await run.handle.start_update(
+            "change", {"concurrency": n}, wait_for_stage=WorkflowUpdateStage.ACCEPTED
+        )
+        for n in (2, 3)
+    ]
+    listed.set()
+    for change in accepted:
+        await change.result()
+
+    times = [one.asked_at for one in sorted(recorded, key=lambda one: one.concurrency)]
+    assert recorded[0].concurrency == 1
+    assert times == sorted(set(times))
+    assert times[0] > 0
+    assert len(times) == 3
+
+
+async def test_a_paused_run_that_gets_more_samples_stays_paused(
+    client: Client, stages: Stages
+) -> None:
+    """It continues as a new execution for them, and starts none before it is resumed."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0",)
+    run = await Perdure(client).start_run(_run(concurrency=1))
+    first = (await run.handle.describe()).run_id
+    await gate.until_running(1)
+    await run.pause()
+    await run.change({"n_samples": 2})
+    gate.open.set()
+
+    async def continued() -> bool:
+        is_next = (await run.handle.describe()).run_id != first
+        return is_next and (await run.progress()).state != "starting"
+
+    await until(continued, "the next execution plays")
+    state = (await run.progress()).state
+    await run.resume()
+    await run.result()
+
+    assert state == "paused"
+    assert _played(stages) == [("add-0", 0), ("add-0", 1)]
 
 
 @pytest.mark.parametrize("is_open", [True, False])

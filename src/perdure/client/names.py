@@ -18,6 +18,8 @@ SPENT = "spent"
 
 CHANGED = "changed"
 """Memo of a run: those of its fields that may change, once one of them has changed."""
+PAUSED = "paused"
+"""Memo of a run that continues as new: whether it was paused, and what it waited for."""
 
 WITHOUT_VERDICT = "NoVerdict"
 """Type of the error of a rollout that failed; its detail is the EpisodeRef."""

@@ -4,6 +4,7 @@ since then.
 
 import json
 import time
+from collections.abc import Sequence
 
 from pydantic import JsonValue
 
@@ -29,6 +30,10 @@ class RunChange(Frozen):
 
 async def current_request(store: Store, run_id: str) -> RunRequest:
     """The request as it holds now. Raises: NotFound."""
+    return _with(await _first_request(store, run_id), await changes_of(store, run_id))
+
+
+async def _first_request(store: Store, run_id: str) -> RunRequest:
     try:
         stored = await store.get(keys.run(run_id))
     except NotFound:
@@ -36,8 +41,11 @@ async def current_request(store: Store, run_id: str) -> RunRequest:
             f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; "
             "a rollout or group that was started by hand has none"
         ) from None
-    request = RunRequest.model_validate(json.loads(stored.data)["request"])
-    for change in await changes_of(store, run_id):
+    return RunRequest.model_validate(json.loads(stored.data)["request"])
+
+
+def _with(request: RunRequest, changes: Sequence[RunChange]) -> RunRequest:
+    for change in changes:
         request = request.changed(change.fields)
     return request
 
@@ -51,23 +59,25 @@ async def changes_of(store: Store, run_id: str) -> list[RunChange]:
 async def record(store: Store, now: RunRequest) -> None:
     """Add what this request changes in the run; nothing if it is the current one, or the first.
 
-    A repeated call adds nothing.
+    A repeated call adds nothing. A late one does not revert a later change, which has its fields too.
     """
+    try:
+        first = await _first_request(store, now.run_id)
+    except NotFound:
+        return
     while True:
-        try:
-            before = await current_request(store, now.run_id)
-        except NotFound:
-            return
+        changes = await changes_of(store, now.run_id)
+        before = _with(first, changes)
         fields = before.changes_to(now)
-        if not fields:
+        is_late = bool(changes) and now.asked_at > 0 and changes[-1].at >= now.asked_at
+        if is_late or not fields:
             return
         change = RunChange(
-            at=time.time(),
+            at=now.asked_at or time.time(),
             by=now.asked_by,
             fields=fields,
             told=tuple(asked.changes(before, now)),
         )
-        number = len(await changes_of(store, now.run_id)) + 1
-        key = f"{keys.run_changes(now.run_id)}{number:06d}.json"
+        key = f"{keys.run_changes(now.run_id)}{len(changes) + 1:06d}.json"
         if await store.put_if_absent(key, change.model_dump_json(indent=1).encode()):
             return

@@ -324,6 +324,8 @@ class RunRequest(Changeable):
     stragglers: Straggler = "cancel"
     asked_by: str = ""
     """The person who changes the run, for its record."""
+    asked_at: float = 0.0
+    """Unix seconds of its start or last change, for its record; the workflow sets it."""
     again: PlayAgain | None = None
     """Play only these rollouts of the run, which has ended. All other fields are those of its first
     start."""
