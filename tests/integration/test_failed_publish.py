@@ -7,19 +7,23 @@ import pytest
 
 from perdure.engines.roster import add_engine
 from perdure.engines.state import EngineSpec, EngineState, name_of
-from perdure.engines.weights.update import FromDisk, UpdateRefused
+from perdure.engines.weights.update import Checkpoint, FromDisk, UpdateRefused
 from perdure.errors import ConfigurationError
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine
 from tests.integration.weights_stand import canary, checkpoint, recorded_versions, stand
 
 SOON_S = 30.0
+NEAR = 1 + pow(101, -1, 4093)
+"""Weights whose logprobs differ from those of 1 by 1/4096, as after one small training step."""
 
 
 async def test_a_path_that_cannot_be_opened_costs_no_engine(tmp_path: Path) -> None:
-    """The engine proves that it kept its weights, serves on, and takes the right path next."""
+    """The engine loads its old weights again, serves on, and takes the right path next."""
+    old_weights = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
+    absent = FromDisk(tmp_path / "absent")
     async with asyncio.timeout(SOON_S), stand(1) as it:
-        with pytest.raises(UpdateRefused, match=r"cannot open.*kept its weights") as refused:
-            await it.updates.update(2, FromDisk(tmp_path / "absent"), [canary(2)])
+        with pytest.raises(UpdateRefused, match=r"cannot open.*serves version 1") as refused:
+            await it.updates.update(2, absent, [canary(2)], previous=old_weights)
         await it.seen(it.engines[0], EngineState.READY)
         old = await it.ask()
         await it.updates.update(2, checkpoint(tmp_path / "2", 2), [canary(2)])
@@ -30,8 +34,23 @@ async def test_a_path_that_cannot_be_opened_costs_no_engine(tmp_path: Path) -> N
     assert set(recorded_versions(new)) == {2} == set(it.true_versions(new))
 
 
+async def test_a_load_that_fails_midway_leaves_no_weights_of_two_versions(tmp_path: Path) -> None:
+    """No canary tells them from the old ones, so the engine serves only after a load that succeeded."""
+    near = checkpoint(tmp_path / "2", NEAR, cut=True)
+    old = Checkpoint(1, checkpoint(tmp_path / "1", 1), [canary(1)])
+    async with asyncio.timeout(SOON_S), stand(1) as it:
+        with pytest.raises(UpdateRefused, match=r"in the middle.*serves version 1 again"):
+            await it.updates.update(2, near, [canary(2)], previous=old)
+        restored = it.engines[0].weights
+        with pytest.raises(UpdateRefused, match=r"in the middle.*out of use"):
+            await it.updates.update(2, near, [canary(2)])
+        await it.seen(it.engines[0], EngineState.DEAD)
+
+    assert restored == 1
+
+
 async def test_a_load_that_broke_the_weights_costs_the_engine(tmp_path: Path) -> None:
-    """It answers otherwise than before, so it is out of use, and the message says so."""
+    """Without an earlier version to load it is out of use, and the message says so."""
     (tmp_path / WEIGHTS_FILE).write_text("no JSON")
     async with asyncio.timeout(SOON_S), stand(1) as it:
         with pytest.raises(UpdateRefused, match=r"out of use until its process restarts"):

@@ -571,7 +571,8 @@ class ScriptedEngine:
         return JSONResponse({"message": "Weight update started"})
 
     async def _update_weights(self, request: Request) -> Response:
-        """A checkpoint with `stale` is accepted and changes nothing; a real vLLM did this."""
+        """A checkpoint with `stale` is accepted and changes nothing; a real vLLM did this. The load of one
+        with `cut` fails after it has changed tensors."""
         if not self._updating:
             return _openai_error(500, "update_weights before start_weight_update")
         path = Path((await request.json())["update_info"]["path"])
@@ -584,6 +585,8 @@ class ScriptedEngine:
             return _openai_error(500, f"cannot load {path}: {error}")
         if not loaded.get("stale"):
             self.weights = int(loaded["weights"])
+        if loaded.get("cut"):
+            return _openai_error(500, f"{path} ends in the middle")
         return JSONResponse({"message": "Weights updated"})
 
     async def _finish_update(self, request: Request) -> Response:

@@ -34,8 +34,6 @@ UPDATE = "update "
 TOLERANCE = 0.2
 """Allowed difference of the trainer's and the engine's logprob, in bf16. A half-loaded model differs by
 whole units; the weights of one small training step earlier may not differ that much."""
-ROUNDING = 0.02
-"""How far two logprobs of the same weights may differ, because batches round differently."""
 CANARY_SHOWN = 8
 """Token ids of a prompt that a message shows."""
 NOTICE_S = 2.5
@@ -50,16 +48,6 @@ class UpdateRefused(PerdureError):
     """The new weights are not served. The message names the engine and what its canary answered."""
 
     boundary = Boundary.ENGINE
-
-
-class LoadFailed(PerdureError):
-    """An engine could not load a folder; it may still have its old weights. `canaries`: of the version."""
-
-    boundary = Boundary.ENGINE
-
-    def __init__(self, message: str, canaries: "Canaries") -> None:
-        super().__init__(message)
-        self.canaries = canaries
 
 
 class WeightCanary(Frozen):
@@ -256,12 +244,11 @@ class WeightUpdates:
         name = engine.name
         record = await self._hold(name, wanted.version)
         await self._notice(record, untouched=engine.serves)
-        before = await self._scores(record, wanted.canaries)
         started = time.monotonic()
         try:
             await self._load(record, wanted, policy)
         except BaseException as error:
-            now = await asyncio.shield(self._back(record, previous, policy, error, before))
+            now = await asyncio.shield(self._back(record, previous, policy, error))
             if not isinstance(error, PerdureError):
                 raise
             told = _not_served(wanted.version, error, record)
@@ -303,47 +290,20 @@ class WeightUpdates:
         controlled = SglangControl if record.kind == "sglang" else EngineControl
         return controlled(record.url, self._client, api_key=api_key)
 
-    async def _scores(self, record: EngineRecord, canaries: Canaries) -> list[Scored]:
-        """What the engine answers to the canaries' prompts; empty if it does not answer."""
-        control, model = self._control(record), record.wire_model
-        try:
-            return await asyncio.gather(*(_score(control, model, one) for one in canaries))
-        except ControlPlaneError:
-            return []
-
-    async def _kept_its_weights(
-        self, record: EngineRecord, canaries: Canaries, before: Sequence[Scored]
-    ) -> bool:
-        """Resume an engine whose load failed; whether it answers as it did before the load."""
-        control = self._control(record)
-        try:
-            await control.resume()
-            label = await control.version()
-        except ControlPlaneError:
-            return False
-        now = await self._scores(record, canaries)
-        same_label = label is None or record.version in (None, label)
-        return (
-            bool(before) and same_label and len(now) == len(before) and all(map(_same, now, before))
-        )
-
     async def _back(
         self,
         record: EngineRecord,
         previous: Checkpoint | None,
         policy: UpdatePolicy,
         error: BaseException,
-        before: Sequence[Scored],
     ) -> str:
         """Return to the old version and prove it; if that fails, condemn the engine until it restarts.
 
+        A load that failed may have changed some tensors, by too little for a canary to notice. So the
+        old version is always loaded again, as a whole.
         Returns what became of the engine, for people.
         """
         ours = _is_held(await self._roster.read(), record)
-        failed = error.canaries if ours and isinstance(error, LoadFailed) else ()
-        if failed and await self._kept_its_weights(record, failed, before):
-            await self._roster.change(lambda roster: _released(roster, record, record.version))
-            return f"Engine {record.name} kept its weights and serves on"
         if ours and previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
@@ -410,14 +370,9 @@ async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight
     Raises: PerdureError; the engine may then have any weights and must not serve.
     """
     await control.pause("abort" if in_flight == "resubmit" else "keep")
-    try:
-        await _begin(control, wanted.version)
-        await wanted.source.load(control, wanted.version)
-        await control.finish_update(wanted.version)
-    except PerdureError as error:
-        if not isinstance(wanted.source, FromDisk):
-            raise  # a transfer that ends in the middle has changed some tensors a little
-        raise LoadFailed(str(error), wanted.canaries) from error
+    await _begin(control, wanted.version)
+    await wanted.source.load(control, wanted.version)
+    await control.finish_update(wanted.version)
     await control.resume()
     await asyncio.gather(*(_prove(control, model, one) for one in wanted.canaries))
 
@@ -446,18 +401,9 @@ async def _score(control: EngineControl, model: str, canary: WeightCanary) -> Sc
     return await control.score(model, canary.prompt_ids, prompt_logprobs=forced)
 
 
-def _same(now: Scored, before: Scored) -> bool:
-    """Whether the same weights gave both answers, apart from rounding."""
-    pairs = [
-        (now.logprob, before.logprob),
-        *zip(now.prompt_logprobs, before.prompt_logprobs, strict=True),
-    ]
-    return now.token_id == before.token_id and all(abs(a - b) <= ROUNDING for a, b in pairs)
-
-
 def _not_served(version: int, error: PerdureError, engine: EngineRecord) -> str:
     cure = ""
-    if isinstance(error, EngineSilent) or isinstance(error.__cause__, EngineSilent):
+    if isinstance(error, EngineSilent):
         cure = f". `perdure engines remove {engine.url}` takes it out; then publish again"
     return f"version {version} is not served: {error}{cure}"
 

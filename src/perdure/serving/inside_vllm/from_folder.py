@@ -49,8 +49,8 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        # vLLM's loader empties the tensors before it opens the folder: without this look, a wrong path
-        # would cost the engine.
+        # vLLM's loader empties the tensors before it opens the folder: without this check, a wrong path
+        # would leave the engine without weights.
         if not any(name.endswith(WEIGHT_FILES) for name in os.listdir(update_info.path)):
             raise FileNotFoundError(f"no weights in {update_info.path}")
         reload_weights(
