@@ -3,9 +3,8 @@
 One function on bytes, for a process of its own: 200 turns of 100k tokens take a second and 250 MB.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,11 +14,16 @@ from perdure.episodes.episode import (
     AttemptSummary,
     Episode,
     EpisodeParts,
+    ModelUsage,
     build_episode,
     build_episode_again,
     usage_by_model,
+    usage_of,
 )
 from perdure.types import Segment, Turn
+
+Calls = Mapping[int, ModelUsage]
+"""The calls that an attempt paid for, each by the index of its turn."""
 
 
 class Assembled(NamedTuple):
@@ -30,10 +34,10 @@ class Assembled(NamedTuple):
 
 
 def assemble(
-    parts: EpisodeParts, turns: bytes | None, discarded: Mapping[int, bytes] = MappingProxyType({})
+    parts: EpisodeParts, turns: bytes | None, discarded: Mapping[int, Calls] = MappingProxyType({})
 ) -> Assembled:
     """`parts`: without turns; `turns`: the content of `turns.parquet`, None if there is no such file.
-    `discarded`: the same of attempts that no longer count, by their number.
+    `discarded`: the calls of attempts that no longer count, by the attempt's number.
 
     Raises: ValueError when that is no turns file, or grade and status contradict each other.
     """
@@ -42,28 +46,35 @@ def assemble(
 
     recorded = decode(turns) if turns is not None else []
     parts = replace(parts, turns=recorded, turns_key=parts.turns_key if recorded else None)
-    parts = replace(parts, attempts=_bought(parts, recorded, discarded, decode))
+    parts = replace(parts, attempts=_bought(parts, recorded, discarded))
     cut = segments.cut(recorded)
     episode = build_episode(parts, cut)
     digest = _sha256(turns) if turns is not None and recorded else ""
     return _with_tokens(episode.model_copy(update={"turns_sha256": digest}), cut)
 
 
+def calls_of(turns: bytes) -> Calls:
+    """`turns`: the content of `turns.parquet`. A replayed turn is not a call: an earlier attempt paid for it.
+
+    Raises: ValueError when that is no turns file.
+    """
+    lean_arrow.set_up()
+    from perdure.episodes.turns_parquet import decode
+
+    return {turn.index: usage_of(turn) for turn in decode(turns) if not turn.replayed_from}
+
+
 def _bought(
-    parts: EpisodeParts,
-    last: Sequence[Turn],
-    discarded: Mapping[int, bytes],
-    decode: Callable[[bytes], list[Turn]],
+    parts: EpisodeParts, last: Sequence[Turn], discarded: Mapping[int, Calls]
 ) -> list[AttemptSummary]:
-    """The attempts, each discarded one with the calls that only it used: a replayed one was bought once."""
+    """The attempts, each discarded one with its cost. A call that the last attempt replayed is left out:
+    it counts in the last attempt."""
+    # a session's name ends with the number of its attempt
     replayed = {turn.replayed_from.rpartition("-")[2] for turn in last if turn.replayed_from}
     found = {}
-    for number, data in discarded.items():
-        with contextlib.suppress(ValueError):  # a file of no use to the attempt that counts
-            kept = (turn for turn in decode(data) if not turn.replayed_from)
-            # a session's name ends with the number of its attempt
-            bought = [turn for turn in kept if f"{number}/{turn.index}" not in replayed]
-            found[number] = usage_by_model(bought)
+    for number, calls in discarded.items():
+        bought = [one for index, one in calls.items() if f"{number}/{index}" not in replayed]
+        found[number] = usage_by_model(bought)
     return [one.model_copy(update={"bought": found.get(one.attempt, ())}) for one in parts.attempts]
 
 

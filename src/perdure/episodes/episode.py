@@ -50,22 +50,30 @@ class ModelUsage(Frozen):
     sampled_tokens: int = 0
 
 
-def usage_by_model(turns: Iterable[Turn]) -> tuple[ModelUsage, ...]:
+def usage_of(turn: Turn) -> ModelUsage:
+    return ModelUsage(
+        model=turn.model or turn.asked_model,
+        asked_model=turn.asked_model,
+        turns=1,
+        prompt_tokens=turn.prompt_tokens,
+        cached_tokens=turn.usage.cached_tokens if turn.usage else 0,
+        sampled_tokens=turn.sampled_tokens,
+    )
+
+
+def usage_by_model(calls: Iterable[ModelUsage]) -> tuple[ModelUsage, ...]:
     """By the model that answered, the most used one first."""
-    found: dict[tuple[str, str], list[Turn]] = {}
-    for turn in turns:
-        name = turn.model or turn.asked_model
-        found.setdefault((name, turn.asked_model), []).append(turn)
+    found: dict[tuple[str, str], list[ModelUsage]] = {}
+    for call in calls:
+        found.setdefault((call.model, call.asked_model), []).append(call)
+    counted = ("turns", "prompt_tokens", "cached_tokens", "sampled_tokens")
     made = [
         ModelUsage(
-            model=name,
+            model=model,
             asked_model=asked,
-            turns=len(mine),
-            prompt_tokens=sum(turn.prompt_tokens for turn in mine),
-            cached_tokens=sum(turn.usage.cached_tokens for turn in mine if turn.usage),
-            sampled_tokens=sum(turn.sampled_tokens for turn in mine),
+            **{name: sum(getattr(call, name) for call in mine) for name in counted},
         )
-        for (name, asked), mine in found.items()
+        for (model, asked), mine in found.items()
     ]
     return tuple(sorted(made, key=lambda one: -one.turns))
 
@@ -424,7 +432,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "cached_tokens": sum(turn.usage.cached_tokens for turn in turns if turn.usage),
         "sampled_tokens": sum(turn.sampled_tokens for turn in turns),
-        "usage": usage_by_model(turns),
+        "usage": usage_by_model(map(usage_of, turns)),
         "turn_tokens": tuple((turn.prompt_tokens, turn.sampled_tokens) for turn in turns),
         "trained_tokens": sum(sum(segment.loss_mask) for segment in segments),
         "policy_version_min": min(versions, default=None),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.apart.working import work
-from perdure.episodes.assembling import Assembled, assemble, assemble_again
+from perdure.episodes.assembling import Assembled, Calls, assemble, assemble_again, calls_of
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
 from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import AttemptDamaged, Boundary, NotFound
@@ -41,10 +41,10 @@ async def emit_episode(
     if earlier is not None and _keeps(earlier, ending):
         return earlier.ref(store.url).model_copy(update=_ended(ending))
     parts = _bare(ending) if ending.bare else await _gathered(store, ending)
-    parts = replace(parts, earlier=earlier)
+    discarded, unread = await _discarded(store, ending, parts)
+    parts = replace(parts, earlier=earlier, damaged=[*parts.damaged, *unread])
     request = ending.request
     session = identity_of(request.run_id, request.workflow_id, "agent", ending.attempts)
-    discarded = await _discarded(store, ending)
     made = await _assembled(store, parts, discarded, lambda: turns_again(session))
     episode = await write_episode(store, made.episode, made.tokens)
     outcome = episode.outcome.value if episode.outcome else ""
@@ -182,7 +182,7 @@ async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]
 async def _assembled(
     store: Store,
     parts: EpisodeParts,
-    discarded: Mapping[int, bytes],
+    discarded: Mapping[int, Calls],
     turns_again: Callable[[], Awaitable[object]],
 ) -> Assembled:
     """With the recorded turns; if they are lost, with those of the earlier episode; if there is none,
@@ -232,14 +232,25 @@ async def _data(store: Store, key: str) -> bytes | None:
         return None
 
 
-async def _discarded(store: Store, ending: Ending) -> dict[int, bytes]:
-    """The turns of earlier attempts: what they bought counts as cost."""
-    earlier = range(1, 1 if ending.bare else ending.attempts)
-    folders = {number: keys.attempt(ending.request, number) for number in earlier}
-    found = {
-        number: await _data(store, f"{folder}/turns.parquet") for number, folder in folders.items()
-    }
-    return {number: data for number, data in found.items() if data is not None}
+async def _discarded(
+    store: Store, ending: Ending, parts: EpisodeParts
+) -> tuple[dict[int, Calls], list[str]]:
+    """The calls of earlier attempts, which count as cost, and which of their files cannot be read.
+
+    One file at a time: a rollout can have many attempts.
+    """
+    found: dict[int, Calls] = {}
+    unread = []
+    for one in [] if ending.bare else parts.attempts[:-1]:
+        key = f"{keys.attempt(ending.request, one.attempt)}/turns.parquet"
+        data = await _data(store, key)
+        try:
+            if data is not None:
+                stored_json.check_file(key, data, one.turns_sha256)
+                found[one.attempt] = await work(calls_of, data)
+        except ValueError:
+            unread.append(f"{key} is unreadable: what attempt {one.attempt} cost is unknown")
+    return found, unread
 
 
 async def _instance(store: Store, ending: Ending) -> Instance | None:

@@ -12,7 +12,7 @@ import pytest
 
 from perdure.cli.runs.text import differences
 from perdure.client.collect import FinishedGroup
-from perdure.episodes.assembling import assemble
+from perdure.episodes.assembling import assemble, calls_of
 from perdure.episodes.episode import (
     AttemptSummary,
     Episode,
@@ -338,7 +338,7 @@ def test_what_discarded_attempts_bought_is_kept() -> None:
     last = first[0].model_copy(update={"replayed_from": "p-ab12-agent-1/0"})
     tried = parts(attempts=(AttemptSummary(attempt=1), AttemptSummary(attempt=2)))
 
-    made = assemble(tried, encode([last]), {1: encode(first)}).episode
+    made = assemble(tried, encode([last]), {1: calls_of(encode(first))}).episode
 
     assert [one.bought for one in made.attempts] == [
         (ModelUsage(model="m", turns=2, prompt_tokens=4, sampled_tokens=2),),

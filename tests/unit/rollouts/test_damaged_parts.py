@@ -1,6 +1,8 @@
 """Stored parts of a rollout that were damaged: what the episode makes of them, and that readers notice."""
 
 import hashlib
+import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from perdure.rollouts.grade import checkpoint
 from perdure.rollouts.messages import AgentRun, Ending
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
-from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus
+from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.made_store import turns
 from tests.unit.rollouts.test_play_again import captured, ending, request_of
 
@@ -32,6 +34,10 @@ def as_graded_by(request: RolloutRequest, grade: str) -> Ending:
     """Of a workflow that was reset to the task after its grade: its own run id graded nothing."""
     graded = ending(request, RolloutStatus.GRADED)
     return graded.model_copy(update={"workflow_run_id": "after-reset", "grade": grade})
+
+
+def graded_at(request: RolloutRequest, attempt: int) -> Ending:
+    return ending(request, RolloutStatus.GRADED).model_copy(update={"attempts": attempt})
 
 
 async def test_a_reset_keeps_the_grade_of_its_history(store: LocalStore) -> None:
@@ -206,3 +212,38 @@ async def test_a_changed_byte_of_the_tokens_is_noticed(store: LocalStore) -> Non
 
     with pytest.raises(ValueError, match=r"episode\.parquet is unreadable: its sha256 differs"):
         await read_segments(store, episode)
+
+
+async def test_an_unreadable_file_of_a_discarded_attempt_is_named(store: LocalStore) -> None:
+    """The verdict stays; what the attempt cost is unknown, which the episode says."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    key = f"{keys.attempt(request, 1)}/turns.parquet"
+    await damage(store, key, "flipped")
+    await captured(store, request, attempt=2)
+
+    ref = await emit_episode(store, graded_at(request, 2))
+
+    episode = await read_episode(store, request)
+    assert episode is not None
+    assert (ref.outcome, episode.attempts[0].bought) == (Outcome.RESOLVED, ())
+    assert episode.damaged == (f"{key} is unreadable: what attempt 1 cost is unknown",)
+
+
+async def test_turns_of_discarded_attempts_are_read_one_at_a_time(store: LocalStore) -> None:
+    """A rollout with many long attempts needs no more memory than one of them."""
+    request, last = request_of("b", 0), 13
+    data = turns_parquet.encode([Turn(index=0, answer=random.Random(0).randbytes(2_000_000).hex())])
+    for number in range(1, last):
+        await store.put(f"{keys.attempt(request, number)}/turns.parquet", data)
+    await captured(store, request, last)
+
+    tracemalloc.start()
+    await emit_episode(store, graded_at(request, last))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    episode = await read_episode(store, request)
+    assert episode is not None
+    assert [len(one.bought) for one in episode.attempts] == [1] * (last - 1) + [0]
+    assert peak < 6 * len(data)

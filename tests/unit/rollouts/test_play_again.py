@@ -108,9 +108,9 @@ async def test_an_unknown_run_is_named(store: LocalStore) -> None:
         await current_request(store, "nosuch")
 
 
-async def captured(store: LocalStore, request: RolloutRequest) -> PatchRef:
-    """Attempt 1 has a patch, and the workflow run `second-run` has graded it as resolved."""
-    folder = keys.attempt(request, 1)
+async def captured(store: LocalStore, request: RolloutRequest, attempt: int = 1) -> PatchRef:
+    """The attempt has a patch, and the workflow run `second-run` has graded it as resolved."""
+    folder = keys.attempt(request, attempt)
     key = f"{folder}/patch.diff"
     patch = PatchRef(key=key, sha256="0" * 64, size=3, empty=False)
     await checkpoints.write(store, f"{folder}/patch.json", patch)
