@@ -45,9 +45,9 @@ def only_one_of(**given: bool) -> None:
         raise click.UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
 
 
-def answer(document: Any) -> None:
-    """The JSON answer of a command: one document, nothing else."""
-    click.echo(json.dumps(document, indent=1, default=str))
+def answer(document: Any, err: bool = False) -> None:
+    """The JSON answer of a command: one document, nothing else. `err`: stdout has the command's data."""
+    click.echo(json.dumps(document, indent=1, default=str), err=err)
 
 
 def say(text: str) -> None:

@@ -4,6 +4,7 @@ Owns the files outside the store. A rollout that cannot be exported exactly is l
 and listed with the reason.
 """
 
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,10 @@ class _Left(Exception):
     damaged = False
 
 
+class _Nothing(Exception):
+    """Every rollout is left out."""
+
+
 class _Damaged(_Left):
     """Data that should be in the store is missing or unreadable."""
 
@@ -96,7 +101,8 @@ class _Damaged(_Left):
 async def export_run(
     store: Store, run_id: str, format: Format, out: Path, rules: Rules | None = None
 ) -> ExportReport:
-    """Write one file, whole or not at all. `rules` are for the trainers' formats.
+    """Write one file, whole or not at all. `rules` are for the trainers' formats. If every rollout is
+    left out, no file is written, and an earlier one stays.
 
     Raises: ConfigurationError on an unknown format, or a selection that it does not have; NotFound when
     the run has no episodes.
@@ -111,8 +117,10 @@ async def export_run(
     exporter.omitted += [
         Omitted(one.instance_id, one.sample_index, str(one), damaged=True) for one in unreadable
     ]
-    with output_file(out) as file:
+    with contextlib.suppress(_Nothing), output_file(out) as file:
         await exporter.write(format, file)
+        if not exporter.written:
+            raise _Nothing
     return ExportReport(format, out, exporter.written, tuple(exporter.omitted))
 
 

@@ -53,9 +53,14 @@ async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
     data = folder / "data"
     report = await export_run(store, run_id, "sft", data / "sft.jsonl")
     episodes, _ = await scan_run(store, run_id)
+    if not episodes:
+        return ExportReport(report.format, folder, 0, report.omitted)
     lines = [json.dumps(_row(one)) + "\n" for one in episodes]
     (data / "rollouts.jsonl").write_text("".join(lines))
-    _text_of_tools(data / "sft.jsonl")
+    if report.written:
+        _text_of_tools(data / "sft.jsonl")
+    else:
+        (data / "sft.jsonl").unlink(missing_ok=True)
     names = ["rollouts", *(["sft"] if report.written else [])]
     (folder / "README.md").write_text(_card(run_id, episodes, names))
     return ExportReport(report.format, folder, len(episodes), report.omitted)
@@ -96,9 +101,6 @@ def _row(episode: Episode) -> dict[str, Any]:
 
 def _text_of_tools(file: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    if not lines:
-        file.unlink()
-        return
     texts = [json.dumps({**line, "tools": json.dumps(line["tools"])}) + "\n" for line in lines]
     file.write_text("".join(texts))
 

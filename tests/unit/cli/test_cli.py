@@ -561,6 +561,39 @@ def test_an_export_without_a_row_leaves_no_file(tmp_path: Path, perdure: Perdure
     assert not Path("r.sft.jsonl").exists()
 
 
+def test_an_export_without_a_row_keeps_the_earlier_file(tmp_path: Path, perdure: Perdure) -> None:
+    """The command says so: the file is not this export."""
+    rollouts(tmp_path)
+    Path("preds.json").write_text("old")
+
+    done = perdure("export", "r", "-o", "preds.json")
+
+    assert (done.code, Path("preds.json").read_text()) == (1, "old")
+    assert done.stderr.endswith("every rollout is left out; preds.json is an earlier one\n")
+
+
+@pytest.mark.parametrize("out", ["-", "/dev/stdout"])
+def test_data_on_stdout_is_alone_there(tmp_path: Path, perdure: Perdure, out: str) -> None:
+    """What `--json` prints about an export goes to stderr then."""
+    rollouts(tmp_path)
+
+    done = perdure("export", "r", "-f", "jsonl", "-o", out, "--json")
+
+    assert json.loads(done.stdout)["instance"] == "d/b-1"
+    assert json.loads(done.stderr)["written"] == 1
+
+
+@pytest.mark.parametrize("out", ["-", "/dev/stdout"])
+def test_a_page_on_stdout_is_alone_there(tmp_path: Path, perdure: Perdure, out: str) -> None:
+    """Nothing follows the page, so that it can be piped."""
+    rollouts(tmp_path)
+
+    done = perdure("report", "r", "--html", out)
+
+    assert (done.code, done.stdout[:9], done.stdout[-8:]) == (0, "<!doctype", "</html>\n")
+    assert done.stderr.endswith(f"written to {out}\n")
+
+
 def test_export_as_json_names_unreadable_files_too(tmp_path: Path, perdure: Perdure) -> None:
     """With --json, the document names the unreadable file, and the exit code is 1."""
     rollouts(tmp_path, episode="{torn")

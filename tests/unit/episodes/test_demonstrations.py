@@ -121,7 +121,8 @@ class Run:
     async def export(self, format: Format, **selection: Any) -> tuple[list[Any], ExportReport]:
         rules = Rules(selection=Selection(**selection))
         report = await export_run(self.store, "r", format, self.out / f"{format}.jsonl", rules)
-        return [json.loads(line) for line in report.path.read_bytes().splitlines()], report
+        lines = report.path.read_bytes().splitlines() if report.written else []
+        return [json.loads(line) for line in lines], report
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ async def test_preds_name_what_they_leave_out(run: Run, tmp_path: Path) -> None:
     await run.add("click-1", patch=LATIN)
     report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
 
-    assert json.loads(report.path.read_bytes()) == {}
+    assert not report.path.exists()
     assert [(left.instance_id, left.reason.split(";")[0]) for left in report.omitted] == [
         ("attrs-1", "no graded sample (failed)"),
         ("click-1", f"its patch is not UTF-8 at byte {LATIN.index(0xE9)}"),
@@ -287,6 +287,19 @@ async def test_a_data_set_opens_without_the_name_of_a_config(run: Run, tmp_path:
     assert card.count("default: true") == 1
     rollouts = card.index("config_name: rollouts")
     assert rollouts < card.index("default: true") < card.index("tags:")
+
+
+async def test_a_data_set_without_a_conversation_has_no_earlier_one(
+    run: Run, tmp_path: Path
+) -> None:
+    """The folder is one export: no table of an earlier one stays in it."""
+    await run.add("click-1", patch=None)
+    stale = tmp_path / "out/data/sft.jsonl"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("{}")
+    await write_folder(run.store, "r", tmp_path / "out")
+
+    assert [one.name for one in stale.parent.iterdir()] == ["rollouts.jsonl"]
 
 
 @pytest.mark.parametrize("agent", ["mini_swe_agent", "openhands", "claude_code", "codex"])

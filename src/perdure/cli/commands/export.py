@@ -132,10 +132,8 @@ def export(
         report = asyncio.run(hub_folder.write_folder(store, run_id, path))
     else:
         report = asyncio.run(export_run(store, run_id, format_name, path, rules))  # type: ignore[arg-type]  # click checked the choice
-    if push:
+    if push and report.written:
         click.echo(f"pushed to {hub_folder.push(path, push)}", err=True)
-    if not (report.written or is_standard_output(path)) and path.is_file():
-        path.resolve().unlink()  # an empty file would pass for an export
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"
         head = "error: left out" if one.damaged else "left out "
@@ -143,10 +141,11 @@ def export(
     if as_json:
         omitted = [asdict(one) for one in report.omitted]
         written = {"path": str(path), "format": format_name, "written": report.written}
-        answer({**written, "omitted": omitted})
+        answer({**written, "omitted": omitted}, err=is_standard_output(path))
     elif report.written:
         click.echo(f"{report.written} written to {path}", err=is_standard_output(path))
     else:
-        click.echo("error: nothing is written: every rollout is left out", err=True)
+        kept = f"; {path} is an earlier one" if path.exists() else ""
+        click.echo(f"error: nothing is written: every rollout is left out{kept}", err=True)
     if not report.written or any(one.damaged for one in report.omitted):
         raise click.exceptions.Exit(1)

@@ -52,6 +52,7 @@ def report(
     same instances give the upper bound and the floor; else calibration does.
     """
     from perdure.cli.runs import reporting
+    from perdure.episodes.output_file import is_standard_output
     from perdure.settings.load import load_settings
 
     if html is not None and as_json:
@@ -64,7 +65,7 @@ def report(
     made = asyncio.run(reporting.make(settings, list(dict.fromkeys(run_ids)), prices))
     if html is not None:
         reporting.write_page(made, html)
-        click.echo(f"written to {html}", err=str(html) == "-")
+        click.echo(f"written to {html}", err=is_standard_output(html))
     elif as_json:
         reporting.print_document(made)
     else:
