@@ -39,8 +39,12 @@ class Prices:
         """The price of the model that answered, else of the name that it was asked for as."""
         return self.of(usage.model) or self.of(usage.asked_model)
 
-    def cost(self, rollout: RolloutFacts) -> float:
-        """Dollars of all its model calls, those of discarded attempts included.
+    def costs(self, rollouts: Iterable[RolloutFacts]) -> list[float]:
+        """Dollars of each rollout whose cost is known."""
+        return [self._cost(one) for one in rollouts if _has_usage(one)]
+
+    def _cost(self, rollout: RolloutFacts) -> float:
+        """Of all its model calls, those of discarded attempts included.
 
         A model without a price costs nothing: `missing` names it.
         """
@@ -55,6 +59,11 @@ class Prices:
         used = (one for rollout in rollouts for one in (*rollout.usage, *rollout.discarded))
         without = {one.model for one in used if self.of_usage(one) is None}
         return sorted(models_of(1, without, "")) if without else []
+
+
+def _has_usage(rollout: RolloutFacts) -> bool:
+    """False: its record is of an earlier version, or the endpoint did not count its tokens."""
+    return not rollout.turns or any(one.prompt_tokens for one in rollout.usage)
 
 
 def read_prices(path: Path) -> Prices:

@@ -84,7 +84,9 @@ class Report:
     cached_tokens: int
     sampled_tokens: Spread
     cost: Spread | None
-    """Dollars, discarded attempts included; None without a price for each model."""
+    """Dollars, discarded attempts included; None without a price for each model, or if none is known."""
+    cost_unknown: int
+    """Rollouts that `cost` leaves out, where prices were given: their tokens were not recorded by model."""
     unpriced: tuple[str, ...]
     """Models without a price, where prices were given."""
     seconds: Spread
@@ -125,6 +127,7 @@ def build_report(
     environment = math.fsum(one.environment_seconds for one in rollouts)
     curve = pass_curve(tries_of(run))
     unpriced = tuple(prices.missing(rollouts)) if prices else ()
+    costs = prices.costs(rollouts) if prices else []
     replayed = [one for one in graded if one.earlier_outcomes]
     discarded = [use for one in rollouts for use in one.discarded]
     return Report(
@@ -157,7 +160,8 @@ def build_report(
         prompt_tokens=_spread([one.prompt_tokens for one in rollouts]),
         cached_tokens=sum(one.cached_tokens for one in rollouts),
         sampled_tokens=_spread([one.sampled_tokens for one in rollouts]),
-        cost=_spread([prices.cost(one) for one in rollouts]) if prices and not unpriced else None,
+        cost=_spread(costs) if costs and not unpriced else None,
+        cost_unknown=len(rollouts) - len(costs) if prices else 0,
         unpriced=unpriced,
         seconds=_spread([one.seconds for one in rollouts]),
         stage_seconds=_stages(rollouts),

@@ -205,7 +205,11 @@ def _cost_each(report: Report) -> str:
 def _cost(report: Report) -> str:
     if report.unpriced:
         return f"no price of {', '.join(report.unpriced)}"
-    return f"${report.cost.total:,.2f}" if report.cost else NONE
+    unknown = f"unknown for {report.cost_unknown} of {report.rollouts} rollouts"
+    if not report.cost:
+        return unknown if report.cost_unknown else NONE
+    partial = f"; {unknown}" if report.cost_unknown else ""
+    return f"${report.cost.total:,.2f}{partial}"
 
 
 def _played_again(report: Report) -> str:

@@ -1,5 +1,6 @@
 """The bookkeeping of a run: lists its instances, hands out pages of them, writes the manifest."""
 
+import contextlib
 import fnmatch
 import json
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     refs = await select(store, run, proved_in=sandbox)
     await _keep_identity(services, run, refs)
     await run_record.record(store, run)
+    await _goes_on(store, run.run_id)
     key = keys.run_instances(run.run_id)
     if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
         refs = json.loads((await store.get(key)).data)  # the same ones, in the first order
@@ -47,6 +49,17 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     }
     await store.put_if_absent(keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
     return PreparedRun(total=len(refs), uri=f"{store.url}/runs/{run.run_id}")
+
+
+async def _goes_on(store: Store, run_id: str) -> None:
+    """The manifest of a run that its budget stopped no longer says so; its end decides that again."""
+    key = keys.manifest(run_id)
+    with contextlib.suppress(NotFound, PreconditionFailed):
+        found = await store.get(key)
+        manifest = json.loads(found.data)
+        if manifest.get("stopped"):
+            data = json.dumps({**manifest, "stopped": ""}, indent=1).encode()
+            await store.put(key, data, if_match=found.etag)
 
 
 async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:

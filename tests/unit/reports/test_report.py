@@ -168,13 +168,29 @@ def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
     """What a lost or repeated attempt bought was paid for, and the report counts it."""
     (tmp_path / "prices.toml").write_text(PRICES)
     lost = Usage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
-    run = RunFacts("r", (rollout("a", usage=(), discarded=(lost,)),))
+    run = RunFacts("r", (rollout("a", turns=0, usage=(), discarded=(lost,)),))
     report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
     shown = figures(report)
 
     assert shown["cost, all"] == "$1.50"
     assert shown["prompt tokens of discarded attempts"] == "500.0 k"
     assert shown["sampled tokens of discarded attempts"] == "50.0 k"
+
+
+@pytest.mark.parametrize("usage", [(), (Usage(model="m"),)], ids=["none", "not counted"])
+def test_a_cost_that_was_not_recorded_is_unknown(tmp_path: Path, usage: tuple[Usage, ...]) -> None:
+    """It counts as no dollars, and the mean leaves its rollout out."""
+    (tmp_path / "prices.toml").write_text(PRICES)
+    prices = read_prices(tmp_path / "prices.toml")
+    old = rollout("a", usage=usage)
+    cheap = build_report(RunFacts("r", (rollout("b"),)), prices=prices)
+    both = build_report(RunFacts("r", (old, rollout("b"))), prices=prices)
+    alone = build_report(RunFacts("r", (old,)), prices=prices)
+
+    assert cheap.cost is not None
+    assert (both.cost, both.cost_unknown) == (cheap.cost, 1)
+    assert figures(both)["cost, all"] == "$0.00; unknown for 1 of 2 rollouts"
+    assert figures(alone)["cost, all"] == "unknown for 1 of 1 rollouts"
 
 
 def test_verdicts_that_were_played_again_show_the_first_figure() -> None:

@@ -2,10 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
-from perdure.rollouts.runs import finish_run
+from perdure import home
+from perdure.rollouts.runs import finish_run, prepare_run
+from perdure.rollouts.services import Services
+from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import Budget, RunRequest
@@ -149,3 +153,29 @@ async def test_a_run_that_its_budget_stopped_says_so(
 
     assert ("stopped by its budget" in await show("/runs/made")) is stopped
     assert ("stopped by its budget" in await show("/")) is stopped
+
+
+async def test_a_stopped_run_that_goes_on_is_not_stopped(
+    store: LocalStore, show: Show, tmp_path: Path
+) -> None:
+    """A larger budget continues it: its page is live again, and a report has no reason for an end."""
+    settings = Settings(home=tmp_path / "home", store=store.url)
+    home.keep_private(settings)
+    await write_rollout(store)
+    await store.put(keys.instance("first-steps/h11-0.14.0"), b"{}")
+    run = RunRequest(
+        run_id="made",
+        instances=("first-steps/h11-0.14.0",),
+        n_samples=9,
+        rollout={"agent": "nop", "sandbox": "bubblewrap"},
+        budget=Budget(tokens=1),
+    )
+    await prepare_run(Services(settings), run)
+    stopped = (await finish_run(store, run)).stopped
+    larger = run.model_copy(update={"budget": Budget(tokens=10**9)})
+    await prepare_run(Services(settings), larger)
+    page = await show("/runs/made")
+
+    assert stopped.startswith("it has used")
+    assert ("stopped by its budget" in page, 'data-live="0"' in page) == (False, False)
+    assert json.loads((await store.get(keys.manifest("made"))).data)["stopped"] == ""

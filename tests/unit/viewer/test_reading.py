@@ -1,5 +1,7 @@
 """The index follows the store; search finds words where they were said."""
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from perdure.rollouts.runs import finish_run
 from perdure.storage.local import LocalStore
 from perdure.types import RunRequest
-from perdure.viewer.index import Filters, Index, match
+from perdure.viewer.index import VERSION, Filters, Index, match
 from perdure.viewer.reading import Readings, run_ids
 from tests.made_store import turns, write_rollout
 
@@ -113,10 +115,18 @@ def test_words_of_a_question() -> None:
     assert match("-> !") == ""
 
 
-async def test_a_broken_index_is_made_anew(store: LocalStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["broken", "of an earlier version", "of a later version"])
+async def test_an_index_that_cannot_be_used_is_made_again(
+    store: LocalStore, tmp_path: Path, kind: str
+) -> None:
     """It is a copy: nothing is lost with it."""
-    path = tmp_path / "broken.sqlite"
-    path.write_bytes(b"no database" * 1000)
+    path = tmp_path / "made.sqlite"
+    if kind == "broken":
+        path.write_bytes(b"no database" * 1000)
+    else:
+        version = VERSION + (1 if "later" in kind else -1)
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            db.executescript(f"CREATE TABLE rollouts (id); PRAGMA user_version = {version};")
     await write_rollout(store)
 
     index = Index(path)

@@ -53,7 +53,10 @@ def _dollars(found: Sequence[RolloutFacts], prices: Path | None, rollouts: int) 
     known = read_prices(prices)
     if missing := known.missing(found):
         return f"; {prices} has no price of {', '.join(missing)}"
-    return f", {sum(map(known.cost, found)) / len(found) * rollouts:,.2f} dollars"
+    costs = known.costs(found)
+    if not costs:
+        return "; its cost is unknown: no tokens are recorded by model"
+    return f", {sum(costs) / len(costs) * rollouts:,.2f} dollars"
 
 
 def _this_host() -> str:
