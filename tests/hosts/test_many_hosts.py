@@ -33,6 +33,7 @@ async def _ended(cluster: Cluster, requests: list[RolloutRequest], attempts: int
 
 
 async def _begun(cluster: Cluster, run: str, count: int) -> list[RolloutRequest]:
+    assert cluster.hosts, "the first test adds the hosts: run the whole file"
     cluster.stack.engine.hold(3)
     return [await cluster.stack.start(run, sample_index=k) for k in range(count)]
 
