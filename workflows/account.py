@@ -5,7 +5,9 @@ when no permit is held or asked for, and the next rollout that asks starts it ag
 """
 
 import asyncio
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, FailureError
@@ -15,6 +17,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
     from perdure.sandboxes.permits import Account, AccountState, PermitRequest
     from workflows import activity_options
+    from workflows.orders import ordered
 
 IDLE = timedelta(minutes=5)
 """After the last sandbox has ended, the account's limits are remembered for this long."""
@@ -133,14 +136,7 @@ class SandboxAccountWorkflow:
             return
         permits = [ReadyPermit(holder=one.holder, provider=one.provider) for one in leaving]
         try:
-            ended = await workflow.execute_activity(
-                "end_ready",
-                args=[permits],
-                result_type=list[str],
-                **activity_options.described(
-                    activity_options.look(), "sandboxes booted ahead give way"
-                ),
-            )
+            ended = await _looked("end_ready", permits, "sandboxes booted ahead give way")
         except ActivityError:
             return  # their deadlines end them
         for holder in ended:
@@ -157,13 +153,21 @@ class SandboxAccountWorkflow:
         if self.account.permits and not holders:
             return  # only sandboxes that were booted ahead, which no workflow holds
         try:
-            closed = await workflow.execute_activity(
-                "closed_holders",
-                holders,
-                result_type=list[str],
-                **activity_options.described(activity_options.look(), "which holders are closed"),
-            )
+            closed = await _looked("closed_holders", holders, "which holders are closed")
         except ActivityError:
             return  # no answer: keep the permits rather than grant one twice
         for holder in closed:
             self.account.release(holder)
+
+
+async def _looked(activity: str, asked: Sequence[Any], summary: str) -> list[str]:
+    """Not ordered again when its worker is told to stop: the account asks again anyway.
+
+    Raises: ActivityError.
+    """
+    options = activity_options.described(activity_options.look(), summary)
+    return await ordered(activity, asked, list[str], options, evicted=_give_up)
+
+
+def _give_up(error: ActivityError) -> None:
+    raise error

@@ -7,18 +7,14 @@ with workflow.unsafe.imports_passed_through():
     from perdure.rollouts.messages import SweepRequest
     from perdure.sandboxes.reaper import SweepReport
     from workflows import activity_options
+    from workflows.orders import ordered
 
 
 @workflow.defn(name=names.REAPER)
 class ReaperWorkflow:
     @workflow.run
     async def run(self, host: str | None = None) -> SweepReport:
-        swept: SweepReport = await workflow.execute_activity(
-            "sweep_sandboxes",
-            SweepRequest(),
-            result_type=SweepReport,
-            **activity_options.described(
-                activity_options.sweep(host), f"sandboxes of {host or 'any host'}"
-            ),
+        options = activity_options.described(
+            activity_options.sweep(host), f"sandboxes of {host or 'any host'}"
         )
-        return swept
+        return await ordered("sweep_sandboxes", SweepRequest(), SweepReport, options)

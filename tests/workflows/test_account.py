@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from temporalio import activity, workflow
@@ -43,11 +44,13 @@ class ReadyEnder:
 
     def __init__(self) -> None:
         self.ended: list[str] = []
+        self.by_hand: object = None
+        """What a person completes it with."""
 
     @activity.defn(name="end_ready")
-    async def end(self, permits: Sequence[ReadyPermit]) -> list[str]:
+    async def end(self, permits: Sequence[ReadyPermit]) -> Any:
         self.ended += [permit.holder for permit in permits]
-        return [permit.holder for permit in permits]
+        return self.by_hand or [permit.holder for permit in permits]
 
 
 @pytest.fixture
@@ -192,6 +195,27 @@ async def test_a_ready_sandbox_is_ended_for_a_rollout_that_waits(
     await holding(client, second)
 
     assert (ender.ended, await granted(client, second)) == (["ready/p-1"], True)
+
+
+async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_anything(
+    client: Client, holders: Sequence[str], ender: ReadyEnder
+) -> None:
+    """It counts as no answer; a permit that is given back goes to the rollout that waits."""
+    ender.by_hand = "done"
+    first, second = holders
+    account = client.get_workflow_handle(ACCOUNT_ID)
+    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
+    await ask(client, first)
+    await holding(client, first)
+    await account.signal("release", first)
+    await account.execute_update("reserve", ready)
+    await account.signal("ahead_started", ready)
+    await ask(client, second)
+    await until(lambda: ender.ended, "the ready sandbox was ended")
+    await account.signal("release", ready.holder)
+    await holding(client, second)
+
+    assert await granted(client, second)
 
 
 async def test_a_ready_sandbox_that_is_taken_brings_its_permit(

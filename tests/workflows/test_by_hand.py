@@ -1,19 +1,24 @@
 """What a person does by hand on a workflow: wrong signals, and activities completed with anything."""
 
 import asyncio
+from datetime import timedelta
 from uuid import uuid4
 
 import pytest
+from temporalio import activity
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
-from temporalio.client import Client
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.worker import Worker
 
+from perdure.client import names
 from perdure.client.api import Perdure, RunHandle
-from perdure.rollouts.messages import AgentRun, Attempt
+from perdure.rollouts.messages import AgentRun, Attempt, SweepRequest
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack.waiting import until
+from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.gate import Gate
 from tests.workflows.stages import Stages
+from workers.orchestration import workflow_worker
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
@@ -92,6 +97,32 @@ async def test_an_agent_completed_by_hand_with_anything_has_no_verdict(
     assert ending.failure is not None
     assert ending.failure.type == "InvalidResult"
     assert "run_agent was completed with something that is no AgentRun" in ending.failure.message
+
+
+@activity.defn(name="sweep_sandboxes")
+async def _swept_by_hand(_: SweepRequest) -> str:
+    return "done"
+
+
+async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
+    client: Client,
+) -> None:
+    """The next one of its schedule can start."""
+    async with (
+        workflow_worker(client),
+        Worker(client, task_queue=names.IO_QUEUE, activities=[_swept_by_hand]),
+    ):
+        with pytest.raises(WorkflowFailureError) as failed:
+            await client.execute_workflow(
+                names.REAPER,
+                id="sweep",
+                task_queue=names.WORKFLOWS_QUEUE,
+                execution_timeout=timedelta(seconds=PATIENCE_S),
+            )
+
+    assert "sweep_sandboxes was completed with something that is no SweepReport" in str(
+        failed.value.cause.__cause__
+    )
 
 
 async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -> None:

@@ -101,6 +101,8 @@ def key_digest(settings: Settings) -> str:
 
 def _has_another_key(settings: Settings, state: StackState) -> bool:
     """Whether this command has a key, and the stack was started with another one or with none."""
+    if state.engine_key is None:
+        return False
     key = environment.named(key_variable(settings))
     accepted = load_secrets(settings).accepted if key else ()
     return bool(key) and state.engine_key not in [_digest(one, key) for one in accepted]

@@ -54,8 +54,9 @@ class StackState:
     children: Mapping[str, ChildState] = field(default_factory=dict)
     engine_settings: Mapping[str, str] = field(default_factory=dict)
     """Those of its processes: url, kind, model, tokenizer."""
-    engine_key: str = ""
-    """A keyed digest of the engine's key; empty when there is none."""
+    engine_key: str | None = None
+    """A keyed digest of the engine's key; empty when there is none. None: an earlier version wrote this
+    state, and it is not known."""
 
     @property
     def supervisor(self) -> ProcessId:

@@ -1,5 +1,6 @@
 """The key of an engine is tried before work starts, and a stack runs with the key it was started with."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ from perdure.cli.commands.doctor import examine
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 from perdure.stack.engines import check_same_engine, key_digest
-from perdure.stack.state import StackState
+from perdure.stack.state import StackState, read, write
 
 RIGHT, WRONG = "sk-right-0123456789abcdefghij", "sk-wrong-0123456789abcdefghij"
 
@@ -86,3 +87,22 @@ def test_a_stack_with_another_key_is_not_used(
     assert not any(key in f"{asdict(state)} {told.value}" for key in (RIGHT, WRONG))
     monkeypatch.delenv("OPENAI_API_KEY")
     check_same_engine(settings, state)  # a shell without the key uses the stack's
+
+
+def test_a_stack_of_an_earlier_version_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state does not say which key it was started with."""
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://a/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", RIGHT)
+    settings = Settings(home=tmp_path)
+    write(settings, running(settings, "http://a/v1"))
+    file = tmp_path / "run" / "state.json"
+    state = json.loads(file.read_bytes())
+    del state["engine_key"]
+    file.write_text(json.dumps(state))
+
+    earlier = read(settings)
+
+    assert earlier is not None
+    check_same_engine(settings, earlier)

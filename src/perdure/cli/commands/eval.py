@@ -18,6 +18,7 @@ def evaluate(**given: Any) -> None:
     \b
     perdure eval verified --model X -k 4 --prices p.toml --max-cost 50
 
-    Ctrl-C does not stop the run. Exit code 1: a rollout failed.
+    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the
+    budget left some without a verdict.
     """
     play(*read(**given), reports=True)

@@ -21,6 +21,7 @@ def run(**given: Any) -> None:
     rows.jsonl               a file of rows; also .json, .parquet, or a folder
     owner/name[:split]       a dataset of the Hugging Face hub
 
-    Ctrl-C does not stop the run. Exit code 1: a rollout failed.
+    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the
+    budget left some without a verdict.
     """
     play(*read(**given))

@@ -6,7 +6,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.commands.run_options import NOTIFY
-from perdure.cli.console import answer, json_option, say
+from perdure.cli.console import json_option
 from perdure.settings.load import load_settings
 
 
@@ -15,20 +15,18 @@ from perdure.settings.load import load_settings
 @NOTIFY
 @json_option
 def watch(run_id: str, notify: str, as_json: bool) -> None:
-    """Follow a run to its end; Ctrl-C does not stop the run."""
+    """Follow a run to its end; Ctrl-C does not stop the run.
+
+    Exit code 1: a rollout failed, or the budget left some without a verdict.
+    """
     settings = load_settings()
     from perdure.cli.connection import connect
-    from perdure.cli.runs import launch, results
+    from perdure.cli.runs.launch import follow_to_the_end
 
-    async def work() -> None:
+    async def work() -> int:
         connection = await connect(settings)
         handle = await connection.perdure.run(run_id)
-        episodes, stopped = await launch.to_the_end(settings, handle, notify=notify)
-        if as_json:
-            answer(results.document(run_id, episodes, stopped))
-        else:
-            launch.show_results(settings, connection, run_id, episodes)
-            if stopped:
-                say(stopped)
+        return await follow_to_the_end(settings, connection, handle, as_json=as_json, notify=notify)
 
-    asyncio.run(work())
+    if code := asyncio.run(work()):
+        raise click.exceptions.Exit(code)

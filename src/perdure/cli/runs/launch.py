@@ -222,6 +222,13 @@ async def _drive(
     if not wait:
         tell_detached(connection, handle.run_id, as_json)
         return 0
+    return await follow_to_the_end(settings, connection, handle, as_json=as_json, notify=notify)
+
+
+async def follow_to_the_end(
+    settings: Settings, connection: Connection, handle: RunHandle, *, as_json: bool, notify: str
+) -> int:
+    """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
     episodes, stopped = await to_the_end(settings, handle, notify=notify)
     if as_json:
         answer(results.document(handle.run_id, episodes, stopped))

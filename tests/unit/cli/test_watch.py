@@ -1,0 +1,40 @@
+"""`perdure watch` ends as `perdure run` does."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perdure.cli import connection
+from perdure.cli.main import invoke
+from perdure.cli.runs import launch
+from perdure.types import EpisodeRef, RolloutStatus
+
+
+@pytest.mark.parametrize(
+    ("status", "stopped", "code"),
+    [
+        (RolloutStatus.GRADED, "", 0),
+        (RolloutStatus.GRADED, "Stopped by its budget", 1),
+        (RolloutStatus.FAILED, "", 1),
+    ],
+)
+def test_the_exit_code_tells_of_rollouts_without_a_verdict(
+    status: RolloutStatus, stopped: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that failed, and of those that the budget left."""
+    episode = EpisodeRef(uri="x", instance_id="a", sample_index=0, agent="nop", status=status)
+
+    async def run(run_id: str) -> Any:
+        return SimpleNamespace(run_id=run_id)
+
+    async def connect(_: Any) -> Any:
+        return SimpleNamespace(perdure=SimpleNamespace(run=run))
+
+    async def to_the_end(*_: Any, **__: Any) -> launch.Ended:
+        return launch.Ended([episode], stopped)
+
+    monkeypatch.setattr(connection, "connect", connect)
+    monkeypatch.setattr(launch, "to_the_end", to_the_end)
+
+    assert invoke(["watch", "r", "--json"]) == code
