@@ -15,7 +15,7 @@ class EmitEpisode:
     @shell("emit_episode")
     async def emit(self, ending: Ending) -> EpisodeRef:
         episode = await emit_episode(self.services.store, ending, self._turns_again)
-        await forget_sessions(self.services, ending)
+        await forget_sessions(self.services, ending, episode)
         return episode
 
     async def _turns_again(self, session_id: str) -> None:

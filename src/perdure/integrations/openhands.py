@@ -15,8 +15,8 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from temporalio.client import WorkflowExecutionStatus
 
@@ -37,11 +37,12 @@ from perdure.integrations.openhands_jobs import JobDetails, JobRecord
 from perdure.registry import AGENTS, load
 from perdure.settings.load import load_settings
 from perdure.settings.tree import Settings, SlotSettings
-from perdure.storage import keys
+from perdure.storage import keys, stored_json
 from perdure.storage.base import Store, open_store
 from perdure.types import DEFAULT_MODEL, EpisodeRef, RolloutStatus, Slug
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 Address = str | tuple[str, float]
 """The URL of an inference server, alone or with its weight."""
 
@@ -281,13 +282,30 @@ class OpenHandsServer:
         key = ref.uri.removeprefix(f"{self._store.url}/")
         episode = parse_episode(key, (await self._store.get(key)).data)
         patch = b"" if episode.patch is not None else None
+        turns = None
+        problems: list[str] = []
         if episode.patch is not None and not episode.patch.empty:
-            patch = (await self._store.get(episode.patch.key)).data
-        turns = []
+            one = episode.patch
+            patch = await self._file(one.key, one.sha256, bytes, problems)
         if episode.turns_key is not None:
-            turns = turns_parquet.decode((await self._store.get(episode.turns_key)).data)
-        jobs.complete(details, episode, patch, turns)
+            read = turns_parquet.decode
+            turns = await self._file(episode.turns_key, episode.turns_sha256, read, problems)
+        jobs.complete(details, episode, patch, turns or [])
+        details.error = details.error or "; ".join(problems) or None
         return episode
+
+    async def _file(
+        self, key: str, sha256: str, read: Callable[[bytes], T], problems: list[str]
+    ) -> T | None:
+        """A file of an episode. The verdict holds without it: what is wrong with it is added to `problems`."""
+        try:
+            return read(stored_json.check_file(key, (await self._store.get(key)).data, sha256))
+        except NotFound:
+            problems.append(f"{key} is gone")
+        except ValueError as error:
+            problem = str(error).removeprefix(f"{key} is unreadable: ")
+            problems.append(f"{key} is unreadable: {problem}")
+        return None
 
     def job_details(self, job_id: str) -> JobDetails:
         """A job that a call waits for, as far as it has come. Raises: NotFound."""

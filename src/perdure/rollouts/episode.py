@@ -205,8 +205,8 @@ async def _assembled(
     try:
         await turns_again()
         return await work(assemble, parts, await _data(store, key), discarded)
-    except NotFound:
-        lost = f"{problem}, and no journal has its turns: this episode has none"
+    except NotFound as error:
+        lost = f"{problem}, and no journal has its turns ({error}): this episode has none"
     return await work(assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded)
 
 

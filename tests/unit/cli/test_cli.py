@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -526,15 +526,26 @@ def test_tracebacks_are_shown_on_request_only(
 PIECE = "runs/r/rollouts/a-1/0"
 
 
-def rollouts(folder: Path, **left: str) -> None:
+def rollouts(folder: Path, damaged: Sequence[str] = (), **left: str) -> None:
     """Store rollouts a-1 and b-1 of run r: a-1 with just these files, b-1 with its episode."""
     request = RolloutRequest(run_id="r", instance="d/b-1", agent="oracle")
-    parts = EpisodeParts(request, RolloutStatus.CANCELLED, started_at=0.0, finished_at=1.0)
+    cancelled = RolloutStatus.CANCELLED
+    parts = EpisodeParts(request, cancelled, started_at=0.0, finished_at=1.0, damaged=damaged)
     asyncio.run(store_episode(LocalStore(folder / "home/store"), parts))
     for name, text in left.items():
         file = folder / "home/store" / PIECE / f"{name.replace('__', '/')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+
+
+def test_show_says_what_an_episode_lacks(tmp_path: Path, perdure: Perdure) -> None:
+    """What did not read back when it was made; its files are whole, so the exit code is 0."""
+    rollouts(tmp_path, damaged=["turns.parquet is gone", "patch.json is unreadable"])
+
+    done = perdure("show", "r/b-1")
+
+    assert done.code == 0
+    assert "damaged   turns.parquet is gone\ndamaged   patch.json is unreadable\n" in done.stdout
 
 
 def test_export_names_an_unreadable_episode_and_writes_the_rest(

@@ -1,5 +1,6 @@
 """Document 003's server: what its jobs become, its LLM servers, and its HTTP verbs."""
 
+import hashlib
 import json
 import threading
 import urllib.error
@@ -12,11 +13,16 @@ from typing import Any
 
 import pytest
 
+from perdure.episodes.episode_store import read_episode
 from perdure.errors import Cancelled, ConfigurationError, InstanceError
 from perdure.integrations import openhands_http, openhands_jobs
 from perdure.integrations.openhands import OpenHandsServer, ServerNotRunning
+from perdure.integrations.openhands_jobs import JobDetails
 from perdure.settings.tree import Settings
+from perdure.storage import keys, stored_json
+from perdure.storage.local import LocalStore
 from tests import docs
+from tests.made_store import write_rollout
 from tests.unit.instances.test_rows import ROW
 
 
@@ -168,6 +174,38 @@ def test_a_server_that_is_not_running_takes_no_job(settings: Settings) -> None:
     server.stop()
     with pytest.raises(ServerNotRunning, match="call start first"):
         server.process("d/i", {})
+
+
+@pytest.mark.parametrize("name", ["patch.diff", "turns.parquet"])
+@pytest.mark.parametrize("how", ["changed", "gone"])
+async def test_a_damaged_file_is_no_part_of_a_result(
+    settings: Settings, name: str, how: str
+) -> None:
+    """The verdict stays, and `error` names the file."""
+    server = OpenHandsServer(settings=settings)
+    store = LocalStore(Path(settings.store))
+    request = await write_rollout(store, resolved=True)
+    key = f"{keys.attempt(request, 1)}/{name}"
+    data = (await store.get(key)).data
+    episode = await read_episode(store, request)
+    assert episode is not None
+    if name == "turns.parquet":
+        whole = episode.model_copy(update={"turns_sha256": hashlib.sha256(data).hexdigest()})
+        await store.put(episode.key, stored_json.encode(whole))
+    if how == "gone":
+        await store.delete(key)
+    else:
+        await store.put(key, bytes([*data[:9], data[9] ^ 1, *data[10:]]))
+    details = JobDetails("a", None, 2, {}, 0.0)
+    await server._completed(details, episode.ref(store.url))
+
+    assert details.eval_results is not None
+    assert details.run_results is not None
+    assert details.eval_results["resolved"]
+    found = (details.run_results["git_patch"] is None, details.run_results["messages"] == [])
+    assert found == (name == "patch.diff", name == "turns.parquet")
+    told = "gone" if how == "gone" else "unreadable: its sha256 differs"
+    assert details.error == f"{key} is {told}"
 
 
 # --- verbs -----------------------------------------------------------------------------------

@@ -10,12 +10,16 @@ import pytest
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import parse_episode
 from perdure.episodes.episode_store import read_episode, read_segments
+from perdure.errors import NotFound
 from perdure.reports.facts import read_facts
 from perdure.rollouts import checkpoints
 from perdure.rollouts.boot import BootRecord
 from perdure.rollouts.episode import emit_episode
+from perdure.rollouts.gateway_session.forget import forget_sessions
 from perdure.rollouts.grade import checkpoint
 from perdure.rollouts.messages import AgentRun, Ending
+from perdure.rollouts.services import Services
+from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.local import LocalStore
 from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus, Turn
@@ -116,6 +120,19 @@ async def recorded(store: LocalStore, request: RolloutRequest) -> bytes:
     return data
 
 
+class DamagedJournals:
+    """A gateway that can read no journal."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    async def write_turns(self, session_id: str) -> None:
+        raise NotFound(f"session {session_id!r} is damaged: record 3 is missing")
+
+    async def forget(self, session_id: str) -> None:
+        self.forgotten.append(session_id)
+
+
 async def damage(store: LocalStore, key: str, how: str) -> None:
     data = (await store.get(key)).data
     if how == "gone":
@@ -160,6 +177,29 @@ async def test_an_episode_without_its_turns_says_so(store: LocalStore, how: str)
     assert episode is not None
     assert (ref.outcome, ref.turns, ref.trainable) == (Outcome.RESOLVED, 0, False)
     assert ["no journal has its turns" in line for line in episode.damaged] == [True]
+
+
+@pytest.mark.parametrize(("how", "forgotten"), [("kept", 1), ("flipped", 0)])
+async def test_the_journal_of_lost_turns_is_kept(
+    store: LocalStore, tmp_path: Path, how: str, forgotten: int
+) -> None:
+    """It is the only place that still has some of them."""
+    request = request_of("b", 0)
+    await recorded(store, request)
+    if how == "flipped":
+        await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+    gateway = DamagedJournals()
+    services = Services(Settings(home=tmp_path / "home", store=store.url))
+    services.__dict__["gateway"] = gateway
+
+    graded = ending(request, RolloutStatus.GRADED)
+    ref = await emit_episode(store, graded, gateway.write_turns)
+    await forget_sessions(services, graded, ref)
+
+    episode = await read_episode(store, request)
+    assert episode is not None
+    assert len(gateway.forgotten) == forgotten
+    assert ["record 3 is missing" in line for line in episode.damaged] == [True] * (1 - forgotten)
 
 
 @DAMAGE

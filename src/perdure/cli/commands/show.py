@@ -190,6 +190,7 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     for one in episode.get("earlier", ()):
         ended = one.get("outcome") or one["status"]
         lines.append(("earlier", f"{ended} in attempt {one['attempt']}: {one['key']}"))
+    lines += [("damaged", line) for line in episode["damaged"]]
     return lines
 
 

@@ -1,18 +1,23 @@
 """Forgets the gateway sessions of a graded rollout, whose turns are in the store as `turns.parquet`.
 
 No attempt of it follows. A rollout that was cancelled or failed keeps its sessions: when it is started
-again, the next attempt replays them.
+again, the next attempt replays them. So does one whose turns are lost: a regrading makes them of the
+journal, once that can be read again.
 """
 
 import asyncio
+import contextlib
 
 import structlog
 
-from perdure.errors import PerdureError
-from perdure.rollouts.messages import Ending
+from perdure.errors import AttemptDamaged, PerdureError
+from perdure.rollouts import checkpoints
+from perdure.rollouts.messages import AgentRun, Ending
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import identity_of
-from perdure.types import RolloutStatus
+from perdure.storage import keys
+from perdure.storage.base import Store
+from perdure.types import EpisodeRef, RolloutStatus
 
 PATIENCE_S = 20.0
 """The episode is written: a gateway that is away must not hold the rollout."""
@@ -20,9 +25,11 @@ PATIENCE_S = 20.0
 log = structlog.get_logger()
 
 
-async def forget_sessions(services: Services, ending: Ending) -> None:
+async def forget_sessions(services: Services, ending: Ending, episode: EpisodeRef) -> None:
     """Repeating is harmless. What cannot be deleted now stays in the journal."""
     if ending.status is not RolloutStatus.GRADED:
+        return
+    if not episode.turns and await _had_turns(services.store, ending):
         return
     request = ending.request
     for number in range(1, ending.attempts + 1):
@@ -33,3 +40,12 @@ async def forget_sessions(services: Services, ending: Ending) -> None:
         except (PerdureError, TimeoutError) as error:
             log.info("the journal keeps a session", session_id=session_id, error=str(error))
             return
+
+
+async def _had_turns(store: Store, ending: Ending) -> bool:
+    """Whether the attempt that counts called a model."""
+    key = f"{keys.attempt(ending.request, ending.attempts)}/agent.json"
+    with contextlib.suppress(AttemptDamaged):
+        run = await checkpoints.read(store, key, AgentRun)
+        return run is not None and run.turns > 0
+    return False
