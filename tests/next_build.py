@@ -41,8 +41,8 @@ class NextRollout(RolloutWorkflow):
     async def run(self, request: Any = None) -> EpisodeRef:
         return await super().run(request)
 
-    async def _grade(self, attempt: Attempt) -> Any:
-        options: dict[str, Any] = {**activity_options.grade(attempt.request)}
+    async def _grade(self, attempt: Attempt, timeout_s: float) -> Any:
+        options: dict[str, Any] = {**activity_options.grade(attempt.request, timeout_s)}
         await self._do("review_patch", attempt, type(None), options)
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
         return await self._do("grade_in_fresh_sandbox", attempt, Verdict, options)

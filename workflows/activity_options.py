@@ -13,6 +13,7 @@ from temporalio.common import RetryPolicy
 from temporalio.workflow import ActivityCancellationType
 
 from perdure.client import names
+from perdure.rollouts.capture import LONGEST_S as CAPTURE_S
 from perdure.rollouts.messages import LONGEST_WAIT_S, Term
 from perdure.types import RolloutRequest
 
@@ -99,13 +100,17 @@ def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 
 def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
-    options = _options(names.IO_QUEUE, each=300, total=1800, beat=request.heartbeat_timeout_s)
+    """`total` leaves half an hour for a host on which controls fail."""
+    each = CAPTURE_S + 300
+    beat = request.heartbeat_timeout_s
+    options = _options(names.IO_QUEUE, each=each, total=each + 1800, beat=beat)
     return options if host is None else _on(names.upkeep_queue(host), options)
 
 
-def grade(request: RolloutRequest) -> ActivityOptions:
-    runs = 1 + max(1, 2 * request.twin_pairs)  # and the control after a lost sandbox
-    limit = runs * (request.grade_timeout_s or 1800.0)
+def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
+    """`timeout_s`: seconds for one run of the tests."""
+    runs = 2 * request.twin_pairs + 2  # the last two, or the only one, may each need a control
+    limit = runs * timeout_s
     beat = request.heartbeat_timeout_s
     return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat)
 

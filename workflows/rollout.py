@@ -176,12 +176,12 @@ class RolloutWorkflow:
             stop_if_cancelled()
             if self.is_spent and run.end is AgentEnd.LIMIT and not run.turns:
                 return RolloutStatus.CANCELLED, None  # it had bought nothing
-            await self._capture(attempt, host)
+            captured = await self._capture(attempt, host)
             if run.broke:
                 clean = True
                 return RolloutStatus.FAILED, _agent_failure(run)
             stop_if_cancelled()
-            await self._grade(attempt)
+            await self._grade(attempt, captured.grade_timeout_s)
             clean = True
             return RolloutStatus.GRADED, None
         except ActivityError as error:
@@ -268,12 +268,14 @@ class RolloutWorkflow:
             captured = await self._do("capture_diff", attempt, Captured, options)
         return captured
 
-    async def _grade(self, attempt: Attempt) -> GradedPatch:
+    async def _grade(self, attempt: Attempt, timeout_s: float) -> GradedPatch:
         self.page.stage("grade", attempt.attempt)
         # A reset workflow has a new run id, so it grades again instead of finding the old verdict.
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
         options = activity_options.described(
-            activity_options.grade(attempt.request), "hidden tests in a fresh sandbox", "grade"
+            activity_options.grade(attempt.request, timeout_s),
+            "hidden tests in a fresh sandbox",
+            "grade",
         )
         graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
         self.page.graded(graded)

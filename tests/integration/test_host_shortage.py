@@ -1,6 +1,5 @@
 """The host refuses processes: what ran there proves nothing, unless the sandbox used up its own share."""
 
-import asyncio
 import contextlib
 import os
 import shutil
@@ -17,16 +16,32 @@ from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.run_agent import RunAgent
 from perdure.agents.base import AgentTask, Evidence, Launch
+from perdure.errors import RateLimited, SandboxLost
 from perdure.instances import catalog
 from perdure.instances.sources import pack
+from perdure.rollouts.agent import run_agent
+from perdure.rollouts.boot import boot
+from perdure.rollouts.capture import capture
+from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt
-from perdure.rollouts.sandbox.shared_controls import SharedControls
+from perdure.rollouts.sandbox.ready import Unmetered
 from perdure.rollouts.services import Services
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import AgentSettings, Settings
 from perdure.storage.base import put_blob
-from perdure.types import AgentEnd, Grading, Instance, Limits, RolloutRequest, Source, SourceKind
+from perdure.types import (
+    AccountCaps,
+    AgentEnd,
+    Grading,
+    Instance,
+    Limits,
+    PatchRef,
+    RolloutRequest,
+    Source,
+    SourceKind,
+)
+from tests.unit.rollouts.one_try import OneTry
 
 FORKS = (
     "python3",
@@ -116,7 +131,9 @@ class FillingAgent(CommandAgent):
     argv: ClassVar[tuple[str, ...]] = FILLS
 
 
-async def booted(home: Path, agent: str, pids_limit: int = 500) -> tuple[Services, Attempt]:
+async def placed(
+    home: Path, agent: str, sandbox: str = "bubblewrap", pids_limit: int = 500
+) -> tuple[Services, RolloutRequest]:
     services = Services(Settings(home=home, store=str(home.parent / "store")))
     tree = home.parent / "tree"
     tree.mkdir()
@@ -133,9 +150,14 @@ async def booted(home: Path, agent: str, pids_limit: int = 500) -> tuple[Service
         run_id="r1",
         instance="toy/add-1",
         agent=agent,
-        sandbox="bubblewrap",
+        sandbox=sandbox,
         limits=Limits(pids=pids_limit, disk_mb=32),
     )
+    return services, request
+
+
+async def booted(home: Path, agent: str, pids_limit: int = 500) -> tuple[Services, Attempt]:
+    services, request = await placed(home, agent, pids_limit=pids_limit)
     attempt = Attempt(request=request, attempt=1)
     await ActivityEnvironment().run(BootSandbox(services).boot, attempt)
     return services, attempt
@@ -214,23 +236,64 @@ async def test_the_tests_of_a_host_without_processes_prove_nothing(
     assert (await sandbox.wait("later")).host_lacked == ""
 
 
-async def test_rollouts_share_a_control() -> None:
-    """Ten that wait at the same time cost two controls; each result is of one that began later."""
-    began: list[int] = []
-    free = asyncio.Event()
+class FullAccount(BubblewrapProvider):
+    """Of an account that has room for one sandbox."""
 
-    async def control() -> bool:
-        began.append(len(began))
-        await free.wait()
-        return len(began) > 1
+    name = f"{__name__}:FullAccount"
+    host_bound = False
+    account_caps = AccountCaps(live=1)
+    most: ClassVar[int] = 1
 
-    controls = SharedControls()
-    first = asyncio.create_task(controls.succeeds("local", control))
-    while not began:
-        await asyncio.sleep(0)
-    others = [asyncio.create_task(controls.succeeds("local", control)) for _ in range(9)]
-    await asyncio.sleep(0)
-    free.set()
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        if len(await self.list()) >= self.most:
+            raise RateLimited("the account is full", limit="concurrency")
+        return await super().create(spec, identity)
 
-    assert [await first, *[await other for other in others]] == [False] + [True] * 9
-    assert len(began) == 2
+
+class Silent:
+    """The workflow of an account, to which every message is a success."""
+
+    async def ask(self, *_: object) -> None: ...
+
+    started = refused = taken = release = ask
+
+    def ahead(self, *_: object) -> Unmetered:
+        return Unmetered()
+
+
+async def ended(home: Path) -> Job:
+    """An attempt on the full account, whose agent has left a tree without a diff."""
+    services, request = await placed(home, FillingAgent.name, sandbox=FullAccount.name)
+    this_try = OneTry("p1")
+    this_try.accounts = Silent()  # type: ignore[assignment]
+    attempt = Attempt(request=request, attempt=1, permit="1-agent")
+    await boot(await Job.of(services, attempt, this_try))
+    job = await Job.of(services, attempt, this_try)
+    await run_agent(job)
+    return job
+
+
+async def test_the_control_of_a_full_account_takes_the_agents_slot(
+    provider: BubblewrapProvider, tmp_path: Path
+) -> None:
+    """It needs no second sandbox, so a refused capture has its verdict where there is no room for one."""
+    job = await ended(tmp_path / "home")
+    captured = await capture(job)
+    patch = await job.read("patch.json", PatchRef)
+
+    assert captured.empty
+    assert patch is not None
+    assert patch.refused
+    assert await provider.list() == []
+
+
+async def test_a_capture_whose_control_has_no_room_is_a_lost_sandbox(
+    provider: BubblewrapProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others use the account too: without a control there is no verdict, and no wait for room."""
+    job = await ended(tmp_path / "home")
+    monkeypatch.setattr(FullAccount, "most", 0)
+    with pytest.raises(SandboxLost, match="a control fails as well"):
+        await capture(job)
+
+    assert await job.read("patch.json", PatchRef) is None

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from temporalio import activity
 from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
@@ -16,8 +17,16 @@ from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
 from perdure.errors import NotFound
-from perdure.rollouts.messages import IDENTITY_DIFFERS, AgentRun, Booted, Ending
-from perdure.types import AgentEnd, EpisodeRef, RolloutRequest, RolloutStatus
+from perdure.rollouts.messages import (
+    IDENTITY_DIFFERS,
+    AgentRun,
+    Attempt,
+    Booted,
+    Captured,
+    Ending,
+    GradedPatch,
+)
+from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus
 from tests.stack.waiting import PATIENCE_S, until
 from tests.workflows.stages import Stages
 from workflows import activity_options, rollout
@@ -56,6 +65,24 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
         "emit_episode",
     ]
     assert (episode.status, episode.reward) == (RolloutStatus.GRADED, 1.0)
+
+
+async def test_a_grading_has_the_time_that_its_row_asks_for(client: Client, stages: Stages) -> None:
+    """Tests of CPython may take two hours a run."""
+    limits: list[float] = []
+
+    async def capture(_: Attempt) -> Captured:
+        return Captured(size=10, files=1, empty=False, grade_timeout_s=7200)
+
+    async def grade(_: Attempt) -> GradedPatch:
+        limit = activity.info().start_to_close_timeout
+        limits.append(limit.total_seconds() if limit else 0)
+        return GradedPatch(outcome=Outcome.RESOLVED, reward=1.0)
+
+    stages.override |= {"capture_diff": capture, "grade_in_fresh_sandbox": grade}
+    await (await _start(client, REQUEST)).result()
+
+    assert limits[0] > 4 * 7200
 
 
 async def test_history_stays_within_its_budget(client: Client, stages: Stages) -> None:

@@ -207,10 +207,12 @@ async def _conclude(
 async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
     """An agent that ended before any model call is at fault only if sandboxes work on this host now.
 
+    A metered account's sandboxes run on other hosts, of which a control would tell nothing.
     Raises: SandboxLost if they do not.
     """
     never_called = not (run.turns or run.refused or run.unanswered)
-    if never_called and run.broke and not await sandboxes_work(job):
+    has_control = never_called and run.broke and not job.agent_sandbox.admission.metered
+    if has_control and not await sandboxes_work(job):
         raise SandboxLost(f"{run.broke}, and a control fails as well: {run.detail}")
     return run
 

@@ -3,14 +3,14 @@
 import hashlib
 
 from perdure import tracing
-from perdure.errors import Boundary, RateLimited, RetryHere, SandboxLost
+from perdure.errors import Boundary, RetryHere, SandboxLost
 from perdure.graders.diff import capture as diff
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.boot import BootRecord, attach, sandbox_of
 from perdure.rollouts.grade import needs_tests
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Captured
-from perdure.rollouts.sandbox.control import sandboxes_work
+from perdure.rollouts.sandbox.control import CONTROL_S, sandboxes_work
 from perdure.sandboxes.base import Sandbox
 from perdure.types import PatchRef
 
@@ -18,6 +18,8 @@ CHECKPOINT = "patch.json"
 
 REFUSALS = 3
 """Captures that must be refused before that is a verdict."""
+LONGEST_S = REFUSALS * (diff.LONGEST_S + CONTROL_S)
+"""Seconds after which the diff is taken or refused."""
 HOST_PAUSE_S = 20.0
 """Seconds until a capture is repeated for which the host had no room."""
 
@@ -37,6 +39,7 @@ async def capture(job: Job) -> Captured:
         empty=found.empty,
         too_large=found.too_large,
         waits_for=await _hand_over(job, found),
+        grade_timeout_s=job.request.grade_timeout_s or job.instance.grading.timeout_s,
     )
 
 
@@ -67,28 +70,28 @@ async def _take(job: Job) -> PatchRef:
 
 
 async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
-    """That no diff can be formed is the agent's doing, and a verdict, only if it is so every time, and
-    the diff of a pristine tree can be taken after each.
+    """An agent may leave a tree of which no diff can be taken. That is a verdict only if each capture is
+    refused and a control succeeds.
 
-    Raises: RetryHere, if one cannot: what the agent left is captured later. SandboxLost.
+    Raises: RetryHere or SandboxLost if the control fails.
     """
-    most = job.services.settings.diff_max_bytes
+    plan, most = job.agent_sandbox, job.services.settings.diff_max_bytes
     for _ in range(REFUSALS):
         captured = await diff.capture(sandbox, base_git, max_bytes=most)
         if not captured.refused:
-            break
-        try:
-            works = await sandboxes_work(job)
-        except RateLimited as full:
-            # To wait for room would never end: rollouts that hold all of it would wait for each other.
-            raise SandboxLost(
-                f"no diff can be taken, and no control either ({full}): {captured.refused}"
-            ) from None
-        if not works:
+            return captured
+        if not plan.admission.metered and not await sandboxes_work(job):
             raise RetryHere(
                 f"no diff can be taken, also not of a pristine tree: {captured.refused}",
                 retry_after=HOST_PAUSE_S,
                 boundary=Boundary.SANDBOX,
+            )
+    if plan.admission.metered:
+        # The account may have no room for both, so the control takes the slot of the agent's sandbox.
+        await plan.provider.kill(sandbox.identity)
+        if not await sandboxes_work(job):
+            raise SandboxLost(
+                f"no diff can be taken, and a control fails as well: {captured.refused}"
             )
     return captured
 

@@ -111,6 +111,8 @@ class Captured(Frozen):
     too_large: bool = False
     waits_for: str = ""
     """The step whose permit the grading sandbox needs first."""
+    grade_timeout_s: float = 1800.0
+    """Seconds for one run of the tests."""
 
 
 class GradedPatch(Frozen):

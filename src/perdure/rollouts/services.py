@@ -20,7 +20,6 @@ from perdure.instances.environments import Environments
 from perdure.rollouts.memory import Memory
 from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.rollouts.sandbox.seats import Seats
-from perdure.rollouts.sandbox.shared_controls import SharedControls
 from perdure.rollouts.sandbox.term import HostTerm
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach
@@ -42,7 +41,6 @@ class Services:
         self.held: dict[str, tuple[str, str]] = {}
         """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
         self.memory = Memory()
-        self.controls = SharedControls()
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}
@@ -148,8 +146,8 @@ class Services:
     async def reported_engine(self, model: str) -> Mapping[str, str]:
         """What the endpoint says that it serves, asked once a minute: many rollouts boot at once.
 
-        Empty if the model's name contradicts the endpoint: the start of a run refuses that, and a
-        trainer may name its model as it likes.
+        Empty if the model's name contradicts the endpoint. The command that starts a run refuses such a
+        name, but a trainer may use any.
         """
         async with self._asks_engine:
             until, found = self._reported.get(model, (-math.inf, {}))

@@ -1,9 +1,8 @@
 """Takes the agent's change out of its sandbox as bytes.
 
 It trusts nothing that the agent could write: not its `.git`, its configuration, its index. What cannot
-be part of a diff is left out and recorded. If no diff can be formed, that is the agent's doing and a
-verdict; only a sandbox that is gone is a failure. The caller kills the agent first, and stores the
-bytes afterwards.
+be part of a diff is left out and recorded. If no diff can be formed, the answer is `refused`, and the
+caller decides whose fault that is. The caller kills the agent first, and stores the bytes afterwards.
 """
 
 import asyncio
@@ -28,7 +27,10 @@ BASE_GIT = "/opt/perdure/base.git"
 """Where a local sandbox should see the pristine git directory of its base, read-only: with
 `Mount(tree / ".git", BASE_GIT)` in its spec, `capture(sandbox, BASE_GIT)` uploads nothing."""
 
+MODES = ("plain", "repair")
 _LIMIT_S = 300.0
+LONGEST_S = len(MODES) * _LIMIT_S
+"""Seconds after which `capture` has an answer."""
 _MOST_SAID = 100
 """Entries of `CapturedPatch.dropped`."""
 
@@ -89,7 +91,7 @@ async def capture(
     where = "" if upload is not None else str(base_git or f"{sandbox.workdir}/.git")
     order = _Order(where, upload, max_bytes, max_files)
     first = ""
-    for mode in ("plain", "repair"):
+    for mode in MODES:
         try:
             taken = await _take(sandbox, order, mode)
         except DiskFull as error:  # without a place for the diff there is none

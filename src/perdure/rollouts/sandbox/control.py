@@ -1,13 +1,12 @@
-"""Controls: whether sandboxes work now, in which what an agent left cannot be judged.
+"""A control: takes the diff of a pristine tree in a new sandbox, after a step has failed for an agent.
 
-A verdict that the host or the provider could cause counts only if the same steps succeed on a pristine
-tree right afterwards.
+If the control fails too, the host or the provider may be the cause, so the failure is no verdict.
 """
 
 import asyncio
 
 from perdure import durable_files
-from perdure.errors import PerdureError, RateLimited
+from perdure.errors import PerdureError
 from perdure.graders.diff.capture import capture
 from perdure.rollouts.boot import base_git_of, pristine_git
 from perdure.rollouts.job import Job
@@ -20,18 +19,11 @@ CONTROL_S = 180.0
 async def sandboxes_work(job: Job) -> bool:
     """Whether a new sandbox of the agent's provider boots, and the diff of its tree can be taken.
 
-    Raises: RateLimited when the account has no room for it.
+    It takes no permit: on a metered account, end the agent's sandbox first.
     """
-    provider = job.agent_sandbox.placement.provider
-    return await job.services.controls.succeeds(provider, lambda: _control(job))
-
-
-async def _control(job: Job) -> bool:
     try:
         async with asyncio.timeout(CONTROL_S):
             works = await _diff_can_be_taken(job)
-    except RateLimited:
-        raise
     except (PerdureError, OSError):  # TimeoutError is an OSError
         works = False
     if not works:
@@ -55,7 +47,9 @@ async def _diff_can_be_taken(job: Job) -> bool:
     )
     identity = f"{job.agent_identity}-control"
     await plan.provider.kill(identity)  # of an earlier try
-    async with await plan.provider.create(spec, identity) as sandbox:
+    async with plan.admission.starting():
+        created = await plan.provider.create(spec, identity)
+    async with created as sandbox:
         base = await base_git_of(job, sandbox, prepared)
         await sandbox.put(f"{sandbox.workdir}/perdure-control.txt", b"control\n")
         return not (await capture(sandbox, base)).refused

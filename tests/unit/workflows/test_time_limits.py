@@ -1,0 +1,71 @@
+"""Temporal's limit of one try leaves a stage the time of all its parts."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from perdure.graders.base import Graded
+from perdure.graders.diff import capture as diff
+from perdure.graders.twins import runs
+from perdure.graders.twins.draw import Run
+from perdure.rollouts import capture
+from perdure.rollouts.sandbox import control
+from perdure.types import Instance, Outcome, RolloutRequest
+from tests.unit.graders.twins.test_combine import INSTANCE, F, P, ended, grade
+from tests.unit.graders.twins.test_draw import ADD, NEGATIVE
+from workflows import activity_options
+
+REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
+TESTS_S = 7200.0
+
+
+async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each part takes as long as its own limit allows."""
+    spent: list[float] = []
+
+    async def take(*_: Any) -> diff._Taken:
+        spent.append(diff._LIMIT_S)
+        return diff._Taken(problem="ended by time")
+
+    async def works(_: object) -> bool:
+        spent.append(control.CONTROL_S)
+        return True
+
+    monkeypatch.setattr(diff, "_take", take)
+    monkeypatch.setattr(capture, "sandboxes_work", works)
+    job: Any = SimpleNamespace(
+        agent_sandbox=SimpleNamespace(admission=SimpleNamespace(metered=False)),
+        services=SimpleNamespace(settings=SimpleNamespace(diff_max_bytes=10)),
+    )
+    captured = await capture._captured(job, cast(Any, None), diff.BASE_GIT)
+    limit = activity_options.capture(REQUEST, None)["start_to_close_timeout"]
+
+    assert captured.refused == "ended by time"
+    assert sum(spent) < limit.total_seconds()
+
+
+@pytest.mark.parametrize("pairs", [0, 1, 2])
+async def test_a_grading_has_the_time_of_all_its_runs(
+    monkeypatch: pytest.MonkeyPatch, pairs: int
+) -> None:
+    """The last pair ends it, because no run of it can be read. Each such run costs a control too."""
+    pair = Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
+    monkeypatch.setattr(runs, "draw", lambda *_: [pair] * pairs)
+    passes = itertools.cycle([grade(F, P), grade(P, F)])
+    done = itertools.count(1)
+    spent: list[float] = []
+
+    async def once(_: Instance) -> Graded:
+        is_read = next(done) <= 2 * pairs - 2
+        spent.extend([TESTS_S] if is_read else [TESTS_S, TESTS_S])
+        return Graded(next(passes) if is_read else ended(Outcome.UNPARSABLE), b"")
+
+    await runs.verified(INSTANCE, pairs, once)
+    request = REQUEST.model_copy(update={"twin_pairs": pairs})
+    limit = activity_options.grade(request, TESTS_S)["start_to_close_timeout"]
+
+    assert sum(spent) < limit.total_seconds()
