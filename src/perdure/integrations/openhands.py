@@ -291,7 +291,7 @@ class OpenHandsServer:
             read = turns_parquet.decode
             turns = await self._file(episode.turns_key, episode.turns_sha256, read, problems)
         jobs.complete(details, episode, patch, turns or [])
-        details.error = details.error or "; ".join(problems) or None
+        details.error = details.error or "; ".join(problems)
         return episode
 
     async def _file(
