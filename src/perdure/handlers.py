@@ -109,6 +109,7 @@ class AgentHandler(ABC):
     ) -> Mapping[str, Any]:
         """Run an agent of your own, in the worker. Without this hook the request's agent runs.
 
+        It runs once in a sandbox. If it fails or its worker dies, the next attempt runs it in a new one.
         Returns an object that is stored for `eval` as JSON; values that JSON lacks become text. Its
         `git_patch` is the patch; without one it is what changed in the sandbox. A `close` of the runtime
         is called afterwards.
@@ -133,7 +134,8 @@ def runs_own_agent(handler: AgentHandler) -> bool:
 
 
 class HookFailed(Exception):
-    """An error of a handler's own code. The stage is tried again, as after any unforeseen error."""
+    """An error of a handler's own code. The stage is tried again, as after any unforeseen error; after one
+    in `run`, the next attempt starts in a new sandbox."""
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """A handler with document 003's hooks, whose own agent runs in the worker."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from perdure.instances import catalog
+from perdure.rollouts.messages import AgentRun
+from perdure.storage import keys
 from tests import calling_handler
 from tests.stack.host import why_not_here
 from tests.stack.instances import INSTANCE
@@ -29,5 +32,9 @@ async def test_a_handlers_own_agent_calls_the_model_and_works_in_the_sandbox(
         request = await stack.start("own", instance=own.ref, **options)
         await until(lambda: stack.is_over(request), "the rollout is over")
         episode = await stack.episode(request)
+        stored = await stack.store.get(f"{keys.attempt(request, 1)}/agent.json")
+        turns = await stack.store.get(f"{keys.attempt(request, 1)}/turns.parquet")
 
+        run = AgentRun.model_validate_json(stored.data)
+        assert run.turns_sha256 == hashlib.sha256(turns.data).hexdigest()
         assert (episode.reward, episode.turns, len(episode.attempts)) == (1.0, 1, 1)

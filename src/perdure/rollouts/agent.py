@@ -83,7 +83,7 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
     try:
         async with asyncio.timeout(job.request.agent_budget_s):
             await handler_hooks.run(job, sandbox)
-    except TimeoutError:  # the budget's: an error of the handler itself is a HookFailed
+    except TimeoutError:  # the budget's: an error of the handler itself is a SandboxLost
         end = AgentEnd.LIMIT
     finally:
         kept.cancel()
@@ -94,6 +94,7 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
     return AgentRun(
         end=end,
         turns=summary.turns if summary else 0,
+        turns_sha256=summary.turns_sha256 if summary else "",
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",

@@ -8,12 +8,20 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from perdure.errors import ConfigurationError
-from perdure.handlers import AgentHandler, LLMConfig, calling, runs_own_agent, wrong_answer
+from perdure.errors import Boundary, ConfigurationError, SandboxLost
+from perdure.handlers import (
+    AgentHandler,
+    HookFailed,
+    LLMConfig,
+    calling,
+    runs_own_agent,
+    wrong_answer,
+)
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import Sandbox
 
 RESULTS = "run_results.json"
+STARTED = "run_started"
 LIMITS = ("max_steps", "max_turns", "step_limit")
 """Names under which agents' options count iterations."""
 
@@ -68,11 +76,20 @@ def remembered(job: Job) -> Initialised | None:
 
 
 async def run(job: Job, sandbox: Sandbox) -> None:
-    """Run the handler's own agent and keep its results.
+    """Run the handler's own agent, once in this attempt, and keep its results.
 
-    Raises: HookFailed; ConfigurationError for another answer than an object.
+    Raises: SandboxLost if it failed, or if an earlier try has started it and left no results: what it did
+    until then is in the sandbox. ConfigurationError for another answer than an object.
     """
-    handler = handler_of(job)
+    handler, store = handler_of(job), job.services.store
+    if not await store.put_if_absent(job.key(STARTED), b"\n"):
+        if await store.exists(job.key(RESULTS)):
+            return
+        raise SandboxLost(
+            f"`run` of the handler {handler.name!r} was started before and left no results: it starts "
+            "again in a new sandbox",
+            boundary=Boundary.AGENT,
+        )
     made = remembered(job)
     if made is None:
         made = await init(job, sandbox)
@@ -80,6 +97,8 @@ async def run(job: Job, sandbox: Sandbox) -> None:
     try:
         with calling(handler, "run", sandbox):
             results = await handler.run(made.runtime, made.metadata, made.config, job.instance)
+    except HookFailed as error:
+        raise SandboxLost(str(error), boundary=Boundary.AGENT) from error
     finally:
         await _close(made.runtime, sandbox)
     if not isinstance(results, Mapping):
@@ -90,7 +109,7 @@ async def run(job: Job, sandbox: Sandbox) -> None:
         raise ConfigurationError(
             f"`run` of the handler {handler.name!r} must return an object with text as names: {error}"
         ) from error
-    await job.services.store.put_if_absent(job.key(RESULTS), data)
+    await store.put_if_absent(job.key(RESULTS), data)
 
 
 async def results_of(job: Job) -> dict[str, Any] | None:

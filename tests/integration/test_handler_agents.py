@@ -1,0 +1,125 @@
+"""A handler's own agent runs once in a sandbox, whatever happens to its worker."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from temporalio.exceptions import ApplicationError
+from temporalio.testing import ActivityEnvironment
+
+from activities.boot_sandbox import BootSandbox
+from activities.run_agent import RunAgent
+from perdure.handlers import AgentHandler, JobDetails
+from perdure.instances import catalog
+from perdure.instances.sources import pack
+from perdure.rollouts.messages import WORKER_EVICTED, Attempt
+from perdure.rollouts.services import Services
+from perdure.sandboxes.base import Sandbox, identity_of
+from perdure.settings.tree import Settings
+from perdure.storage import keys
+from perdure.storage.base import put_blob
+from perdure.types import AgentEnd, Grading, Instance, RolloutRequest, Source, SourceKind
+
+REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
+ATTEMPT = Attempt(request=REQUEST, attempt=1)
+
+
+class Appends(AgentHandler):
+    """Its agent adds a line to a file, and then does what `then` says."""
+
+    name = f"{__name__}:Appends"
+    then: ClassVar[str] = ""
+    began: ClassVar[asyncio.Event]
+
+    async def run(
+        self, runtime: Sandbox, metadata: Any, config: Any, instance: Instance
+    ) -> Mapping[str, Any]:
+        await runtime.exec("echo line >>a.txt", cwd=runtime.workdir, check=True)
+        self.began.set()
+        if self.then == "waits":
+            await asyncio.Event().wait()
+        if self.then == "fails":
+            raise KeyError("patch")
+        return {"status": "done"}
+
+    async def eval(
+        self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True
+    ) -> Mapping[str, Any]:
+        return {"score": 1.0}
+
+
+@pytest.fixture
+async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An attempt whose sandbox is booted."""
+    monkeypatch.setattr(Appends, "began", asyncio.Event(), raising=False)
+    services = worker(tmp_path)
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    (tree / "a.txt").write_text("one\n")
+    instance = Instance(
+        instance_id="add-1",
+        dataset="toy",
+        data_source=Appends.name,
+        problem_statement="add",
+        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
+        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
+    )
+    await catalog.save(services.store, instance)
+    await ActivityEnvironment().run(BootSandbox(services).boot, ATTEMPT)
+    return tmp_path
+
+
+def worker(home: Path) -> Services:
+    """What a new worker process knows: nothing but the settings."""
+    local = {"allow_local": True}
+    return Services(Settings(home=home / "home", store=str(home / "store"), sandbox=local))
+
+
+async def lines(services: Services) -> list[bytes]:
+    identity = identity_of(REQUEST.run_id, REQUEST.workflow_id, "agent", 1)
+    sandbox = await services.provider("local").attach(identity)
+    return (await sandbox.read_file(f"{sandbox.workdir}/a.txt")).splitlines()
+
+
+async def test_an_agent_whose_worker_was_lost_is_not_run_again_in_its_sandbox(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its half-done work is there: the next attempt has a new sandbox."""
+    monkeypatch.setattr(Appends, "then", "waits")
+    lost = ActivityEnvironment()
+    first = asyncio.ensure_future(lost.run(RunAgent(worker(home)).run, ATTEMPT))
+    await Appends.began.wait()
+    lost.worker_shutdown()
+    with pytest.raises(ApplicationError) as evicted:
+        await first
+    monkeypatch.setattr(Appends, "then", "")
+    with pytest.raises(ApplicationError) as second:
+        await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+
+    assert (evicted.value.type, second.value.type) == (WORKER_EVICTED, "SandboxLost")
+    assert await lines(worker(home)) == [b"one", b"line"]
+
+
+async def test_stored_results_are_found_by_the_next_worker(home: Path) -> None:
+    """The worker is lost after the handler's results were stored, before the stage's own."""
+    services = worker(home)
+    await ActivityEnvironment().run(RunAgent(services).run, ATTEMPT)
+    await services.store.delete(f"{keys.attempt(REQUEST, 1)}/agent.json")
+    run = await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+
+    assert run.end is AgentEnd.FINISHED
+    assert await lines(services) == [b"one", b"line"]
+
+
+async def test_an_agent_that_raises_is_tried_in_a_new_sandbox(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says which hook of which handler failed."""
+    monkeypatch.setattr(Appends, "then", "fails")
+    with pytest.raises(ApplicationError, match=r"`run` of the handler .*KeyError") as failed:
+        await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+
+    assert (failed.value.type, failed.value.non_retryable) == ("SandboxLost", True)
+    assert failed.value.details == ("agent",)
