@@ -177,18 +177,25 @@ async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
     assert await granted(client, second)
 
 
+async def ready_after(client: Client, holder: str) -> ReadyPermit:
+    """A sandbox that was booted ahead and has the permit that a rollout gave back."""
+    account = client.get_workflow_handle(ACCOUNT_ID)
+    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
+    await ask(client, holder)
+    await holding(client, holder)
+    await account.signal("release", holder)
+    await account.execute_update("reserve", ready)
+    await account.signal("ahead_started", ready)
+    return ready
+
+
 async def test_a_ready_sandbox_is_ended_for_a_rollout_that_waits(
     client: Client, holders: Sequence[str], ender: ReadyEnder
 ) -> None:
     """It holds the account's only permit; the rollout that asks gets it when the sandbox is gone."""
     first, second = holders
     account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
-    await ask(client, first)
-    await holding(client, first)
-    await account.signal("release", first)
-    await account.execute_update("reserve", ready)
-    await account.signal("ahead_started", ready)
+    await ready_after(client, first)
     with pytest.raises(WorkflowUpdateFailedError):
         await account.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
     await ask(client, second)
@@ -204,12 +211,7 @@ async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_
     ender.by_hand = "done"
     first, second = holders
     account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
-    await ask(client, first)
-    await holding(client, first)
-    await account.signal("release", first)
-    await account.execute_update("reserve", ready)
-    await account.signal("ahead_started", ready)
+    ready = await ready_after(client, first)
     await ask(client, second)
     await until(lambda: ender.ended, "the ready sandbox was ended")
     await account.signal("release", ready.holder)
@@ -224,12 +226,7 @@ async def test_a_ready_sandbox_that_is_taken_brings_its_permit(
     """The rollout that takes it holds its permit without asking, and returns it like any other."""
     first, second = holders
     account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
-    await ask(client, first)
-    await holding(client, first)
-    await account.signal("release", first)
-    await account.execute_update("reserve", ready)
-    await account.signal("ahead_started", ready)
+    ready = await ready_after(client, first)
     taken = ReadyTaken(ready=ready.holder, holder=first, run="r", step="1-agent")
     await account.signal("taken", taken)
     await holding(client, first)

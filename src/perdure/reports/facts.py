@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from perdure.episodes.episode import models_of
+from perdure.episodes.episode import ModelUsage, models_of
 from perdure.episodes.episode_store import episode_keys
 from perdure.storage import stored_json
 from perdure.storage.base import Store
@@ -25,20 +25,10 @@ RESOLVED = "resolved"
 BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
 
 
-class Usage(Frozen):
-    """Tokens of one model's calls."""
-
-    model: str
-    asked_model: str = ""
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    sampled_tokens: int = 0
-
-
 class _Attempt(Frozen):
     provider: str = ""
     model: str = ""
-    bought: tuple[Usage, ...] = ()
+    bought: tuple[ModelUsage, ...] = ()
     agent_end: str | None = None
     evidence: tuple[str, ...] = ()
 
@@ -80,7 +70,7 @@ class _Episode(Frozen):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
-    usage: tuple[Usage, ...] = ()
+    usage: tuple[ModelUsage, ...] = ()
     turn_tokens: tuple[tuple[int, int], ...] = ()
     policy_version_min: int | None = None
     policy_version_max: int | None = None
@@ -109,9 +99,9 @@ class RolloutFacts:
     """That answered; empty: none was called."""
     asked_models: tuple[str, ...]
     """The names that requests used, where another name answered."""
-    usage: tuple[Usage, ...]
+    usage: tuple[ModelUsage, ...]
     """Tokens of the attempt that counts, by the model that answered."""
-    discarded: tuple[Usage, ...]
+    discarded: tuple[ModelUsage, ...]
     """Tokens that earlier attempts bought."""
     earlier_outcomes: tuple[str, ...]
     """Of the same sample before it was played again, the oldest first."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from perdure.episodes.episode import models_of
+from perdure.episodes.episode import ModelUsage, models_of
 from perdure.errors import ConfigurationError
-from perdure.reports.facts import RolloutFacts, Usage
+from perdure.reports.facts import RolloutFacts
 from perdure.types import Price
 
 
@@ -35,7 +35,7 @@ class Prices:
                 return price
         return None
 
-    def of_usage(self, usage: Usage) -> Price | None:
+    def of_usage(self, usage: ModelUsage) -> Price | None:
         """The price of the model that answered, else of the name that it was asked for as."""
         return self.of(usage.model) or self.of(usage.asked_model)
 

@@ -46,12 +46,12 @@ def pass_curve(tries: Mapping[str, Sequence[bool]]) -> dict[int, Interval]:
 
 
 def share_interval(values: Sequence[float], tries: int) -> Interval:
-    """The mean of shares, one for each instance, with an interval that is right for few instances too.
+    """The mean of `values`, one share for each instance, and its interval, which holds for few instances too.
 
-    Samples of one instance are alike, so they count as fewer independent ones: as many as give the
-    variance seen between instances, corrected for its few degrees of freedom. They count as `tries` at
-    most, and as one for each instance at least: shares vary no more than coin tosses do. Source: Korn and
-    Graubard 1998, Survey Methodology 24, on Clopper and Pearson's exact interval.
+    Samples of one instance resemble each other, so `tries` samples tell less than `tries` independent
+    ones. The variance between instances gives the number of independent samples that they are worth, with
+    a correction for few instances: at most `tries`, and at least one for each instance. The interval is
+    Clopper and Pearson's exact one for that number. Source: Korn and Graubard 1998, Survey Methodology 24.
     """
     count = len(values)
     if not count:

@@ -21,6 +21,7 @@ from perdure.testing import local_gateway
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
+from perdure.types import Turn
 
 DIALECTS = ["/v1/messages", "/v1/chat/completions", "/v1/responses"]
 PINGS = dict(zip(DIALECTS, ["event: ping", ": ping", "event: keepalive"], strict=True))
@@ -235,6 +236,17 @@ async def test_a_hosted_engine_serves_every_dialect(
     assert (answer.status_code, "Hello." in answer.text) == (200, True)
 
 
+async def one_turn(gateway: LocalGateway) -> Turn:
+    """As it is recorded for a client that asks for the model `any`."""
+    key = await gateway.open("s-1")
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
+        await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "Hi"}]
+        )
+    await gateway.control.close("s-1")
+    return decode((await gateway.store.get(turns_key_of("s-1"))).data)[0]
+
+
 @pytest.mark.parametrize("kind", ["openai", "anthropic"])
 async def test_a_turn_records_the_model_asked_for_and_the_one_that_answered(
     tmp_path: Path, kind: str
@@ -256,13 +268,7 @@ async def test_a_turn_records_the_model_asked_for_and_the_one_that_answered(
         served(Starlette(routes=routes)) as url,
         LocalGateway(tmp_path, engine={"url": url, "kind": kind, "model": "gpt-x"}) as gateway,
     ):
-        key = await gateway.open("s-1")
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
-            await client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": "Hi"}]
-            )
-        await gateway.control.close("s-1")
-        turn = decode((await gateway.store.get(turns_key_of("s-1"))).data)[0]
+        turn = await one_turn(gateway)
 
     assert asked == ["gpt-x"]
     assert (turn.asked_model, turn.model) == ("gpt-x", "gpt-x-2026-01-01")
@@ -273,13 +279,7 @@ async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
 ) -> None:
     """Not the name `policy` under which it serves it, but the one behind that in /v1/models."""
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
-        key = await gateway.open("s-1")
-        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
-            await client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": "Hi"}]
-            )
-        await gateway.control.close("s-1")
-        turn = decode((await gateway.store.get(turns_key_of("s-1"))).data)[0]
+        turn = await one_turn(gateway)
 
     assert turn.asked_model == "policy"
     assert turn.model.startswith("scripted:")

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary
-from perdure.reports.facts import RolloutFacts, RunFacts, Usage
+from perdure.reports.facts import RolloutFacts, RunFacts
 from perdure.types import Failure, RolloutStatus
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="sandbox p-1a died")
@@ -22,7 +23,9 @@ def rollout(
         "agent": "mini_swe_agent",
         "models": ("m",),
         "asked_models": (),
-        "usage": (Usage(model="m", prompt_tokens=1000, cached_tokens=400, sampled_tokens=100),),
+        "usage": (
+            ModelUsage(model="m", prompt_tokens=1000, cached_tokens=400, sampled_tokens=100),
+        ),
         "discarded": (),
         "earlier_outcomes": (),
         "status": RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,

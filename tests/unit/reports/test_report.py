@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary, ConfigurationError
 from perdure.reports.bounds import gives_bounds, of_runs
 from perdure.reports.comparison import compare
 from perdure.reports.document import document
-from perdure.reports.facts import RunFacts, Usage
+from perdure.reports.facts import RunFacts
 from perdure.reports.page import page
 from perdure.reports.plots import plots
 from perdure.reports.prices import read_prices
@@ -155,7 +156,7 @@ def test_cost_is_that_of_the_tokens(tmp_path: Path) -> None:
 def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
     """No cost is shown instead of one that leaves the model out."""
     (tmp_path / "prices.toml").write_text(PRICES)
-    other = Usage(model="other", prompt_tokens=5)
+    other = ModelUsage(model="other", prompt_tokens=5)
     run = RunFacts("r", (rollout("a"), rollout("b", models=("other",), usage=(other,))))
     report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
     shown = figures(report)
@@ -167,7 +168,7 @@ def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
 def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
     """What a lost or repeated attempt bought was paid for, and the report counts it."""
     (tmp_path / "prices.toml").write_text(PRICES)
-    lost = Usage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
+    lost = ModelUsage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
     run = RunFacts("r", (rollout("a", turns=0, usage=(), discarded=(lost,)),))
     report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
     shown = figures(report)
@@ -177,8 +178,10 @@ def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
     assert shown["sampled tokens of discarded attempts"] == "50.0 k"
 
 
-@pytest.mark.parametrize("usage", [(), (Usage(model="m"),)], ids=["none", "not counted"])
-def test_a_cost_that_was_not_recorded_is_unknown(tmp_path: Path, usage: tuple[Usage, ...]) -> None:
+@pytest.mark.parametrize("usage", [(), (ModelUsage(model="m"),)], ids=["none", "not counted"])
+def test_a_cost_that_was_not_recorded_is_unknown(
+    tmp_path: Path, usage: tuple[ModelUsage, ...]
+) -> None:
     """It counts as no dollars, and the mean leaves its rollout out."""
     (tmp_path / "prices.toml").write_text(PRICES)
     prices = read_prices(tmp_path / "prices.toml")

@@ -36,7 +36,7 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
         from perdure.stack.listening import serving
     except ImportError as error:
         raise MissingDependency(
-            f"it serves HTTP; install it: {command_for_extra('gateway')}"
+            f"this command needs packages that are not here; install them: {command_for_extra('gateway')}"
         ) from error
     from perdure.client.encryption import EncryptingCodec, Keys
     from perdure.home import load_secret

@@ -42,7 +42,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         from perdure.viewer.security import TOKEN, view_token
     except ImportError as error:
         raise MissingDependency(
-            f"it serves HTTP; install it: {command_for_extra('gateway')}"
+            f"this command needs packages that are not here; install them: {command_for_extra('gateway')}"
         ) from error
     from perdure.cli.rollouts.current import current_step
     from perdure.home import load_secret
