@@ -101,6 +101,69 @@ TRAINERS = {
             extra_fields: dict[str, Any] = {}
             mm_processor_kwargs: dict[str, Any] | None = None
         """,
+    "torchtitan/config.py": """
+        import dataclasses
+
+        class Configurable:
+            @dataclasses.dataclass(kw_only=True, slots=True)
+            class Config:
+                pass
+
+            def __init__(self, config):
+                pass
+        """,
+    "torchtitan/experiments/rl/environment.py": """
+        from torchtitan.config import Configurable
+
+        class MessageEnv(Configurable):
+            pass
+        """,
+    "torchtitan/experiments/rl/observability/metrics.py": """
+        class Metric:
+            pass
+        """,
+    "torchtitan/experiments/rl/rollout/rollouter.py": """
+        from torchtitan.config import Configurable
+
+        class Rollouter(Configurable):
+            pass
+        """,
+    "torchtitan/experiments/rl/rollout/types.py": """
+        import dataclasses
+        import enum
+        from collections.abc import Callable
+
+        GenerateFn = Callable
+
+        class RolloutStatus(enum.Enum):
+            COMPLETED = "completed"
+
+        class Rollout:
+            pass
+
+        class RolloutGroup:
+            pass
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class RolloutTurn:
+            pass
+        """,
+    "torchtitan/experiments/rl/rubrics.py": """
+        import dataclasses
+        from torchtitan.config import Configurable
+
+        class RewardFn(Configurable):
+            pass
+
+        class Rubric(Configurable):
+            @dataclasses.dataclass(kw_only=True, slots=True)
+            class Config(Configurable.Config):
+                reward_fns: list
+        """,
+    "torchtitan/experiments/rl/types.py": """
+        class RolloutTurnID:
+            pass
+        """,
 }
 
 
@@ -111,9 +174,10 @@ def installed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(folder)
     yield
     names = {path.partition("/")[0] for path in TRAINERS}
-    ours = "perdure.integrations.verl_agent_loop"
-    for module in [one for one in sys.modules if one.partition(".")[0] in names or one == ours]:
-        del sys.modules[module]
+    ours = ("perdure.integrations.verl_agent_loop", "perdure.integrations.torchtitan")
+    for module in list(sys.modules):
+        if module.partition(".")[0] in names or module.startswith(ours):
+            del sys.modules[module]
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

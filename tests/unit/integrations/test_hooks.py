@@ -1,6 +1,7 @@
 """The names that a trainer's launcher is given: a row goes in, the rollout's samples come out."""
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from perdure.client.slime_variables import rollout_with_defaults
 from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
@@ -389,6 +391,33 @@ async def test_verl_leaves_a_failed_rollout_out(stack: Stack) -> None:
     loop = PerdureAgentLoop(trainer_config="config", server_manager=None, run_id="try")
 
     assert await loop.run({}, instance="d/i") == []
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class TitanSampling:
+    temperature: float = 0.8
+    max_tokens: int = 512
+
+
+@pytest.mark.parametrize(("flags", "budget"), [({}, 900.0), ({"agent_budget_s": 60.0}, 60.0)])
+def test_torchtitan_leaves_the_budget_to_the_variables(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], budget: float
+) -> None:
+    """A flag of its launcher wins. What has no flag follows the variables too."""
+    from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
+
+    monkeypatch.setenv("SWE_TIME_BUDGET_SEC", "900")
+    monkeypatch.setenv("SWE_EVAL_TIMEOUT_SEC", "300")
+    fields = RolloutFields(**flags)
+    rollouter = PerdureRollouter(PerdureRollouter.Config(run_id="try", rollout=fields))
+    (request,) = rollouter._requests("d/i", 0, 1, TitanSampling())
+    started = rollout_with_defaults(request)
+
+    assert (started.agent_budget_s, started.grade_timeout_s) == (budget, 300.0)
+    assert started.max_attempts == RolloutRequest.model_fields["max_attempts"].default
 
 
 # --- SkyRL -----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class RolloutFields:
     sandbox: str = "bubblewrap"
     agent_budget_s: float | None = None
     max_attempts: int | None = None
-    """Here and above: None leaves it to the settings, then to the default of every request."""
+    """None here or above: a variable such as `SWE_TIME_BUDGET_SEC`, else the default of every request."""
     max_context_tokens: int | None = None
     """Tokens of prompt and answers together: less than a row of the trainer's batch."""
     more: str = "{}"
