@@ -69,7 +69,8 @@ async def test_a_gateway_killed_mid_turn_loses_no_turn(stack: Stack) -> None:
 
 
 async def test_a_gateway_that_is_away_keeps_the_rollout_waiting(stack: Stack) -> None:
-    """The agent ends, and its session cannot be closed: the watcher says so, and tries again."""
+    """The agent ends, and its session cannot be closed: the watcher says so, and tries again. The gateway
+    may have failed the agent's last call, so a second attempt replays all turns."""
     (request,) = await stack.met("gateway-away")
     (worker,) = stack.workers
     os.kill(worker.pid, signal.SIGSTOP)  # it must not close the session before the gateway dies
@@ -85,7 +86,7 @@ async def test_a_gateway_that_is_away_keeps_the_rollout_waiting(stack: Stack) ->
     await until(lambda: _contains(reason, "no answer from the gateway"), "it says why it waits")
     await stack.start_gateway()
 
-    await stack.solved_once(request)
+    await stack.solved_once(request, attempt=2, replayed=stack.engine.turns)
 
 
 async def _contains(text: Callable[[], Awaitable[str]], part: str) -> bool:

@@ -12,8 +12,8 @@ import hashlib
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import structlog
 
@@ -22,12 +22,15 @@ from perdure.apart.working import work
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.waits import Waits
 from perdure.errors import (
+    Boundary,
     CallsRefused,
     ConfigurationError,
     GatewayUnavailable,
     NotFound,
     PerdureError,
+    RetryHere,
 )
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.journal.base import Journal, Overtaken
@@ -78,8 +81,11 @@ KEPT_SESSIONS = 4096
 """How many sessions keep their rules and sums in memory. Another session is read back when it is
 called."""
 TRIM_EVERY_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
+"""Seconds before a call tries again to reach the journal. The pause doubles each time."""
 
 log = structlog.get_logger()
+Result = TypeVar("Result")
 
 
 class Sessions:
@@ -107,6 +113,8 @@ class Sessions:
         self._maker = TurnMaker(model_format, engine, metrics, partials, self._call_ids)
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self.waiting = Waits()
+        """Calls that wait for the journal."""
         self._loading = asyncio.Lock()
         self._trimmed = 0.0
 
@@ -240,6 +248,8 @@ class Sessions:
         record = {"kind": UNANSWERED, "chain": chain, **wait.model_dump()}
         try:
             await self._note(session, record, lambda: chain in session.unanswered)
+        except RetryHere:
+            raise
         except PerdureError as error:
             log.warning("cannot journal an unanswered call", error=str(error))
             session.unanswered.setdefault(chain, wait)
@@ -358,14 +368,42 @@ class Sessions:
         """The answer to one model call, durable when it returns.
 
         A retry joins the call in flight or gets the recorded answer again; an identical call that is no
-        retry of one in flight is sampled too. The call continues when the client disconnects.
+        retry of one in flight is sampled too. The call continues when the client disconnects. It waits
+        while the journal is out of reach: an agent is told of trouble only after the journal has a note
+        of it, because a rollout that ends after such a call has no verdict.
         Raises: Refused, GatewayUnavailable, NotFound.
         """
+        return await self._outlasting(
+            session_id, lambda wait: self._complete(session_id, request, caller, wait)
+        )
+
+    async def _outlasting(
+        self, session_id: str, work: Callable[[Wait | None], Awaitable[Result]]
+    ) -> Result:
+        """Do `work`, again and again while the journal is out of reach. `work` gets the wait so far."""
+        pause, wait = FIRST_PAUSE_S, None
+        while True:
+            try:
+                return await work(wait)
+            except RetryHere as error:
+                if not _is_of_journal(error):
+                    raise
+                wait = Wait(since=wait.since if wait else time.time(), reason=str(error))
+            log.warning("a call waits for the journal", session_id=session_id, reason=wait.reason)
+            with self.waiting.noted(session_id, wait):
+                await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    async def _complete(
+        self, session_id: str, request: ModelRequest, caller: Caller, wait: Wait | None
+    ) -> Answer:
+        """`wait`: how long the call has waited for the journal."""
+        has_left = wait is not None and await caller.has_hung_up()
         async with self._using(session_id) as session:
             session.check_open()
             try:
                 awake = await self._awake(session)
-            except Refused:
+            except (Refused, RetryHere):
                 raise
             except Exception as error:  # its journal cannot be read, so the note stays in memory
                 wait = Wait(since=time.time(), reason=_reason(error))
@@ -383,8 +421,13 @@ class Sessions:
                 self._metrics.retries.labels("joined").inc()
             elif (node := self._recorded(awake, key)) is not None:
                 return node.record.answer
+            elif wait is not None and has_left:
+                if time.time() - wait.since > LONG_WAIT_S:
+                    chain = chain_of(request.chain, request.purpose)
+                    await self._note_unanswered(session, chain, wait)
+                raise Refused(400, "client_closed_request", "the client went away")
             else:
-                call = self._start(awake, request, location, key)
+                call = self._start(awake, request, location, key, wait)
             session.callers.setdefault(key, []).append(caller)
             return await asyncio.shield(call)
 
@@ -408,19 +451,28 @@ class Sessions:
 
         Raises: Refused, NotFound.
         """
-        async with self._using(session_id) as session:
-            session.check_open()
-            return await self._maker.count(request)
+
+        async def count(_: Wait | None) -> int:
+            async with self._using(session_id) as session:
+                session.check_open()
+                return await self._maker.count(request)
+
+        return await self._outlasting(session_id, count)
 
     def _start(
-        self, awake: Awake, request: ModelRequest, location: Location, key: CallKey
+        self,
+        awake: Awake,
+        request: ModelRequest,
+        location: Location,
+        key: CallKey,
+        wait: Wait | None,
     ) -> "asyncio.Task[Answer]":
         session = awake.session
         if len(session.calls) >= MAX_WAITING:
             raise Refused(
                 429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
             )
-        call = asyncio.create_task(self._traced_turn(awake, request, location, key))
+        call = asyncio.create_task(self._traced_turn(awake, request, location, key, wait))
         session.calls[key] = call
         call.add_done_callback(lambda task: _forget(session, key, task))
         return call
@@ -435,20 +487,27 @@ class Sessions:
         return node
 
     async def _traced_turn(
-        self, awake: Awake, request: ModelRequest, location: Location, key: CallKey
+        self,
+        awake: Awake,
+        request: ModelRequest,
+        location: Location,
+        key: CallKey,
+        wait: Wait | None,
     ) -> Answer:
         """A turn, as a span of the rollout that its session names. Whatever keeps the gateway from
-        answering is noted, because a rollout that ends after such a call has no verdict."""
+        answering is noted, except that the journal is out of reach: then the call waits."""
         spec, arrived = awake.session.spec, time.time()
         parent = spec.labels.get(tracing.PARENT, "")
         with tracing.span(
             "turn", {"perdure.chain": request.chain}, kind="server", parent=parent
         ) as span:
             try:
-                answer = await self._turn(awake, request, location)
+                answer = await self._turn(awake, request, location, wait)
             except Refused:
                 raise
             except Exception as error:
+                if _is_of_journal(error):
+                    raise
                 await self._failed(awake.session, request, key, arrived, error)
                 raise
             span.set(
@@ -462,7 +521,9 @@ class Sessions:
             )
             return answer
 
-    async def _turn(self, awake: Awake, request: ModelRequest, location: Location) -> Answer:
+    async def _turn(
+        self, awake: Awake, request: ModelRequest, location: Location, wait: Wait | None
+    ) -> Answer:
         arrived = time.time()
         known, session = len(awake.tree.nodes), awake.session
         news = await self._refresh(session)
@@ -480,7 +541,9 @@ class Sessions:
         if recording is None or recorded is None:
             draft = unwritten or await self._sampled(pending)
             try:
-                answer = await self._commit(pending, known, draft)
+                answer = await self._commit(
+                    pending, known, _with_earlier_wait(draft, wait, arrived)
+                )
             except BaseException:
                 session.unwritten[key] = draft
                 raise
@@ -520,7 +583,8 @@ class Sessions:
         chain = chain_of(pending.request.chain, pending.request.purpose)
         try:
             earlier = session.unanswered.get(chain)
-            record = _with_earlier_wait(await self._maker.sampled(pending), earlier)
+            record = await self._maker.sampled(pending)
+            record = _with_earlier_wait(record, earlier, pending.arrived)
             session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)
             return record
         except Refused as refused:
@@ -635,11 +699,16 @@ def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, PerdureError) else f"the gateway failed: {error!r}"
 
 
-def _with_earlier_wait(record: TurnRecord, wait: Wait | None) -> TurnRecord:
-    """The same with the time since the first of its earlier tries, which no engine answered."""
+def _is_of_journal(error: Exception) -> bool:
+    """Whether the journal, or the store below it, is out of reach: trouble of engines says so."""
+    return isinstance(error, RetryHere) and error.boundary is not Boundary.ENGINE
+
+
+def _with_earlier_wait(record: TurnRecord, wait: Wait | None, until: float) -> TurnRecord:
+    """The same with the time from the first of its earlier tries, which had no answer, to this one."""
     if wait is None:
         return record
-    earlier = max(0.0, record.started_at - wait.since)
+    earlier = max(0.0, until - wait.since)
     return record.model_copy(update={"waiting_seconds": record.waiting_seconds + earlier})
 
 

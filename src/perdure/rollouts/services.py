@@ -41,6 +41,8 @@ class Services:
         self.held: dict[str, tuple[str, str]] = {}
         """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
         self.memory = Memory()
+        self.unwritten_away: set[str] = set()
+        """Keys of the notes that the gateway was away, which the store has not taken: it was away too."""
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}

@@ -19,7 +19,7 @@ from perdure.engines.clients.token_server import EngineRequest, body_with_prompt
 from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.episodes.turns_parquet import decode
-from perdure.errors import GatewayUnavailable
+from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.local import LocalJournal
@@ -716,7 +716,7 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
     calls = [asyncio.create_task(process.ask(HELLO, caller=AGAIN)) for _ in range(3)]
     while not speaker.seen:
         await asyncio.sleep(0.001)
-    speaker.failure = GatewayUnavailable("gone")
+    speaker.failure = GatewayUnavailable("gone", boundary=Boundary.ENGINE)
     speaker.released.set()
     told = await asyncio.gather(*calls, return_exceptions=True)
     speaker.failure = None
@@ -730,22 +730,25 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
 async def test_a_turn_that_the_journal_did_not_take_is_not_sampled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store was away for longer than one call waits: the repeated call gets the tokens that it sampled."""
+    """The call waits with the tokens that it sampled until the journal takes them."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
+    refused = 0
+    append = process.journal.append
 
-    async def away(*_: object, **__: object) -> None:
-        raise GatewayUnavailable("the journal cannot be written")
+    async def away_twice(*args: Any, **position: Any) -> None:
+        nonlocal refused
+        if refused < 2:
+            refused += 1
+            raise GatewayUnavailable("the journal cannot be written")
+        await append(*args, **position)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(process.journal, "append", away)
-        for _ in range(2):
-            with pytest.raises(GatewayUnavailable):
-                await process.ask(HELLO)
+    monkeypatch.setattr(process.journal, "append", away_twice)
     answer = await process.ask(HELLO)
     await process.ask(_next(HELLO, answer))
 
+    assert refused == 2
     assert len(speaker.seen) == 2
     assert len(await process.turns()) == 2
     assert process.sessions._sessions["s"].unwritten == {}

@@ -5,12 +5,14 @@ from typing import Any, cast
 
 import pytest
 
-from perdure.errors import ConfigurationError, NotFound
+from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts.gateway_session.session import AgentSession
 from perdure.rollouts.job import Job
+from tests.unit.gateway.unsteady_store import UnsteadyStore
 
 SUMMARY = SessionSummary(session_id="s", open=True)
+AFTER_ONE_TURN = SessionSummary(session_id="s", open=True, turns=1)
 
 
 class Gateway:
@@ -18,6 +20,7 @@ class Gateway:
 
     def __init__(self, *, is_open: bool, refuses: bool = False) -> None:
         self.is_open, self.refuses = is_open, refuses
+        self.is_away = False
         self.asked: list[str] = []
 
     async def open(self, spec: SessionSpec) -> SessionSummary:
@@ -32,20 +35,32 @@ class Gateway:
             raise NotFound(session_id)
         return SUMMARY
 
+    async def look(self, session_id: str) -> SessionSummary:
+        return await self.close(session_id)
+
+    async def close(self, session_id: str) -> SessionSummary:
+        if self.is_away:
+            raise GatewayUnavailable("no answer")
+        return SUMMARY
+
 
 class Session(AgentSession):
     async def _spec(self) -> SessionSpec:
         return SessionSpec(session_id="s", turns_key="t")
 
 
-def session(gateway: Gateway, try_number: int) -> Session:
-    async def read(name: str, model: object) -> None:
-        return None
+def session(gateway: Gateway, try_number: int, store: UnsteadyStore | None = None) -> Session:
+    store = store or UnsteadyStore()
+
+    async def read(name: str, model: Any) -> Any:
+        data = store.objects.get(name)
+        return None if data is None else model.model_validate_json(data)
 
     fields: dict[str, Any] = {
-        "services": SimpleNamespace(gateway=gateway),
+        "services": SimpleNamespace(gateway=gateway, store=store, unwritten_away=set()),
         "agent_identity": "s",
         "this_try": SimpleNamespace(number=try_number),
+        "key": str,
         "read": read,
     }
     return Session(cast(Job, SimpleNamespace(**fields)))
@@ -80,3 +95,36 @@ async def test_a_reset_workflow_takes_the_session_of_its_earlier_play() -> None:
 async def test_a_refused_session_keeps_its_reason() -> None:
     with pytest.raises(ConfigurationError, match="refused"):
         await session(Gateway(is_open=False, refuses=True), 1).open()
+
+
+@pytest.mark.parametrize("asked", ["look", "close"])
+@pytest.mark.parametrize("store_too", [False, True])
+async def test_an_agent_that_ends_while_the_gateway_is_away_has_no_verdict(
+    asked: str, store_too: bool
+) -> None:
+    """The gateway may have failed its last call: also if the host lost gateway and store together, and
+    if it is the end of the agent that finds the gateway away."""
+    gateway, store = Gateway(is_open=True), UnsteadyStore()
+    mine = session(gateway, 1, store)
+    gateway.is_away, store.away = True, store_too
+    with pytest.raises(StoreUnavailable if store_too else GatewayUnavailable):
+        await getattr(mine, asked)()
+    gateway.is_away = store.away = False
+    await mine.open(is_started=True)
+
+    assert (await mine.close()).unanswered == "the gateway was away"
+
+
+async def test_an_agent_that_went_on_with_the_gateway_that_came_back_has_a_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gateway = Gateway(is_open=True)
+    mine = session(gateway, 1)
+    gateway.is_away = True
+    with pytest.raises(GatewayUnavailable):
+        await mine.look()
+    gateway.is_away = False
+    await mine.open(is_started=True)
+    monkeypatch.setattr("tests.unit.rollouts.test_sessions.SUMMARY", AFTER_ONE_TURN)
+
+    assert (await mine.close()).unanswered == ""

@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -20,6 +20,7 @@ from perdure.dialects.base import Refused
 from perdure.engines.base import Wait
 from perdure.engines.clients.engine_refusal import content_refusal, excerpt, is_passing, trouble
 from perdure.engines.hosted_sampling import check_hosted_sampling
+from perdure.engines.waits import Waits
 from perdure.errors import Boundary, CallsRefused, ConfigurationError, GatewayUnavailable
 from perdure.types import Sampling
 
@@ -79,13 +80,13 @@ class HostedApi(ABC):
         self._refused_since: float | None = None
         """`time.monotonic()` of its first refusal since it last served a call."""
         self._has_served = False
-        self._waiting: dict[str, list[Wait]] = {}
-        """By session: its calls without a usable answer so far."""
+        self._waiting = Waits()
+        """Calls without a usable answer so far."""
         self.name = engine_name(self.kind, base_url)
 
     def waits(self, session_id: str) -> Wait | None:
         """Since when a call of the session gets no usable answer, and what came instead."""
-        return min(self._waiting.get(session_id, ()), key=lambda wait: wait.since, default=None)
+        return self._waiting.longest(session_id)
 
     def check(self, rules: Sampling) -> None:
         """Raises: Refused naming a sampling parameter that it does not have."""
@@ -119,20 +120,9 @@ class HostedApi(ABC):
                         raise
                     told.close()
                     reason = Wait(since=since, reason=str(failure))
-                    told.enter_context(self._known_to_wait(session_id, reason))
+                    told.enter_context(self._waiting.noted(session_id, reason))
                 await asyncio.sleep(wait)
                 pause = min(pause * 2, LONGEST_PAUSE_S)
-
-    @contextlib.contextmanager
-    def _known_to_wait(self, session_id: str, wait: Wait) -> Iterator[None]:
-        waiting = self._waiting.setdefault(session_id, [])
-        waiting.append(wait)
-        try:
-            yield
-        finally:
-            waiting.remove(wait)
-            if not waiting:
-                self._waiting.pop(session_id, None)
 
     def _gives_up(self, failure: GatewayUnavailable) -> bool:
         """Whether refusals have lasted for so long that a person must act first."""

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
+from perdure.engines.base import Wait
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine, check_engine_settings
 from perdure.engines.pool.metrics import pool_metrics
@@ -88,6 +89,10 @@ class Gateway:
     metrics: Metrics
     patience: Patience
     store: Store
+
+    def waits(self, session_id: str) -> Wait | None:
+        """What a call of the session waits for: an engine, or the journal."""
+        return self.engine.waits(session_id) or self.sessions.waiting.longest(session_id)
 
 
 def create_app(
@@ -311,7 +316,7 @@ async def _get_many(request: Request) -> Response:
 
 async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
     summary = await gateway.sessions.get(session_id)
-    if waits := gateway.engine.waits(session_id):
+    if waits := gateway.waits(session_id):
         if summary.waits is not None:  # the agent tries again: its wait began before this call's
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
@@ -328,7 +333,7 @@ async def _write_turns(request: Request) -> Response:
 
 async def _close(request: Request) -> Response:
     gateway, session_id = _gateway(request), request.path_params["session_id"]
-    waits = gateway.engine.waits(session_id)
+    waits = gateway.waits(session_id)
     if waits is not None:
         await gateway.sessions.gave_up(session_id, waits)
     summary = await gateway.sessions.close(session_id)

@@ -103,19 +103,29 @@ class AgentSession:
         return summary
 
     async def _known(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
+        """While only the store is away, calls wait in their gateway: no agent is told."""
         try:
             return await answer
         except GatewayUnavailable:
-            await self._job.services.store.put(
-                self._away_key, GatewayAway().model_dump_json().encode()
-            )
+            await self._note(GatewayAway())
             raise
+
+    async def _note(self, away: GatewayAway) -> None:
+        services = self._job.services
+        services.unwritten_away.add(self._away_key)
+        await services.store.put(self._away_key, away.model_dump_json().encode())
+        services.unwritten_away.discard(self._away_key)
+
+    async def _noted(self) -> GatewayAway | None:
+        if self._away_key in self._job.services.unwritten_away:
+            return GatewayAway()
+        return await self._job.read(AWAY, GatewayAway)
 
     async def close(self) -> SessionSummary:
         """Of an agent that was started. Its `unanswered` also tells that the gateway was away since the
         last answer. Raises: AttemptDamaged."""
-        summary = await self._existing(self._gateway.close(self._id))
-        away = await self._job.read(AWAY, GatewayAway)
+        summary = await self._existing(self._known(self._gateway.close(self._id)))
+        away = await self._noted()
         if away is None or (away.turns is not None and summary.turns > away.turns):
             return summary
         reason = summary.unanswered or "the gateway was away"
@@ -123,10 +133,9 @@ class AgentSession:
 
     async def _answered(self, summary: SessionSummary) -> SessionSummary:
         """The gateway is back: from now on, one turn more means that the agent got an answer."""
-        away = await self._job.read(AWAY, GatewayAway)
+        away = await self._noted()
         if away is not None and away.turns is None:
-            back = GatewayAway(turns=summary.turns)
-            await self._job.services.store.put(self._away_key, back.model_dump_json().encode())
+            await self._note(GatewayAway(turns=summary.turns))
         return summary
 
     @property

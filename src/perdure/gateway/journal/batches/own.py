@@ -15,7 +15,7 @@ from perdure.storage import keys
 from perdure.storage.base import Store
 
 PATIENCE_S = 10.0
-"""How long a write is repeated. Then its turns are refused, and their clients ask again."""
+"""Seconds for which a write is repeated. Then its calls wait, and each tries again by itself."""
 PAUSE_S = 0.2
 
 
