@@ -1,6 +1,7 @@
 """Two builds on one real server: rollouts stay on the build that began them, runs move on."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -11,6 +12,8 @@ from structlog.testing import capture_logs
 from temporalio import activity, workflow
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError
+from temporalio.worker._workflow import _DeadlockError
 from temporalio.workflow import _Definition
 
 from perdure.client import names, rollouts
@@ -209,38 +212,47 @@ async def test_work_of_a_build_without_workers_is_one_sentence(
     )
 
 
-async def test_a_cancelled_run_ends_rollouts_whose_code_fails(client: Client) -> None:
-    """As after an upgrade without a build id: they cannot answer, so they are terminated."""
+@workflow.defn(name=names.ROLLOUT, sandboxed=False)
+class FailingRollout:
+    """Code that cannot replay or go on, or whose worker is too busy."""
+
+    @workflow.run
+    async def run(self, request: dict[str, Any]) -> None:
+        error = _DeadlockError if request["instance"] == "toy/slow" else RuntimeError
+        raise error("of another build, or too slow")
+
+
+async def test_a_cancelled_run_terminates_only_rollouts_whose_code_fails(client: Client) -> None:
+    """As after an upgrade without a build id: they cannot answer. On a busy worker they will."""
     stages = Stages()
-    stages.instances = ("toy/add-1",)
-    run_workflow = [one for one in WORKFLOWS if one is not RolloutWorkflow]
+    stages.instances = ("toy/broken", "toy/slow")
+    others = [one for one in WORKFLOWS if one is not RolloutWorkflow]
     request = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
+    broken, slow = (
+        client.get_workflow_handle(f"rollout/r1/{name}/0") for name in ("broken", "slow")
+    )
+
+    async def have_failed() -> bool:
+        with contextlib.suppress(RPCError):  # one has not started yet
+            described = [(await one.describe()).raw_description for one in (broken, slow)]
+            tries = [one.pending_workflow_task.attempt for one in described]
+            return min(tries) >= rollouts.FAILS_AFTER
+        return False
+
     async with (
         stages.carried_out(client),
-        workflow_worker(client, workflows=[*run_workflow, FailingRollout]),
+        workflow_worker(client, workflows=[*others, FailingRollout]),
     ):
         run = await Perdure(client).start_run(request)
-        stuck = until(lambda: _stuck(client), "the rollout's code has failed")
-        [rollout] = await stuck
-        await run.cancel()
-        described = await client.get_workflow_handle(rollout).describe()
-
-        assert described.status is WorkflowExecutionStatus.TERMINATED
+        await until(have_failed, "the rollouts have failed")
+        terminated = await run.cancel()
+        ended = [(await one.describe()).status for one in (broken, slow)]
+        await slow.terminate()
         with pytest.raises(Cancelled):
             await run.result()
 
-
-async def _stuck(client: Client) -> list[str]:
-    return [one async for one in rollouts.stuck(client, "r1")]
-
-
-@workflow.defn(name=names.ROLLOUT, sandboxed=False)
-class FailingRollout:
-    """Code that cannot replay or go on."""
-
-    @workflow.run
-    async def run(self, request: Any = None) -> None:
-        raise RuntimeError("of another build")
+    assert terminated == [broken.id]
+    assert ended == [WorkflowExecutionStatus.TERMINATED, WorkflowExecutionStatus.RUNNING]
 
 
 def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:

@@ -451,24 +451,27 @@ class RunHandle:
         """
         return RunStatus.model_validate(await self._update("change", fields))
 
-    async def cancel(self) -> None:
+    async def cancel(self) -> list[str]:
         """Every rollout in flight is cancelled and still leaves its episode.
 
         A workflow whose code fails cannot answer the cancellation: it is terminated, without an episode, and
-        the sweeps end its sandbox.
+        the sweeps end its sandbox. Returns the ids of these. One that is only slow is cancelled as others are.
         Raises: NotFound if it had ended before; the message says how.
         """
-        stuck = [one async for one in rollouts.stuck(self.perdure.client, self.run_id)]
+        failing = [one async for one in rollouts.code_fails(self.perdure.client, self.run_id)]
         try:
             await _cancel(self.handle, f"run '{self.run_id}'")
         except NotFound:  # it may have ended before its rollouts
-            if not stuck:
+            if not failing:
                 raise
-        for one in stuck:
+        terminated = []
+        for one in failing:
             with contextlib.suppress(RPCError):  # it has ended meanwhile
                 await self.perdure.client.get_workflow_handle(one).terminate(
                     reason="its workflow code fails, so it cannot be cancelled"
                 )
+                terminated.append(one)
+        return terminated
 
     async def rollouts(self) -> list[RolloutInfo]:
         return await self.perdure.rollouts(self.run_id)

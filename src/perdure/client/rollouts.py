@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from temporalio.api.enums.v1 import PendingActivityState
+from temporalio.api.common.v1 import WorkflowExecution as ExecutionId
+from temporalio.api.enums.v1 import EventType, PendingActivityState, WorkflowTaskFailedCause
 from temporalio.api.workflow.v1 import PendingActivityInfo
+from temporalio.api.workflowservice.v1 import GetWorkflowExecutionHistoryReverseRequest
 from temporalio.client import Client, WorkflowExecution, WorkflowExecutionStatus
 
 from perdure.client import names
@@ -21,8 +23,19 @@ FEW = 50
 WAITING = "waiting"
 """The stage of a rollout before its boot has begun."""
 INSTANT = timedelta(milliseconds=1)
-STUCK_AFTER = 3
-"""A workflow task in this try has failed before for no passing reason."""
+FAILS_AFTER = 3
+"""Tries of a workflow task until its failure is not a passing one."""
+TASK_ENDS = {
+    EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED,
+    EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED,
+    EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT,
+}
+CODE_FAULTS = {
+    WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_WORKFLOW_WORKER_UNHANDLED_FAILURE,
+    WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_NON_DETERMINISTIC_ERROR,
+}
+TOO_SLOW = "_DeadlockError"
+"""The SDK's type of failure where a busy worker did not finish a task within its two seconds."""
 
 
 @dataclass(frozen=True)
@@ -117,13 +130,33 @@ async def waiting(client: Client, run_id: str) -> int:
     return (await client.count_workflows(query)).count
 
 
-async def stuck(client: Client, run_id: str) -> AsyncIterator[str]:
+async def code_fails(client: Client, run_id: str) -> AsyncIterator[str]:
     """Open workflows of a run whose code has failed several times at the same task, as after an upgrade."""
     query = f"{attributes.RUN.name} = '{run_id}' AND ExecutionStatus = 'Running'"
     async for one in client.list_workflows(query):
         described = await client.get_workflow_handle(one.id).describe()
-        if described.raw_description.pending_workflow_task.attempt >= STUCK_AFTER:
+        tries = described.raw_description.pending_workflow_task.attempt
+        if tries >= FAILS_AFTER and await _last_task_failed(client, one.id):
             yield one.id
+
+
+async def _last_task_failed(client: Client, workflow_id: str) -> bool:
+    """Whether the code failed at the pending task; otherwise its worker was too slow, or ended.
+
+    Of several tries in a row, only the first has events in the history.
+    """
+    request = GetWorkflowExecutionHistoryReverseRequest(
+        namespace=client.namespace,
+        execution=ExecutionId(workflow_id=workflow_id),
+        maximum_page_size=FEW,
+    )
+    answer = await client.workflow_service.get_workflow_execution_history_reverse(request)
+    for event in answer.history.events:
+        if event.event_type in TASK_ENDS:
+            failed = event.workflow_task_failed_event_attributes
+            what = failed.failure.application_failure_info.type
+            return failed.cause in CODE_FAULTS and what != TOO_SLOW
+    return False
 
 
 async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:

@@ -93,8 +93,8 @@ class RunHandle:
     def resize(self, concurrency: int) -> RunStatus:
         return self._loop.do(self._handle.resize(concurrency))
 
-    def cancel(self) -> None:
-        self._loop.do(self._handle.cancel())
+    def cancel(self) -> list[str]:
+        return self._loop.do(self._handle.cancel())
 
 
 class GroupHandle:

@@ -49,24 +49,27 @@ def cancel(target: str, as_json: bool) -> None:
     """Cancel a run, or one rollout (rollout/RUN/INSTANCE/SAMPLE).
 
     Agents are killed. Each rollout keeps its files and leaves an episode with status cancelled.
+    One whose workflow code fails cannot: it is terminated, and named.
     Exit code 1: it had ended already; the message says how.
     """
     settings = load_settings()
 
-    async def work() -> None:
+    async def work() -> list[str]:
         from perdure.cli.connection import connect
 
         connection = await connect(settings)
         if "/" in target:
             workflow_id = target if target.startswith("rollout/") else f"rollout/{target}"
             await connection.perdure.rollout(workflow_id).cancel()
-        else:
-            await (await connection.perdure.run(target)).cancel()
+            return []
+        return await (await connection.perdure.run(target)).cancel()
 
-    asyncio.run(work())
+    terminated = asyncio.run(work())
     if as_json:
-        answer({"cancelled": target})
+        answer({"cancelled": target, "terminated": terminated})
     else:
+        for one in terminated:
+            click.echo(f"{one} was terminated without an episode: its workflow code fails.")
         click.echo(f"{target} is being cancelled: `perdure status` shows when it has ended.")
 
 
