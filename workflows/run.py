@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from temporalio import workflow
 from temporalio.exceptions import (
     ActivityError,
+    ApplicationError,
     FailureError,
     is_cancelled_exception,
 )
@@ -35,7 +36,6 @@ with workflow.unsafe.imports_passed_through():
         changed,
         check_own_id,
         parse,
-        refused,
         stop_if_cancelled,
         to_the_end,
         was_dropped,
@@ -206,7 +206,8 @@ class RunWorkflow:
         before = self.request
         assert before is not None, "it was waited for"
         if self.state == "finishing":
-            raise refused(f"run {self.run_id} is ending: change it when it has ended")
+            why = f"run {self.run_id} is ending: change it when it has ended"
+            raise ApplicationError(why, type=names.ENDING, non_retryable=True)
         asked_at = max(workflow.time(), before.asked_at + LEAST_S)
         self.request = changed(before, fields).model_copy(update={"asked_at": asked_at})
         if not before.changes_to(self.request):

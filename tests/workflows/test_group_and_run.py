@@ -1,6 +1,7 @@
 """RolloutGroupWorkflow and RunWorkflow on a real server."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from perdure.rollouts.messages import (
     Booted,
     Ending,
     PreparedRun,
+    RunSummary,
 )
 from perdure.types import (
     AgentEnd,
@@ -295,6 +297,90 @@ async def test_more_samples_continue_a_run(client: Client, stages: Stages, is_op
 
     assert changed.changes == ["n_samples: 1 -> 2"]
     assert _played(stages) == [("add-0", 0), ("add-0", 1), ("add-1", 0), ("add-1", 1)]
+
+
+class Looking(Perdure):
+    """Something happens each time it has looked at what it joins."""
+
+    def __init__(self, client: Client, *then: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(client)
+        self.then = list(then)
+
+    async def _changes(self, *given: Any) -> Any:
+        found = await super()._changes(*given)
+        if self.then:
+            await self.then.pop(0)()
+        return found
+
+
+async def test_more_samples_continue_a_run_that_ends_at_that_moment(
+    client: Client, stages: Stages
+) -> None:
+    """It was open when the caller looked, and had ended when it was to be told."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0",)
+    run = await Perdure(client).start_run(_run())
+    await gate.until_running(1)
+
+    async def end() -> None:
+        gate.open.set()
+        await run.result()
+
+    more = _run().model_copy(update={"n_samples": 2})
+    changed = await Looking(client, end).start_run(more)
+    await changed.result()
+
+    assert changed.changes == ["n_samples: 1 -> 2"]
+    assert _played(stages) == [("add-0", 0), ("add-0", 1)]
+
+
+async def test_more_samples_wait_for_a_run_that_is_ending(client: Client, stages: Stages) -> None:
+    """While it writes its manifest it takes no change; then it starts again."""
+    writing, written = asyncio.Event(), asyncio.Event()
+
+    async def finish(run: RunRequest) -> RunSummary:
+        writing.set()
+        await written.wait()
+        return RunSummary(run_id=run.run_id, uri="file:///m", rollouts=run.n_samples)
+
+    async def look() -> None:
+        return None
+
+    async def look_again() -> None:
+        written.set()
+
+    stages.override["finish_run"] = finish
+    stages.instances = ("toy/add-0",)
+    await Perdure(client).start_run(_run())
+    await writing.wait()
+
+    more = _run().model_copy(update={"n_samples": 2})
+    changed = await Looking(client, look, look_again).start_run(more)
+    await changed.result()
+
+    assert changed.changes == ["n_samples: 1 -> 2"]
+    assert _played(stages) == [("add-0", 0), ("add-0", 1)]
+
+
+async def test_a_group_that_ends_at_the_moment_of_a_change_keeps_its_result(
+    client: Client, stages: Stages
+) -> None:
+    """The caller joins what has ended, as it does a moment later."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    asks = GroupRequest(rollout=ROLLOUT, n_samples=2)
+    group = await Perdure(client).start_group(asks)
+    await gate.until_running(2)
+
+    async def end() -> None:
+        gate.open.set()
+        await group.result()
+
+    joined = await Looking(client, end).start_group(asks.model_copy(update={"quorum": 1}))
+
+    assert (joined.joined, joined.changes) == (True, [])
+    assert (await joined.result()).graded == 2
 
 
 async def test_fewer_samples_end_a_run_earlier(client: Client, stages: Stages) -> None:

@@ -86,6 +86,9 @@ NO_ANSWER_YET = "no answer yet"
 BY_HAND = "started by hand"
 """State of rollouts without a run."""
 
+ENDED_AMID_UPDATE = "AcceptedUpdateCompletedWorkflow"
+"""The server's type of error for an update that was accepted, and not done when the workflow ended."""
+
 START_PATIENCE_S = 60.0
 NAMESPACE_PATIENCE_S = 5.0
 """A busy dev server does not know its namespace for a moment after the namespace was changed."""
@@ -128,23 +131,33 @@ class Perdure:
     ) -> tuple[list[str], WorkflowHandle[Any, Any]]:
         """Apply each changeable field in which the request differs from the run that it joins.
 
-        An open run is told; one that has ended starts again, and plays what the store has not.
+        An open run is told; one that has ended starts again, and plays what the store has not. One that
+        ends at this moment is looked at again.
         """
-        current, asks, is_open = await self._changes(request, handle)
-        fields = current.changes_to(asks)
-        if not fields:
-            return [], handle
-        fields["asked_by"] = _person()
-        if is_open:
-            await RunHandle(self, request.run_id, handle).change(fields)
-        elif not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
-            return [], handle  # it has ended: nothing would be played otherwise
-        else:
+        began = time.monotonic()
+        while True:
+            current, asks, is_open = await self._changes(request, handle)
+            fields = current.changes_to(asks)
+            if not fields:
+                return [], handle
+            fields["asked_by"] = _person()
+            try:
+                if is_open:
+                    await RunHandle(self, request.run_id, handle).change(fields)
+                    return asked.changes(current, asks), handle
+            except (ConfigurationError, NotFound) as error:
+                if not _is_ending(error) or time.monotonic() - began > START_PATIENCE_S:
+                    raise
+                await asyncio.sleep(START_PAUSE_S)
+                continue
+            if not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
+                return [], handle  # it has ended: nothing would be played otherwise
             more = current.changed(fields).model_copy(update={"again": None})
-            handle, _ = await self._start_run(
+            handle, is_open = await self._start_run(
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
             )
-        return asked.changes(current, asks), handle
+            if not is_open:
+                return asked.changes(current, asks), handle
 
     async def _change_group(
         self, request: GroupRequest, handle: WorkflowHandle[Any, Any]
@@ -154,7 +167,12 @@ class Perdure:
         fields = current.changes_to(asks)
         if not fields or not is_open:
             return []
-        await _update(handle, f"group '{handle.id.removeprefix('group/')}'", "change", fields)
+        try:
+            await _update(handle, f"group '{handle.id.removeprefix('group/')}'", "change", fields)
+        except (ConfigurationError, NotFound) as error:
+            if not _is_ending(error):
+                raise
+            return []
         return asked.changes(current, asks)
 
     async def _changes(
@@ -759,6 +777,15 @@ async def _update(
             raise
         ended = await _described(handle, what)
         raise NotFound(f"{what} has ended ({execution_name(ended.status)})") from error
+
+
+def _is_ending(error: Exception) -> bool:
+    """Whether an update failed because the workflow has ended, or is about to."""
+    cause = error.__cause__
+    if isinstance(cause, RPCError):
+        return cause.status is RPCStatusCode.NOT_FOUND
+    cause = cause.cause if isinstance(cause, WorkflowUpdateFailedError) else None
+    return isinstance(cause, ApplicationError) and cause.type in (names.ENDING, ENDED_AMID_UPDATE)
 
 
 async def _described(handle: WorkflowHandle[Any, Any], what: str) -> WorkflowExecution:

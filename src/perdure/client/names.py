@@ -24,6 +24,9 @@ PAUSED = "paused"
 WITHOUT_VERDICT = "NoVerdict"
 """Type of the error of a rollout that failed; its detail is the EpisodeRef."""
 
+ENDING = "RunEnding"
+"""Type of the error of a change that comes while the run writes its manifest."""
+
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
 AGENT_QUEUE = "agent-runs"
