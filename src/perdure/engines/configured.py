@@ -10,11 +10,11 @@ import httpx
 
 from perdure.engines.base import Engine, HostedEngine, Wait
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
-from perdure.engines.clients.engine_refusal import trouble
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import engine_name
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
+from perdure.engines.reported import HOSTED, key_variable, named_engine, probed_kind
 from perdure.engines.roster import LoneRoster, SharedRoster
 from perdure.engines.state import EngineSpec, name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
@@ -22,10 +22,8 @@ from perdure.settings import environment
 from perdure.settings.tree import Settings
 from perdure.types import DEFAULT_MODEL
 
-KINDS = ("vllm", "sglang", "openai", "anthropic")
+KINDS = ("vllm", "sglang", *HOSTED)
 TOKENS = ("auto", "vllm", "sglang")
-KIND_BY_STATUS = {400: "vllm", 422: "vllm", 404: "openai", 405: "openai"}
-"""What a server is, by its answer to an empty request on vLLM's token route."""
 POLL_S = 1.0
 """Seconds between looks for an engine while none is configured or registered."""
 NO_ENGINE = (
@@ -71,7 +69,7 @@ class ConfiguredEngine:
     @property
     def name(self) -> str:
         """The engine in use, for /healthz. Before the first call: the configured one."""
-        return self._engine.name if self._engine else _url_and_kind(self._settings)[0] or "none"
+        return self._engine.name if self._engine else named_engine(self._settings).url or "none"
 
     def waits(self, session_id: str) -> Wait | None:
         """Since when a call of the session waits for a usable answer, and why."""
@@ -84,7 +82,7 @@ class ConfiguredEngine:
 
         Returns once they are known, or if the settings name a hosted API; cancel it at shutdown.
         """
-        url, kind = _url_and_kind(self._settings)
+        url, kind, _ = named_engine(self._settings)
         while kind in ("auto", *TOKENS):
             with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
                 if url or await self._registered():
@@ -101,12 +99,14 @@ class ConfiguredEngine:
         return self._engine
 
     async def _find(self) -> Engine | HostedEngine:
-        url, kind = _url_and_kind(self._settings)
+        url, kind, _ = named_engine(self._settings)
         if not url and not await self._registered():
             raise GatewayUnavailable(NO_ENGINE, boundary=Boundary.ENGINE)
         specs = engine_specs(url) if url else ()
         if kind == "auto":
-            kind = await self._probe(specs[0].url) if len(specs) == 1 else "vllm"
+            kind = "vllm"
+            if len(specs) == 1:
+                kind = await probed_kind(specs[0].url, self._settings, self._client)
         if kind in TOKENS:
             return Engine(", ".join(engine_name(kind, spec.url) for spec in specs), self.pool)
         return self._hosted(kind, url)
@@ -116,38 +116,10 @@ class ConfiguredEngine:
         roster = await self._roster.read()
         return any(not (one.removed or one.from_settings) for one in roster.engines)
 
-    async def _probe(self, url: str) -> str:
-        """The kind of the server: vLLM answers an empty request on its token route with 400, others 404.
-
-        Raises: GatewayUnavailable for any other answer, which a proxy or a busy server may have given.
-        """
-        route = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
-        key_source = self._settings.engine.api_key_env
-        key = environment.named(key_source)
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        try:
-            response = await self._client.post(route, json={}, headers=headers, timeout=10.0)
-        except httpx.TransportError as error:
-            raise GatewayUnavailable(
-                f"the engine at PERDURE_ENGINE__URL cannot be reached: {type(error).__name__}",
-                boundary=Boundary.ENGINE,
-            ) from None
-        if response.status_code == httpx.codes.FORBIDDEN:
-            raise GatewayUnavailable(
-                "the engine refuses its token endpoint: start vLLM with --enable-scale-out, "
-                "or set PERDURE_ENGINE__KIND=openai (trainable: false)",
-                boundary=Boundary.ENGINE,
-            )
-        kind = KIND_BY_STATUS.get(response.status_code)
-        if kind is None:
-            told = trouble("PERDURE_ENGINE__URL", response.status_code, response.text, key_source)
-            raise GatewayUnavailable(told, boundary=Boundary.ENGINE)
-        return kind
-
     def _hosted(self, kind: str, url: str) -> HostedEngine:
         model = self._settings.engine.model or environment.foreign(f"{kind.upper()}_MODEL")
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
-        key_source = self._settings.engine.api_key_env or f"{kind.upper()}_API_KEY"
+        key_source = key_variable(self._settings, kind)
         api_key = environment.named(key_source)
         chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
         return HostedEngine(chat.name, chat)
@@ -184,20 +156,10 @@ def check_engine_settings(settings: Settings) -> None:
         raise ConfigurationError(
             f"PERDURE_ENGINE__KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
-    url = _url_and_kind(settings)[0]
+    url = named_engine(settings).url
     if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
         raise ConfigurationError("the engine's URL must start with http:// or https://")
     if len(engine_specs(url)) > 1 and kind not in TOKENS:
         raise ConfigurationError(
             f"PERDURE_ENGINE__URL: several engines cannot be {kind}: use vllm or sglang"
         )
-
-
-def _url_and_kind(settings: Settings) -> tuple[str, str]:
-    if settings.engine.url:
-        return settings.engine.url, settings.engine.kind
-    for kind in ("openai", "anthropic"):
-        url = environment.foreign(f"{kind.upper()}_BASE_URL")
-        if url and settings.engine.kind in ("auto", kind):
-            return url, kind
-    return "", settings.engine.kind

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perdure.errors import ConfigurationError
+from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
 from perdure.settings import environment
 from perdure.settings.tree import Settings
 from perdure.types import DEFAULT_MODEL
@@ -12,27 +12,69 @@ from perdure.types import DEFAULT_MODEL
 if TYPE_CHECKING:
     import httpx
 
+HOSTED = ("openai", "anthropic")
+KIND_BY_STATUS = {400: "vllm", 422: "vllm", 404: "openai", 405: "openai"}
+"""What a server is, by its answer to an empty request on vLLM's token route."""
 ASK_S = 5.0
 LISTED = 6
 """Models that an error names."""
 
 
-def configured_engine(settings: Settings) -> str:
-    """The engine that settings or *_BASE_URL name, without `--engine`; empty when there is none."""
-    hosted = environment.foreign("OPENAI_BASE_URL") or environment.foreign("ANTHROPIC_BASE_URL")
-    return settings.engine.url or hosted
+class NamedEngine(NamedTuple):
+    """The engine that settings or *_BASE_URL name, without `--engine`."""
+
+    url: str
+    """One URL, or several with weights; empty when there is none."""
+    kind: str
+    key_variable: str
+    """The variable that its key comes from; empty when none is known."""
 
 
-def key_variable(settings: Settings) -> str:
-    """The variable that the key of the configured engine comes from; empty when none is known."""
-    if settings.engine.api_key_env or not (url := configured_engine(settings)):
-        return settings.engine.api_key_env
-    if settings.engine.url:
-        hosted = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
-        return hosted.get(settings.engine.kind, "")
-    return (
-        "OPENAI_API_KEY" if url == environment.foreign("OPENAI_BASE_URL") else "ANTHROPIC_API_KEY"
-    )
+def named_engine(settings: Settings) -> NamedEngine:
+    url, kind = settings.engine.url, settings.engine.kind
+    for hosted in HOSTED:
+        named = environment.foreign(f"{hosted.upper()}_BASE_URL")
+        if not url and named and kind in ("auto", hosted):
+            url, kind = named, hosted
+    return NamedEngine(url, kind, key_variable(settings, kind))
+
+
+def key_variable(settings: Settings, kind: str) -> str:
+    """The variable that the key of an engine of this kind comes from; empty when none is known."""
+    return settings.engine.api_key_env or (f"{kind.upper()}_API_KEY" if kind in HOSTED else "")
+
+
+async def probed_kind(url: str, settings: Settings, client: "httpx.AsyncClient") -> str:
+    """The kind of the server: vLLM answers an empty request on its token route with 400, others 404.
+
+    Raises: GatewayUnavailable for any other answer, which a proxy or a busy server may have given.
+    """
+    import httpx
+
+    from perdure.engines.clients.engine_refusal import trouble
+
+    route = f"{url.rstrip('/').removesuffix('/v1')}/inference/v1/generate"
+    key_source = settings.engine.api_key_env
+    key = environment.named(key_source)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        response = await client.post(route, json={}, headers=headers, timeout=10.0)
+    except httpx.TransportError as error:
+        raise GatewayUnavailable(
+            f"the engine at PERDURE_ENGINE__URL cannot be reached: {type(error).__name__}",
+            boundary=Boundary.ENGINE,
+        ) from None
+    if response.status_code == httpx.codes.FORBIDDEN:
+        raise GatewayUnavailable(
+            "the engine refuses its token endpoint: start vLLM with --enable-scale-out, "
+            "or set PERDURE_ENGINE__KIND=openai (trainable: false)",
+            boundary=Boundary.ENGINE,
+        )
+    kind = KIND_BY_STATUS.get(response.status_code)
+    if kind is None:
+        told = trouble("PERDURE_ENGINE__URL", response.status_code, response.text, key_source)
+        raise GatewayUnavailable(told, boundary=Boundary.ENGINE)
+    return kind
 
 
 def engine_settings(settings: Settings) -> dict[str, str]:
@@ -41,7 +83,7 @@ def engine_settings(settings: Settings) -> dict[str, str]:
     folder = Path(settings.engine.tokenizer)
     is_folder = (folder / "tokenizer.json").exists()
     return {
-        "url": configured_engine(settings),
+        "url": named_engine(settings).url,
         "kind": settings.engine.kind,
         "model": settings.engine.model or named,
         "tokenizer": str(folder.absolute()) if is_folder else str(folder),
@@ -94,46 +136,60 @@ def _alike(one: str, other: str) -> bool:
 
 async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:
     """What `GET /models` lists; empty if the endpoint does not say, or is Anthropic's."""
-    if not url.startswith("http") or _is_anthropics(url, settings):
+    if not url.startswith("http") or named_engine(settings).kind == "anthropic":
         return []
     import httpx
 
     try:
-        listed = (await _asked_for_models(url, settings)).raise_for_status().json()["data"]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        answer, _ = await _asked_for_models(url, settings)
+        listed = answer.raise_for_status().json()["data"]
+    except (httpx.HTTPError, GatewayUnavailable, ValueError, LookupError, TypeError):
         return []
     return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
 
 
 async def key_refusal(url: str, settings: Settings) -> str:
-    """What the endpoint says against the key of the settings; empty if it takes the key, or does not answer."""
+    """What the endpoint says against the key of the settings; empty if it takes the key, or does not answer.
+
+    Raises: GatewayUnavailable where the gateway could not find out the kind of the engine either.
+    """
     import httpx
 
     from perdure.engines.clients.engine_refusal import KEY_STATUSES, trouble
 
     try:
-        answer = await _asked_for_models(url, settings)
+        answer, key_source = await _asked_for_models(url, settings)
     except httpx.HTTPError:
         return ""
     if answer.status_code not in KEY_STATUSES:
         return ""
-    return trouble(url, answer.status_code, answer.text, key_variable(settings))
+    return trouble(url, answer.status_code, answer.text, key_source)
 
 
-async def _asked_for_models(url: str, settings: Settings) -> "httpx.Response":
-    """The answer to `GET /v1/models` with the engine's key. Raises: httpx.HTTPError."""
+async def _asked_for_models(url: str, settings: Settings) -> "tuple[httpx.Response, str]":
+    """The answer to `GET /v1/models` with the engine's key, and the variable of that key.
+
+    Raises: httpx.HTTPError; GatewayUnavailable.
+    """
     import httpx
 
-    base, key = url.rstrip("/"), environment.named(key_variable(settings))
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    if _is_anthropics(url, settings):
-        from perdure.engines.clients.anthropic_hosted import API_VERSION
-
-        headers = {"anthropic-version": API_VERSION, "x-api-key": key}
+    base = url.rstrip("/")
     async with httpx.AsyncClient(timeout=ASK_S) as client:
+        key_source = await _key_source(url, settings, client)
+        key = environment.named(key_source)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if named_engine(settings).kind == "anthropic":
+            from perdure.engines.clients.anthropic_hosted import API_VERSION
+
+            headers = {"anthropic-version": API_VERSION, "x-api-key": key}
         models = f"{base if base.endswith('/v1') else f'{base}/v1'}/models"
-        return await client.get(models, headers=headers)
+        return await client.get(models, headers=headers), key_source
 
 
-def _is_anthropics(url: str, settings: Settings) -> bool:
-    return settings.engine.kind == "anthropic" or url == environment.foreign("ANTHROPIC_BASE_URL")
+async def _key_source(url: str, settings: Settings, client: "httpx.AsyncClient") -> str:
+    """As the gateway has it: OpenAI's variable for a server that turns out to be no token engine."""
+    named = named_engine(settings)
+    known = named.key_variable or named.kind != "auto" or url != named.url
+    if known or not environment.foreign("OPENAI_API_KEY"):
+        return named.key_variable
+    return key_variable(settings, await probed_kind(url, settings, client))

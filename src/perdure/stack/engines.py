@@ -7,7 +7,7 @@ import hmac
 import socket
 from urllib.parse import urlsplit
 
-from perdure.engines.reported import configured_engine, engine_settings, key_refusal, key_variable
+from perdure.engines.reported import engine_settings, key_refusal, named_engine
 from perdure.engines.roster import StoredRoster, roster_key
 from perdure.engines.state import EngineRecord, name_of
 from perdure.errors import ConfigurationError, GatewayUnavailable, PerdureError
@@ -65,7 +65,7 @@ def check_same_engine(settings: Settings, state: StackState) -> None:
         if value != default[name] and state.engine_settings.get(name, value) != value
     ]
     if not differs and _has_another_key(settings, state):
-        differs = [f"the key in {key_variable(settings)} is another one"]
+        differs = [f"the key in {named_engine(settings).key_variable} is another one"]
     if differs:
         raise ConfigurationError(
             f"the stack here was started with other engine settings: {'; '.join(differs)}."
@@ -79,14 +79,8 @@ def check_key(settings: Settings, engine: str) -> None:
     Raises: ConfigurationError when one refuses it, naming the variable. The key is sent only to the
     engine of the settings.
     """
-    if not engine.startswith("http") or engine != configured_engine(settings):
+    if not engine.startswith("http") or engine != named_engine(settings).url:
         return
-    if (
-        not key_variable(settings)
-        and settings.engine.kind == "auto"
-        and environment.foreign("OPENAI_API_KEY")
-    ):
-        return  # the gateway sends that key once it knows that the server is no token engine
     for part in engine.split(","):
         url = part.strip().partition("=")[0]
         if refusal := asyncio.run(key_refusal(url, settings)):
@@ -95,7 +89,7 @@ def check_key(settings: Settings, engine: str) -> None:
 
 def key_digest(settings: Settings) -> str:
     """Of the engine's key, for the stack's state, which never has the key itself; empty: no key is set."""
-    key = environment.named(key_variable(settings))
+    key = environment.named(named_engine(settings).key_variable)
     return _digest(load_secrets(settings).newest, key) if key else ""
 
 
@@ -103,7 +97,7 @@ def _has_another_key(settings: Settings, state: StackState) -> bool:
     """Whether this command has a key, and the stack was started with another one or with none."""
     if state.engine_key is None:
         return False
-    key = environment.named(key_variable(settings))
+    key = environment.named(named_engine(settings).key_variable)
     accepted = load_secrets(settings).accepted if key else ()
     return bool(key) and state.engine_key not in [_digest(one, key) for one in accepted]
 

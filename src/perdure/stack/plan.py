@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.client import names
-from perdure.engines.reported import configured_engine
+from perdure.engines.reported import named_engine
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.rendering.tokenizer_setting import folder_of
 from perdure.installation import command_for_extra
@@ -125,7 +125,7 @@ class Plan:
     @property
     def engine_name(self) -> str:
         """The engines behind the gateway, for people; empty when there is none."""
-        return self.engine or configured_engine(self.settings)
+        return self.engine or named_engine(self.settings).url
 
     def temporal(self) -> ChildSpec:
         """Raises: MissingDependency."""

@@ -29,6 +29,12 @@ class Endpoint(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_POST(self) -> None:
+        """It has no token route, and sees no key there."""
+        assert not self.headers["authorization"]
+        self.send_response(404)
+        self.end_headers()
+
     def log_message(self, *_: object) -> None:
         """Tests print nothing."""
 
@@ -58,6 +64,20 @@ def test_doctor_tries_the_key(
     assert "answered 401" in found[0].detail
     assert f"Check the key in {api}_API_KEY" in found[0].detail
     assert WRONG not in str(found)
+
+
+def test_doctor_tries_the_key_that_a_rollout_would_use(
+    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of kind `auto`, a server without a token endpoint gets OpenAI's key."""
+    monkeypatch.setenv("OPENAI_API_KEY", WRONG)
+    settings = Settings(home=tmp_path, engine={"url": endpoint})
+    wrong = next(one for one in examine(settings) if one.name == "engine")
+    monkeypatch.setenv("OPENAI_API_KEY", RIGHT)
+    right = next(one for one in examine(settings) if one.name == "engine")
+
+    assert (wrong.level, right.level) == ("missing", "ok")
+    assert "Check the key in OPENAI_API_KEY" in wrong.detail
 
 
 def running(settings: Settings, url: str) -> StackState:

@@ -71,9 +71,9 @@ async def _instances(settings: Settings) -> list[Instance]:
 
 
 def _has_endpoint(settings: Settings) -> bool:
-    from perdure.engines.reported import configured_engine
+    from perdure.engines.reported import named_engine
 
-    return bool(configured_engine(settings))
+    return bool(named_engine(settings).url)
 
 
 async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[EpisodeRef]:

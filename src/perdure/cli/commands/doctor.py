@@ -241,11 +241,11 @@ def tokenizer(settings: Settings) -> Finding:
 
 
 def engine(settings: Settings) -> Finding:
-    from perdure.engines.reported import configured_engine
+    from perdure.engines.reported import named_engine
     from perdure.stack.engines import check_engine, check_key, check_same_engine
 
     state = lifecycle.running(settings)
-    name = state.engine if state is not None else configured_engine(settings)
+    name = state.engine if state is not None else named_engine(settings).url
     if not name:
         fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE__URL before `perdure up`"
         return Finding("engine", "note", "none; enough for oracle and nop", fix)

@@ -25,7 +25,7 @@ from perdure.cli.runs.request import (
 )
 from perdure.client.api import RunHandle
 from perdure.client.server import given_address
-from perdure.engines.reported import configured_engine, engine_settings
+from perdure.engines.reported import engine_settings, named_engine
 from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
 from perdure.instances import catalog, interpreters
 from perdure.instances.calibration import Mark, quarantined
@@ -199,7 +199,7 @@ def _engine_ready(settings: Settings, agent: str) -> None:
     state = lifecycle.running(settings)
     if state is not None:
         check_same_engine(settings, state)
-    engine = configured_engine(settings) if state is None else state.engine
+    engine = named_engine(settings).url if state is None else state.engine
     if engine or not any_added(settings):
         check_engine(engine, agent)
     elif none_ready(settings):
