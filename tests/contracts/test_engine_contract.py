@@ -246,6 +246,28 @@ async def test_a_refusal_amid_the_work_is_waited_out(
     assert (f"answered {status}" in wait.reason, engine.waits("s")) == (True, None)
 
 
+async def test_a_call_waits_also_while_a_further_try_is_on_its_way(
+    server: ScriptedEngine, client: httpx.AsyncClient
+) -> None:
+    """Until it has a usable answer: the try may take as long as the API likes."""
+    engine = CHAT_ENGINES["openai"](server.url, client, 300)
+    server.control(kind="status", status=503)
+    call = asyncio.ensure_future(engine.chat(_chat("ho"), session_id="s"))
+    async with asyncio.timeout(30):
+        while engine.waits("s") is None:
+            await asyncio.sleep(0.01)
+        server.control(kind="hang")
+        while not server.stats().faults["hang"]:
+            await asyncio.sleep(0.01)
+        wait = engine.waits("s")
+        server.reset()
+        await call
+
+    assert wait is not None
+    assert "answered 503" in wait.reason
+    assert engine.waits("s") is None
+
+
 def test_tool_results_of_one_turn_are_in_one_message() -> None:
     """Anthropic requires a turn's results together, in one user message after the tool uses."""
     call = {"type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
