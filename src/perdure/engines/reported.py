@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from perdure.engines.state import is_fenced
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
 from perdure.settings import environment
 from perdure.settings.tree import Settings
@@ -102,9 +103,14 @@ async def reported(
     served = await _served(url.split(",")[0].partition("=")[0].strip(), settings)
     _check_model("" if asked == DEFAULT_MODEL else asked, setting, url, served)
     model = setting or ("" if asked == DEFAULT_MODEL else asked)
-    of_name = [one for one in served if one.get("id") == model]
+    name = model or DEFAULT_MODEL
+    # The name of a fenced engine has the number of its start, which is no part of what it serves.
+    of_name = [
+        one for one in served if one.get("id") == name or is_fenced(name, str(one.get("id")))
+    ]
     one = (of_name or served or [{}])[0]
-    found = {"engine.model": model or one.get("id"), "engine.root": one.get("root")}
+    served_name = name if of_name else one.get("id")
+    found = {"engine.model": model or served_name, "engine.root": one.get("root")}
     if served:
         found["engine.tokenizer"] = named.get("tokenizer")
     return {name: value for name, value in found.items() if isinstance(value, str) and value}

@@ -327,6 +327,23 @@ async def test_a_rollout_is_the_model_that_it_names_among_many(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("model", ["policy", "model-a"])
+@pytest.mark.parametrize("lists_both", [True, False])
+async def test_an_engine_that_is_started_again_is_the_same_model(
+    services: Services, tmp_path: Path, endpoint: str, model: str, lists_both: bool
+) -> None:
+    """Its served name has the number of the start. SGLang lists no other name."""
+    engine, found = {"url": endpoint, "kind": "auto"}, []
+    for start in (1, 2):
+        names = [f"{model}-g{start}", *([model] if lists_both else [])]
+        Endpoint.served = [{"id": name, "root": "/weights/1"} for name in names]
+        asking = Services(Settings(home=tmp_path / "home", engine=engine))
+        found.append(await asking.reported_engine(model))
+
+    assert found[0] == found[1]
+    assert (found[0]["engine.model"], found[0]["engine.root"]) == (model, "/weights/1")
+
+
 def test_a_group_numbers_its_samples() -> None:
     """A sample index in its template is refused by name, not ignored."""
     with pytest.raises(
