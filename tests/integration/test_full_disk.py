@@ -14,18 +14,15 @@ from temporalio.testing import ActivityEnvironment
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.run_agent import RunAgent
-from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.errors import RetryHere
-from perdure.instances import catalog
-from perdure.instances.sources import pack
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import AgentSettings, Settings
-from perdure.storage.base import put_blob
-from perdure.types import AgentEnd, Grading, Instance, Limits, RolloutRequest, Source, SourceKind
+from perdure.settings.tree import Settings
+from perdure.types import AgentEnd, Limits, RolloutRequest
+from tests.integration.command_agent import ROW, CommandAgent, services_with_row
 from tests.stack.waiting import until
 
 WRITE = "head -c 4M /dev/zero >{0} || {{ rm {0}; exit 7; }}"
@@ -34,19 +31,9 @@ WRITES = "while [ -e hold ]; do sleep 0.01; done; " + WRITE.format("big")
 """A command that writes once the test removes `hold`, and crashes if it cannot."""
 
 
-class WritingAgent:
+class WritingAgent(CommandAgent):
     name: ClassVar[str] = f"{__name__}:WritingAgent"
-    needs_model: ClassVar[bool] = False
-    artifacts: ClassVar[tuple[str, ...]] = ()
-
-    async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        return ()
-
-    def launch(self, task: AgentTask) -> Launch:
-        return Launch(argv=("bash", "-c", WRITES))
-
-    def classify(self, evidence: Evidence) -> AgentEnd:
-        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
+    argv: ClassVar[tuple[str, ...]] = ("bash", "-c", WRITES)
 
 
 @pytest.fixture
@@ -79,24 +66,10 @@ def settings(disk: Path) -> Settings:
 
 async def services_of(disk: Path) -> Services:
     """A home on that disk, and a row whose tree holds the agent back."""
-    services = Services(settings(disk))
-    tree = disk.parent / "tree"
-    tree.mkdir()
-    (tree / "hold").write_text("")
-    row = Instance(
-        instance_id="add-1",
-        dataset="toy",
-        problem_statement="add",
-        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
-        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
-    )
-    await catalog.save(services.store, row)
-    return services
+    return await services_with_row(settings(disk), disk.parent / "tree", "hold")
 
 
-REQUEST = RolloutRequest(
-    run_id="r1", instance="toy/add-1", agent=WritingAgent.name, sandbox="local"
-)
+REQUEST = RolloutRequest(run_id="r1", instance=ROW, agent=WritingAgent.name, sandbox="local")
 
 
 async def let_go(provider: LocalProvider) -> None:

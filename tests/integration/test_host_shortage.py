@@ -1,12 +1,12 @@
 """The host refuses processes: what ran there proves nothing, unless the sandbox used up its own share."""
 
-import contextlib
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
-from uuid import uuid4
 
 import pytest
 from temporalio.exceptions import ApplicationError
@@ -15,10 +15,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.boot_sandbox import BootSandbox
 from activities.capture_diff import CaptureDiff
 from activities.run_agent import RunAgent
-from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.errors import RateLimited, SandboxLost
-from perdure.instances import catalog
-from perdure.instances.sources import pack
 from perdure.rollouts.agent import run_agent
 from perdure.rollouts.boot import boot
 from perdure.rollouts.capture import capture
@@ -28,19 +25,16 @@ from perdure.rollouts.sandbox.ready import Unmetered
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import AgentSettings, Settings
-from perdure.storage.base import put_blob
+from perdure.settings.tree import Settings
 from perdure.types import (
     AccountCaps,
     AgentEnd,
-    Grading,
-    Instance,
     Limits,
     PatchRef,
     RolloutRequest,
-    Source,
-    SourceKind,
 )
+from tests.integration.command_agent import ROW, CommandAgent, services_with_row
+from tests.pids_group import PidsGroup
 from tests.unit.rollouts.one_try import OneTry
 
 FORKS = (
@@ -56,37 +50,10 @@ FILLS = ("bash", "-c", "head -c 64M /dev/zero >big; exit 0")
 """Leaves a tree of which no diff can be taken: its disk is full."""
 
 
-class PidsGroup:
-    """A cgroup of this process, above its sandboxes'."""
-
-    def __init__(self) -> None:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next((line.split(":")[2] for line in lines if ":pids:" in line), None)
-        self._base = Path("/sys/fs/cgroup/pids", (own or "/").lstrip("/"))
-        if own is None or os.geteuid() != 0 or not os.access(self._base, os.W_OK):
-            pytest.skip("only root may limit processes, by cgroup v1")
-        self._group = self._base / f"perdure-test-{uuid4().hex[:8]}"
-        self._group.mkdir()
-        (self._group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def leave_room(self, processes: int) -> None:
-        used = int((self._group / "pids.current").read_text())
-        (self._group / "pids.max").write_text(str(used + processes))
-
-    def unlimit(self) -> None:
-        (self._group / "pids.max").write_text("max")
-
-    def remove(self) -> None:
-        for pid in (self._group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                (self._base / "cgroup.procs").write_text(pid)
-        with contextlib.suppress(OSError):  # a process that is about to end is in it
-            self._group.rmdir()
-
-
 @pytest.fixture
 def pids() -> Iterator[PidsGroup]:
     group = PidsGroup()
+    group.add(os.getpid())
     yield group
     group.remove()
 
@@ -99,21 +66,6 @@ async def provider(tmp_path: Path) -> AsyncIterator[BubblewrapProvider]:
     yield provider
     for info in await provider.list():
         await provider.kill(info.identity)
-
-
-class CommandAgent:
-    argv: ClassVar[tuple[str, ...]]
-    needs_model: ClassVar[bool] = False
-    artifacts: ClassVar[tuple[str, ...]] = ()
-
-    async def install(self, tools: Path, settings: AgentSettings) -> tuple[()]:
-        return ()
-
-    def launch(self, task: AgentTask) -> Launch:
-        return Launch(argv=self.argv)
-
-    def classify(self, evidence: Evidence) -> AgentEnd:
-        return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
 
 
 class ForkingAgent(CommandAgent):
@@ -134,21 +86,11 @@ class FillingAgent(CommandAgent):
 async def placed(
     home: Path, agent: str, sandbox: str = "bubblewrap", pids_limit: int = 500
 ) -> tuple[Services, RolloutRequest]:
-    services = Services(Settings(home=home, store=str(home.parent / "store")))
-    tree = home.parent / "tree"
-    tree.mkdir()
-    (tree / "a.txt").write_text("a\n")
-    row = Instance(
-        instance_id="add-1",
-        dataset="toy",
-        problem_statement="add",
-        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
-        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
-    )
-    await catalog.save(services.store, row)
+    settings = Settings(home=home, store=str(home.parent / "store"))
+    services = await services_with_row(settings, home.parent / "tree", "a.txt")
     request = RolloutRequest(
         run_id="r1",
-        instance="toy/add-1",
+        instance=ROW,
         agent=agent,
         sandbox=sandbox,
         limits=Limits(pids=pids_limit, disk_mb=32),
@@ -169,7 +111,7 @@ async def test_an_agent_whose_forks_the_host_refuses_is_repeated(
     """It ends well and leaves a diff, but its host had no processes for its commands: no verdict."""
     services, attempt = await booted(tmp_path / "home", ForkingAgent.name)
     pids.leave_room(20)
-    with pytest.raises(ApplicationError, match="refused it a process") as lost:
+    with pytest.raises(ApplicationError, match="the host refused a process") as lost:
         await ActivityEnvironment().run(RunAgent(services).run, attempt)
     pids.unlimit()
 
@@ -234,6 +176,23 @@ async def test_the_tests_of_a_host_without_processes_prove_nothing(
 
     assert (done.code, done.host_lacked) == (0, "processes")
     assert (await sandbox.wait("later")).host_lacked == ""
+
+
+async def test_a_refused_start_costs_no_sandbox(
+    provider: BubblewrapProvider, pids: PidsGroup
+) -> None:
+    """Every command says that its host lacked processes; none says that its sandbox is lost."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    sandbox = await provider.create(SandboxSpec(workdir="/testbed"), "p-refused-1")
+    pids.leave_room(0)
+    ends = set()
+    for n in range(100):
+        await sandbox.start(f"x-{n}", ["true"])
+        done = await sandbox.wait(f"x-{n}")
+        ends.add((done.code, done.host_lacked))
+    pids.unlimit()
+
+    assert ends == {(126, "processes")}
 
 
 class FullAccount(BubblewrapProvider):

@@ -55,7 +55,8 @@ AWAY = (
     *(RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED),
     *(RPCStatusCode.CANCELLED, RPCStatusCode.RESOURCE_EXHAUSTED),
 )
-"""Answers after which the same sign of life is shown again. With any other the server may have refused it."""
+"""With these statuses the server is away, and the sign of life is sent again. Any other is tried once more,
+because the connection may have broken; if it comes again, it is a refusal."""
 ABSENT_S = 600.0
 """Without a worker for this long, while the server answers, the host leaves: its rollouts move."""
 

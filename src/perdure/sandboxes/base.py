@@ -130,15 +130,15 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
 
 
 def shown_shortage(status: ExecStatus) -> str:
-    """What the host lacked, and what to do about it."""
+    """What the host refused to a command, and what to do about it."""
     if status.host_lacked == "disk":
         return "the disk under it was full: make room there"
     what = "a process" if status.host_lacked == "processes" else "memory"
-    return f"its host refused it {what} that its own limits allow: raise the host's limits, or lower slots"
+    return f"the host refused {what} within the sandbox's own limits: raise the host's limits, or lower slots"
 
 
 def check_host(sandbox: "Sandbox", status: ExecStatus) -> None:
-    """Raises: RetryHere if the result of a command proves nothing, because its host lacked something."""
+    """Raises: RetryHere if the host refused the command something: its result then proves nothing."""
     if status.host_lacked:
         raise RetryHere(
             f"while a command ran in sandbox {sandbox.identity!r}, {shown_shortage(status)}",

@@ -61,7 +61,7 @@ def workers() -> None:
     default=0.0,
     metavar="C",
     show_default=True,
-    help="CPUs of each node to keep for engines, at least: what running engines hold is theirs anyway.",
+    help="CPUs of each node to keep for engines. Running engines keep theirs, even if that is more.",
 )
 @click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
 @click.option(

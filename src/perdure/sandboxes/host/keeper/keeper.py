@@ -354,17 +354,19 @@ class Keeper:
         pid = self._launch(command)
         if pid > 0:
             command.pid, command.started = pid, procfs.started_at(pid)
-        who = f"{command.pid} {command.started} {command.group or '-'} {command.ooms}"
+        who = (
+            f"{command.pid} {command.started} {command.group or '-'} {command.ooms} {monotonic()}\n"
+        )
+        if pid <= 0:
+            self._refuse(command, -pid, who)
+            return
         try:
-            os.write(record, f"{who} {monotonic()}\n".encode())
+            os.write(record, who.encode())
         except OSError as error:  # a command whose result cannot be recorded must not run
             self._kill_tree(command)
             self._outputs.close(command.streams)
             _log(error)
             give_up(record)
-            return
-        if pid <= 0:
-            self._refuse(command, -pid)
             return
         self._running[pid] = command
         if timeout is not None:
@@ -406,17 +408,20 @@ class Keeper:
             self._launcher = None
         return int(answer or 0)
 
-    def _refuse(self, command: _Command, reason: int) -> None:
-        """It never ran, or that is unknown: then its cgroup is killed, in case it has begun."""
+    def _refuse(self, command: _Command, reason: int, who: str) -> None:
+        """It never ran, or that is unknown: then its cgroup is killed, in case it has begun.
+
+        `who` is written together with the result: alone it would mean that the command was lost.
+        """
         self._outputs.close(command.streams)
         if reason == 0 or self._holder_is_gone():
             if command.group is not None:
                 kill_group(command.group)
-            self._report(command, f"signal {int(signal.SIGKILL)} sandbox=gone")
+            self._report(command, f"{who}signal {int(signal.SIGKILL)} sandbox=gone")
             return
         with open(f"execs/{command.exec_id}/err", "ab") as file:
             file.write(f"sandbox: cannot start: {os.strerror(reason)}\n".encode())
-        self._report(command, f"exit {CANNOT_EXECUTE}")
+        self._report(command, f"{who}exit {CANNOT_EXECUTE}")
 
     # -- ending ---------------------------------------------------------------------------------
 
