@@ -212,6 +212,32 @@ async def test_work_of_a_build_without_workers_is_one_sentence(
     )
 
 
+async def test_open_rollouts_of_another_build_are_one_sentence(
+    client: Client, tmp_path: Path
+) -> None:
+    """A stack of a new build tells of the rollouts that wait for workers of the old one."""
+    gate = Gate()
+    old = Build("v1", Stages())
+    old.stages.override["run_agent"] = gate.agent
+    ours = builds.DEPLOYMENT.model_copy(update={"build_id": "v2"})
+    async with old.at_work(client, tmp_path):
+        await builds.make_current(client, "v1")
+        await Perdure(client).start_rollout(rollout("long"))
+        await gate.reached(rollout("long"))
+        async with builds.next_build("v2").at_work(client, tmp_path):
+            await builds.make_current(client, "v2")
+        told = await until(lambda: own_build_trouble(client, ours), "the server lists it")
+        same = await own_build_trouble(client, ours.model_copy(update={"build_id": "v1"}))
+        gate.open.set()
+
+    assert told.startswith(
+        "open rollouts that only build v1 continues: 1; start its workers with "
+        "PERDURE_DEPLOYMENT__BUILD_ID=v1, or, "
+    )
+    assert "TemporalWorkerDeploymentVersion = 'perdure:v1'" in told
+    assert "only build" not in same
+
+
 @workflow.defn(name=names.ROLLOUT, sandboxed=False)
 class FailingRollout:
     """Code that cannot replay or go on, or whose worker is too busy."""

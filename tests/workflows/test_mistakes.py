@@ -1,6 +1,7 @@
 """Mistakes that only a server can tell: a run that does not exist, for every command that takes one."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,13 @@ from perdure.cli.main import invoke
 from perdure.client import connection
 from perdure.client.api import Perdure
 from perdure.client.episodes import read_episodes
+from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
+from perdure.storage import keys
+from perdure.storage.base import open_store
+from perdure.types import RolloutRequest, RolloutStatus, RunRequest
+from tests.stored_episodes import store_episode
 
 COMMANDS = ("status r", "watch r", "pause r", "resume r", "resize r 3", "cancel r")
 
@@ -35,6 +41,40 @@ async def test_an_unknown_run_is_one_line(
     told = capsys.readouterr().err.strip()
     assert code == 1
     assert told == "error: run 'r' does not exist: `perdure status` lists the runs"
+
+
+async def test_a_run_that_temporal_has_forgotten_is_shown_from_the_store(
+    client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As after its retention, or beside a new database: what has an episode is counted."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    monkeypatch.setenv("TEMPORAL_ADDRESS", client.service_client.config.target_host)
+    monkeypatch.setenv("TEMPORAL_NAMESPACE", client.namespace)
+    store = open_store(Settings(home=tmp_path))
+    run = RunRequest(run_id="r", instances=("toy/a",), n_samples=3)
+    await store.put(keys.run("r"), json.dumps({"request": run.model_dump(mode="json")}).encode())
+    await store.put(keys.run_instances("r"), b'["toy/a"]')
+    parts = EpisodeParts(
+        request=RolloutRequest(run_id="r", instance="toy/a"),
+        status=RolloutStatus.FAILED,
+        started_at=1000.0,
+        finished_at=1060.0,
+        attempts=(AttemptSummary(attempt=1),),
+    )
+    await store_episode(store, parts)
+
+    code = await asyncio.to_thread(invoke, ["status", "r"])
+    told = capsys.readouterr().out
+    await asyncio.to_thread(invoke, ["status", "r", "--json"])
+    document = json.loads(capsys.readouterr().out)
+
+    assert code == 0
+    assert "r: 1 done, 0 running, 2 waiting of 3 · failed 1 (in the store only)\n" in told
+    assert "Temporal does not know this run" in told
+    assert (document["state"], document["by_status"]) == ("in the store only", {"failed": 1})
 
 
 async def test_a_namespace_that_is_not_there_is_one_line(

@@ -1,9 +1,16 @@
 """Which build Temporal sends new work to, and whether workers of that build are there."""
 
-from temporalio.api.enums.v1 import TaskQueueType
+import contextlib
+
+from temporalio.api.enums.v1 import TaskQueueType, WorkerDeploymentVersionStatus
 from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest, DescribeTaskQueueResponse
+from temporalio.api.workflowservice.v1 import (
+    DescribeTaskQueueRequest,
+    DescribeTaskQueueResponse,
+    DescribeWorkerDeploymentRequest,
+)
 from temporalio.client import Client
+from temporalio.service import RPCError
 
 from perdure.client import names
 from perdure.settings.tree import DeploymentSettings
@@ -11,13 +18,48 @@ from perdure.settings.tree import DeploymentSettings
 Build = tuple[str, str]
 """Name of a deployment, and build id."""
 NO_BUILD = ("", "")
+PINNED_TO = (
+    "ExecutionStatus = 'Running' AND TemporalWorkflowVersioningBehavior = 'Pinned'"
+    " AND TemporalWorkerDeploymentVersion = "
+)
+HAS_ENDED = {
+    WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_INACTIVE,
+    WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_DRAINED,
+}
+"""Of a build: it has no open workflow."""
+MOVE = "temporal workflow update-options --versioning-override-behavior auto_upgrade"
 SET_CURRENT = "temporal worker deployment set-current-version --deployment-name"
 
 
 async def own_build_trouble(client: Client, settings: DeploymentSettings) -> str:
-    """As `build_trouble`, for the workers that these settings would start. Raises: RPCError."""
+    """As `build_trouble`, for the workers that these settings would start; also which open rollouts those
+    workers leave to another build. Raises: RPCError."""
     ours = (settings.name, settings.build_id) if settings.build_id else NO_BUILD
-    return trouble(_current(await _described(client)), {ours})
+    routed = trouble(_current(await _described(client)), {ours})
+    left = []
+    with contextlib.suppress(RPCError):  # no deployment, or a server that knows of none
+        left = await _left_to_others(client, settings)
+    return "; ".join(filter(None, [routed, *left]))
+
+
+async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[str]:
+    """A sentence for each other build that has open rollouts or groups."""
+    answer = await client.workflow_service.describe_worker_deployment(
+        DescribeWorkerDeploymentRequest(namespace=client.namespace, deployment_name=settings.name)
+    )
+    told = []
+    for one in answer.worker_deployment_info.version_summaries:
+        build = one.deployment_version.build_id
+        if one.status in HAS_ENDED or build == settings.build_id:
+            continue
+        query = f"{PINNED_TO}'{settings.name}:{build}'"
+        if count := (await client.count_workflows(query)).count:
+            told.append(
+                f"open rollouts that only build {build} continues: {count}; start its workers with"
+                f" PERDURE_DEPLOYMENT__BUILD_ID={build}, or, if this build can replay them, move them"
+                f' with `{MOVE} --query "{query}"`'
+            )
+    return told
 
 
 async def build_trouble(client: Client) -> str:

@@ -202,7 +202,8 @@ class RunStatus(Frozen):
     """How far a run is.
 
     `state`: starting, running, paused, attention or finishing, as its workflow says; done,
-    cancelled, failed or terminated when that is closed.
+    cancelled, failed or terminated when that is closed. Others are sentences about a run whose workflow
+    does not answer.
     """
 
     run_id: str

@@ -27,6 +27,8 @@ ROWS = 200
 """Of a run's table: open rollouts first. A thousand more cost a second."""
 PATIENCE = timedelta(seconds=1)
 """For one run's answer; a worker may have to replay the run first. Then its rollouts are counted."""
+STORED = "in the store only"
+"""State of a run that Temporal does not know."""
 STEP_PATIENCE = timedelta(seconds=0.5)
 """For one rollout's answer."""
 
@@ -140,7 +142,7 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     from perdure.cli.connection import connect, viewer_link
 
     connection = await connect(settings)
-    progressing = _progress_of_run(connection.perdure, run_id)
+    progressing = _progress_of_run(connection.perdure, settings, run_id)
     if as_json:
         progress, all_of_it = await asyncio.gather(progressing, connection.perdure.rollouts(run_id))
         document = progress.model_dump(mode="json")
@@ -163,6 +165,11 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     click.echo(text.progress_line(progress))
     for change in await _changes(settings, run_id):
         click.echo(text.change_line(change))
+    if progress.state == STORED:
+        click.echo(
+            f"Temporal does not know this run: this is what the store has. `perdure report {run_id}`"
+            " shows its results; the command that started it plays what it lacks."
+        )
     print_table(tables.running(newest, rows=ROWS))
     if (more := sum(counts.values()) - ROWS) > 0:
         click.echo(f"{more} more; --json lists all of them")
@@ -188,15 +195,43 @@ async def _changes(settings: Settings, run_id: str) -> "list[RunChange]":
     return []
 
 
-async def _progress_of_run(perdure: "Perdure", run_id: str) -> "RunStatus":
+async def _progress_of_run(perdure: "Perdure", settings: Settings, run_id: str) -> "RunStatus":
     """Raises: NotFound if neither the run nor a rollout of it exists."""
     try:
         run = await perdure.run(run_id)
     except NotFound:
-        if (by_hand := await perdure.started_by_hand(run_id)) is None:
+        by_hand = await perdure.started_by_hand(run_id)
+        if (found := by_hand or await _as_stored(settings, run_id)) is None:
             raise
-        return by_hand
+        return found
     return await run.progress(patience=PATIENCE)
+
+
+async def _as_stored(settings: Settings, run_id: str) -> "RunStatus | None":
+    """Of a run that Temporal has forgotten, or never knew, as after its database was lost."""
+    from perdure.episodes.accounting import count
+    from perdure.episodes.episode_store import scan_run_as
+    from perdure.errors import PerdureError
+    from perdure.rollouts.again import planned_rollouts
+    from perdure.rollouts.run_record import current_request
+    from perdure.storage.base import open_store
+    from perdure.types import RunStatus
+
+    with contextlib.suppress(PerdureError):
+        store = open_store(settings)
+        request = await current_request(store, run_id)
+        ended, _ = await scan_run_as(store, run_id, lambda one: (one.status, one.outcome))
+        return RunStatus(
+            run_id=run_id,
+            state=STORED,
+            total=await planned_rollouts(store, request) or len(ended),
+            started=len(ended),
+            done=len(ended),
+            concurrency=request.concurrency,
+            by_status=count(status.value for status, _ in ended),
+            by_outcome=count(outcome.value for _, outcome in ended if outcome is not None),
+        )
+    return None
 
 
 def _rollout_document(found: "RolloutInfo") -> dict[str, Any]:
