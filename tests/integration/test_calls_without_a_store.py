@@ -38,7 +38,7 @@ class Host:
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
         return answer.status_code
 
-    async def agent_run(self) -> AgentRun:
+    async def agent_run(self, this_try: int = 1) -> AgentRun:
         """What the agent stage makes of the session, after asking the gateway that holds it."""
 
         async def read(name: str, model: object) -> None:
@@ -46,6 +46,7 @@ class Host:
 
         fields: dict[str, Any] = {
             "services": SimpleNamespace(gateway=self.holder.control, unwritten_away=set()),
+            "this_try": SimpleNamespace(number=this_try),
             "agent_identity": SESSION,
             "key": str,
             "read": read,
@@ -105,6 +106,20 @@ async def test_an_agent_that_gave_up_meanwhile_has_no_verdict(
 
     await until(noted, "the gateway has noted the call")
     assert "the store is away" in (await host.agent_run()).broke
+
+
+async def test_a_stage_that_goes_on_when_the_store_is_back_awaits_the_notes(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent's end and the return of the store may come at once: the gateway needs a moment."""
+    monkeypatch.setattr(sessions, "LONG_WAIT_S", 0.1)
+    key = await host.holder.open(SESSION)
+    host.store.away = True
+    with pytest.raises(httpx.ReadTimeout):
+        await host.ask(key, gives_up_after=1.0)
+    host.store.away = False
+
+    assert "the store is away" in (await host.agent_run(this_try=2)).broke
 
 
 async def test_a_call_that_was_left_early_counts_for_nothing(host: Host) -> None:

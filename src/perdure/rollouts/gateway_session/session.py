@@ -1,5 +1,6 @@
 """The gateway session of one attempt's agent: opened once, replays what a lost attempt recorded."""
 
+import asyncio
 from collections.abc import Awaitable
 
 from perdure import tracing
@@ -19,6 +20,8 @@ from perdure.storage import keys
 from perdure.types import Frozen, RolloutRequest
 
 AWAY = "gateway-away.json"
+NOTES_TAKE_S = 5.0
+"""Seconds after an outage of the store within which each gateway has noted the calls that waited for it."""
 
 
 class GatewayAway(Frozen):
@@ -124,6 +127,9 @@ class AgentSession:
     async def close(self) -> SessionSummary:
         """Of an agent that was started. Its `unanswered` also tells that the gateway was away since the
         last answer. Raises: AttemptDamaged."""
+        if self._job.this_try.number > 1:
+            # The store may be back only now. A closed session takes no note of a call any more.
+            await asyncio.sleep(NOTES_TAKE_S)
         summary = await self._existing(self._known(self._gateway.close(self._id)))
         away = await self._noted()
         if away is None or (away.turns is not None and summary.turns > away.turns):
