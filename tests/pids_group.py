@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+
+from tests.stack.waiting import LINGERS_S, PAUSE_S
 
 
 class PidsGroup:
@@ -37,8 +40,14 @@ class PidsGroup:
         return int((self._group / "pids.events").read_text().split()[1])
 
     def remove(self) -> None:
-        for pid in (self._group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                (self._base / "cgroup.procs").write_text(pid)
-        with contextlib.suppress(OSError):  # a process that is about to end is in it
-            self._group.rmdir()
+        """Once the sandboxes below are removed."""
+        end = time.monotonic() + LINGERS_S
+        while self._group.exists():
+            for pid in (self._group / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    (self._base / "cgroup.procs").write_text(pid)
+            try:
+                self._group.rmdir()
+            except OSError:  # a process that is about to end is in it
+                assert time.monotonic() < end, f"{self._group} is still in use"
+                time.sleep(PAUSE_S)
