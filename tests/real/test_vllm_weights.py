@@ -197,3 +197,18 @@ async def test_weights_that_transformers_denies_are_taken_back(
     assert list(completion.logprobs) == pytest.approx(
         again[len(PROMPT) - 1 :], abs=PREFILL_TOLERANCE
     )
+
+
+async def test_a_folder_without_weights_costs_no_engine(
+    updatable: str, trainers: list[Trainer], tmp_path: Path
+) -> None:
+    """vLLM keeps its weights, and takes the right folder next."""
+    first, second = trainers
+    async with stand(updatable, tmp_path) as it:
+        await it.weights.publish(7, first.folder, first.canaries)
+        with pytest.raises(UpdateRefused, match=r"cannot open the checkpoint.*kept its weights"):
+            await it.weights.publish(8, tmp_path / "absent", second.canaries)
+        completion = await it.ask(max_tokens=32)
+        await it.weights.publish(8, second.folder, second.canaries)
+
+    assert set(recorded_versions(completion)) == {7}

@@ -579,7 +579,7 @@ class ScriptedEngine:
         try:
             loaded = json.loads((path / WEIGHTS_FILE).read_text())
         except OSError as error:  # it could open nothing, so it changed nothing
-            return _openai_error(500, f"cannot open {path}: {error}")
+            return _openai_error(500, f"cannot open the checkpoint: {error}")
         except ValueError as error:
             self.weights, self._updating = BROKEN_WEIGHTS, False
             return _openai_error(500, f"cannot load {path}: {error}")

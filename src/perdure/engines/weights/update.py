@@ -34,6 +34,9 @@ UPDATE = "update "
 TOLERANCE = 0.2
 """Allowed difference of the trainer's and the engine's logprob, in bf16. A half-loaded model differs by
 whole units; the weights of one small training step earlier may not differ that much."""
+NOTHING_READ = ("cannot open the checkpoint", "Failed to get weights iterator")
+"""Words of an engine that could not open a folder, so its weights are as before: our loader inside vLLM,
+SGLang's own loader."""
 CANARY_SHOWN = 8
 """Token ids of a prompt that a message shows."""
 NOTICE_S = 2.5
@@ -300,10 +303,16 @@ class WeightUpdates:
         """Return to the old version and prove it; if that fails, condemn the engine until it restarts.
 
         A load that failed may have changed some tensors, by too little for a canary to notice. So the
-        old version is always loaded again, as a whole.
+        old version is loaded again, as a whole, unless the engine could not open the new one.
         Returns what became of the engine, for people.
         """
         ours = _is_held(await self._roster.read(), record)
+        unread = isinstance(error, ControlPlaneError) and any(
+            words in str(error) for words in NOTHING_READ
+        )
+        if ours and unread and await self._resumed(record):
+            await self._roster.change(lambda roster: _released(roster, record, record.version))
+            return f"Engine {record.name} kept its weights and serves on"
         if ours and previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
@@ -315,6 +324,16 @@ class WeightUpdates:
                 log.error("cannot restore the previous weights", error=str(failure))
         await self._condemn(record, f"{record.held_by}: {error}")
         return f"Engine {record.name} is out of use until its process restarts"
+
+    async def _resumed(self, record: EngineRecord) -> bool:
+        """Whether the engine samples again, under the label that it had before the update."""
+        control = self._control(record)
+        try:
+            await control.resume()
+            label = await control.version()
+        except ControlPlaneError:
+            return False
+        return label is None or record.version in (None, label)
 
     async def _hold(self, name: str, version: int) -> EngineRecord:
         """Announce the update: gateways then send nothing new and label no token with a version."""

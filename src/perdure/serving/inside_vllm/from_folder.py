@@ -10,6 +10,8 @@ Hugging Face checkpoint of the served model.
 import os
 from dataclasses import dataclass
 
+import torch.distributed
+from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -18,6 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
+CANNOT_OPEN = "cannot open the checkpoint"
+"""`NOTHING_READ` of `perdure.engines.weights.update` has these words: no tensor has changed."""
 
 
 @dataclass
@@ -51,8 +55,8 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
     def receive_weights(self, update_info: Folder) -> None:
         # vLLM's loader empties the tensors before it opens the folder: without this check, a wrong path
         # would leave the engine without weights.
-        if not any(name.endswith(WEIGHT_FILES) for name in os.listdir(update_info.path)):
-            raise FileNotFoundError(f"no weights in {update_info.path}")
+        if problem := _of_any_worker(_problem(update_info.path)):
+            raise FileNotFoundError(f"{CANNOT_OPEN}: {problem}")
         reload_weights(
             self.vllm_config,
             self.model,
@@ -66,3 +70,23 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
 
     def shutdown(self) -> None:
         pass
+
+
+def _problem(path: str) -> str:
+    """What keeps this worker from reading the folder; empty: nothing."""
+    try:
+        files = [name for name in os.listdir(path) if name.endswith(WEIGHT_FILES)]
+        for name in files:
+            with open(os.path.join(path, name), "rb"):
+                pass
+    except OSError as error:
+        return str(error)
+    return "" if files else f"no weights in {path}"
+
+
+def _of_any_worker(problem: str) -> str:
+    """The first problem of all workers of this engine: if one cannot read, none begins."""
+    world = get_world_group()
+    problems = [""] * world.world_size
+    torch.distributed.all_gather_object(problems, problem, group=world.cpu_group)
+    return next(filter(None, problems), "")
