@@ -11,12 +11,15 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.boot_sandbox import BootSandbox
 from activities.run_agent import RunAgent
+from perdure.errors import ControlPlaneError
 from perdure.handlers import AgentHandler, JobDetails
 from perdure.instances import catalog
 from perdure.instances.sources import pack
+from perdure.rollouts import agent
 from perdure.rollouts.messages import WORKER_EVICTED, Attempt
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import Sandbox, identity_of
+from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.settings.tree import Settings
 from perdure.storage import keys
 from perdure.storage.base import put_blob
@@ -123,3 +126,30 @@ async def test_an_agent_that_raises_is_tried_in_a_new_sandbox(
 
     assert (failed.value.type, failed.value.non_retryable) == ("SandboxLost", True)
     assert failed.value.details == ("agent",)
+
+
+async def test_a_sandbox_lives_on_after_a_moment_without_its_control_plane(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its life is extended again once the control plane answers, while the handler's agent runs."""
+    monkeypatch.setattr(Appends, "then", "waits")
+    monkeypatch.setattr(agent, "WATCH_S", 0.01)
+    asked, extended = 0, asyncio.Event()
+
+    async def touch(self: HostSandbox, ttl_s: float) -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise ControlPlaneError("502")
+        extended.set()
+
+    monkeypatch.setattr(HostSandbox, "touch", touch)
+    services = worker(home)
+    services.settings = services.settings.model_copy(
+        update={"sandbox": services.settings.sandbox.model_copy(update={"ttl_s": 0.01})}
+    )
+    stage = asyncio.ensure_future(ActivityEnvironment().run(RunAgent(services).run, ATTEMPT))
+    async with asyncio.timeout(30):
+        await extended.wait()
+    stage.cancel()
+    await asyncio.gather(stage, return_exceptions=True)

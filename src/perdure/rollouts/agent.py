@@ -7,7 +7,7 @@ import time
 
 from perdure import tracing
 from perdure.agents.base import EXEC_ID
-from perdure.errors import NotFound, PerdureError, PolicyTooStale, SandboxLost
+from perdure.errors import NotFound, PerdureError, PolicyTooStale, RetryHere, SandboxLost
 from perdure.gateway.base import SessionSummary
 from perdure.handlers import runs_own_agent
 from perdure.rollouts import agent_output, handler_hooks
@@ -108,11 +108,14 @@ async def _keep_alive(job: Job, session: AgentSession | None, sandbox: Sandbox) 
     while True:
         await asyncio.sleep(WATCH_S)
         job.services.seats.take(sandbox.identity)
-        if time.monotonic() - renewed > ttl_s / 4:
-            renewed = time.monotonic()
-            await sandbox.touch(ttl_s)
-        if session is not None:
-            _report(job, await session.look())
+        with contextlib.suppress(
+            RetryHere
+        ):  # a control plane or a gateway that is away for a moment
+            if time.monotonic() - renewed > ttl_s / 4:
+                await sandbox.touch(ttl_s)
+                renewed = time.monotonic()
+            if session is not None:
+                _report(job, await session.look())
 
 
 async def _is_started(sandbox: Sandbox) -> bool:
