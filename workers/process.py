@@ -73,7 +73,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
                 settings.gateway_socket
             )  # without its passage the host would never give a seat
             stack.enter_context(host_life.worker_is_here(settings))
-        workers = _workers(client, settings, roles, stack)
+        workers = _workers(client, settings, roles)
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
@@ -86,9 +86,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
 
-def _workers(
-    client: Client, settings: Settings, roles: Sequence[str], stack: contextlib.AsyncExitStack
-) -> list[Worker]:
+def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[Worker]:
     """Imports only what the roles need: a workflow worker loads no sandbox, grader or store."""
     workers = []
     build = build_of(settings.deployment)
@@ -104,7 +102,6 @@ def _workers(
         from workers.queues import activity_worker, queues
 
         services = Services(settings)
-        stack.push_async_callback(services.close)
         for role in others:
             workers += [activity_worker(client, queue, build) for queue in queues(role, services)]
     return workers

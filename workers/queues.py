@@ -13,7 +13,7 @@ from temporalio.worker import (
     WorkerTuner,
 )
 
-from activities.account_holders import ClosedHolders, EndReady
+from activities.account_holders import ClosedHolders
 from activities.boot_sandbox import BootSandbox
 from activities.calibration import Calibrations
 from activities.capture_diff import CaptureDiff
@@ -83,7 +83,6 @@ def queues(role: str, services: Services) -> list[Queue]:
         *_upkeep(services),
         EmitEpisode(services).emit,
         ClosedHolders().closed,
-        EndReady(services).end,
         runs.prepare,
         runs.page,
         runs.finish,

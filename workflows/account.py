@@ -5,16 +5,14 @@ when no permit is held or asked for, and the next rollout that asks starts it ag
 """
 
 import asyncio
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
-    from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
+    from perdure.rollouts.messages import AskPermit, CreateRefused
     from perdure.sandboxes.permits import Account, AccountState, PermitRequest
     from workflows import activity_options
     from workflows.orders import ordered
@@ -46,7 +44,6 @@ class SandboxAccountWorkflow:
             granted = self.grant_again + self.account.grants(self._now())
             self.grant_again = []
             await asyncio.gather(*(self._grant(request) for request in granted))
-            await self._end_ready()
             await self._check_holders(idle)
             if workflow.info().is_continue_as_new_suggested() and not self.grant_again:
                 workflow.continue_as_new(self.account.state())
@@ -75,27 +72,6 @@ class SandboxAccountWorkflow:
     @workflow.signal
     def release(self, holder: str) -> None:
         self.account.release(holder)
-        self.has_news = True
-
-    @workflow.update
-    def reserve(self, asked: ReadyPermit) -> None:
-        """Reserve a permit for a sandbox that is booted ahead. Refused unless one is left over."""
-        self.account.reserve(asked.holder, asked.provider, self._now())
-
-    @reserve.validator
-    def _has_room(self, asked: ReadyPermit) -> None:
-        """A refused update is not in the history, so it must change nothing here."""
-        if not self.account.has_room(self._now()):
-            raise ValueError("no permit of the account is free for a sandbox booted ahead")
-
-    @workflow.signal
-    def ahead_started(self, ready: ReadyPermit) -> None:
-        self.account.ahead_started(ready.holder, ready.provider, self._now())
-        self.has_news = True
-
-    @workflow.signal
-    def taken(self, taken: ReadyTaken) -> None:
-        self.account.hand_over(taken.ready, taken.holder, taken.run, taken.step)
         self.has_news = True
 
     @workflow.query
@@ -129,20 +105,6 @@ class SandboxAccountWorkflow:
             return False
         return True
 
-    async def _end_ready(self) -> None:
-        """While a rollout waits on a full account, end sandboxes that were booted ahead."""
-        leaving = self.account.to_end(self._now())
-        if not leaving:
-            return
-        permits = [ReadyPermit(holder=one.holder, provider=one.provider) for one in leaving]
-        try:
-            ended = await _looked("end_ready", permits, "sandboxes booted ahead give way")
-        except ActivityError:
-            return  # their deadlines end them
-        for holder in ended:
-            self.account.release(holder)
-            self.has_news = True
-
     async def _check_holders(self, idle: bool) -> None:
         """Take back permits of closed workflows, while a rollout waits or no message comes."""
         wanted = self.account.waiting or (idle and self.account.permits)
@@ -150,24 +112,15 @@ class SandboxAccountWorkflow:
             return
         self.account.checked_at = self._now()
         holders = self.account.longest_unchecked(CHECK_MOST)
-        if self.account.permits and not holders:
-            return  # only sandboxes that were booted ahead, which no workflow holds
+        options = activity_options.described(activity_options.look(), "which holders are closed")
         try:
-            closed = await _looked("closed_holders", holders, "which holders are closed")
+            closed = await ordered("closed_holders", holders, list[str], options, evicted=_give_up)
         except ActivityError:
             return  # no answer: keep the permits rather than grant one twice
         for holder in closed:
             self.account.release(holder)
 
 
-async def _looked(activity: str, asked: Sequence[Any], summary: str) -> list[str]:
-    """Not ordered again when its worker is told to stop: the account asks again anyway.
-
-    Raises: ActivityError.
-    """
-    options = activity_options.described(activity_options.look(), summary)
-    return await ordered(activity, asked, list[str], options, evicted=_give_up)
-
-
 def _give_up(error: ActivityError) -> None:
+    """Not ordered again when its worker is told to stop: the account asks again anyway."""
     raise error

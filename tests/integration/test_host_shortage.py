@@ -21,7 +21,6 @@ from perdure.rollouts.boot import boot
 from perdure.rollouts.capture import capture
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt
-from perdure.rollouts.sandbox.ready import Unmetered
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -216,10 +215,7 @@ class Silent:
 
     async def ask(self, *_: object) -> None: ...
 
-    started = refused = taken = release = ask
-
-    def ahead(self, *_: object) -> Unmetered:
-        return Unmetered()
+    started = refused = release = ask
 
 
 async def ended(home: Path) -> Job:

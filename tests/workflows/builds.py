@@ -75,7 +75,6 @@ class Build:
         services = Services(Settings(home=home))
         self._note(services.host)
         async with AsyncExitStack() as workers:
-            workers.push_async_callback(services.close)
             for role in ROLES[1:]:
                 for queue in queues.queues(role, services):
                     ours = replace(queue, activities=self.stages.activities(), slots=20)

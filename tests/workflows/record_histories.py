@@ -34,8 +34,6 @@ from perdure.rollouts.messages import (
     Page,
     PageRequest,
     PreparedRun,
-    ReadyPermit,
-    ReadyTaken,
     RolloutAgain,
     RowToConclude,
     RowTwins,
@@ -317,30 +315,6 @@ async def account(client: Client, stages: Stages) -> Handle:
     return handle
 
 
-async def account_ready(client: Client, stages: Stages) -> Handle:
-    """A ready sandbox is ended for a request; one that a rollout takes hands its permit over."""
-    caps, name = AccountCaps(live=1), names.account_id("service")
-    handle: Handle = await client.start_workflow(
-        names.ACCOUNT, AccountState(caps=caps), id=name, task_queue=names.WORKFLOWS_QUEUE
-    )
-    for number, then in ((1, "request"), (2, "taken")):
-        permit = ReadyPermit(holder=f"ready/{number}", provider="service")
-        await handle.execute_update("reserve", permit)
-        await handle.signal("ahead_started", permit)
-        if then == "request":
-            asked = AskPermit(holder="missing", run="r1", step="1-agent", caps=caps)
-            await handle.signal("ask", asked)
-        else:
-            taken = ReadyTaken(ready=permit.holder, holder="missing", run="r1", step="1-agent")
-            await handle.signal("taken", taken)
-            await handle.signal("release", "missing")
-        while (found := await handle.query("state", result_type=AccountState)).permits:
-            await asyncio.sleep(0.1)
-        assert not found.waiting
-    await handle.cancel()
-    return handle
-
-
 async def calibration(client: Client, stages: Stages) -> Handle:
     """Three rows: one has a record, one is quarantined, and one gets twins from a second worker."""
     stages.rows = tuple(
@@ -375,7 +349,7 @@ SCENARIOS = (
         cancelled_in_boot,
         queued,
     ),
-    *(group, run, samples, played_again, sharded, account, account_ready, calibration),
+    *(group, run, samples, played_again, sharded, account, calibration),
 )
 
 

@@ -1,7 +1,7 @@
 """Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,7 +26,6 @@ from perdure.rollouts.messages import (
     Page,
     PageRequest,
     PreparedRun,
-    ReadyPermit,
     RowToConclude,
     RowTwins,
     RunSummary,
@@ -106,7 +105,6 @@ class Stages:
             self.record,
             self.page,
             self.finish,
-            self.end_ready,
             self.serve_term,
             self.begin_anew,
             self.stand_in,
@@ -116,11 +114,6 @@ class Stages:
             self.choose_twins,
             self.report,
         ]
-
-    @activity.defn(name="end_ready")
-    async def end_ready(self, permits: Sequence[ReadyPermit]) -> list[str]:
-        ended: list[str] = await self._do("end_ready", permits, [one.holder for one in permits])
-        return ended
 
     @activity.defn(name="serve_term")
     async def serve_term(self, term: Term) -> None:

@@ -1,12 +1,12 @@
 """SandboxAccountWorkflow on a real server: every permit comes back, and none is granted twice."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from temporalio import activity, workflow
-from temporalio.client import Client, WorkflowHandle, WorkflowUpdateFailedError
+from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
@@ -15,7 +15,7 @@ import activities.activity_context
 import workflows.account
 from activities.account_holders import ClosedHolders
 from perdure.client import names
-from perdure.rollouts.messages import AskPermit, ReadyPermit, ReadyTaken
+from perdure.rollouts.messages import AskPermit
 from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.sandboxes.reaper import Owner
 from perdure.types import AccountCaps
@@ -39,34 +39,13 @@ class Holder:
         return None
 
 
-class ReadyEnder:
-    """Ends ready sandboxes, and records them."""
-
-    def __init__(self) -> None:
-        self.ended: list[str] = []
-        self.by_hand: object = None
-        """What a person completes it with."""
-
-    @activity.defn(name="end_ready")
-    async def end(self, permits: Sequence[ReadyPermit]) -> Any:
-        self.ended += [permit.holder for permit in permits]
-        return self.by_hand or [permit.holder for permit in permits]
-
-
 @pytest.fixture
-def ender() -> ReadyEnder:
-    return ReadyEnder()
-
-
-@pytest.fixture
-async def holders(
-    client: Client, ender: ReadyEnder, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Sequence[str]]:
+async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
     monkeypatch.setattr(workflows.account, "CHECK_EVERY_S", 0.2)
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed, ender.end]),
+        Worker(client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed]),
         Worker(
             client,
             task_queue="holders",
@@ -177,61 +156,25 @@ async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
     assert await granted(client, second)
 
 
-async def ready_after(client: Client, holder: str) -> ReadyPermit:
-    """A sandbox that was booted ahead and has the permit that a rollout gave back."""
-    account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = ReadyPermit(holder="ready/p-1", provider="e2b")
-    await ask(client, holder)
-    await holding(client, holder)
-    await account.signal("release", holder)
-    await account.execute_update("reserve", ready)
-    await account.signal("ahead_started", ready)
-    return ready
-
-
-async def test_a_ready_sandbox_is_ended_for_a_rollout_that_waits(
-    client: Client, holders: Sequence[str], ender: ReadyEnder
-) -> None:
-    """It holds the account's only permit; the rollout that asks gets it when the sandbox is gone."""
-    first, second = holders
-    account = client.get_workflow_handle(ACCOUNT_ID)
-    await ready_after(client, first)
-    with pytest.raises(WorkflowUpdateFailedError):
-        await account.execute_update("reserve", ReadyPermit(holder="ready/p-2", provider="e2b"))
-    await ask(client, second)
-    await holding(client, second)
-
-    assert (ender.ended, await granted(client, second)) == (["ready/p-1"], True)
-
-
 async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_anything(
-    client: Client, holders: Sequence[str], ender: ReadyEnder
+    client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It counts as no answer; a permit that is given back goes to the rollout that waits."""
-    ender.by_hand = "done"
+    tokens: list[bytes] = []
+
+    async def by_hand(_: Client, workflow_id: str) -> Owner:
+        tokens.append(activity.info().task_token)
+        await asyncio.Event().wait()
+        return Owner.ALIVE
+
+    monkeypatch.setattr(activities.activity_context, "fate_of", by_hand)
     first, second = holders
-    account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = await ready_after(client, first)
-    await ask(client, second)
-    await until(lambda: ender.ended, "the ready sandbox was ended")
-    await account.signal("release", ready.holder)
-    await holding(client, second)
-
-    assert await granted(client, second)
-
-
-async def test_a_ready_sandbox_that_is_taken_brings_its_permit(
-    client: Client, holders: Sequence[str]
-) -> None:
-    """The rollout that takes it holds its permit without asking, and returns it like any other."""
-    first, second = holders
-    account = client.get_workflow_handle(ACCOUNT_ID)
-    ready = await ready_after(client, first)
-    taken = ReadyTaken(ready=ready.holder, holder=first, run="r", step="1-agent")
-    await account.signal("taken", taken)
+    await ask(client, first)
     await holding(client, first)
     await ask(client, second)
-    await account.signal("release", first)
+    await until(lambda: tokens, "the holders are looked up")
+    await client.get_async_activity_handle(task_token=tokens[0]).complete("done")
+    await client.get_workflow_handle(ACCOUNT_ID).signal("release", first)
     await holding(client, second)
 
     assert await granted(client, second)

@@ -1,7 +1,5 @@
 """The boot stage: refuse bad input, prepare the environment, boot the agent's sandbox."""
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +21,6 @@ from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Booted
 from perdure.rollouts.sandbox.create import create_sandbox
-from perdure.rollouts.sandbox.ready import taken_by
 from perdure.rollouts.sandbox.term import first_term
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
@@ -89,41 +86,14 @@ async def boot(job: Job) -> Booted:
     return _booted(job, uri, record)
 
 
-async def sandbox_of(job: Job) -> str:
-    """Identity of the sandbox that this attempt's agent has, or would have."""
-    with contextlib.suppress(
-        AttemptDamaged
-    ):  # the names of both sandboxes that it may have are known
-        record = await job.recall(CHECKPOINT, BootRecord)
-        if record is not None:
-            return record.identity
-    taking = keys.taking(job.request, job.attempt)
-    taken = await taken_by(job.services.store, job.request.workflow_id, taking)
-    return taken or job.agent_identity
-
-
 async def attach(job: Job) -> Sandbox:
     """The sandbox of this attempt's agent. Raises: SandboxLost."""
-    identity = await sandbox_of(job)
-    plan = job.agent_sandbox
-    job.services.held[job.agent_identity] = plan.placement.provider, identity
+    identity, plan = job.agent_identity, job.agent_sandbox
+    job.services.held[identity] = plan.placement.provider
     try:
         return await plan.provider.attach(identity)
     except NotFound as error:
         raise SandboxLost(f"sandbox {identity} is gone") from error
-
-
-async def take_ready(job: Job, spec: SandboxSpec) -> Sandbox | None:
-    """A sandbox that was booted ahead.
-
-    A later try takes only the one that an earlier try had taken: that earlier try may instead have
-    begun to create the sandbox of the attempt's own identity.
-    """
-    ready, provider = job.services.ready, job.agent_sandbox.provider
-    rollout, taking = job.request.workflow_id, keys.taking(job.request, job.attempt)
-    if job.this_try.number > 1:
-        return await ready.taken_before(provider, rollout, taking)
-    return await ready.take(provider, spec, rollout, taking)
 
 
 def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
@@ -210,32 +180,17 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
         tools = await job.agent.install(job.services.tools, job.services.settings.agents)
     spec = _spec(job, prepared, tools)
     _says(job, f"a sandbox of {plan.provider.name}")
-    taken = await take_ready(job, spec)
-    sandbox = taken or await _create_own(job, spec)
+    sandbox = await _create(job, spec)
     if sandbox is None:
         return None
-    try:
-        if taken is None:
-            await plan.admission.started()
-        else:
-            await plan.admission.took(taken.identity, job.agent_step)
-        base_git = await base_git_of(job, sandbox, prepared)
-        made = await _init(job, sandbox)
-        metadata = made.stored_metadata if made is not None else None
-        record = await _record(job, sandbox, started, base_git, metadata)
-    except BaseException:
-        if taken is not None:  # the next try finds a sandbox of the attempt's own identity only
-            await asyncio.shield(taken.kill())
-        raise
-    if record.identity != sandbox.identity:  # another try was first
-        await asyncio.shield(sandbox.kill())
-    else:
-        if made is not None:
-            handler_hooks.remember(job, made)
-        if taken is not None:
-            await taken.touch(spec.ttl_s)
-    job.services.seats.take(record.identity)
-    job.services.ready.refill(plan.provider, spec, plan.admission.ahead())
+    await plan.admission.started()
+    base_git = await base_git_of(job, sandbox, prepared)
+    made = await _init(job, sandbox)
+    metadata = made.stored_metadata if made is not None else None
+    record = await _record(job, sandbox, started, base_git, metadata)
+    if made is not None:
+        handler_hooks.remember(job, made)
+    job.services.seats.take(sandbox.identity)
     return record
 
 
@@ -244,7 +199,7 @@ def _says(job: Job, what: str) -> None:
     job.this_try.report(doing={"what": what, "since": round(time.time())})
 
 
-async def _create_own(job: Job, spec: SandboxSpec) -> Sandbox | None:
+async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
     """None: the account has not granted it yet."""
     plan = job.agent_sandbox
     if plan.admission.metered and job.permit != job.agent_step:

@@ -6,7 +6,7 @@ from perdure import tracing
 from perdure.errors import Boundary, RetryHere, SandboxLost
 from perdure.graders.diff import capture as diff
 from perdure.rollouts import handler_hooks
-from perdure.rollouts.boot import BootRecord, attach, sandbox_of
+from perdure.rollouts.boot import BootRecord, attach
 from perdure.rollouts.grade import needs_tests
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import AgentRun, Captured
@@ -28,11 +28,10 @@ async def capture(job: Job) -> Captured:
     """Raises: SandboxLost."""
     found = await job.once(CHECKPOINT, PatchRef, _take)
     # At once: the grading's sandbox needs the room.
-    identity = await sandbox_of(job)
+    identity = job.agent_identity
     await job.agent_sandbox.provider.kill(identity)
     job.services.seats.leave(identity)
-    job.services.held.pop(job.agent_identity, None)
-    await job.services.ready.forget(identity)
+    job.services.held.pop(identity, None)
     return Captured(
         size=found.size,
         files=found.files,

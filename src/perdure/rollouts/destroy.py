@@ -4,17 +4,16 @@ turns."""
 import contextlib
 
 from perdure.errors import AttemptDamaged
-from perdure.rollouts.boot import CHECKPOINT, sandbox_of
+from perdure.rollouts.boot import CHECKPOINT
 from perdure.rollouts.gateway_session.session import session_of
 from perdure.rollouts.job import Job, SandboxPlan
 
 
 async def destroy(job: Job) -> None:
-    identity = await sandbox_of(job)
+    identity = job.agent_identity
     await _kill(job.agent_sandbox, identity)
     job.services.seats.leave(identity)
-    job.services.held.pop(job.agent_identity, None)
-    await job.services.ready.forget(identity)
+    job.services.held.pop(identity, None)
     await _kill(job.grade_sandbox, job.grade_identity)
     await _close_session(job)
 

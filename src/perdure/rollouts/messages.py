@@ -209,23 +209,6 @@ class CreateRefused(Frozen):
     retry_after: float | None = None
 
 
-class ReadyPermit(Frozen):
-    """A permit for a sandbox that is booted ahead and that no rollout has taken yet."""
-
-    holder: str
-    provider: str
-
-
-class ReadyTaken(Frozen):
-    """A rollout has taken a sandbox that was booted ahead, and its permit with it."""
-
-    ready: str
-    """The holder of the permit until now."""
-    holder: str
-    run: str
-    step: str
-
-
 class Term(Frozen):
     """A host's term: the time in which its sandboxes count."""
 

@@ -18,7 +18,6 @@ from perdure.handlers import AgentHandler
 from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
 from perdure.rollouts.memory import Memory
-from perdure.rollouts.sandbox.ready import ReadySandboxes
 from perdure.rollouts.sandbox.seats import Seats
 from perdure.rollouts.sandbox.term import HostTerm
 from perdure.sandboxes.base import SandboxProvider
@@ -38,8 +37,8 @@ class Services:
         self.host = host_of(settings)
         self.home: Path = settings.home.absolute()
         self.tools: Path = self.home / "tools"
-        self.held: dict[str, tuple[str, str]] = {}
-        """Provider and identity of the sandboxes that this process reached, by the attempt's identity."""
+        self.held: dict[str, str] = {}
+        """Provider of the agents' sandboxes that this process reached, by their identity."""
         self.memory = Memory()
         self.unwritten_away: set[str] = set()
         """Keys of the notes that the gateway was away, which the store has not taken: it was away too."""
@@ -53,11 +52,6 @@ class Services:
     @functools.cached_property
     def store(self) -> Store:
         return open_store(self.settings)
-
-    @functools.cached_property
-    def ready(self) -> ReadySandboxes:
-        labels = {"app": "perdure", "owner": self.host}
-        return ReadySandboxes(self.settings, self.store, labels)
 
     @functools.cached_property
     def term(self) -> HostTerm:
@@ -77,11 +71,6 @@ class Services:
     @functools.cached_property
     def gateways(self) -> Gateways:
         return Gateways(self.settings, self.store, load_secrets(self.settings))
-
-    async def close(self) -> None:
-        """End the sandboxes that this process booted ahead."""
-        if "ready" in self.__dict__:
-            await self.ready.close()
 
     def provider(self, name: str) -> SandboxProvider:
         """Raises: ConfigurationError for an unknown name."""

@@ -5,7 +5,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from perdure.errors import PerdureError
-from perdure.rollouts.sandbox import ready
 from perdure.rollouts.services import Services
 from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.sandboxes.reaper import Owner, Sweep, SweepReport
@@ -26,11 +25,6 @@ async def sweep(
         workflow_id = info.labels.get("rollout")
         if workflow_id is None:
             return Owner.ALIVE  # Perdure did not make it
-        if workflow_id.startswith(ready.OWNER):
-            taker = await ready.owner_of(services.store, workflow_id)
-            if taker is None:
-                return Owner.ALIVE  # its deadline ends a ready one
-            return await fate_of(taker)
         return await fate_of(workflow_id)
 
     async def orphaned(info: SandboxInfo) -> None:

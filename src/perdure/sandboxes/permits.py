@@ -5,7 +5,7 @@ caller keeps this state for all workers and passes the time
 (docs/decisions/0010-permits-of-an-account.md).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
 
@@ -27,10 +27,6 @@ GROWTH = 2
 OVERSHOOT = 4, 0.25
 """How many sandboxes may boot beyond those that run: this number, or this fraction of the running
 ones if that is more. It bounds how many are refused at once."""
-AHEAD_S = 1200.0
-"""Seconds after which a sandbox booted ahead has ended, even if its worker died."""
-SLOW_S = 120.0
-"""A sandbox booted ahead that boots for longer than this may be ended for rollouts that wait."""
 MOST_GRANTS = 200
 """Grants at a time: Temporal allows a workflow at most 2000 pending messages."""
 SLOWEST = 0.05
@@ -55,18 +51,6 @@ class Permit(Frozen):
     starting: bool = True
     first: bool = True
     """The holder has no other sandbox, so a refusal frees the slot."""
-    ahead: str = ""
-    """Provider of a sandbox that is booted ahead, before a rollout needs it. It is ended when a
-    rollout waits for its slot."""
-    since: float = 0.0
-    """Unix time at which booting it ahead began."""
-
-
-class BootedAhead(NamedTuple):
-    """The permit of a sandbox booted ahead."""
-
-    holder: str
-    provider: str
 
 
 class AccountState(Frozen):
@@ -178,63 +162,19 @@ class Account:
             del self.permits[holder]
         else:
             self.permits[holder] = permit.model_copy(update={"starting": False})
-        if not permit.ahead:
-            self.waiting[holder] = PermitRequest(
-                holder=holder, run=permit.run, step=permit.step, order=0
-            )
+        self.waiting[holder] = PermitRequest(
+            holder=holder, run=permit.run, step=permit.step, order=0
+        )
 
     def release(self, holder: str) -> None:
         """The holder's sandbox is gone, or the holder no longer needs one."""
         self.waiting.pop(holder, None)
         self.permits.pop(holder, None)
 
-    # -- sandboxes that are booted ahead ------------------------------------------------------------
-
-    def has_room(self, now: float) -> bool:
-        """Whether a sandbox may be booted ahead: no request waits and no cap is reached. Changes nothing."""
-        if self.waiting or self._starting_is_full() or self._is_full() or now < self._paused_until:
-            return False
-        return self._speed() is None or self._tokens_at(now) >= 1
-
-    def reserve(self, holder: str, provider: str, now: float) -> None:
-        """Give a slot to a sandbox that is booted ahead."""
-        self._refill(now)
-        if self._speed() is not None:
-            self._tokens -= 1
-        self.permits[holder] = Permit(run="", step="", ahead=provider, since=now)
-
-    def ahead_started(self, holder: str, provider: str, now: float) -> None:
-        """The sandbox booted ahead is up. It gets a slot again if the account had forgotten it."""
-        if holder in self.permits:
-            self.started(holder)
-        else:
-            self.permits[holder] = Permit(
-                run="", step="", starting=False, ahead=provider, since=now
-            )
-
-    def hand_over(self, holder: str, by: str, run: str, step: str) -> None:
-        """A rollout took the sandbox booted ahead: its slot replaces what `by` held or requested."""
-        self.permits.pop(holder, None)
-        self.waiting.pop(by, None)
-        self.permits[by] = Permit(run=run, step=step, starting=False)
-
-    def to_end(self, now: float) -> list[BootedAhead]:
-        """Sandboxes booted ahead to end because requests wait. The caller ends each, then calls `release`."""
-        if not self._is_wanted():
-            return []
-        most = sum(holder not in self.permits for holder in self.waiting)
-        found = [
-            BootedAhead(holder, permit.ahead)
-            for holder, permit in self.permits.items()
-            if permit.ahead and (not permit.starting or now - permit.since > SLOW_S)
-        ]
-        return found[:most]
-
     # -- calls of the workflow ---------------------------------------------------------------------
 
     def grants(self, now: float) -> list[PermitRequest]:
         """Requests whose holders may start a sandbox now, at most MOST_GRANTS."""
-        self._forget_old(now)
         self._refill(now)
         self._probe(now)
         granted: list[PermitRequest] = []
@@ -264,7 +204,7 @@ class Account:
 
     def longest_unchecked(self, most: int) -> list[str]:
         """Up to `most` holders, those first whose last check is longest ago."""
-        chosen = [holder for holder, permit in self.permits.items() if not permit.ahead][:most]
+        chosen = list(self.permits)[:most]
         for holder in chosen:
             self.permits[holder] = self.permits.pop(holder)
         return chosen
@@ -272,12 +212,6 @@ class Account:
     @property
     def empty(self) -> bool:
         return not self.waiting and not self.permits
-
-    def _forget_old(self, now: float) -> None:
-        """Forget what a dead worker booted ahead: its provider has ended it by now."""
-        for holder, permit in list(self.permits.items()):
-            if permit.ahead and now - permit.since > AHEAD_S:
-                del self.permits[holder]
 
     def _probe(self, now: float) -> None:
         """Raise the limit by one if a request waits and the last refusal is long enough ago."""
@@ -347,13 +281,10 @@ class Account:
         return pace if self.rate is None else min(pace, self.rate)
 
     def _refill(self, now: float) -> None:
-        self._tokens, self._filled = self._tokens_at(now), now
-
-    def _tokens_at(self, now: float) -> float:
-        if (speed := self._speed()) is None:
-            return self._tokens
-        most = max(1.0, speed * (1 - PACE) / PACE)
-        return min(most, self._tokens + (now - self._filled) * speed)
+        if (speed := self._speed()) is not None:
+            most = max(1.0, speed * (1 - PACE) / PACE)
+            self._tokens = min(most, self._tokens + (now - self._filled) * speed)
+        self._filled = now
 
     def _slow_down(self, now: float) -> None:
         """Halve the rate, once for all refusals of a burst."""

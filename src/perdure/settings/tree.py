@@ -168,10 +168,6 @@ class SandboxSettings(Group):
     """Whether `--sandbox local` may be used, whose commands run as you, with your files and network."""
     build_hosts: str = ""
     """Hosts that builds of environments may reach besides the package index: `github.com,files.example:8443`."""
-    ready: int = Field(0, ge=0)
-    """Agent sandboxes that a worker boots ahead, for each environment that it booted lately."""
-    ready_total: int = Field(16, ge=1)
-    """Most sandboxes that one worker keeps booted ahead. They count against the account's limits."""
     image_mirror: str = ""
     """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None

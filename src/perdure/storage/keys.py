@@ -129,16 +129,6 @@ def attempt(request: RolloutRequest, attempt: int) -> str:
     return f"{rollout_of(request)}/attempts/{attempt}"
 
 
-def taking(request: RolloutRequest, number: int) -> str:
-    """Identity of the ready sandbox that an attempt was about to take."""
-    return f"{attempt(request, number)}/taking.txt"
-
-
-def claim(identity: str) -> str:
-    """Workflow id of the rollout that took this ready sandbox."""
-    return f"claims/{identity}"
-
-
 def journal(session_id: str) -> str:
     return f"{JOURNAL}{session_id}/"
 

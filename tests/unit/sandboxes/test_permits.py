@@ -7,11 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from perdure.sandboxes.permits import (
-    AHEAD_S,
     MOST_GRANTS,
     OVERSHOOT,
     PROBE_S,
-    SLOW_S,
     Account,
     AccountState,
 )
@@ -326,88 +324,6 @@ def test_a_sandbox_that_came_up_in_spite_of_a_refusal_needs_no_second_permit() -
     ask(account, "b", caps=caps)
 
     assert names(account, 60.0) == ["b"]
-
-
-def stocked(standing: int, caps: AccountCaps) -> Account:
-    """An account with this many sandboxes booted ahead, and no waiting request."""
-    one = Account(AccountState(caps=caps), 0.0)
-    for number in range(standing):
-        assert one.has_room(0.0)
-        one.reserve(f"ready/{number}", "e2b", 0.0)
-        one.ahead_started(f"ready/{number}", "e2b", 0.0)
-    return one
-
-
-def test_a_sandbox_booted_ahead_counts_like_any_other() -> None:
-    """Two sandboxes are booted ahead on an account of three: one slot is left, and the next waits."""
-    one = stocked(2, AccountCaps(live=3))
-    for name in ("a", "b"):
-        ask(one, name, caps=AccountCaps(live=3))
-
-    assert (names(one, 0.0), one.has_room(0.0)) == (["a"], False)
-
-
-def test_no_sandbox_is_booted_ahead_while_a_rollout_waits() -> None:
-    """A slot for which a rollout waits is never used to boot ahead."""
-    slow = stocked(0, AccountCaps(creates_per_s=10))
-    names(slow, 0.0)
-    slow.reserve("ready/0", "e2b", 0.0)
-    too_soon = slow.has_room(0.0)
-    ask(slow, "a", caps=AccountCaps(creates_per_s=10))
-
-    assert (too_soon, slow.has_room(60.0)) == (False, False)
-
-
-def test_the_rollout_that_takes_a_ready_sandbox_holds_its_permit() -> None:
-    """The permit of a sandbox booted ahead passes to the rollout that takes it."""
-    one = stocked(1, AccountCaps(live=1))
-    ask(one, "a", caps=AccountCaps(live=1))
-    one.hand_over("ready/0", "a", "r", "1-agent")
-    held = (list(one.permits), list(one.waiting))
-    one.release("a")
-
-    assert (held, one.empty) == ((["a"], []), True)
-
-
-def test_ready_sandboxes_are_ended_on_a_full_account() -> None:
-    """On a full account, one sandbox booted ahead is ended per waiting request."""
-    one = stocked(3, AccountCaps(live=3))
-    before = one.to_end(0.0)
-    ask(one, "a", caps=AccountCaps(live=3))
-    (leaving,) = one.to_end(0.0)
-    one.release(leaving.holder)
-
-    assert (before, leaving, names(one, 0.0)) == ([], ("ready/0", "e2b"), ["a"])
-
-
-def test_a_booting_ready_sandbox_is_given_up_only_when_it_is_late() -> None:
-    """A sandbox that is booting ahead is not ended; one of a dead worker soon is."""
-    one = Account(AccountState(caps=AccountCaps(live=1)), 0.0)
-    one.reserve("ready/0", "e2b", 0.0)
-    ask(one, "a", caps=AccountCaps(live=1))
-    early, late = one.to_end(SLOW_S), one.to_end(SLOW_S + 1)
-    one.release("ready/0")
-    one.ahead_started("ready/0", "e2b", SLOW_S + 2)
-
-    assert (early, len(late), list(one.permits)) == ([], 1, ["ready/0"])
-
-
-def test_a_refused_boot_ahead_queues_no_request() -> None:
-    """After a 429 for a sandbox booted ahead its slot is free, and no request waits."""
-    one = Account(AccountState(), 0.0)
-    one.reserve("ready/0", "e2b", 0.0)
-    one.refused("ready/0", "concurrency", None, 0.0)
-
-    assert (one.empty, one.live) == (True, 0)
-
-
-def test_permits_of_sandboxes_booted_by_a_dead_worker_are_freed() -> None:
-    """An old permit for a sandbox booted ahead is dropped, because its provider has ended it."""
-    one = stocked(1, AccountCaps(live=5))
-    unchecked = one.longest_unchecked(10)
-    names(one, AHEAD_S + 1)
-
-    assert (unchecked, one.empty) == ([], True)
 
 
 def test_a_restart_keeps_the_pause_after_a_refusal() -> None:

@@ -10,16 +10,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
-import structlog
-
-from perdure.errors import PerdureError, RateLimited
-from perdure.rollouts.messages import AskPermit, CreateRefused, ReadyPermit, ReadyTaken
-from perdure.rollouts.sandbox import ready
-from perdure.rollouts.sandbox.ready import Permits, Unmetered
+from perdure.errors import RateLimited
+from perdure.rollouts.messages import AskPermit, CreateRefused
 from perdure.rollouts.services import Services
 from perdure.types import AccountCaps, RolloutRequest
-
-log = structlog.get_logger("perdure.admission")
 
 
 class Accounts(Protocol):
@@ -33,20 +27,13 @@ class Accounts(Protocol):
 
     async def refused(self, account: str, refused: CreateRefused) -> None: ...
 
-    async def taken(self, account: str, taken: ReadyTaken) -> None: ...
-
     async def release(self, account: str, holder: str) -> None: ...
-
-    def ahead(self, account: str, provider: str) -> Permits:
-        """For sandboxes that are booted ahead on the account."""
-        ...
 
 
 @dataclass(frozen=True)
 class Admission:
     """One rollout's dealings with the account of one provider; no messages if it is not metered."""
 
-    provider: str
     caps: AccountCaps | None
     account: str
     request: RolloutRequest
@@ -58,7 +45,7 @@ class Admission:
     ) -> "Admission":
         caps = services.caps(provider)
         account = services.provider(provider).account if caps is not None else ""
-        return cls(provider, caps, account, request, accounts)
+        return cls(caps, account, request, accounts)
 
     @property
     def metered(self) -> bool:
@@ -93,33 +80,7 @@ class Admission:
         if self.metered:
             await self.accounts.started(self.account, self.request.workflow_id)
 
-    async def took(self, identity: str, step: str) -> None:
-        """This rollout has taken the sandbox booted ahead under `identity`, and its permit."""
-        if not self.metered:
-            return
-        taken = ReadyTaken(
-            ready=ready.owner(identity),
-            holder=self.request.workflow_id,
-            run=self.request.run_id,
-            step=step,
-        )
-        await self.accounts.taken(self.account, taken)
-
     async def release(self) -> None:
         """The sandbox is gone. Releasing what is not held changes nothing."""
         if self.metered:
             await self.accounts.release(self.account, self.request.workflow_id)
-
-    def ahead(self) -> Permits:
-        """For sandboxes that are booted ahead on the same account."""
-        return self.accounts.ahead(self.account, self.provider) if self.metered else Unmetered()
-
-
-async def end_ready(services: Services, permit: ReadyPermit) -> bool:
-    """End a sandbox that was booted ahead. False: a rollout took it first, or the kill failed."""
-    identity = permit.holder.removeprefix(ready.OWNER)
-    try:
-        return await ready.give_way(services.store, services.provider(permit.provider), identity)
-    except PerdureError as error:
-        log.warning("cannot end a ready sandbox", identity=identity, reason=str(error))
-        return False

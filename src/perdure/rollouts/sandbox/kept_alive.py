@@ -28,9 +28,8 @@ async def kept_alive(services: Services, attempt: Attempt) -> AsyncIterator[None
 async def _extend(services: Services, attempt: Attempt) -> None:
     """Where this process has not reached the sandbox, only what the request says of it is known."""
     request = attempt.request
-    own = identity_of(request.run_id, request.workflow_id, "agent", attempt.attempt)
-    default = phases.place(request, None, "agent").provider, own
-    provider, identity = services.held.get(own, default)
+    identity = identity_of(request.run_id, request.workflow_id, "agent", attempt.attempt)
+    provider = services.held.get(identity) or phases.place(request, None, "agent").provider
     sandbox = await services.provider(provider).attach(identity)
     await sandbox.touch(services.settings.sandbox.ttl_s)
     services.seats.take(identity)
