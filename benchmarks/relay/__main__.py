@@ -26,7 +26,7 @@ from benchmarks import doubles
 from benchmarks.scratch import scratch_folder
 from perdure import registry
 from perdure.sandboxes.base import Network, Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.relay.relay import CARRIERS, Relay
+from perdure.sandboxes.relay.relay import Relay
 from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -83,7 +83,7 @@ class Bench:
     @property
     def ways(self) -> Sequence[str]:
         socket = ("socket",) if self.provider.sees_host else ()
-        return ("url", *socket, *(way for way in CARRIERS if way != "dial" or self.provider.dials))
+        return ("url", *socket, "stdio")
 
     @contextlib.contextmanager
     def _service(self, way: str) -> Iterator[doubles.Service | None]:
@@ -108,10 +108,9 @@ class Bench:
         async with contextlib.AsyncExitStack() as stack:
             sandbox = await stack.enter_async_context(await self.provider.create(spec, identity))
             url = self.gateway.url if way == "url" else sandbox.gateway_url or ""
-            if way in CARRIERS:
+            if way == "stdio":
                 relay = Relay(
                     sandbox,
-                    way,
                     gateway_url=self.gateway.url,
                     session_key=key,
                     reads_are_cheap=self.provider.sees_host,

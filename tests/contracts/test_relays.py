@@ -1,4 +1,4 @@
-"""Every carrier of the relay keeps one promise: the agent's model calls arrive once, and are answered.
+"""The relay keeps one promise: the agent's model calls arrive once, and are answered.
 
 Real parts: a bubblewrap sandbox without a network, a gateway, an engine that counts its samples.
 """
@@ -24,8 +24,7 @@ from perdure.errors import AgentError, ConfigurationError
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import relay as relay_module
-from perdure.sandboxes.relay.carriers import DialCarrier
-from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
+from perdure.sandboxes.relay.relay import Relay, exec_id_of
 from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.local_server import served
@@ -119,9 +118,9 @@ class Stand:
         self.port = 0
 
     @asynccontextmanager
-    async def relay(self, carrier: CarrierName, **options: Any) -> AsyncIterator[Relay]:
+    async def relay(self, **options: Any) -> AsyncIterator[Relay]:
         options = {"gateway_url": self.gateway.url, "reads_are_cheap": True, **options}
-        relay = Relay(self.sandbox, carrier, session_key=self.key, **options)
+        relay = Relay(self.sandbox, session_key=self.key, **options)
         async with relay:
             self.port = int(relay.url.rsplit(":", 1)[1])
             yield relay
@@ -140,9 +139,9 @@ class Stand:
         return await self.answers("client")
 
     @asynccontextmanager
-    async def host(self, carrier: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    async def host(self) -> AsyncIterator[asyncio.subprocess.Process]:
         """The host's side in a process of its own, serving."""
-        words = [str(self.home), IDENTITY, carrier, self.gateway.url, self.key]
+        words = [str(self.home), IDENTITY, self.gateway.url, self.key]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(HOST), *words, stdout=asyncio.subprocess.PIPE
         )
@@ -179,15 +178,9 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
             yield stand
 
 
-@pytest.fixture(params=CARRIERS)
-def carrier(request: pytest.FixtureRequest) -> CarrierName:
-    name: CarrierName = request.param
-    return name
-
-
-async def test_plain_and_streamed_answers_pass(stand: Stand, carrier: CarrierName) -> None:
+async def test_plain_and_streamed_answers_pass(stand: Stand) -> None:
     """A plain answer is one JSON, a streamed one a whole stream of events."""
-    async with stand.relay(carrier):
+    async with stand.relay():
         [(status, text)] = await stand.ask()
         await stand.start("streamed", stream=True)
         [(streamed, events)] = await stand.answers("streamed")
@@ -198,14 +191,12 @@ async def test_plain_and_streamed_answers_pass(stand: Stand, carrier: CarrierNam
 
 @pytest.mark.parametrize("path", ["/v1/whole", "/v1/streamed"])
 @pytest.mark.parametrize("chunked", [0, 1], ids=["length", "chunks"])
-async def test_bodies_pass_byte_for_byte(
-    stand: Stand, carrier: CarrierName, path: str, chunked: int
-) -> None:
+async def test_bodies_pass_byte_for_byte(stand: Stand, path: str, chunked: int) -> None:
     """A megabyte there and three back, whole or in parts, are the bytes that were sent."""
     seed, size = 3, (1 << 20) + 5
     async with (
         Upstream().serving() as upstream,
-        stand.relay(carrier, gateway_url=upstream.url),
+        stand.relay(gateway_url=upstream.url),
     ):
         words = [str(word) for word in (stand.port, path, seed, size, chunked)]
         await stand.sandbox.start("raw", ["python3", "-c", RAW_CLIENT, *words], timeout_s=LONG_S)
@@ -217,18 +208,18 @@ async def test_bodies_pass_byte_for_byte(
     assert read == hashlib.sha256(upstream.answer).hexdigest()
 
 
-async def test_large_requests_reach_the_gateway(stand: Stand, carrier: CarrierName) -> None:
+async def test_large_requests_reach_the_gateway(stand: Stand) -> None:
     """The gateway reads a request of a megabyte, and says that it is too long."""
-    async with stand.relay(carrier):
+    async with stand.relay():
         [(status, text)] = await stand.ask(pad=1 << 20)
 
     assert status in (200, 400), text
     assert "invalid_json" not in text
 
 
-async def test_twenty_calls_at_once(stand: Stand, carrier: CarrierName) -> None:
+async def test_twenty_calls_at_once(stand: Stand) -> None:
     """Twenty requests at the same time get twenty answers of twenty samples."""
-    async with stand.relay(carrier):
+    async with stand.relay():
         answers = await stand.ask(count=20)
 
     assert [status for status, _ in answers] == [200] * 20
@@ -236,25 +227,25 @@ async def test_twenty_calls_at_once(stand: Stand, carrier: CarrierName) -> None:
     assert stand.engine.stats().calls == 20
 
 
-async def test_killed_host_loses_nothing(stand: Stand, carrier: CarrierName) -> None:
+async def test_killed_host_loses_nothing(stand: Stand) -> None:
     """kill -9 of the host's side while the engine samples: another goes on; one sample, one answer."""
     stand.engine.control(latency_s=0.5)
-    async with stand.host(carrier) as first:
+    async with stand.host() as first:
         await stand.start("client")
         await stand.engine_is_busy()
         first.send_signal(signal.SIGKILL)
         await first.wait()
-    async with stand.host(carrier):
+    async with stand.host():
         [(status, text)] = await stand.answers("client")
 
     assert (status, stand.engine.stats().calls) == (200, 1), text
 
 
-async def test_host_that_comes_back_repeats_no_old_call(stand: Stand, carrier: CarrierName) -> None:
+async def test_host_that_comes_back_repeats_no_old_call(stand: Stand) -> None:
     """A second host reads the whole log and leaves alone what the first has answered."""
-    async with stand.host(carrier):
+    async with stand.host():
         await stand.ask()
-    async with stand.relay(carrier) as relay:
+    async with stand.relay() as relay:
         asked: list[str] = []
         relay._gateway.event_hooks["request"].append(_noting(asked))
         await stand.start("second", count=2)
@@ -270,83 +261,36 @@ def _noting(asked: list[str]) -> Any:
     return note
 
 
-async def test_later_of_two_watchers_keeps_the_line(stand: Stand) -> None:
-    """Two that dial one relay do not cut each other off for ever: the later one asks every call."""
-    async with stand.relay("dial") as earlier, stand.relay("dial") as later:
-        refused = _second_try(earlier)
-        asked_by: dict[str, list[str]] = {"earlier": [], "later": []}
-        earlier._gateway.event_hooks["request"].append(_noting(asked_by["earlier"]))
-        later._gateway.event_hooks["request"].append(_noting(asked_by["later"]))
-        await stand.start("first")
-        await stand.answers("first")
-        async with asyncio.timeout(LONG_S):
-            await refused.wait()
-        await stand.start("second", count=3)
-        await stand.answers("second")
-
-    assert asked_by == {"earlier": [], "later": ["/v1/chat/completions"] * 4}
-
-
-async def test_earlier_watcher_serves_again_when_the_later_has_gone(stand: Stand) -> None:
-    """A watcher that was cut off continues when no other is connected."""
-    async with stand.relay("dial") as earlier:
-        refused = _second_try(earlier)
-        async with stand.relay("dial"):
-            await stand.start("first")
-            await stand.answers("first")
-            async with asyncio.timeout(LONG_S):
-                await refused.wait()
-        [(status, text)] = await stand.ask(pad=1)
-
-    assert (status, stand.engine.stats().calls) == (200, 2), text
-
-
-def _second_try(relay: Relay) -> asyncio.Event:
-    """Set when a carrier that was cut off has tried to connect again, with or without success."""
-    carrier, tried = relay._carrier, asyncio.Event()
-    assert isinstance(carrier, DialCarrier)
-    connect = carrier._connect
-
-    async def noted() -> tuple[asyncio.StreamReader, int]:
-        try:
-            return await connect()
-        finally:
-            tried.set()
-
-    carrier._connect = noted  # type: ignore[method-assign]
-    return tried
-
-
-async def test_killed_relay_is_started_again(stand: Stand, carrier: CarrierName) -> None:
+async def test_killed_relay_is_started_again(stand: Stand) -> None:
     """The relay's own death costs the agent one more try, at the same address, and no sample."""
     stand.engine.control(latency_s=0.5)
-    async with stand.relay(carrier):
+    async with stand.relay():
         await stand.start("client", again=True)
         await stand.engine_is_busy()
-        await stand.sandbox.signal(exec_id_of(carrier, 1), signal.SIGKILL)
+        await stand.sandbox.signal(exec_id_of(1), signal.SIGKILL)
         [(status, text)] = await stand.answers("client")
 
     assert (status, stand.engine.stats().calls) == (200, 1), text
 
 
 async def test_relay_that_is_killed_for_ever_fails_clearly(
-    stand: Stand, carrier: CarrierName, monkeypatch: pytest.MonkeyPatch
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An agent that keeps killing its relay ends with one error that says so."""
     monkeypatch.setattr(relay_module, "MOST_STARTS", 1)
-    async with stand.relay(carrier) as relay:
-        await stand.sandbox.signal(exec_id_of(carrier, 1), signal.SIGKILL)
+    async with stand.relay() as relay:
+        await stand.sandbox.signal(exec_id_of(1), signal.SIGKILL)
         await asyncio.wait([relay._serving], timeout=LONG_S)
 
         with pytest.raises(AgentError, match="ended 1 times"):
             relay.check()
 
 
-async def test_lost_answer_is_sent_again(stand: Stand, carrier: CarrierName) -> None:
+async def test_lost_answer_is_sent_again(stand: Stand) -> None:
     """A piece that never arrives is requested again. It comes from the record, not from the
     engine."""
-    async with stand.relay(carrier, again_s=0.2) as relay:
-        answer, lost = relay._carrier.answer, list[dict[str, Any]]()
+    async with stand.relay(again_s=0.2) as relay:
+        answer, lost = relay._process.answer, list[dict[str, Any]]()
 
         async def lose_first(head: dict[str, Any], body: bytes) -> None:
             if not lost:
@@ -354,31 +298,31 @@ async def test_lost_answer_is_sent_again(stand: Stand, carrier: CarrierName) -> 
             else:
                 await answer(head, body)
 
-        relay._carrier.answer = lose_first  # type: ignore[method-assign]
+        relay._process.answer = lose_first  # type: ignore[method-assign]
         [(status, text)] = await stand.ask()
 
     assert (status, len(lost), stand.engine.stats().calls) == (200, 1, 1), text
 
 
-async def test_duplicated_pieces_are_dropped(stand: Stand, carrier: CarrierName) -> None:
+async def test_duplicated_pieces_are_dropped(stand: Stand) -> None:
     """Every piece delivered twice gives the agent every answer once."""
-    async with stand.relay(carrier) as relay:
-        answer = relay._carrier.answer
+    async with stand.relay() as relay:
+        answer = relay._process.answer
 
         async def twice(head: dict[str, Any], body: bytes) -> None:
             await answer(head, body)
             await answer(head, body)
 
-        relay._carrier.answer = twice  # type: ignore[method-assign]
+        relay._process.answer = twice  # type: ignore[method-assign]
         answers = await stand.ask(count=3, stream=True)
 
     assert [text.count("[DONE]") for _, text in answers] == [1, 1, 1]
 
 
-async def test_control_routes_are_out_of_reach(stand: Stand, carrier: CarrierName) -> None:
+async def test_control_routes_are_out_of_reach(stand: Stand) -> None:
     """Neither sessions nor metrics answer through a relay, however the path is written."""
     paths = ["/sessions/s-1", "/metrics", "/v1/../metrics", "//metrics", "/v1/..%2fmetrics"]
-    async with stand.relay(carrier):
+    async with stand.relay():
         for number, path in enumerate(paths):
             await stand.start(f"c{number}", method="GET", path=path)
             [(status, _)] = await stand.answers(f"c{number}")
@@ -386,40 +330,36 @@ async def test_control_routes_are_out_of_reach(stand: Stand, carrier: CarrierNam
             assert status == 404, path
 
 
-async def test_only_its_own_key_opens_the_gateway(stand: Stand, carrier: CarrierName) -> None:
+async def test_only_its_own_key_opens_the_gateway(stand: Stand) -> None:
     """The valid key of another session is not passed on."""
     other = await stand.gateway.open("s-2")
-    async with stand.relay(carrier):
+    async with stand.relay():
         [(status, _)] = await stand.ask(key=other)
 
     assert status == 401
 
 
-async def test_garbage_in_the_log_is_dropped(stand: Stand, carrier: CarrierName) -> None:
+async def test_garbage_in_the_log_is_dropped(stand: Stand) -> None:
     """Hostile code that writes into the log harms only its own requests."""
-    async with stand.relay(carrier):
-        log = f"/tmp/.perdure-{IDENTITY}/log-{exec_id_of(carrier, 1)}"
-        if carrier == "stdio":
-            log = "/proc/$(pgrep -f relay.py | head -1)/fd/1"
+    async with stand.relay():
+        log = "/proc/$(pgrep -f relay.py | head -1)/fd/1"
         lines = [
             "head -c 400000 /dev/urandom",
             "head -c 400000 /dev/zero",
             "echo; echo '{}'; echo '[]'; echo '{\"id\": 7}'; echo '{\"port\": -1}'",
             'echo \'{"id":"../../etc","method":"GET","path":"/v1/models","headers":[]}\'',
         ]
-        await stand.sandbox.exec(f"({'; '.join(lines)}) >> {log}", check=carrier != "stdio")
+        await stand.sandbox.exec(f"({'; '.join(lines)}) >> {log}")
         [(status, text)] = await stand.ask(again=True)
 
     assert status == 200, text
 
 
-async def test_image_without_python_says_so(
-    stand: Stand, carrier: CarrierName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_image_without_python_says_so(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no interpreter is found, the error names the field, the need and the fix."""
     monkeypatch.setattr(
         relay_module, "_FIND_PYTHON", "echo 'no python3 in this image' >&2; exit 127"
     )
     with pytest.raises(ConfigurationError, match=r"gateway\.reach = .*python3 .*image"):
-        async with stand.relay(carrier):
+        async with stand.relay():
             pass

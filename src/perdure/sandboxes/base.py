@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import ClassVar, Literal, NamedTuple, Self
 from uuid import uuid4
 
@@ -97,15 +97,6 @@ class ExecResult(NamedTuple):
     status: ExecStatus
     stdout: bytes
     stderr: bytes
-
-
-class PortStream(NamedTuple):
-    """A connection to a port inside. `headers`: what the provider's proxy requires in the first HTTP
-    request on it, such as its host name and token."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    headers: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -236,13 +227,6 @@ class Sandbox(ABC):
     async def kill(self) -> None:
         """End the sandbox and remove its disk. If it does not exist, this succeeds."""
 
-    async def dial(self, port: int) -> PortStream:
-        """Connect to a TCP port on the sandbox's own loopback, where the provider `dials`.
-
-        Raises: OSError when no process listens there.
-        """
-        raise ConfigurationError(f"sandbox {self.identity!r} cannot be dialled")
-
     # -- built on the methods above ----------------------------------------------------
 
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
@@ -333,8 +317,6 @@ class SandboxProvider(ABC):
     """False only for `local`, which logs a warning at each boot."""
     host_bound: bool = False
     """A sandbox is a process of this host, so only workers of this host can reach it."""
-    dials: bool = False
-    """`Sandbox.dial` works: the host can connect to a port inside."""
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`. If False, rows whose tree is in an image are refused."""
 

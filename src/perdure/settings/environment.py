@@ -17,7 +17,6 @@ INSIDE = {
     "PERDURE_BOX": "the sandbox that a process belongs to",
     "PERDURE_EXEC": "the command that a process belongs to",
     "PERDURE_OWNER": "the user of a sandbox's files",
-    "PERDURE_RELAY_TOKEN": "the key between a relay and its program in the sandbox",
     "PERDURE_SESSION_KEY": "the agent's key for the gateway",
 }
 """Perdure sets them inside sandboxes."""

@@ -85,8 +85,8 @@ class GatewaySettings(Group):
     """TCP port that it listens on; 0 = any free port."""
     url: str = ""
     """Address by which workers and sandboxes reach it. Empty = as gateways wrote it to the store, else `http://<host>:<port>`."""
-    reach: Literal["auto", "url", "socket", "dial", "stdio", "file"] = "auto"
-    """How sandboxes reach it: by `url`, a unix `socket`, a relay (`dial`, `stdio`, `file`), or `auto`."""
+    reach: Literal["auto", "url", "socket", "stdio"] = "auto"
+    """How sandboxes reach it: by `url`, a unix `socket`, a relay (`stdio`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
     """Gateway processes that `perdure up` starts. One process serves some 250 turns a second, of 30k
     tokens each."""

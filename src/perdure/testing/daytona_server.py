@@ -9,20 +9,19 @@ events, image builds.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import re
 import shlex
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from aiohttp import web
 
-from perdure.errors import NotFound, PerdureError, SandboxLost
+from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing import service_double
@@ -34,7 +33,6 @@ PIECE = 1 << 20
 BOX = "/toolbox/{id}"
 FINAL = ("started", "error", "build_failed", "stopped")
 GARBLED = 'failed to convert exit code to int: strconv.Atoi: parsing "": invalid syntax'
-PREVIEW = re.compile(r"(\d+)-([0-9a-f-]{36})\.localhost(:\d+)?")
 
 
 class DaytonaServer(Double):
@@ -48,8 +46,6 @@ class DaytonaServer(Double):
             "list_lag_s": 0.0, "clock_offset_s": 0.0, "minute_s": 60.0,
         }  # fmt: skip
         self._booting: dict[str, asyncio.Task[None]] = {}
-        self._preview_port = 0
-        self._piping: set[asyncio.Task[None]] = set()
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         one, session = "/api/sandbox/{id}", f"{BOX}/process/session"
@@ -60,7 +56,6 @@ class DaytonaServer(Double):
             web.get(one, self._get),
             web.delete(one, self._delete),
             web.get(f"{one}/toolbox-proxy-url", self._proxy_url),
-            web.get(f"{one}/ports/{{port}}/preview-url", self._preview_url),
             web.put(f"{one}/labels", self._labels),
             web.post(f"{one}/stop", self._stop),
             web.post(f"{one}/last-activity", self._active),
@@ -86,7 +81,6 @@ class DaytonaServer(Double):
 
     def app(self) -> web.Application:
         app = super().app()
-        app.cleanup_ctx.append(self._previewing)
         return app
 
     async def _about(self, request: web.Request) -> str:
@@ -121,7 +115,6 @@ class DaytonaServer(Double):
             "autostop": body.get("autoStopInterval", 15),
             "autodelete": body.get("autoDeleteInterval", -1),
             "destroy_at": now + ttl * minute if ttl else None,
-            "token": uuid4().hex,
             "sessions": {},
             "stuck": _stuck(met_rule.get(), now),
         }
@@ -576,67 +569,6 @@ class DaytonaServer(Double):
     async def _home(self, request: web.Request) -> web.StreamResponse:
         await self._guest(request)
         return web.json_response({"dir": HOME})
-
-    # -- ports inside -----------------------------------------------------------------------------
-
-    async def _preview_url(self, request: web.Request) -> web.StreamResponse:
-        record = self._known(request)
-        host = f"{request.match_info['port']}-{record['id']}.localhost"
-        url = f"http://{host}:{self._preview_port}"
-        return web.json_response({"sandboxId": record["id"], "url": url, "token": record["token"]})
-
-    async def _previewing(self, app: web.Application) -> AsyncIterator[None]:
-        server = await asyncio.start_server(self._preview, "127.0.0.1", limit=1 << 20)
-        self._preview_port = server.sockets[0].getsockname()[1]
-        yield
-        server.close()
-        for task in self._piping:
-            task.cancel()
-
-    async def _preview(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection to a port inside, as the proxy makes it, by host name and token."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._piping.add(task)
-        try:
-            with contextlib.suppress(OSError, EOFError, PerdureError, asyncio.LimitOverrunError):
-                head = await reader.readuntil(b"\r\n\r\n")
-                await self._connect(head, reader, writer)
-        finally:
-            self._piping.discard(task)
-            writer.close()
-
-    async def _connect(
-        self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        lines = [line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:]]
-        fields = {name.strip().lower(): value.strip() for name, _, value in lines}
-        found = PREVIEW.fullmatch(fields.get("host", ""))
-        record = self._find(found[2]) if found is not None else None
-        box = None if record is None else await self.guests.found(record["id"])
-        if found is None or record is None or box is None:
-            writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-            return
-        if fields.get("x-daytona-preview-token") != record["token"]:
-            writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
-            return
-        self._change(record["id"], activity=time.time())
-        try:
-            inside = await box.dial(int(found[1]))
-        except OSError:
-            writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
-            return
-        inside.writer.write(head)
-        ways = [_pipe(reader, inside.writer), _pipe(inside.reader, writer)]
-        await asyncio.gather(*ways)
-
-
-async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await source.read(1 << 16):
-            target.write(data)
-            await target.drain()
-    target.close()
 
 
 # -- how things look on the wire ------------------------------------------------------------------

@@ -20,14 +20,22 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
 from perdure.errors import ConfigurationError, NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import ExecState, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.relay.relay import Relay
+from perdure.testing.local_server import served
 from perdure.types import Limits
 
 WORKDIR = "/testbed"
 LABELS = {"run": "contract", "rollout": "rollout/contract/x/0", "attempt": "1"}
 LIMITS = Limits(memory_mb=512, cpus=2, pids=256, disk_mb=64, output_mb=1)
 LONG = ["sleep", "600"]
+LONG_S = 60.0
 
 BACKGROUND_TREE = """
 for how in "setsid -f" ""; do
@@ -40,15 +48,16 @@ sleep 600
 """
 """A child, and a child in a session of its own whose parent is gone: each holds a lock."""
 
-PORT = 8099
-ECHO = """
-import socket, sys
-with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
-    print("listens", flush=True)
-    connection, _ = server.accept()
-    asked = connection.recv(10000).split()[1]
-    connection.sendall(b"HTTP/1.1 200 OK\\r\\nConnection: close\\r\\n\\r\\n" + asked)
+AGENT = """
+import http.client, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+for body in ("first", "second"):
+    connection.request("POST", "/v1/messages", body)
+    kept = connection.sock
+    print(connection.getresponse().read().decode())
+    assert connection.sock is kept, "the connection was closed"
 """
+"""Two model calls on one connection."""
 
 TREE_IS_GONE = "flock -w 60 lock true && flock -w 60 lock-apart true"
 
@@ -230,24 +239,26 @@ class SandboxContract:
 
         assert said == [b"%d\n" % number for number in range(self.at_once)]
 
-    async def test_port_inside_is_reached_or_refused(self, provider: SandboxProvider) -> None:
-        """If a provider dials, a port inside answers a request; otherwise dial is refused."""
-        async with self.box(provider) as box:
-            if not provider.dials:
-                with raises(ConfigurationError):
-                    await box.dial(PORT)
-                return
-            await box.start("listens", ["python3", "-c", ECHO, str(PORT)])
-            await self.until(box, "listens", b"listens\n")
-            stream = await box.dial(PORT)
-            fields = {"Host": f"127.0.0.1:{PORT}", **stream.headers}
-            lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-            stream.writer.write(f"GET /ping HTTP/1.1\r\n{lines}\r\n".encode())
-            await stream.writer.drain()
-            answer = await stream.reader.read()
-            stream.writer.close()
+    async def test_a_relay_carries_model_calls(self, provider: SandboxProvider) -> None:
+        """Calls leave a sandbox that cannot reach the gateway; the agent's connection stays open."""
 
-            assert answer.endswith(b"\r\n\r\n/ping")
+        async def gateway(request: Request) -> Response:
+            body = await request.body()
+
+            async def parts() -> AsyncIterator[bytes]:
+                yield b"heard "
+                yield body
+
+            return StreamingResponse(parts())
+
+        routes = [Route("/healthz", gateway), Route("/v1/messages", gateway, methods=["POST"])]
+        async with served(Starlette(routes=routes)) as url, self.box(provider) as box:
+            near = provider.sees_host
+            async with Relay(box, gateway_url=url, session_key="k", reads_are_cheap=near) as relay:
+                argv = ["python3", "-c", AGENT, relay.url.rsplit(":", 1)[1]]
+                said = await box.exec(argv, check=True, timeout=LONG_S)
+
+            assert said.stdout == b"heard first\nheard second\n"
 
     # -- results --------------------------------------------------------------------------------
 

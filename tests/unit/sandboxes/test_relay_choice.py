@@ -8,8 +8,8 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.sandboxes.relay.carriers import LARGEST_LINE, Lines
 from perdure.sandboxes.relay.choice import Reach, choose_reach, open_from_inside, unreachable
+from perdure.sandboxes.relay.process import LARGEST_LINE, Lines
 from perdure.settings.tree import Settings
 
 ROUTABLE = "http://10.1.2.3:18001"
@@ -34,10 +34,6 @@ class Remote(LocalProvider):
     host_bound = False
 
 
-class DialledRemote(Remote):
-    dials = True
-
-
 @pytest.mark.parametrize(
     ("kind", "url", "expected"),
     [
@@ -45,13 +41,12 @@ class DialledRemote(Remote):
         (LocalProvider, UNROUTABLE[0], "socket"),
         (Remote, ROUTABLE, "url"),
         (Remote, UNROUTABLE[0], "stdio"),
-        (DialledRemote, UNROUTABLE[0], "dial"),
     ],
 )
 def test_auto_takes_the_nearest_way(
     tmp_path: Path, kind: type[SandboxProvider], url: str, expected: Reach
 ) -> None:
-    """The socket on this host, else a routable URL, else the best relay that the provider allows."""
+    """The socket on this host, else a routable URL, else a relay."""
     assert choose_reach("auto", kind(Settings(home=tmp_path)), url) == expected  # type: ignore[call-arg]
 
 
@@ -63,13 +58,12 @@ def test_an_address_of_this_host_alone_is_refused(tmp_path: Path, url: str) -> N
         choose_reach("url", Remote(Settings(home=tmp_path)), url)
 
 
-@pytest.mark.parametrize("reach", ["socket", "dial"])
-def test_a_way_that_the_provider_lacks_is_refused(tmp_path: Path, reach: Reach) -> None:
-    """A socket needs a sandbox on this host, dialling a provider that can: the error says so."""
+def test_a_socket_that_the_sandbox_cannot_see_is_refused(tmp_path: Path) -> None:
+    """A socket needs a sandbox on this host: the error says so."""
     with pytest.raises(
-        ConfigurationError, match=f"gateway.reach = {reach}: .*PERDURE_GATEWAY__REACH"
+        ConfigurationError, match=r"gateway.reach = socket: .*PERDURE_GATEWAY__REACH"
     ):
-        choose_reach(reach, Remote(Settings(home=tmp_path)), ROUTABLE)
+        choose_reach("socket", Remote(Settings(home=tmp_path)), ROUTABLE)
 
 
 async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> None:

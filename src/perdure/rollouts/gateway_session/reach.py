@@ -6,7 +6,6 @@ Part of the agent stage: the process that watches the agent also serves its rela
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
 
 from perdure.agents.base import EXEC_ID
 from perdure.errors import NotFound
@@ -14,7 +13,7 @@ from perdure.rollouts.gateway_session.session import AgentSession
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.relay.choice import Reach, open_from_inside, unreachable
-from perdure.sandboxes.relay.relay import CARRIERS, CarrierName, Relay, exec_id_of
+from perdure.sandboxes.relay.relay import Relay, exec_id_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,6 @@ async def reached(
         return
     relay = Relay(
         sandbox,
-        cast(CarrierName, reach),
         gateway_url=url,
         session_key=session.key,
         output_mb=job.agent_sandbox.placement.limits.output_mb,
@@ -58,35 +56,24 @@ async def _reach(job: Job, sandbox: Sandbox, url: str) -> Reach:
 
     For `auto`, a relay replaces a URL that does not open from inside.
     """
-    if (running := await _running_carrier(sandbox)) is not None:
-        return running
+    if await _started(sandbox, exec_id_of(1)):
+        return "stdio"
     reach = job.services.reach(job.agent_sandbox.placement.provider)
     if sandbox.gateway_url is not None:  # it was booted with the socket, under earlier settings
         return "socket"
-    if reach != "url" or await _started(sandbox):
+    if reach != "url" or await _started(sandbox, EXEC_ID):
         return reach
     reason = await open_from_inside(sandbox, url)
     if not reason:
         return reach
     if job.services.settings.gateway.reach != "auto":
         raise unreachable(sandbox, url, reason)
-    return "dial" if job.agent_sandbox.provider.dials else "stdio"
+    return "stdio"
 
 
-async def _running_carrier(sandbox: Sandbox) -> Reach | None:
-    """The carrier with which an earlier watcher served this sandbox."""
-    for name in CARRIERS:
-        try:
-            await sandbox.poll(exec_id_of(name, 1))
-        except NotFound:
-            continue
-        return name
-    return None
-
-
-async def _started(sandbox: Sandbox) -> bool:
+async def _started(sandbox: Sandbox, exec_id: str) -> bool:
     try:
-        await sandbox.poll(EXEC_ID)
+        await sandbox.poll(exec_id)
     except NotFound:
         return False
     return True

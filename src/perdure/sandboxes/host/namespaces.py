@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
-from perdure.sandboxes.base import Network, PortStream, SandboxSpec
+from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.box import Box, BoxMeta
-from perdure.sandboxes.host.dialling import dial_into
 from perdure.sandboxes.host.files import read_file, write_file
 from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.root_folder import etc_digest, write_etc
@@ -44,13 +43,6 @@ class NamespaceSandbox(HostSandbox):
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         return await read_file(self._root(), self._absolute(path), offset, limit)
 
-    async def dial(self, port: int) -> PortStream:
-        self._check_alive()
-        _, holder = self._processes
-        if holder is None:
-            raise self._lost()
-        return await dial_into(holder, port)
-
     def _absolute(self, path: str) -> str:
         return path if path.startswith("/") else f"{self.workdir}/{path}"
 
@@ -63,9 +55,7 @@ class NamespaceSandbox(HostSandbox):
 
 
 class NamespaceProvider(HostProvider):
-    """Its sandboxes can be dialled, and reach the gateway through a forwarder of their keeper."""
-
-    dials = True
+    """Its sandboxes reach the gateway through a forwarder of their keeper."""
 
     def _handle(self, box: Box, meta: BoxMeta) -> NamespaceSandbox:
         return NamespaceSandbox(box, meta)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Sandbox, SandboxProvider
 
-Reach = Literal["auto", "url", "socket", "dial", "stdio", "file"]
+Reach = Literal["auto", "url", "socket", "stdio"]
 
 OPEN_S = 20.0
 
@@ -31,24 +31,17 @@ echo "neither python3, curl nor wget is there to open it with" >&2; exit 1
 def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> Reach:
     """What `wanted` means for sandboxes of this provider; `auto` becomes one of the others.
 
-    `auto`: the unix socket if the sandbox sees this host; the URL if other hosts can open it; a relay
-    by `dial` if the provider can, or by `stdio`.
+    `auto`: the unix socket if the sandbox sees this host; the URL if other hosts can open it; a relay.
     Raises: ConfigurationError naming the setting and the fix.
     """
-    relay: Reach = "dial" if provider.dials else "stdio"
     if wanted == "auto":
         if provider.sees_host:
             return "socket"
-        return relay if is_private_to_host(gateway_url) else "url"
+        return "stdio" if is_private_to_host(gateway_url) else "url"
     if wanted == "socket" and not provider.sees_host:
         raise ConfigurationError(
             f"gateway.reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
             "set PERDURE_GATEWAY__REACH=auto"
-        )
-    if wanted == "dial" and not provider.dials:
-        raise ConfigurationError(
-            f"gateway.reach = dial: sandboxes of {provider.name!r} cannot be dialled; "
-            "set PERDURE_GATEWAY__REACH=stdio"
         )
     if wanted == "url" and provider.isolated and is_private_to_host(gateway_url):
         raise ConfigurationError(

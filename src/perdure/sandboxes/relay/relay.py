@@ -1,20 +1,19 @@
 """The host's side of a relay: carries model requests of a sandbox that cannot reach the gateway.
 
-Starts the relay inside (`relay_program`), hears its requests through a carrier, asks the gateway and
-hands the answers back. The sandbox and the gateway's journal hold everything that must survive this
+Starts the relay inside (`relay_program`), hears its requests, asks the gateway and hands the answers
+back. The sandbox and the gateway's journal hold everything that must survive this
 process. So another worker can make the same `Relay` and continue.
 """
 
 import asyncio
 import base64
 import contextlib
-import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import resources
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 from uuid import uuid4
 
 import httpx
@@ -29,18 +28,7 @@ from perdure.errors import (
     PerdureError,
 )
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.relay.carriers import (
-    LARGEST_BODY,
-    Carrier,
-    DialCarrier,
-    FileCarrier,
-    Heard,
-    JsonObject,
-    StdioCarrier,
-)
-
-CarrierName = Literal["dial", "stdio", "file"]
-CARRIERS: tuple[CarrierName, ...] = ("dial", "stdio", "file")
+from perdure.sandboxes.relay.process import LARGEST_BODY, JsonObject, RelayProcess
 
 PORT = 18001
 RELAYED = "x-perdure-relayed"
@@ -78,8 +66,8 @@ log = structlog.get_logger()
 class _AgentRequest:
     """One request of the agent. The gateway is asked once; the answer is kept until it has arrived."""
 
-    def __init__(self, heard: Heard) -> None:
-        self.heard = heard
+    def __init__(self, line: JsonObject) -> None:
+        self.line = line
         self.pieces: list[tuple[JsonObject, bytes]] = []
         self.size = 0
         self.task: asyncio.Task[None]
@@ -89,7 +77,7 @@ class Relay:
     """Serves one sandbox while it is entered. Leaving it does not end the relay inside.
 
     Example:
-        async with Relay(sandbox, "stdio", gateway_url=url, session_key=key) as relay:
+        async with Relay(sandbox, gateway_url=url, session_key=key) as relay:
             ...  # relay.url is the gateway's address inside
             relay.check()
 
@@ -100,7 +88,6 @@ class Relay:
     def __init__(
         self,
         sandbox: Sandbox,
-        carrier: CarrierName,
         *,
         gateway_url: str,
         session_key: str,
@@ -113,9 +100,7 @@ class Relay:
         asks again for an answer."""
         self.url = ""
         self._sandbox = sandbox
-        self._name = carrier
         self._key = session_key
-        self._token = hashlib.sha256(f"relay:{session_key}".encode()).hexdigest()
         self._reads_are_cheap = reads_are_cheap
         self._inline = min(8 << 20, output_mb << 18)
         self._again_s = again_s
@@ -128,7 +113,7 @@ class Relay:
         )
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._requests: dict[str, _AgentRequest] = {}
-        self._carrier: Carrier
+        self._process: RelayProcess
         self._port = 0
         self._ready = asyncio.Event()
         self._serving: asyncio.Task[None]
@@ -143,7 +128,7 @@ class Relay:
             self.check()
             if not self._ready.is_set():
                 raise GatewayUnavailable(
-                    f"gateway.reach = {self._name}: no answer from the gateway came into sandbox "
+                    "gateway.reach = stdio: no answer from the gateway came into sandbox "
                     f"{self._sandbox.identity} within {READY_S:.0f} s"
                 )
         except BaseException:
@@ -180,7 +165,7 @@ class Relay:
         number = await self._newest()
         while number <= MOST_STARTS:
             await self._start(number)
-            async for batch in self._carrier.batches():
+            async for batch in self._process.batches():
                 self._hear(batch)
             await self._explain_early_end(number)
             self._forget()
@@ -195,31 +180,21 @@ class Relay:
         """The number of the relay that an earlier watcher left running, or 1."""
         for number in range(1, MOST_STARTS + 1):
             try:
-                await self._sandbox.poll(exec_id_of(self._name, number + 1))
+                await self._sandbox.poll(exec_id_of(number + 1))
             except NotFound:
                 return number
         return MOST_STARTS
 
     async def _start(self, number: int) -> None:
-        exec_id = exec_id_of(self._name, number)
+        exec_id = exec_id_of(number)
         program, sandbox = f"{self._spool}/relay.py", self._sandbox
         await sandbox.put(program, _program())
         argv = ["sh", "-c", _FIND_PYTHON, program, "--spool", self._spool, "--port", str(PORT)]
         argv += ["--inline-budget", str(self._inline), "--again-s", str(self._again_s)]
-        if self._name != "stdio":
-            argv += ["--log", f"{self._spool}/log-{exec_id}"]
-        await sandbox.start(exec_id, argv, env={"PERDURE_RELAY_TOKEN": self._token}, cwd="/")
-        match self._name:
-            case "stdio":
-                self._carrier = StdioCarrier(
-                    sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
-                )
-            case "file":
-                self._carrier = FileCarrier(
-                    sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
-                )
-            case "dial":
-                self._carrier = DialCarrier(sandbox, exec_id, self._spool, token=self._token)
+        await sandbox.start(exec_id, argv, cwd="/")
+        self._process = RelayProcess(
+            sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
+        )
 
     async def _explain_early_end(self, number: int) -> None:
         """Raise if it never wrote a line: then the next one would not either."""
@@ -228,12 +203,12 @@ class Relay:
                 "the relay ended; starting it again", sandbox=self._sandbox.identity, number=number
             )
             return
-        exec_id = exec_id_of(self._name, number)
+        exec_id = exec_id_of(number)
         status = await self._sandbox.poll(exec_id)
         said = (await self._sandbox.output(exec_id, "stderr"))[-300:].decode("utf-8", "replace")
         last = said.strip().splitlines()[-1:] or ["nothing"]
         raise ConfigurationError(
-            f"gateway.reach = {self._name}: the relay needs python3 (3.8 or later) in the sandbox, "
+            "gateway.reach = stdio: the relay needs python3 (3.8 or later) in the sandbox, "
             f"and ended with {status.code if status.code is not None else status.cause} "
             f"({last[0]}); add python3 to the image, or set PERDURE_GATEWAY__REACH=url with an "
             "address that the sandbox can open"
@@ -241,42 +216,35 @@ class Relay:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _hear(self, batch: Iterable[Heard]) -> None:
-        batch = list(batch)
-        done = {
-            heard.line.get("done") for heard in batch if isinstance(heard.line.get("done"), str)
-        }
+    def _hear(self, batch: Sequence[JsonObject]) -> None:
+        done = {line["done"] for line in batch if isinstance(line.get("done"), str)}
         for request_id in done:
-            if (request := self._requests.pop(str(request_id), None)) is not None:
+            if (request := self._requests.pop(request_id, None)) is not None:
                 request.task.cancel()
-        for heard in batch:
-            line = heard.line
+        for line in batch:
             if isinstance(line.get("port"), int) and 0 < line["port"] < 65536:
                 self._port = line["port"]
             elif "healthy" in line and self._port:
                 self._ready.set()
-            elif "dialled" in line:
-                self._send_again(list(self._requests))
             elif isinstance(line.get("again"), str):
-                self._send_again([line["again"]])
+                self._send_again(line["again"])
             elif is_request(line) and line["id"] not in done:
-                self._take(heard)
+                self._take(line)
 
-    def _take(self, heard: Heard) -> None:
-        request_id = heard.line["id"]
+    def _take(self, line: JsonObject) -> None:
+        request_id = line["id"]
         if request_id in self._requests or len(self._requests) >= MOST_REQUESTS:
             return
-        request = self._requests[request_id] = _AgentRequest(heard)
+        request = self._requests[request_id] = _AgentRequest(line)
         request.task = asyncio.create_task(self._answer(request))
 
-    def _send_again(self, request_ids: list[str]) -> None:
-        """Send the recorded answers again; the model is not asked again."""
-        for request_id in request_ids:
-            request = self._requests.get(request_id)
-            if request is not None and request.task.done():
-                request.task = asyncio.create_task(self._resend(request))
-            elif request is not None and request.pieces:
-                request.task = asyncio.create_task(self._resend(request, request.task))
+    def _send_again(self, request_id: str) -> None:
+        """Send the recorded answer again; the model is not asked again."""
+        request = self._requests.get(request_id)
+        if request is not None and request.task.done():
+            request.task = asyncio.create_task(self._resend(request))
+        elif request is not None and request.pieces:
+            request.task = asyncio.create_task(self._resend(request, request.task))
 
     async def _resend(
         self, request: _AgentRequest, first: "asyncio.Task[None] | None" = None
@@ -285,7 +253,7 @@ class Relay:
             if first is not None:
                 await first
             for head, body in [*request.pieces]:
-                await self._carrier.answer(head, body)
+                await self._process.answer(head, body)
         except asyncio.CancelledError:
             if first is not None:
                 first.cancel()
@@ -299,24 +267,24 @@ class Relay:
     async def _answer(self, request: _AgentRequest) -> None:
         try:
             async with self._slots:
-                body = await self._body(request.heard)
+                body = await self._body(request.line)
                 if body is not None:
                     await self._ask(request, body)
         except PerdureError as error:  # the serving task meets it too, and raises it
             log.warning("cannot give the relay an answer", error=str(error))
 
-    async def _body(self, heard: Heard) -> bytes | None:
-        if "size" not in heard.line:
+    async def _body(self, line: JsonObject) -> bytes | None:
+        if "size" not in line:
             try:
-                return base64.b64decode(heard.line.get("body", ""), validate=True)
+                return base64.b64decode(line.get("body", ""), validate=True)
             except (ValueError, TypeError):
                 return None
-        body = heard.body or await self._carrier.fetch(heard.line["id"])
+        body = await self._process.fetch(line["id"])
         return None if body is None or len(body) > LARGEST_BODY else body
 
     async def _ask(self, request: _AgentRequest, body: bytes) -> None:
         """Ask until the gateway has begun to answer. It recognises a repeated request."""
-        line, try_id = request.heard.line, uuid4().hex[:8]
+        line, try_id = request.line, uuid4().hex[:8]
         if not _PATH.fullmatch(line["path"]) or ".." in line["path"]:
             return await self._tell(request, try_id, 404, f"no route {line['path'][:100]}")
         until = asyncio.get_running_loop().time() + GATEWAY_RETURNS_S
@@ -397,14 +365,14 @@ class Relay:
         request.size += len(body)
         if request.size > LARGEST_ANSWER:
             head, body = {"broken": True, "end": True}, b""
-        whole = {"id": request.heard.line["id"], "try": try_id, "seq": len(request.pieces), **head}
+        whole = {"id": request.line["id"], "try": try_id, "seq": len(request.pieces), **head}
         request.pieces.append((whole, body))
-        await self._carrier.answer(whole, body)
+        await self._process.answer(whole, body)
 
 
-def exec_id_of(carrier: str, number: int) -> str:
+def exec_id_of(number: int) -> str:
     """The exec id of a sandbox's n-th relay."""
-    return f"relay-{carrier}-{number}"
+    return f"relay-stdio-{number}"
 
 
 def is_request(line: JsonObject) -> bool:

@@ -54,7 +54,7 @@ def _import() -> None:
     for model in (
         daytona.CreateSandboxFromImageParams, daytona.CreateSandboxFromSnapshotParams,
         api.CreateBuildInfo, api.CreateSandbox,
-        api.ListSandboxesResponse, api.PortPreviewUrl, api.Sandbox, api.SandboxListItem,
+        api.ListSandboxesResponse, api.Sandbox, api.SandboxListItem,
         toolbox.ExecuteRequest, toolbox.ExecuteResponse,
     ):  # fmt: skip
         model.model_rebuild()

@@ -16,7 +16,6 @@ from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from perdure.errors import (
     ConfigurationError,
@@ -26,7 +25,7 @@ from perdure.errors import (
     RateLimited,
 )
 from perdure.installation import command_for_extra
-from perdure.sandboxes.base import Network, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.retries import (
     Conflict,
@@ -101,23 +100,6 @@ class DaytonaSandbox(GuestSandbox):
     async def kill(self) -> None:
         await self.provider.kill(self.identity)
 
-    async def dial(self, port: int) -> PortStream:
-        """Through the service's proxy: the host name names the port, the token the caller."""
-        link = await self._call(
-            "preview", lambda: self.sdk.get_preview_link(port, self.provider.request_s)
-        )
-        url = urlsplit(link.url)
-        host, secure = url.hostname or "", url.scheme == "https"
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1" if host.endswith(".localhost") else host,
-            url.port or (443 if secure else 80),
-            ssl=secure,
-            server_hostname=host if secure else None,
-            limit=1 << 20,
-        )
-        token = link.token or ""
-        return PortStream(reader, writer, {"Host": url.netloc, "X-Daytona-Preview-Token": token})
-
     async def _print(self, what: str, command: str, extra_s: float) -> str:
         seconds = self.provider.request_s + extra_s
 
@@ -174,7 +156,6 @@ class DaytonaProvider(ServiceProvider):
     where several hosts share one or several deployments share an account."""
 
     name = "daytona"
-    dials = True
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""

@@ -23,7 +23,7 @@ from perdure.errors import (
     NotFound,
 )
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
-from perdure.sandboxes.base import Mount, PortStream, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.base import Mount, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_folders, check_identity
 from perdure.sandboxes.guest.containers import (
     DEADLINE,
@@ -31,7 +31,6 @@ from perdure.sandboxes.guest.containers import (
     ContainerSandbox,
     lacks_programs,
     names_missing_program,
-    source_of,
 )
 from perdure.sandboxes.guest.retries import Conflict, Missing, again, lost
 from perdure.sandboxes.guest.service import ServiceProvider
@@ -92,24 +91,6 @@ class DockerSandbox(ContainerSandbox):
     async def kill(self) -> None:
         await self.provider.kill(self.identity)
 
-    async def dial(self, port: int) -> PortStream:
-        source = source_of("container_pipe.py")
-        process = await asyncio.create_subprocess_exec(
-            *(program("docker"), "exec", "--interactive", "--user", ROOT, self.name),
-            *("python3", "-I", "-c", source, str(port)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            limit=1 << 20,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        if await process.stdout.readline() != b"connected\n":
-            process.stdin.close()
-            await process.wait()
-            raise ConnectionRefusedError(f"no process answers at port {port} of the sandbox")
-        return PortStream(process.stdout, process.stdin)
-
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
@@ -158,7 +139,6 @@ class DockerProvider(ServiceProvider):
     calls need a relay, unless `PERDURE_DOCKER__NETWORK` names one of the engine's."""
 
     name = "docker"
-    dials = True
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

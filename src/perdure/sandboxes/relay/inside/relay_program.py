@@ -1,8 +1,8 @@
 """Runs inside a sandbox that cannot reach the gateway: an HTTP server on its loopback for the agent.
 
-It writes each request as one line of an append-only log: its standard output or a file. It gets the
-pieces of the answer as files, or from a host that has connected. One file, standard library, Python
-3.8+, because it runs in images of any kind. Started by `perdure.sandboxes.relay.relay`.
+It writes each request as one line of an append-only log, its standard output. It gets the pieces of
+the answer as files. One file, standard library, Python 3.8+, because it runs in images of any kind.
+Started by `perdure.sandboxes.relay.relay`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
-import hmac
 import http.client
 import json
 import os
@@ -31,10 +30,7 @@ INLINE = 48 << 10
 the log."""
 MOST_REQUESTS = 64
 """Requests at a time. One more is answered with 503."""
-BEAT_S = 15.0
-"""Seconds between two signs of life on a dialled connection without data."""
 TOO_LARGE = f"a request may have at most {LARGEST_BODY} bytes"
-DIAL_PATH = "/.perdure-relay"
 HOP = {
     "connection", "content-length", "expect", "host", "keep-alive", "proxy-authenticate",
     "proxy-authorization", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
@@ -45,25 +41,17 @@ if TYPE_CHECKING:
 
 
 class Log:
-    """Append-only lines. To resume, a reader needs only its byte offset."""
+    """Append-only lines on standard output. To resume, a reader needs only its byte offset."""
 
-    def __init__(self, descriptor: int, path: str) -> None:
-        self.path = path
-        self.grown = threading.Condition()
-        self._descriptor = descriptor
-
-    @property
-    def size(self) -> int:
-        """In bytes, with what other processes wrote into it."""
-        return os.fstat(self._descriptor).st_size
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
 
     def say(self, **fields: Any) -> None:
         line = json.dumps(fields, separators=(",", ":")).encode() + b"\n"
-        with self.grown:
+        with self._lock:
             left = memoryview(line)
             while left:
-                left = left[os.write(self._descriptor, left) :]
-            self.grown.notify_all()
+                left = left[os.write(1, left) :]
 
 
 class AgentRequest:
@@ -99,16 +87,13 @@ class AgentRequest:
 
 
 class Relay:
-    """State shared by the agent's connections, the inbox and a dialled host."""
+    """State shared by the agent's connections and the inbox."""
 
     def __init__(self, spool: str, log: Log, inline_budget: int, again_s: float) -> None:
         self.spool = spool
         self.log = log
         self.again_s = again_s
-        self.token = os.environ.get("PERDURE_RELAY_TOKEN", "")
         self.open_requests: dict[str, AgentRequest] = {}
-        self.dialled: object | None = None
-        self._tickets = 0
         self._budget = inline_budget
         self._lock = threading.Lock()
         self._waiting = threading.Event()
@@ -182,20 +167,6 @@ class Relay:
                 os.unlink(path)
         return bool(names)
 
-    def admit(self, host: object, ticket: int) -> int:
-        """Admit a host that dials in, and cut off the one before. `ticket`: 0 at its first time.
-
-        If two hosts watch at once, the later one keeps the connection; otherwise they would cut each
-        other off for ever. Raises: BlockingIOError while a later one is connected.
-        """
-        with self.log.grown:
-            if ticket and ticket < self._tickets and self.dialled is not None:
-                raise BlockingIOError
-            self._tickets = max(self._tickets, ticket or self._tickets + 1)
-            self.dialled = host
-            self.log.grown.notify_all()
-            return ticket or self._tickets
-
     def check(self, port: int) -> None:
         """Make one round trip: through our own listener and the host to the gateway, and back."""
         while True:
@@ -230,8 +201,6 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def forward(self) -> None:
-        if self.path == DIAL_PATH:
-            return self._take_dial()
         try:
             body = self._body()
         except ValueError as error:
@@ -320,58 +289,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    # -- the host, dialling in ------------------------------------------------------------------
-
-    def _take_dial(self) -> None:
-        relay, self.close_connection = self.server.relay, True
-        given = self.headers.get("x-perdure-token", "")
-        if not relay.token or not hmac.compare_digest(given.encode(), relay.token.encode()):
-            return self._refuse(404, "no such path")
-        offset = int(self.headers.get("x-perdure-offset", "0"))
-        me = object()
-        try:
-            ticket = relay.admit(me, int(self.headers.get("x-perdure-ticket", "0")))
-        except BlockingIOError:
-            return self._refuse(409, "a later host is connected")
-        self.send_response_only(101)
-        self.send_header("Connection", "Upgrade")
-        self.send_header("Upgrade", "perdure-relay")
-        self.send_header("X-Perdure-Size", str(relay.log.size))
-        self.send_header("X-Perdure-Ticket", str(ticket))
-        self.end_headers()
-        threading.Thread(target=self._tell, args=(relay, offset, me), daemon=True).start()
-        try:
-            while relay.dialled is me:
-                line = self.rfile.readline(1 << 16)
-                if not line:
-                    return
-                head = json.loads(line)
-                relay.take(head, self.rfile.read(head["size"]))
-        finally:
-            if relay.dialled is me:
-                relay.dialled = None
-
-    def _tell(self, relay: Relay, offset: int, me: object) -> None:
-        """Send frames: `OFFSET-AFTER LENGTH BODY-LENGTH`, the log's line, the body from its file."""
-        try:
-            with open(relay.log.path, "rb") as log:
-                log.seek(offset)
-                while relay.dialled is me:
-                    with relay.log.grown:
-                        if relay.log.size <= offset and relay.dialled is me:
-                            relay.log.grown.wait(BEAT_S)
-                        idle = relay.log.size <= offset
-                    if idle:
-                        self.wfile.write(b"0 0 0\n")
-                        continue
-                    line = log.readline()
-                    offset += len(line)
-                    self.wfile.write(_frame(relay, offset, line))
-        except OSError:
-            pass
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
 
 def _head(head: dict[str, Any], more: list[tuple[str, str]]) -> bytes:
     fields = "".join(f"{name}: {value}\r\n" for name, value in [*head["headers"], *more])
@@ -381,21 +298,6 @@ def _head(head: dict[str, Any], more: list[tuple[str, str]]) -> bytes:
 
 def _chunk(body: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(body), body) if body else b""
-
-
-def _frame(relay: Relay, offset: int, line: bytes) -> bytes:
-    """One frame. What other processes wrote into our log is left out."""
-    try:
-        fields, body = json.loads(line), b""
-        if "size" in fields:
-            with (
-                contextlib.suppress(FileNotFoundError),
-                open(relay.body_file(str(fields["id"])), "rb") as file,
-            ):
-                body = file.read()  # if the file is gone, it was answered long ago
-    except (ValueError, TypeError, KeyError, RecursionError, OSError):
-        return b"%d 0 0\n" % offset
-    return b"%d %d %d\n%s%s" % (offset, len(line), len(body), line, body)
 
 
 def listen(port: int, remembered: str) -> Server:
@@ -416,7 +318,6 @@ def listen(port: int, remembered: str) -> Server:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--spool", required=True)
-    parser.add_argument("--log", default="-")
     parser.add_argument("--port", type=int, default=18001)
     parser.add_argument("--inline-budget", type=int, default=8 << 20)
     parser.add_argument("--again-s", type=float, default=30.0)
@@ -424,15 +325,10 @@ def main() -> None:
     for name in ("body", "in"):  # an earlier relay's: its connections ended with it
         shutil.rmtree(os.path.join(options.spool, name), ignore_errors=True)
         os.makedirs(os.path.join(options.spool, name))
-    descriptor = 1
-    if options.log != "-":
-        descriptor = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     remembered = os.path.join(options.spool, "port")
     server = listen(options.port, remembered)
     port = server.server_address[1]
-    server.relay = Relay(
-        options.spool, Log(descriptor, options.log), options.inline_budget, options.again_s
-    )
+    server.relay = Relay(options.spool, Log(), options.inline_budget, options.again_s)
     server.relay.log.say(hello=os.getpid(), port=port)
     with open(remembered + ".new", "w") as file:
         file.write(str(port))

@@ -1,19 +1,21 @@
-"""The watching side of a relay that reads a log, without a sandbox."""
+"""The host's side of a relay's process, without a sandbox."""
 
 import asyncio
 from typing import Any, cast
 
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
-from perdure.sandboxes.relay.carriers import FileCarrier
+from perdure.sandboxes.relay.process import RelayProcess
 
 
 class QuietSandbox:
     """Its relay never writes a line. `reads` has a place for each look at the log."""
 
+    waits_inside = False
+
     def __init__(self) -> None:
         self.reads = asyncio.Semaphore(0)
 
-    async def get(self, path: str, *_: Any) -> bytes:
+    async def next_output(self, *_: Any, wait_s: float) -> bytes:
         self.reads.release()
         return b""
 
@@ -27,16 +29,16 @@ class QuietSandbox:
 async def test_a_cancelled_watcher_ends_although_an_answer_comes_at_that_moment() -> None:
     """`asyncio.wait_for` of Python 3.11 would lose this cancellation: it prefers the result."""
     sandbox = QuietSandbox()
-    carrier = FileCarrier(cast(Sandbox, sandbox), "relay-file-1", "/spool", reads_are_cheap=True)
+    relay = RelayProcess(cast(Sandbox, sandbox), "relay-stdio-1", "/spool", reads_are_cheap=True)
 
     async def watch() -> None:
-        async for _ in carrier.batches():
+        async for _ in relay.batches():
             pass
 
     watching = asyncio.create_task(watch())
     for _ in range(2):
         await sandbox.reads.acquire()  # the first look gives an empty batch; then it rests
-    await carrier.answer({}, b"")
+    await relay.answer({}, b"")
     watching.cancel()
 
     async with asyncio.timeout(30):
