@@ -17,9 +17,7 @@ from typing import Any
 
 from benchmarks import toy
 from benchmarks.measuring import (
-    Memory,
     Meter,
-    command_of,
     ended_if_interrupted,
     kill_all,
     own_seconds,
@@ -56,17 +54,12 @@ class Home:
     folder: Path
     engine_url: str
     ports: Mapping[str, str] = field(default_factory=_free_ports)
-    store: str = ""
-    """By default a folder of the home."""
-    s3: str = ""
-    """The endpoint of a store `s3://...`; its credentials are this process's."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Further settings of its processes."""
 
     @property
     def settings(self) -> Settings:
-        store = self.store or str(self.folder / "store")
-        return Settings(home=self.folder, store=store, s3_endpoint_url=self.s3)
+        return Settings(home=self.folder, store=str(self.folder / "store"))
 
     def environment(self) -> dict[str, str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PERDURE_", "TEMPORAL_"))}
@@ -76,20 +69,15 @@ class Home:
             "PERDURE_ENGINE__URL": self.engine_url,
             "PERDURE_ENGINE__KIND": "vllm",
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "src"))),
-            **({"PERDURE_STORE": self.store} if self.store else {}),
-            **({"PERDURE_S3_ENDPOINT_URL": self.s3} if self.s3 else {}),
             **self.ports,
             **self.variables,
         }
 
     def add_instances(self, tree: Path, count: int, *, with_twins: bool = False) -> None:
         """`count` copies of the toy instance, graded by the hidden test in a fresh sandbox."""
-        asyncio.run(self.add_toys(tree, count, with_twins=with_twins))
+        asyncio.run(self._add(tree, count, with_twins))
 
-    async def add_instance(self, instance: Instance) -> None:
-        await catalog.save(open_store(self.settings), instance)
-
-    async def add_toys(self, tree: Path, count: int, *, with_twins: bool = False) -> None:
+    async def _add(self, tree: Path, count: int, with_twins: bool) -> None:
         store = open_store(self.settings)
         key = await put_blob(store, toy.pack(tree))
         grading = _graded_with_twins() if with_twins else _graded_by_exit_code()
@@ -218,14 +206,6 @@ class Stack:
         state = self.state()
         pids = {name: child.pid for name, child in state.children.items()}
         return pids | {"supervisor": state.pid}
-
-    def memory(self) -> dict[str, Memory]:
-        """By part. `signs of life`: the host's own process; `rest`: what workers and sandboxes started."""
-        pids = self.pids()
-        others = set(self.meter.pids()) - set(pids.values())
-        life = {pid for pid in others if command_of(pid).endswith("-m workers.host.life")}
-        found = {name: Memory.of([pid]) for name, pid in pids.items()}
-        return found | {"signs of life": Memory.of(life), "rest": Memory.of(others - life)}
 
     def stop(self) -> None:
         """Run `perdure down`, which also happens at SIGTERM."""

@@ -1,10 +1,12 @@
-"""`python -m benchmarks.gradings`: gradings a minute with 1 and 2 cores, and what twins cost.
+"""`python -m benchmarks.gradings`: gradings a minute with 1 and 2 cores, and what twins cost and prevent.
 
 A process on so many cores (`taskset`) grades a small pytest row in bubblewrap. The numbers of cores take
-turns, and so do gradings with and without twins, so that a busy host slows both alike.
+turns, and so do gradings with and without twins, so that a busy host slows both alike. `--forgers` also
+grades correct fixes and forgeries of three real rows with twins.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.gradings import forgers
 from benchmarks.measuring import Meter
 from benchmarks.options import add_output
 from benchmarks.scratch import scratch_folder
@@ -145,13 +148,26 @@ def main() -> None:
     parser.add_argument("--at-a-time", type=numbers, default=[1, 2, 4], metavar="1,2,4")
     parser.add_argument("--count", type=int, default=6, help="gradings a point and round, at least")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--forgers",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="gradings of each forger that wins by chance; needs `perdure instances build first-steps`",
+    )
     add_output(parser)
     options = parser.parse_args()
     with scratch_folder("pd-", keep=options.keep) as folder:
         found = measure(options, folder)
     report(found, options)
+    lists: dict[str, Any] = {
+        key: {name: vars(figures) for name, figures in part.items()} for key, part in found.items()
+    }
+    if options.forgers:
+        forged = asyncio.run(forgers.measure(options.forgers))
+        print(f"\n{forgers.table(forged)}")
+        lists |= vars(forged)
     if options.json is not None:
-        lists = {key: {k: vars(v) for k, v in part.items()} for key, part in found.items()}
         options.json.write_text(json.dumps(lists, indent=1))
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks import yardstick
-from benchmarks.capture.slime import Slime
 from benchmarks.peers.environments import Unavailable
+from benchmarks.peers.slime import Slime
 from benchmarks.turn import prompts, sides, streams
 from benchmarks.turn.agent import Agent
 from benchmarks.turn.engine import InstantEngine

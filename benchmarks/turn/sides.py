@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import httpx
 
-from benchmarks.capture.slime import Slime
+from benchmarks.peers.slime import Slime
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.home import load_secrets

@@ -181,7 +181,7 @@ async def test_a_test_that_knows_its_name_costs_the_others_no_twin(
 
 @pytest.mark.longer
 async def test_no_forger_that_judges_is_paid(make_sandbox: MakeSandbox) -> None:
-    """Those that win by chance are left to `python -m benchmarks.twins`."""
+    """Those that win by chance are left to `python -m benchmarks.gradings --forgers 4`."""
     chosen = await choose_twins(tiny_instance(), make_sandbox, wanted=2, runs=1)
     rewards = {}
     for forger in FORGERS:

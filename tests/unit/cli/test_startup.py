@@ -1,7 +1,4 @@
-"""What each quick command imports: CPU time before the answer is nearly all imports.
-
-`python -m benchmarks.startup` measures the seconds; here only names of modules are compared.
-"""
+"""What each quick command imports: CPU time before the answer is nearly all imports."""
 
 import asyncio
 import os

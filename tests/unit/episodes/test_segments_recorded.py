@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.capture.ours import captured
 from perdure.episodes.accounting import count_trajectory
 from perdure.episodes.segments import cut
 from perdure.types import Turn
 from tests.paths import ROOT
+from tests.recordings import captured
 
 RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"
 

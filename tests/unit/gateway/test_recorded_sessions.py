@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.capture.recordings import answer_ids
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
 from perdure.engines.base import NO_LABELS, Completion, Engine
@@ -30,6 +29,7 @@ from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.types import EngineSpan, FinishReason, Sampling, Turn
 from tests.paths import ROOT
+from tests.recordings import answer_ids
 
 RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"
 FORMAT = load_format("qwen3")

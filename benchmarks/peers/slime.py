@@ -1,13 +1,9 @@
 """slime's side: its public repository at a pinned commit, in an environment of its own."""
 
-import json
 import os
 import subprocess
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.capture.recordings import read
 from benchmarks.peers.environments import Pinned, Unavailable, environment
 
 REPOSITORY = "https://github.com/THUDM/slime"
@@ -27,7 +23,6 @@ PINNED = Pinned(
     ("3.11", "3.12"),
 )
 ROOT = Path(__file__).parents[2]
-PLAYER = Path(__file__).with_name("slime_player.py")
 
 
 class Slime:
@@ -40,22 +35,6 @@ class Slime:
         self.python = environment(PINNED, root) / "bin" / "python"
         path = os.pathsep.join(map(str, (self.checkout.resolve(), ROOT / "src", ROOT)))
         self.variables = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
-
-    def captured(self, recording: Path) -> dict[str, int]:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump([asdict(exchange) for exchange in read(recording)], file)
-            file.flush()
-            done = subprocess.run(
-                [str(self.python), "-P", str(PLAYER), file.name],
-                env=self.variables,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        if done.returncode != 0:
-            raise Unavailable(f"slime failed: {done.stderr.strip().splitlines()[-1]}")
-        found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-        return found
 
 
 def _cloned(folder: Path) -> Path:

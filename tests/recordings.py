@@ -2,6 +2,8 @@
 
 A recording is `{client, scenario, requests: [{headers, body, resp}]}`; `resp` is `{blocks, stop}`, or
 null if the client got an error, and then the request is not sent.
+
+`captured` plays one through a real gateway, over HTTP, with a scripted engine behind it.
 """
 
 import json
@@ -10,7 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from perdure.episodes import turns_parquet
 from perdure.gateway.rendering.formats import load_format
+from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
+from perdure.testing.scripted_engine import ScriptedEngine
+from perdure.testing.scripted_policy import Policy
+from perdure.types import Turn
 
 SENT_HEADERS = (
     "x-claude-code-session-id",
@@ -83,3 +93,32 @@ def answer_ids(blocks: list[dict[str, Any]]) -> list[int]:
     opened = FORMAT.renderer.render_ids(asked, add_generation_prompt=True)
     whole = FORMAT.renderer.render_ids([*asked, said])
     return list(whole[len(opened) : whole.index(END, len(opened)) + 1])
+
+
+class Speaker(Policy):
+    """The policy of a scripted engine that samples the answers it is given, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(load_tokenizer("qwen3"), {})
+        self.next: list[int] = []
+
+    def complete(self, prompt_ids: list[int]) -> list[int]:
+        return self.next
+
+
+async def captured(recording: Path, home: Path) -> list[Turn]:
+    """The turns that the gateway wrote to its store."""
+    session, speaker, name = Session(read(recording)), Speaker(), recording.stem
+    async with ScriptedEngine() as engine:
+        engine.policy = speaker
+        async with LocalGateway(home, engine={"url": engine.url, "kind": "vllm"}) as gateway:
+            key = await gateway.open(name)
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+                for exchange, body in session.bodies():
+                    speaker.next = exchange.answer_ids
+                    headers = {**exchange.headers, "authorization": f"Bearer {key}"}
+                    answer = await http.post("/v1/messages?beta=true", json=body, headers=headers)
+                    answer.raise_for_status()
+                    session.answered(exchange, answer.json()["content"])
+            await gateway.control.close(name)
+            return turns_parquet.decode((await gateway.store.get(turns_key_of(name))).data)

@@ -1,21 +1,17 @@
-"""`python -m benchmarks.twins`: what twins cost, how often they refuse a correct fix, which forgers win.
+"""How often twins refuse a correct fix, and which forgers win with and without them.
 
 Rows of first-steps that are in this home's store with twins (`perdure instances build`). Every grading is
 done as the grade stage does it, in bubblewrap. A fix counts if the row's own protocol resolves it.
 """
 
-import argparse
-import asyncio
 import difflib
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from benchmarks.options import add_output
-from benchmarks.twins.fixes import FIXES, MODULES
+from benchmarks.gradings.fixes import FIXES, MODULES
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.graders.twins.runs import verified
@@ -38,9 +34,6 @@ class Report:
     refused: list[str] = field(default_factory=list)
     forgers: dict[str, Counter[str]] = field(default_factory=dict)
     """Forger -> outcomes; `official` counts those that win without twins."""
-    cost: dict[str, list[float]] = field(default_factory=dict)
-    """Case -> seconds of each grading, and its runs of the tests."""
-    runs: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Bench:
     provider: SandboxProvider
     report: Report
 
-    async def grade(self, row: Instance, at: Prepared, patch: bytes, pairs: int = 1) -> Grade:
+    async def grade(self, row: Instance, at: Prepared, patch: bytes) -> Grade:
         async def once(instance: Instance) -> Graded:
             spec = SandboxSpec(
                 workdir=at.workdir, tree=at.tree, mounts=at.mounts, env=at.env, ttl_s=600
@@ -56,10 +49,7 @@ class Bench:
             async with await self.provider.create(spec, f"p-twins-{uuid4().hex[:8]}") as sandbox:
                 return await SwebenchGrader().grade(sandbox, instance, patch, timeout_s=120)
 
-        found = await verified(row, pairs, once)
-        self.report.runs["gradings"] += 1
-        self.report.runs["runs"] += len(found.runs)
-        return found.grade
+        return (await verified(row, 1, once)).grade
 
     async def fixes(self, row: Instance, at: Prepared) -> None:
         for number, fix in enumerate(FIXES[row.instance_id], 1):
@@ -84,17 +74,6 @@ class Bench:
                 counts["won"] += grade.outcome is Outcome.RESOLVED
                 counts["exposed"] += grade.outcome is Outcome.TAMPERED
 
-    async def cost(self, row: Instance, at: Prepared, times: int) -> None:
-        for _ in range(times):
-            for pairs in (0, 1, 2):
-                for name, patch in (("gold", row.gold_patch), ("nop", b"")):
-                    started, runs = time.monotonic(), self.report.runs["runs"]
-                    await self.grade(row, at, patch, pairs)
-                    case = f"{name}, {pairs} pairs"
-                    self.report.cost.setdefault(case, []).append(time.monotonic() - started)
-                    used = float(self.report.runs["runs"] - runs)
-                    self.report.cost.setdefault(f"{case}, runs", []).append(used)
-
 
 def _tree(at: Prepared) -> Path:
     assert at.tree is not None
@@ -112,7 +91,8 @@ def _diff(tree: Path, path: str, old: str, new: str) -> bytes:
     return f"diff --git a/{path} b/{path}\n{''.join(lines)}".encode()
 
 
-async def measure(times: int, costs: int) -> Report:
+async def measure(times: int) -> Report:
+    """`times`: gradings of each forger that wins by chance."""
     settings = load_settings()
     store = open_store(settings)
     provider = ready_provider(settings, "bubblewrap")
@@ -127,34 +107,15 @@ async def measure(times: int, costs: int) -> Report:
         print(row.instance_id, dict(report.fixes), report.refused, flush=True)
         await bench.forge(row, at, times)
         print(json.dumps(report.forgers), flush=True)
-        await bench.cost(row, at, costs)
     return report
 
 
-def _print(report: Report) -> None:
-    print("| forger | tried | wins officially | wins with twins | exposed |\n|---|---|---|---|---|")
+def table(report: Report) -> str:
+    lines = [
+        "| forger | tried | wins officially | wins with twins | exposed |",
+        "|---|---|---|---|---|",
+    ]
     for name, counts in report.forgers.items():
         cells = (counts[key] for key in ("tried", "official", "won", "exposed"))
-        print(f"| {name} | {' | '.join(map(str, cells))} |")
-    print("\n| case | median |\n|---|---|")
-    for case, seconds in report.cost.items():
-        print(f"| {case} | {sorted(seconds)[len(seconds) // 2]:.2f} |")
-    print(f"\nfixes: {dict(report.fixes)}; {dict(report.runs)}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--times", type=int, default=4, help="gradings of a forger by chance, a row"
-    )
-    parser.add_argument("--costs", type=int, default=3, help="timed gradings of each case, a row")
-    add_output(parser)
-    arguments = parser.parse_args()
-    report = asyncio.run(measure(arguments.times, arguments.costs))
-    _print(report)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(vars(report), indent=1))
-
-
-if __name__ == "__main__":
-    main()
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", f"fixes: {dict(report.fixes)}"])

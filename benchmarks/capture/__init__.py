@@ -1,1 +1,0 @@
-"""What share of the sampled tokens is trained, compared with slime: see docs/benchmarks.md."""

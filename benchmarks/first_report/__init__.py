@@ -1,1 +1,0 @@
-"""From a clone to the first report."""

@@ -1,1 +1,0 @@
-"""What a hostile rollout costs the rollout beside it."""

@@ -1,1 +1,0 @@
-"""What Ray adds to workers that it keeps."""

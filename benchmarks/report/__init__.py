@@ -1,1 +1,0 @@
-"""What `perdure report` costs for a large run."""

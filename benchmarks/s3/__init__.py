@@ -1,1 +1,0 @@
-"""What a rollout asks of S3."""

@@ -1,1 +1,0 @@
-"""What `perdure up` costs."""

@@ -1,1 +1,0 @@
-"""How fast `perdure status` answers beside thousands of rollouts."""
