@@ -21,7 +21,6 @@ from tests.paths import ROOT
 
 CONTROLLERS = ("cpu", "cpuacct", "memory", "pids", "freezer", "unified")
 GROUPS = Path("/sys/fs/cgroup")
-PERIOD_US = 100_000
 ENDS_S = 60.0
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv")
 
@@ -131,18 +130,6 @@ class Host:
             process.wait(ENDS_S)
         self.processes.clear()
         _remove_groups(self.group)
-
-    def cap(self, cores: float) -> None:
-        """Limit all that runs on it, its sandboxes too, to a share of the cores. Refused while a group
-        below may have more, even one that was removed just now: begin below what a sandbox may use."""
-        group = GROUPS / "cpu" / self.group
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(int(cores * PERIOD_US)))
-
-    @property
-    def cpu_seconds(self) -> float:
-        """Of all that has run on it, since it started."""
-        return int((GROUPS / "cpuacct" / self.group / "cpuacct.usage").read_text()) / 1e9
 
 
 @dataclass
