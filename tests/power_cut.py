@@ -34,6 +34,12 @@ class FragileDisk:
         finally:
             os.close(handle)
         assert self._run(["umount", str(self.path)])
+        # A sandbox of another test may have the old file system in its own mount namespace. Then the
+        # kernel would mount that one again, still without power.
+        after = self._image.with_suffix(".after")
+        assert self._run(["cp", "--sparse=always", str(self._image), str(after)])
+        self._image.unlink()
+        self._image = after.rename(self._image)
         assert self._mount()
 
     def remove(self) -> None:

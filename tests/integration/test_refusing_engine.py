@@ -14,7 +14,7 @@ from perdure.testing.scripted_engine import ScriptedEngine
 SCRIPTS = {"default": {"turns": [{"content": "Hello."}]}}
 STATUSES = [status for status in range(301, 600) if status != 304]
 """All that is no success. 304 has no body."""
-STUCK_S = 100.0
+STUCK_S = 200.0
 
 
 def _at_once(call: GenerateCall, retry_after: float | None) -> float:
