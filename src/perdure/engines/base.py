@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from perdure.engines.pool.salvage import Salvage
 from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
 
 TOO_STALE = "policy_too_stale"
@@ -55,12 +54,10 @@ class TokenEngine(Protocol):
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
-        salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
         """`labels`: those of the session; `group` and `run` decide its engine and its queue.
-        `salvage`: where the tokens are collected, with those of an earlier try. `last`: the engine
-        that the session used in another process.
+        `last`: the engine that the session used in another process.
 
         Raises: GatewayUnavailable (nothing usable came back; repeat the call), Refused.
         """

@@ -102,6 +102,8 @@ class Session:
     """Why every gateway process refuses its calls; empty until one call was refused."""
     damaged: str = ""
     """Why its attempt must end: see `SessionSummary.damaged`."""
+    unreadable: bool = False
+    """Its journal does not read back, so nothing is added to it."""
     unanswered: dict[str, Wait] = field(default_factory=dict)
     """By chain: its newest call had no answer. The agent may try again."""
     refused: str = ""
@@ -138,7 +140,7 @@ class Session:
         try:
             yield
         except JournalDamaged as error:
-            self.damaged = self.damaged or str(error)
+            self.damaged, self.unreadable = self.damaged or str(error), True
             raise
 
     def wake(self, tool_digests: ToolDigests, records: Sequence[dict[str, Any]]) -> "Awake":

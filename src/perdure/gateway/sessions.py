@@ -33,9 +33,8 @@ from perdure.errors import (
     RetryHere,
 )
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
-from perdure.gateway.journal.base import Journal, Overtaken
 from perdure.gateway.journal.encoding import JournalDamaged
-from perdure.gateway.journal.partials import Partials
+from perdure.gateway.journal.journal import Journal, Overtaken, Record
 from perdure.gateway.journal.turn_record import (
     CLOSED,
     DAMAGED,
@@ -93,24 +92,21 @@ class Sessions:
 
     def __init__(
         self,
-        journal: Journal,
         engine: ConfiguredEngine,
         model_format: Format,
         store: Store,
         metrics: Metrics,
         *,
-        partials: Partials,
         secret: bytes,
         ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
         """`secret`: marks the ids of tool calls; all processes of a home have the same."""
         self._ceilings = ceilings
-        self._partials = partials
-        self._journal = journal
+        self._journal = Journal(store)
         self._store = store
         self._metrics = metrics
         self._call_ids = CallIds(secret)
-        self._maker = TurnMaker(model_format, engine, metrics, partials, self._call_ids)
+        self._maker = TurnMaker(model_format, engine, metrics, self._call_ids)
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self.waiting = Waits()
@@ -177,11 +173,9 @@ class Sessions:
         records = await self._journal.read(session_id)
         turns = await work(turns_file, records)
         await self._store.put(session.spec.turns_key, turns)
-        closed = {"kind": CLOSED, "turns_sha256": hashlib.sha256(turns).hexdigest()}
-        await self._mark(session, closed)
-        self._partials.left(session_id)
+        digest = hashlib.sha256(turns).hexdigest()
+        await self._mark(session, {"kind": CLOSED, "turns_sha256": digest})
         session.sleep()
-        await self._tidy(session, [*records, closed])
 
     async def write_turns(self, session_id: str) -> SessionSummary:
         """Close the session, and write its turns to the store once more, made of its journal.
@@ -206,18 +200,6 @@ class Sessions:
             await self._journal.forget(session_id)
             self._sessions.pop(session_id, None)
 
-    async def _tidy(self, session: Session, records: list[dict[str, Any]]) -> None:
-        if session.position != len(records):
-            return  # another process closed it at the same time, and packs it
-        try:
-            await self._journal.pack(session.spec.session_id, records)
-        except PerdureError as error:  # the records stay where they are
-            log.warning(
-                "cannot pack a closed session",
-                session_id=session.spec.session_id,
-                error=str(error),
-            )
-
     async def _seal(self, session: Session) -> None:
         session.sealing = True
         for call in session.sampling:
@@ -226,16 +208,9 @@ class Sessions:
         await asyncio.gather(*session.calls.values(), return_exceptions=True)
         await self._mark(session, {"kind": SEALED})
 
-    async def _mark(self, session: Session, record: dict[str, Any]) -> None:
+    async def _mark(self, session: Session, record: Record) -> None:
         """Write that a session is sealed or closed, unless another process already has."""
-        async with session.commit_lock:
-            while not getattr(session, record["kind"]):
-                try:
-                    await self._append(session.spec.session_id, record, session.position)
-                except Overtaken:
-                    await self._read_on(session)
-                else:
-                    session.note(record)
+        await self._write(session, lambda: None if getattr(session, record["kind"]) else record)
 
     async def gave_up(self, session_id: str, wait: Wait) -> None:
         """The session is about to be closed while a call waits. Raises: NotFound."""
@@ -258,14 +233,7 @@ class Sessions:
         self, session: Session, record: dict[str, Any], is_known: Callable[[], object]
     ) -> None:
         """Journal a fact of the session, unless it is known, or the session is sealed."""
-        async with session.commit_lock:
-            while not (is_known() or session.sealed):
-                try:
-                    await self._append(session.spec.session_id, record, session.position)
-                except Overtaken:
-                    await self._read_on(session)
-                else:
-                    session.note(record)
+        await self._write(session, lambda: None if is_known() or session.sealed else record)
 
     # --- memory --------------------------------------------------------------------------------
 
@@ -307,6 +275,7 @@ class Sessions:
         session = Session(spec, Pace(self._ceilings))
         session.wake(self._tool_digests, records)
         session.damaged = session.damaged or damage
+        session.unreadable = bool(damage)
         if session.closed or session.damaged:
             session.sleep()
         log.info("session read back", session_id=session_id, turns=session.totals.turns)
@@ -547,7 +516,6 @@ class Sessions:
             except BaseException:
                 session.unwritten[key] = draft
                 raise
-            self._partials.done(session.spec.session_id, pending.call_id)
             return answer
         try:
             return await self._commit(pending, known, replayed(pending, recorded))
@@ -627,28 +595,31 @@ class Sessions:
         `known`: how many turns of the session this process knew when the call came.
         """
         awake, session = pending.awake, pending.session
-        async with session.commit_lock:
-            while True:
-                if session.sealed:
-                    session.check_open()
-                known_tools = draft.tools_sha256 in awake.tree.tool_lists
-                tools = None if known_tools else pending.request.tools
-                numbered = {"index": len(awake.tree.nodes), "tools": tools or None}
-                record = draft.model_copy(update=numbered)
-                try:
-                    fields = to_journal(record)
-                    with tracing.span("write turn"):
-                        await self._append(session.spec.session_id, fields, session.position)
-                    break
-                except Overtaken:
-                    await self._read_on(session)
-                    node = awake.tree.recorded(record.chain, record.request_sha256, known)
-                    if node is not None:
-                        self._metrics.retries.labels("overtaken").inc()
-                        return node.record.answer
-            node = awake.apply(record, pending.location.rolled)
+        node: Node | None = None
+        record = draft
+
+        def say() -> Record | None:
+            nonlocal node, record
+            if session.sealed:
+                session.check_open()
+            node = awake.tree.recorded(draft.chain, draft.request_sha256, known)
+            if node is not None:
+                return None
+            known_tools = draft.tools_sha256 in awake.tree.tool_lists
+            tools = None if known_tools else pending.request.tools
+            numbered = {"index": len(awake.tree.nodes), "tools": tools or None}
+            record = draft.model_copy(update=numbered)
+            return to_journal(record)
+
+        def apply(_: Record) -> None:
+            self._count(awake.apply(record, pending.location.rolled))
             session.elsewhere = None
-        self._count(node)
+
+        with tracing.span("write turn"):
+            await self._write(session, say, apply)
+        if node is not None:
+            self._metrics.retries.labels("overtaken").inc()
+            return node.record.answer
         return record.answer
 
     # --- journal -------------------------------------------------------------------------------
@@ -671,6 +642,25 @@ class Sessions:
         for record in records:
             awake.replay(record)
         return True
+
+    async def _write(
+        self,
+        session: Session,
+        say: Callable[[], Record | None],
+        apply: Callable[[Record], None] | None = None,
+    ) -> None:
+        """Journal what `say` gives, asked again whenever another process wrote first, and apply it to the
+        session. None: there is nothing to say."""
+        async with session.commit_lock:
+            while (record := say()) is not None:
+                if session.unreadable:  # it would fill the place of what is lost
+                    raise JournalDamaged(session.damaged)
+                try:
+                    await self._append(session.spec.session_id, record, session.position)
+                except Overtaken:
+                    await self._read_on(session)
+                else:
+                    return (apply or session.note)(record)
 
     async def _append(self, session_id: str, record: dict[str, Any], position: int) -> None:
         started = time.monotonic()

@@ -16,7 +16,6 @@ from perdure.episodes.segments import cut, untrained
 from perdure.errors import NotFound, PerdureError
 from perdure.reports.stored import StoredRollout
 from perdure.sandboxes.base import identity_of
-from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 from perdure.types import Purpose, Segment, Turn
 
@@ -39,15 +38,13 @@ class Trajectory:
         return cut(self.turns)
 
 
-async def read(
-    settings: Settings, store: Store, rollout: StoredRollout, attempt: int | None
-) -> Trajectory:
+async def read(store: Store, rollout: StoredRollout, attempt: int | None) -> Trajectory:
     """The turns of `attempt`, by default the newest. Raises: NotFound."""
     number = attempt or (rollout.last.number if rollout.last else 1)
     key = f"{rollout.name.prefix}/attempts/{number}/turns.parquet"
     with contextlib.suppress(NotFound):
         return Trajectory(number, "store", _decoded(key, (await store.get(key)).data))
-    found = await _journaled(settings, store, rollout, number)
+    found = await _journaled(store, rollout, number)
     if not found:
         raise NotFound(f"{rollout.name} has no turns in attempt {number} (yet)")
     return Trajectory(number, "journal", found)
@@ -60,22 +57,14 @@ def _decoded(key: str, data: bytes) -> list[Turn]:
         raise Unreadable(f"{key} is unreadable: {error}") from error
 
 
-async def _journaled(
-    settings: Settings, store: Store, rollout: StoredRollout, attempt: int
-) -> list[Turn]:
-    """Turns that a gateway has committed, on this host's disk or in the store."""
-    from perdure.gateway.journal import configured as journal_choice
+async def _journaled(store: Store, rollout: StoredRollout, attempt: int) -> list[Turn]:
+    """Turns that a gateway has committed."""
+    from perdure.gateway.journal.journal import Journal
     from perdure.gateway.journal.turn_record import turn_records
     from perdure.gateway.journal.turns import turns_of
 
     session = identity_of(rollout.name.run_id, rollout.name.workflow_id, "agent", attempt)
-    if not journal_choice.folder(settings).is_dir() and store.url.startswith("file:"):
-        return []
-    journal = journal_choice.open_journal(settings, store)
-    try:
-        return turns_of(turn_records(await journal.read(session)))
-    finally:
-        await journal.aclose()
+    return turns_of(turn_records(await Journal(store).read(session)))
 
 
 def document(rollout: StoredRollout, found: Trajectory) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Every implementation passes `perdure.testing.store_contract`.
 
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -73,6 +73,11 @@ class Store(Protocol):
 
     async def delete(self, key: str) -> None:
         """Deleting an absent key succeeds."""
+        ...
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        """Delete the objects in as few requests as possible, in any order. After an error some may be
+        gone."""
         ...
 
 

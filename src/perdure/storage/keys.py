@@ -1,9 +1,11 @@
 """Every key of the store, in one place. Keys are deterministic: they contain no time and no uuid."""
 
+import re
+
 from perdure.types import RolloutRequest, slugify
 
-JOURNAL, JOURNAL_BATCHES = "journal/", "journal-batches/"
-"""Gateways write below these; infra/s3 lets what no episode removed expire."""
+JOURNAL = "journal/"
+"""Gateways write below it; infra/s3 lets what no episode removed expire."""
 
 
 def instance(ref: str) -> str:
@@ -133,10 +135,9 @@ def journal(session_id: str) -> str:
     return f"{JOURNAL}{session_id}/"
 
 
-def journal_batch(writer: str, number: int) -> str:
-    """Turns of many sessions that one gateway process committed together."""
-    return f"{journal_batches(writer)}{number:010d}"
+def journal_record(session_id: str, number: int) -> str:
+    return f"{journal(session_id)}{number:06d}"
 
 
-def journal_batches(writer: str) -> str:
-    return f"{JOURNAL_BATCHES}{writer}/"
+def is_journal_record(key: str) -> bool:
+    return re.fullmatch(r"\d{6}", key.rpartition("/")[2]) is not None

@@ -12,7 +12,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -94,6 +94,9 @@ class LocalStore:
     async def delete(self, key: str) -> None:
         await asyncio.to_thread(self._delete, key)
 
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await asyncio.to_thread(self._delete_many, keys)
+
     async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
         keys = (key for key in self._walk(prefix, after) if key > after)
         while batch := await asyncio.to_thread(lambda: [*itertools.islice(keys, LIST_BATCH)]):
@@ -136,6 +139,19 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             _sync_folder(path.parent)
+
+    def _delete_many(self, keys: Sequence[str]) -> None:
+        """Folders that are empty afterwards go too."""
+        paths = [self._path(key) for key in keys]
+        with self._readable_errors(f"{keys[0]} and others" if keys else ""):
+            for path in paths:
+                with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    path.unlink()
+            for folder in {path.parent for path in paths} - {self.root}:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    _sync_folder(folder)
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
 
     def _check_mounted(self) -> None:
         """Where the whole folder is gone, nothing is known about a key. Raises: StoreUnavailable."""

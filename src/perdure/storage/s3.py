@@ -4,10 +4,10 @@ Needs a server that honours `If-None-Match` and `If-Match` on PutObject, as AWS 
 servers do. Credentials and region come from the AWS_* variables and files.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import (
     ConfigurationError,
@@ -20,6 +20,8 @@ from perdure.installation import command_for_extra
 from perdure.storage.base import Stored, check_key
 
 try:
+    from botocore.exceptions import ClientError
+
     from perdure.storage.s3_answers import Garbled, Place, is_empty_object
     from perdure.storage.s3_calls import Limit, S3Calls, tries
 except ImportError as error:
@@ -27,7 +29,7 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
-    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef
+    from mypy_boto3_s3.type_defs import ListObjectsV2OutputTypeDef, ObjectIdentifierTypeDef
 
 PAGE = 1000
 
@@ -110,6 +112,12 @@ class S3Store:
             f"delete {key!r}", lambda s3: s3.delete_object(Bucket=self.bucket, Key=name)
         )
 
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), PAGE):
+            names = [self._name(key) for key in keys[start : start + PAGE]]
+            doing = f"delete {keys[start]!r} and others"
+            await self._calls.repeat(doing, partial(self._delete_page, names))
+
     async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
         start = {"StartAfter": self._prefix + after} if after else {}
         while True:
@@ -150,6 +158,14 @@ class S3Store:
             raise
         answer["Body"].read()
         return bool(_etag(answer.get("ETag")))
+
+    def _delete_page(self, names: Sequence[str], s3: "S3Client") -> None:
+        objects: list[ObjectIdentifierTypeDef] = [{"Key": name} for name in names]
+        answer = s3.delete_objects(Bucket=self.bucket, Delete={"Objects": objects, "Quiet": True})
+        for failed in answer.get("Errors", ()):
+            said = {"Code": failed.get("Code", ""), "Message": failed.get("Message", "")}
+            about: Any = {"Error": said, "ResponseMetadata": {"HTTPStatusCode": 500}}
+            raise ClientError(about, "DeleteObjects")
 
     def _page(
         self, prefix: str, start: dict[str, str], s3: "S3Client"

@@ -8,7 +8,6 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.control import GatewayControl
 from perdure.gateway.http.app import create_app
 from perdure.gateway.http.server import limited
-from perdure.gateway.journal.configured import open_journal
 from perdure.home import load_secret, load_secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
@@ -34,10 +33,8 @@ class LocalGateway:
         self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> "LocalGateway":
-        journal = open_journal(self.settings, self.store)
-        self._opened.push_async_callback(journal.aclose)
         secrets = load_secrets(self.settings)
-        app = create_app(self.settings, secrets, self.store, journal)
+        app = create_app(self.settings, secrets, self.store)
         self.url = await self._opened.enter_async_context(served(limited(app, secrets)))
         self.control = GatewayControl(self.url, secrets)
         self._opened.push_async_callback(self.control.aclose)

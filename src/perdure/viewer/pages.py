@@ -369,7 +369,7 @@ class Pages:
         """None: there are none (yet)."""
         number = _number(request, "attempt", 0, least=0) if attempt is None else attempt
         try:
-            return await trajectory.read(self.settings, self.store, found, number or None)
+            return await trajectory.read(self.store, found, number or None)
         except NotFound:
             return None
 

@@ -95,7 +95,7 @@ async def _turns(
     from perdure.cli.rollouts import turns as show_turns
     from perdure.reports import trajectory
 
-    turns = await trajectory.read(settings, store, found, attempt)
+    turns = await trajectory.read(store, found, attempt)
     if as_json:
         answer(trajectory.document(found, turns))
     else:

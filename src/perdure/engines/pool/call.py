@@ -127,10 +127,8 @@ class GenerateCall:
         pause, self._pause = self._pause, min(self._pause * 2, LONGEST_PAUSE_S)
         return min(max(retry_after or 0.0, pause), LONGEST_PAUSE_S)
 
-    def completion(
-        self, reason: FinishReason, engine: str, record: EngineRecord | None
-    ) -> Completion:
-        """`record`: of the engine that finished it; None: that engine has left."""
+    def completion(self, reason: FinishReason, engine: str, record: EngineRecord) -> Completion:
+        """`record`: of the engine that finished it."""
         salvage = self.salvage
         return Completion(
             salvage.ids,
@@ -140,8 +138,8 @@ class GenerateCall:
             engine,
             tuple(salvage.engines),
             self.waited_s,
-            asked_model=record.model if record else "",
-            model=(record.served.root or record.model) if record else "",
+            asked_model=record.model,
+            model=record.served.root or record.model,
         )
 
 

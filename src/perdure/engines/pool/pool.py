@@ -25,7 +25,7 @@ from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.queueing import FairQueue
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import SharedRoster
-from perdure.engines.state import EngineRecord, EngineSpec, EngineState
+from perdure.engines.state import EngineSpec, EngineState
 from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.types import EngineSpan, FinishReason
 
@@ -111,14 +111,12 @@ class EnginePool:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
-        salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
         """One whole completion; its spans say which engine and version gave which tokens.
 
-        `salvage`: the tokens that an earlier try sampled, which this one continues. `last`: the
-        engine that the session used in another process. Waits while there is no room. Raises:
-        GatewayUnavailable if no engine was usable for `patience_s`, Refused.
+        `last`: the engine that the session used in another process. Waits while there is no room.
+        Raises: GatewayUnavailable if no engine was usable for `patience_s`, Refused.
         """
         await self.start()
         call = GenerateCall(
@@ -127,15 +125,9 @@ class EnginePool:
             session_id,
             request_id,
             labels,
-            salvage or Salvage(),
+            Salvage(),
             vocabulary=self._vocabulary,
         )
-        call.salvage.cut(call.fit)
-        if (taken_over := call.salvage.ids) and call.salvage.engines:
-            last = call.salvage.engines[-1]
-            self._went_on(len(taken_over))
-            if (ended := call.ended()) is not None:
-                return call.completion(ended, last.engine, self._record_of(last.engine))
         call.last = self._start_of(last)
         while True:
             with tracing.span("wait for an engine"):
@@ -153,20 +145,12 @@ class EnginePool:
                 reason = ended
             return call.completion(reason, engine.client.name, engine.record)
 
-    def _record_of(self, engine: str) -> EngineRecord | None:
-        named = (one.record for one in self.engines.values() if one.client.name == engine)
-        return next(named, None)
-
     def _start_of(self, span: EngineSpan | None) -> EngineStart | None:
         if span is None:
             return None
         names = (one.record.name for one in self.engines.values() if one.client.name == span.engine)
         name = next(names, None)
         return None if name is None else EngineStart(name, span.generation)
-
-    def _went_on(self, tokens: int) -> None:
-        self.resumed += 1
-        self.salvaged_tokens += tokens
 
     # --- an engine for a call ------------------------------------------------------------------
 
@@ -343,7 +327,8 @@ class EnginePool:
             salvaged=len(call.salvage.ids),
         )
         if call.gained:
-            self._went_on(call.gained)
+            self.resumed += 1
+            self.salvaged_tokens += call.gained
         if broken.kind in (BreakKind.LOST, BreakKind.IMPOSSIBLE):
             await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         elif broken.kind is BreakKind.FENCED:

@@ -42,10 +42,6 @@ class Salvage:
     """The version known to be loaded when the newest tokens arrived, or the engine was asked."""
     _doubted: int | None = None
     _coming: int | None = None
-    reports: int = 0
-    """How often an engine reported the versions of its tokens."""
-    cuts: int = 0
-    """How often tokens were dropped."""
     told: int | None = None
     """The version that the current engine reported for its newest token."""
 
@@ -77,7 +73,6 @@ class Salvage:
 
     def report(self, spans: Sequence[VersionSpan]) -> None:
         """The versions that the engine reports for its tokens; spans count from its first token."""
-        self.reports += bool(spans)
         for span in spans:
             self.told = span.version
             at = slice(self._begun + span.start, self._begun + span.end)
@@ -85,7 +80,6 @@ class Salvage:
 
     def cut(self, length: int = 0) -> None:
         """Keep the first `length` tokens and drop the rest."""
-        self.cuts += length < len(self.ids)
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
         self._parts = [part for part in self._parts if part[2] < length]
 
@@ -116,23 +110,6 @@ class Salvage:
         unsure = (None, self._coming)
         later = enumerate(self._versions[self._doubted :], self._doubted)
         return next((i for i, version in later if version in unsure), len(self.ids))
-
-    def restore(
-        self,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        engines: Sequence[EngineSpan],
-        told: int,
-        versions: Sequence[VersionSpan],
-    ) -> None:
-        """Add tokens from the journal. `engines` replace the old spans; `versions` replace those from
-        token `told` on."""
-        self.ids.extend(ids)
-        self.logprobs.extend(logprobs)
-        self._parts = [(span.engine, span.generation, span.start) for span in engines]
-        self._versions[told:] = [None] * (len(self.ids) - told)
-        for span in versions:
-            self._versions[span.start : span.end] = [span.version] * (span.end - span.start)
 
     @property
     def part(self) -> int:

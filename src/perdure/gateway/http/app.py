@@ -37,8 +37,6 @@ from perdure.errors import (
 from perdure.gateway.base import STORE_AWAY, SUMMARIES, SessionSpec, SessionSummary
 from perdure.gateway.http import engine_routes, episode_routes
 from perdure.gateway.http.keys import may_control, session_of
-from perdure.gateway.journal.base import Journal
-from perdure.gateway.journal.configured import open_partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.pace import Ceilings
 from perdure.gateway.rendering.formats import load_format
@@ -99,7 +97,6 @@ def create_app(
     settings: Settings,
     secrets: Secrets,
     store: Store,
-    journal: Journal,
     patience: Patience = Patience(),
 ) -> "App":
     """The ASGI app; its lifespan holds the engine's connections.
@@ -121,17 +118,14 @@ def create_app(
             engine = ConfiguredEngine(
                 settings, client, roster, home_key=keys.data, vocabulary=vocabulary
             )
-            partials = open_partials(settings, store)
             ceilings = Ceilings(
                 settings.gateway.calls_per_minute, settings.gateway.tokens_per_minute
             )
             sessions = Sessions(
-                journal,
                 engine,
                 model_format,
                 store,
                 metrics,
-                partials=partials,
                 secret=secrets.oldest,
                 ceilings=ceilings,
             )
@@ -143,7 +137,6 @@ def create_app(
                 yield
             finally:
                 following.cancel()
-                await partials.aclose()
                 await engine.pool.aclose()
 
     return App(

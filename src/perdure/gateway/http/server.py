@@ -24,7 +24,7 @@ from perdure.gateway.http.idle import IDLE_S, IdleConnections
 from perdure.gateway.http.keys import session_of
 from perdure.gateway.http.limits import CallLimiter
 from perdure.gateway.http.protocol import HttpProtocol
-from perdure.gateway.journal.configured import open_journal
+from perdure.gateway.journal.journal import refuse_earlier
 from perdure.home import Secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
@@ -134,8 +134,8 @@ async def serve(
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection takes a descriptor
     loop = asyncio.get_running_loop()
-    journal = open_journal(settings, store)
-    app = create_app(settings, secrets, store, journal)
+    refuse_earlier(settings)
+    app = create_app(settings, secrets, store)
     server = make_server(limited(app, secrets))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
@@ -145,7 +145,6 @@ async def serve(
         announcing = asyncio.create_task(announce(settings, store, secrets, port))
         await server.serve(sockets)
         announcing.cancel()
-    await journal.aclose()
 
 
 @contextlib.contextmanager

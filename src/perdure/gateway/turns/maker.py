@@ -17,7 +17,6 @@ from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
-from perdure.gateway.journal.partials import CallInputs, Partials, TryName, call_name
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering import late_system
@@ -67,11 +66,6 @@ class PendingTurn:
     def session(self) -> Session:
         return self.awake.session
 
-    @property
-    def call_id(self) -> str:
-        """Equal when the call is repeated, also at another process."""
-        return call_name(self.request.chain, self.location.digests.exact)
-
 
 class TurnMaker:
     """Makes the record of one turn, still to be committed."""
@@ -81,14 +75,12 @@ class TurnMaker:
         model_format: Format,
         engine: ConfiguredEngine,
         metrics: Metrics,
-        partials: Partials,
         call_ids: CallIds,
     ) -> None:
         self._call_ids = call_ids
         self._format = model_format
         self._engine = engine
         self._metrics = metrics
-        self._partials = partials
         self._stop_ids = list(model_format.renderer.get_stop_token_ids())
 
     async def sampled(self, pending: PendingTurn) -> TurnRecord:
@@ -111,21 +103,18 @@ class TurnMaker:
             prompt, miss = await self._prompt(pending)
             span.set({"perdure.bridge_miss": miss})
         sampling = self._sampling(pending, len(prompt))
-        partial = await self._partials.begin(_wanted(pending, turn_id, prompt, sampling))
         started = time.monotonic()
-        with self._partials.kept(partial):
-            completion = await abandonable(
-                session,
-                engine.generate(
-                    prompt,
-                    sampling,
-                    session_id=session.spec.session_id,
-                    request_id=turn_id,
-                    labels=session.spec.labels,
-                    salvage=partial.salvage,
-                    last=session.elsewhere,
-                ),
-            )
+        completion = await abandonable(
+            session,
+            engine.generate(
+                prompt,
+                sampling,
+                session_id=session.spec.session_id,
+                request_id=turn_id,
+                labels=session.spec.labels,
+                last=session.elsewhere,
+            ),
+        )
         engine_seconds = time.monotonic() - started - completion.waited_s
         with tracing.span("read answer"):
             stops = agents_stops(session.spec.sampling, request)
@@ -246,15 +235,6 @@ class TurnMaker:
             miss=None,
             engine_seconds=engine_seconds,
         )
-
-
-def _wanted(
-    pending: PendingTurn, turn_id: str, prompt: "array[int]", sampling: dict[str, Any]
-) -> CallInputs:
-    tree, digest = pending.awake.tree, pending.location.digests.exact
-    name = TryName(pending.session.spec.session_id, pending.call_id, turn_id.rpartition("-")[2])
-    answered = tree.newest(pending.request.chain, digest)
-    return CallInputs(name, prompt, sampling, len(tree.nodes), answered)
 
 
 def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:

@@ -1,1 +1,0 @@
-"""Batches: objects that one gateway process, the writer, adds to the store, one after the other."""
