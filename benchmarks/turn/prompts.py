@@ -17,11 +17,7 @@ from benchmarks.turn.agent import Agent
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
 from perdure.engines.base import NO_LABELS, Completion, Engine
-from perdure.engines.pool.salvage import Salvage
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalPartialStore
-from perdure.gateway.journal.partials import Partials
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
@@ -47,7 +43,6 @@ class Instant:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
-        salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
         self.prompt_tokens = len(prompt_ids)
@@ -64,13 +59,8 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
     bridged: Costs = {}
     rendered: Costs = {}
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
-        home = Path(folder)
-        journal = LocalJournal(home / "journal")
-        partials = Partials(LocalPartialStore(home / "journal"))
-        store = LocalStore(home / "store")
-        sessions = Sessions(
-            journal, engine, model_format, store, Metrics(), partials=partials, secret=b"k"
-        )
+        store = LocalStore(Path(folder))
+        sessions = Sessions(engine, model_format, store, Metrics(), secret=b"k")
         rules = Sampling(max_context_tokens=1 << 20)
         await sessions.open(SessionSpec(session_id="s", turns_key="t.parquet", sampling=rules))
         spent = _timed_prompts(sessions)
@@ -84,7 +74,6 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
                 request = await _turn(sessions, agent, short=True)
                 full.append(_render(model_format, request))
             bridged[size], rendered[size] = statistics.median(spent), statistics.median(full)
-        await journal.aclose()
     return bridged, rendered
 
 

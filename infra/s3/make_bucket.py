@@ -1,7 +1,7 @@
 """Creates the bucket that PERDURE_STORE names, unless it exists; abandoned journals and uploads expire.
 
-A graded rollout deletes its journal. What stays belongs to rollouts that ended without a grade, and to
-gateway processes that were killed. Other rules of the bucket are kept. Waits for the S3 server.
+A graded rollout deletes its journal. What stays belongs to rollouts that ended without a grade. Other
+rules of the bucket are kept. Waits for the S3 server.
 """
 
 import argparse
@@ -24,10 +24,7 @@ UPLOAD_DAYS = 7
 def rules(prefix: str, days: int) -> list[dict[str, Any]]:
     """`prefix`: of the store in its bucket, empty or with a slash at its end."""
     return [
-        *(
-            _rule(prefix + folder, Expiration={"Days": days})
-            for folder in (keys.JOURNAL, keys.JOURNAL_BATCHES)
-        ),
+        _rule(prefix + keys.JOURNAL, Expiration={"Days": days}),
         _rule(prefix, AbortIncompleteMultipartUpload={"DaysAfterInitiation": UPLOAD_DAYS}),
     ]
 

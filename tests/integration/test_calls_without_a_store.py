@@ -62,7 +62,6 @@ class Host:
 async def host(tmp_path: Path) -> AsyncIterator[Host]:
     store = UnsteadyStore()
     settings: dict[str, Any] = {"store": store, "secret": "s" * 32}
-    settings["gateway"] = {"durability": "store"}
     async with ScriptedEngine(SCRIPTS) as engine:
         settings["engine"] = {"url": engine.url, "kind": "vllm"}
         async with (

@@ -128,31 +128,28 @@ async def test_a_lost_sandbox_means_a_new_attempt_and_keeps_the_old_evidence(sta
     sessions = [
         identity_of(request.run_id, request.workflow_id, "agent", number) for number in (1, 2)
     ]
-    assert [name for name in sessions if (stack.home / "journal" / name).exists()] == []
+    assert [name for name in sessions if (stack.home / "store/journal" / name).exists()] == []
 
 
-def _flip(journal: Path) -> None:
-    data = bytearray(journal.read_bytes())
-    data[data.index(b"\n") + 200] ^= 1
-    journal.write_bytes(data)
+def _flip(record: Path) -> None:
+    data = bytearray(record.read_bytes())
+    data[200] ^= 1
+    record.write_bytes(data)
 
 
-def _cut(journal: Path) -> None:
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join(lines[:-1]))
-
-
-@pytest.mark.parametrize("damage", [_flip, _cut, Path.unlink])
+@pytest.mark.parametrize("at", [1, -1])
+@pytest.mark.parametrize("damage", [_flip, Path.unlink])
 async def test_a_damaged_journal_means_a_new_attempt(
-    stack: Stack, damage: Callable[[Path], None]
+    stack: Stack, damage: Callable[[Path], None], at: int
 ) -> None:
-    """A flipped bit, a lost record or a lost file under a dead gateway: attempt 2 replays what is whole,
-    and its episode has every turn."""
+    """A flipped bit, or a lost record, the last one too, under a dead gateway: attempt 2 replays what is
+    whole, and its episode has every turn."""
     stack.engine.hold(HELD)
-    request = await stack.start(f"journal-{damage.__name__.strip('_')}")
+    request = await stack.start(f"journal-{damage.__name__.strip('_')}{at}")
     await stack.held(request)
     await stack.kill_all(stack.gateway)
-    damage(stack.home / "journal" / stack.identity(request, "agent") / "journal.log")
+    records = stack.home / "store/journal" / stack.identity(request, "agent")
+    damage(sorted(records.iterdir())[at])
     stack.engine.let_go()
     await stack.start_gateway()
 

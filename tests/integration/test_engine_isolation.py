@@ -11,7 +11,6 @@ import pytest
 from perdure.gateway.base import session_key
 from perdure.gateway.http import listeners
 from perdure.gateway.http.app import create_app
-from perdure.gateway.journal.local import LocalJournal
 from perdure.home import Secrets
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -52,11 +51,9 @@ def socket() -> Iterator[Path]:
 @asynccontextmanager
 async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[None]:
     settings = Settings(home=home, engine={"url": engine_url, "kind": "vllm"})
-    journal = LocalJournal(home / "journal")
-    app = create_app(settings, Secrets.of(SECRET), LocalStore(home / "store"), journal)
+    app = create_app(settings, Secrets.of(SECRET), LocalStore(home / "store"))
     async with served(app, listeners.bind_unix(socket)):
         yield
-    await journal.aclose()
 
 
 async def status(box: Sandbox, address: str, route: str, key: str) -> str:

@@ -13,7 +13,6 @@ from perdure.dialects.base import Refused
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.clients.wire import new_client
 from perdure.engines.pool import fleet
-from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import (
     Change,
     LoneRoster,
@@ -567,26 +566,6 @@ async def test_a_held_group_keeps_no_token_of_unannounced_weights(tmp_path: Path
         it.engines[0].control(policy_version=3, weights=3)
         with pytest.raises(Refused, match="policy version 1"):
             await call
-
-
-async def test_a_held_group_takes_over_no_token_of_other_weights() -> None:
-    """The journal of a killed process may hold tokens of other weights; the successor drops them."""
-    async with stand(1) as it:
-        whole = await it.ask()
-        salvage = Salvage()
-        salvage.begin("vllm gone:1", 1, 3)
-        salvage.add(whole.token_ids, whole.logprobs, version=3)
-        completion = await it.pool.generate(
-            PROMPT,
-            SAMPLING,
-            session_id="s",
-            request_id="s-1",
-            labels={"policy_version": "1", "max_staleness": "0"},
-            salvage=salvage,
-        )
-
-    assert set(recorded_versions(completion)) == {1}
-    assert it.pool.salvaged_tokens == 0
 
 
 async def test_a_drain_during_an_update_blocks_no_call(tmp_path: Path) -> None:

@@ -223,19 +223,20 @@ class Events(Salvage):
 
 @pytest.mark.parametrize("wish", [{}, {"stop": ["never said"]}], ids=["plain", "stop text"])
 async def test_the_first_token_comes_at_once_and_then_several_an_event(
-    engine: TokenEngine, wish: dict[str, Any]
+    url: str, wish: dict[str, Any]
 ) -> None:
     """Each with its logprob, and the rest with the finish reason."""
     salvage = Events()
     sampling = {**SAMPLING, "max_tokens": 2 + 3 * TOKENS_AN_EVENT, "ignore_eos": True, **wish}
 
-    made = await engine.generate(
-        PROMPT, sampling, session_id="s", request_id="events", salvage=salvage
-    )
+    async with aclosing(Connections()) as connections:
+        server = VllmEngine("vllm e", url, connections)
+        ask = EngineRequest("policy", PROMPT, sampling, "s", "events")
+        reason = await server.sample(ask, salvage, lambda: None)
 
     assert salvage.sizes == [1, *[TOKENS_AN_EVENT] * 3, 1]
-    assert len(made.logprobs) == len(made.token_ids) == 2 + 3 * TOKENS_AN_EVENT
-    assert made.finish_reason is FinishReason.LENGTH
+    assert len(salvage.logprobs) == len(salvage.ids) == 2 + 3 * TOKENS_AN_EVENT
+    assert reason is FinishReason.LENGTH
 
 
 async def test_an_abort_brings_the_tokens_that_were_held_back(

@@ -94,8 +94,6 @@ class GatewaySettings(Group):
     """Model calls that one session may start a minute in one gateway process; more of them wait."""
     tokens_per_minute: int = Field(400_000, ge=1)
     """Tokens that one session may sample a minute in one gateway process; further calls wait."""
-    durability: Literal["auto", "local", "store"] = "auto"
-    """Where a turn must be before it is answered: on the `local` disk (an S3 store gets it seconds later), or in the `store`. `auto` = `store`, unless the store is a folder."""
 
     @field_validator("url")
     @classmethod

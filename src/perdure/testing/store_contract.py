@@ -145,6 +145,19 @@ class StoreContract:
 
         assert not await store.exists("a/b")
 
+    async def test_deletes_many(self, store: Store) -> None:
+        """Any number of objects goes at once, and absent ones are no error; others stay."""
+        keys = [f"many/{i:04}" for i in range(self.page + 1)]
+        for start in range(0, len(keys), 50):
+            await asyncio.gather(*(store.put(key, b"") for key in keys[start : start + 50]))
+        await store.put("other/many", b"")
+        await store.delete_many([])
+        for _ in range(2):
+            await store.delete_many([*keys, "never/was"])
+
+        assert [key async for key in store.list("")] == ["other/many"]
+        assert await store.put_if_absent(keys[0], b"again")
+
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a" * 256])
     async def test_unusable_keys_are_refused(self, store: Store, key: str) -> None:
         """A key that could leave the store, or that not every store can hold, is refused."""

@@ -71,8 +71,7 @@ def test_every_role_has_a_service() -> None:
 def test_what_no_episode_removes_from_the_store_expires(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Journals of abandoned rollouts, batches of killed gateways, parts of uploads; results and other
-    rules stay."""
+    """Journals of abandoned rollouts and parts of uploads; results and other rules stay."""
     monkeypatch.setenv("PERDURE_STORE", "s3://made/a/store")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")
@@ -96,8 +95,8 @@ def test_what_no_episode_removes_from_the_store_expires(
     expiring = [rule for rule in rules if rule not in uploads]
     days_of = {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in expiring}
     assert days_of.pop("x/") == 1
-    written = [keys.journal("s"), keys.journal_batch("w", 1), keys.run("r")]
-    assert [_days(days_of, f"a/store/{key}") for key in written] == [9, 9, None]
+    written = [keys.journal("s"), keys.run("r")]
+    assert [_days(days_of, f"a/store/{key}") for key in written] == [9, None]
 
 
 def _days(rules: dict[str, int], key: str) -> int | None:

@@ -174,9 +174,7 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
             headers = {"authorization": f"Bearer {key}"}
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
-        found = await trajectory.read(
-            gateway.settings, gateway.store, stored.StoredRollout(name, None), attempt=None
-        )
+        found = await trajectory.read(gateway.store, stored.StoredRollout(name, None), attempt=None)
 
     assert (found.source, len(found.turns)) == ("journal", 1)
     assert "Hello?" in found.turns[0].new_messages
@@ -187,7 +185,6 @@ async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
     async with LocalGateway(tmp_path) as gateway:
         with pytest.raises(NotFound, match="has no turns in attempt 1"):
             await trajectory.read(
-                gateway.settings,
                 gateway.store,
                 stored.StoredRollout(stored.RolloutName("r", "click-1", 0), None),
                 attempt=None,

@@ -1,10 +1,10 @@
 """The tree of a session: parents, retries, several processes, replay; with a scripted engine."""
 
 import asyncio
-import contextlib
+import functools
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,11 @@ from perdure.apart.working import WORKERS
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import NO_LABELS, Completion, Engine
 from perdure.engines.clients.token_server import EngineRequest, body_with_prompt
-from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway import sessions as sessions_module
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalPartialStore
-from perdure.gateway.journal.partials import Partials
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.journal.turns import turns_of
 from perdure.gateway.metrics import Metrics
@@ -74,7 +70,6 @@ class Speaker:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
-        salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
         ask = EngineRequest("m", prompt_ids, sampling, session_id, request_id)
@@ -101,20 +96,11 @@ class Process:
     """One gateway process's sessions over a journal that several may share."""
 
     def __init__(self, folder: Path, speaker: Speaker, model_format: Format = FORMAT) -> None:
-        self.journal = LocalJournal(folder / "journal")
         self.store = LocalStore(folder / "store")
         self.metrics = Metrics()
         engines: Any = speaker
-        partials = Partials(LocalPartialStore(folder / "journal"))
-        self.sessions = Sessions(
-            self.journal,
-            engines,
-            model_format,
-            self.store,
-            self.metrics,
-            partials=partials,
-            secret=b"k",
-        )
+        self.sessions = Sessions(engines, model_format, self.store, self.metrics, secret=b"k")
+        self.journal = self.sessions._journal
 
     async def ask(
         self, messages: list[Message], session: str = "s", caller: Caller = CALLER, **fields: Any
@@ -129,16 +115,9 @@ Start = Callable[..., Process]
 
 
 @pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
+def start(tmp_path: Path) -> Start:
     """Starts gateway processes over one journal."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        def started(speaker: Speaker, model_format: Format = FORMAT) -> Process:
-            process = Process(tmp_path, speaker, model_format)
-            stack.push_async_callback(process.journal.aclose)
-            return process
-
-        yield started
+    return functools.partial(Process, tmp_path)
 
 
 def _spec(session: str = "s", **fields: Any) -> SessionSpec:

@@ -21,15 +21,14 @@ Message = dict[str, Any]
 
 
 class Stand:
-    """A home whose gateway can be stopped and started again, with its journal on disk or in the store."""
+    """A home whose gateway can be stopped and started again."""
 
-    def __init__(self, folder: Path, engine: ScriptedEngine, durability: str) -> None:
+    def __init__(self, folder: Path, engine: ScriptedEngine) -> None:
         self._folder, self._engine = folder, engine
         self.store = folder / "store"
         self._settings: dict[str, Any] = {
             "engine": {"url": engine.url, "kind": "vllm"},
             "store": LocalStore(self.store),
-            "gateway": {"durability": durability},
             "secret": "s" * 32,
         }
 
@@ -37,9 +36,9 @@ class Stand:
         return LocalGateway(self._folder, **self._settings)
 
     @property
-    def journal(self) -> Path:
-        (found,) = self._folder.rglob("one/journal.log")
-        return found
+    def records(self) -> list[Path]:
+        """The first is that the session was opened; one for each turn follows."""
+        return sorted(self.store.glob("journal/one/*"))
 
     @property
     def sampled(self) -> int:
@@ -54,7 +53,7 @@ async def engine() -> Any:
 
 @pytest.fixture
 def stand(tmp_path: Path, engine: ScriptedEngine) -> Stand:
-    return Stand(tmp_path, engine, "local")
+    return Stand(tmp_path, engine)
 
 
 def _spec(session_id: str, replay_of: str | None = None) -> SessionSpec:
@@ -107,46 +106,6 @@ async def _ends_and_is_replayed(
     return found
 
 
-def _flip(data: bytes) -> bytes:
-    """One bit of record 4: the third turn."""
-    lines = data.splitlines(keepends=True)
-    at = sum(map(len, lines[:3])) + len(lines[3]) // 2
-    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
-
-
-async def test_one_flipped_bit_ends_the_attempt_and_the_turns_before_it_are_replayed(
-    stand: Stand,
-) -> None:
-    """Nobody has to delete a file: the damaged session refuses calls, and its successor opens."""
-    async with stand.gateway() as gateway:
-        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
-    stand.journal.write_bytes(_flip(stand.journal.read_bytes()))
-    async with stand.gateway() as gateway:
-        found = await _ends_and_is_replayed(stand, gateway, messages, whole=2)
-        looked = await asyncio.gather(*(gateway.control.look(one) for one in ("one", "two")))
-        closed = await gateway.control.close("one")
-        await gateway.control.forget("one")
-
-    assert "journal.log is damaged" in found.damaged
-    assert found.turns == 2
-    assert [bool(one.damaged) for one in looked] == [True, False]
-    assert closed.damaged
-    assert not [*stand.store.parent.rglob("one/journal.log")]
-
-
-async def test_a_journal_that_is_cut_under_a_running_gateway_ends_the_attempt(stand: Stand) -> None:
-    """The gateway notices at the next turn, and says so until it stops."""
-    async with stand.gateway() as gateway:
-        messages = await _work(gateway, await _open(gateway, "one"), TURNS)
-        data = stand.journal.read_bytes()
-        stand.journal.write_bytes(data[: len(data) // 2])
-        failed = await _ask(gateway, gateway.control.key("one"), messages)
-        found = await gateway.control.get("one")
-
-    assert not failed.is_success
-    assert "it was cut" in found.damaged
-
-
 def _gone(path: Path) -> None:
     path.unlink()
 
@@ -162,30 +121,53 @@ def _flipped(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_gone, _halved, _flipped])
-async def test_one_damaged_object_in_the_store_ends_the_attempt(
-    tmp_path: Path, engine: ScriptedEngine, damage: Callable[[Path], None]
+async def test_one_damaged_record_ends_the_attempt_and_the_turns_before_it_are_replayed(
+    stand: Stand, damage: Callable[[Path], None]
 ) -> None:
-    """The turns before the object are replayed; those in and behind it are sampled again."""
-    stand = Stand(tmp_path, engine, "store")
+    """Nobody has to delete a file: the damaged session refuses calls, writes nothing into the gap, and its
+    successor opens."""
     async with stand.gateway() as gateway:
         messages = await _work(gateway, await _open(gateway, "one"), TURNS)
-        batches = sorted(stand.store.glob("journal-batches/*/*"))
-        damage(batches[3])
-        async with stand.gateway() as other:
-            found = await _ends_and_is_replayed(stand, other, messages, whole=3)
+    damage(stand.records[3])
+    async with stand.gateway() as gateway:
+        left = len(stand.records)
+        found = await _ends_and_is_replayed(stand, gateway, messages, whole=2)
+        looked = await asyncio.gather(*(gateway.control.look(one) for one in ("one", "two")))
+        closed = await gateway.control.close("one")
+        after = len(stand.records)
+        await gateway.control.forget("one")
 
-    assert found.damaged
+    assert "journal/one/000003 is missing or damaged" in found.damaged
+    assert found.turns == 2
+    assert [bool(one.damaged) for one in looked] == [True, False]
+    assert (closed.damaged, after) == (found.damaged, left)
+    assert not (stand.store / "one.parquet").exists()
+    assert stand.records == []
+
+
+async def test_a_record_that_goes_under_a_running_gateway_ends_the_attempt_at_its_end(
+    stand: Stand,
+) -> None:
+    """The gateway holds the turns, and closes the session by its journal."""
+    async with stand.gateway() as gateway:
+        key = await _open(gateway, "one")
+        messages = await _work(gateway, key, 3)
+        _gone(stand.records[3])
+        await _work(gateway, key, 1, messages)
+        closed = await gateway.control.close("one")
+
+    assert "journal/one/000003 is missing" in closed.damaged
 
 
 @pytest.mark.parametrize("lost", [1, 3])
-async def test_a_journal_cut_at_the_end_of_a_record_lacks_turns_that_the_agent_has(
+async def test_a_journal_without_its_last_records_lacks_turns_that_the_agent_has(
     stand: Stand, lost: int
 ) -> None:
     """The agent sends back the id of a tool call that only this gateway makes, and that no turn has."""
     async with stand.gateway() as gateway:
         messages = await _work(gateway, await _open(gateway, "one"), TURNS)
-    lines = stand.journal.read_bytes().splitlines(keepends=True)
-    stand.journal.write_bytes(b"".join(lines[:-lost]))
+    for record in stand.records[-lost:]:
+        record.unlink()
     async with stand.gateway() as gateway:
         found = await _ends_and_is_replayed(stand, gateway, messages, whole=TURNS - lost)
     async with stand.gateway() as gateway:

@@ -1,227 +1,250 @@
-"""The local journal's promise: what was appended survives, one writer wins, damage is never guessed."""
+"""The journal's promise: what was appended survives, one writer has each number, damage is never guessed."""
 
 import asyncio
-import contextlib
-import fcntl
-import resource
-import signal
+import random
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from perdure.errors import GatewayUnavailable
-from perdure.gateway.journal import local as journals
-from perdure.gateway.journal.base import Overtaken
+from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.gateway.journal.encoding import JournalDamaged
-from perdure.gateway.journal.local import FILE_NAME, LocalJournal
+from perdure.gateway.journal.journal import Journal, Overtaken, refuse_earlier
+from perdure.settings.tree import Settings
+from perdure.storage import s3_calls
+from perdure.storage.base import Store
+from perdure.storage.local import LocalStore
+from perdure.storage.s3 import S3Store
+from tests import s3_server
+from tests.s3_proxy import S3Proxy, lose_answer
+from tests.unit.gateway.unsteady_store import UnsteadyStore
+
+WRITERS, RECORDS = 4, 50
+LOST = 0.3
+"""Share of the requests whose answer is lost."""
 
 
 @pytest.fixture
-async def journal(tmp_path: Path) -> AsyncIterator[LocalJournal]:
-    journal = LocalJournal(tmp_path)
-    yield journal
-    await journal.aclose()
+def store() -> UnsteadyStore:
+    return UnsteadyStore()
 
 
-@pytest.fixture
-async def other(tmp_path: Path) -> AsyncIterator[LocalJournal]:
-    """Another process's view of the same folder: nothing is shared in memory."""
-    journal = LocalJournal(tmp_path)
-    yield journal
-    await journal.aclose()
+async def _write(store: Store, numbers: range) -> None:
+    for n in numbers:
+        await Journal(store).append("s", {"n": n}, position=n)
 
 
-@contextlib.contextmanager
-def _file_limit(size: int) -> Iterator[None]:
-    """The kernel refuses to grow a file over `size` bytes, in the middle of a write."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
+async def _numbers(store: Store, after: int = 0) -> list[int]:
+    return [record["n"] for record in await Journal(store).read("s", after)]
 
 
-def _file(journal_folder: Path) -> Path:
-    return journal_folder / "s" / FILE_NAME
+async def test_records_come_back_as_they_were(store: UnsteadyStore) -> None:
+    """In order, from any number on, with any text."""
+    journal = Journal(store)
+    await _write(store, range(40))
+    await journal.append("s", {"n": 40, "text": "a\nb\u00e9\ud800"}, position=40)
+
+    for after in (0, 1, 15, 16, 39, 40, 41):
+        assert await _numbers(store, after) == [*range(after, 41)]
+    assert (await journal.read("s"))[40]["text"] == "a\nb\u00e9\ud800"
+    assert await journal.read("never opened") == []
 
 
-async def test_records_come_back_in_order(journal: LocalJournal) -> None:
-    """Records of one session are read in the order in which they were appended."""
-    for number in range(5):
-        await journal.append("s", {"number": number, "text": "a\nb\u00e9\ud800"}, position=number)
-
-    assert [record["number"] for record in await journal.read("s")] == [0, 1, 2, 3, 4]
-
-
-async def test_records_appended_together_keep_their_order(journal: LocalJournal) -> None:
-    """Parallel turns of a session that name consecutive numbers are all committed."""
-    appends = [journal.append("s", {"number": number}, position=number) for number in range(20)]
-    await asyncio.gather(*appends)
-
-    assert [record["number"] for record in await journal.read("s")] == [*range(20)]
-
-
-async def test_reading_continues_where_it_ended(journal: LocalJournal, other: LocalJournal) -> None:
-    """A process reads only what another one has added since."""
-    await journal.append("s", {"number": 0}, position=0)
-    await other.read("s")
-    await journal.append("s", {"number": 1}, position=1)
-
-    assert await other.read("s", after=1) == [{"number": 1}]
-    assert await other.read("s", after=2) == []
-
-
-async def test_a_session_that_was_not_opened_is_empty(
-    journal: LocalJournal, tmp_path: Path
+async def test_a_look_at_a_session_where_nothing_is_new_is_one_request(
+    store: UnsteadyStore,
 ) -> None:
-    """Reading what does not exist gives no records and creates nothing."""
-    assert await journal.read("unknown") == []
-    assert not (tmp_path / "unknown").exists()
+    """Each turn begins with it. The turn itself is one write."""
+    await _write(store, range(3))
+    store.calls.clear()
+    assert await _numbers(store, 3) == []
+    await _write(store, range(3, 4))
+
+    assert store.calls == {"get": 1, "put": 1}
 
 
-@pytest.mark.parametrize("lost", [1, 7, 30])
-async def test_a_torn_tail_is_cut(
-    tmp_path: Path, journal: LocalJournal, other: LocalJournal, lost: int
+async def test_a_process_that_slept_cannot_write_over_what_others_wrote(
+    store: UnsteadyStore,
 ) -> None:
-    """A record cut off at any byte counts as never written, and appending continues."""
-    await journal.append("s", {"number": 0}, position=0)
-    await journal.append("s", {"number": 1, "text": "x" * 40}, position=1)
-    data = _file(tmp_path).read_bytes()
-    _file(tmp_path).write_bytes(data[:-lost])
-
-    before = await other.read("s")
-    await other.append("s", {"number": 2}, position=1)
-
-    assert before == [{"number": 0}]
-    assert await other.read("s") == [{"number": 0}, {"number": 2}]
-
-
-async def test_a_tail_of_zeros_is_cut(tmp_path: Path, journal: LocalJournal) -> None:
-    """Blocks that a power cut left unwritten are a torn tail too."""
-    await journal.append("s", {"number": 0}, position=0)
-    with _file(tmp_path).open("ab") as file:
-        file.write(b"\0" * 100)
-
-    assert await journal.read("s") == [{"number": 0}]
-
-
-async def test_damage_before_the_tail_is_an_error(
-    tmp_path: Path, journal: LocalJournal, other: LocalJournal
-) -> None:
-    """A flipped byte in an answered turn is reported, and the file is not changed."""
-    await journal.append("s", {"number": 0}, position=0)
-    await journal.append("s", {"number": 1}, position=1)
-    data = bytearray(_file(tmp_path).read_bytes())
-    data[data.index(b"number")] ^= 1
-    _file(tmp_path).write_bytes(data)
-
-    with pytest.raises(JournalDamaged, match="damaged"):
-        await other.read("s")
-    with pytest.raises(JournalDamaged, match="damaged"):
-        await other.append("s", {"number": 2}, position=2)
-    assert _file(tmp_path).read_bytes() == data
-
-
-async def test_an_unusable_folder_stops_only_its_session(
-    tmp_path: Path, journal: LocalJournal
-) -> None:
-    """An append that cannot be written raises, and other sessions continue."""
-    await journal.append("s", {"number": 0}, position=0)
-    (tmp_path / "blocked").write_text("a file where the session's folder should be")
-
-    with pytest.raises(GatewayUnavailable, match="cannot be written"):
-        await journal.append("blocked", {"number": 1}, position=0)
-    await journal.append("s", {"number": 1}, position=1)
-
-    assert await journal.read("s") == [{"number": 0}, {"number": 1}]
-
-
-async def test_a_full_disk_leaves_no_half_record(tmp_path: Path, journal: LocalJournal) -> None:
-    """What does not fit is not written at all; the session continues once there is space."""
-    await journal.append("s", {"number": 0}, position=0)
-    size = _file(tmp_path).stat().st_size
-    with _file_limit(size + 100), pytest.raises(GatewayUnavailable, match="too large"):
-        await journal.append("s", {"text": "x" * 500}, position=1)
-    left = _file(tmp_path).stat().st_size
-    await journal.append("s", {"number": 1}, position=1)
-
-    assert left == size
-    assert await journal.read("s") == [{"number": 0}, {"number": 1}]
-
-
-async def test_one_of_two_writers_wins(journal: LocalJournal, other: LocalJournal) -> None:
-    """Two processes that name the same number: one record is there, one writer was told."""
-    outcomes = await asyncio.gather(
-        journal.append("s", {"by": "one"}, position=0),
-        other.append("s", {"by": "other"}, position=0),
-        return_exceptions=True,
-    )
-
-    assert sorted(map(type, outcomes), key=str) == sorted([type(None), Overtaken], key=str)
-    assert len(await journal.read("s")) == 1
-
-
-async def test_a_zombie_is_fenced(journal: LocalJournal, other: LocalJournal) -> None:
-    """A process that was suspended cannot overwrite what others wrote meanwhile."""
-    await journal.append("s", {"number": 0}, position=0)
-    await other.append("s", {"number": 1}, position=1)
+    """Its number is taken."""
+    await _write(store, range(2))
 
     with pytest.raises(Overtaken):
-        await journal.append("s", {"number": "stale"}, position=1)
-    assert await journal.read("s") == [{"number": 0}, {"number": 1}]
+        await Journal(store).append("s", {"n": "stale"}, position=1)
+    assert await _numbers(store) == [0, 1]
 
 
-async def test_a_gap_is_never_written(journal: LocalJournal) -> None:
-    """A record whose predecessor failed is refused: numbers are consecutive."""
-    with pytest.raises(GatewayUnavailable, match="record 0"):
-        await journal.append("s", {"number": 1}, position=1)
-    assert await journal.read("s") == []
+async def test_a_record_whose_answer_was_lost_is_found(store: UnsteadyStore) -> None:
+    """The turn fails, and the repeated call finds its record."""
+    await _write(store, range(2))
+    store.answers_lost = True
+    with pytest.raises(StoreUnavailable):
+        await _write(store, range(2, 3))
+    store.answers_lost = False
+
+    assert await _numbers(store, 2) == [2]
 
 
-async def test_a_process_that_hangs_stops_only_its_sessions(
-    tmp_path: Path, journal: LocalJournal, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped", "longer"])
+@pytest.mark.parametrize("at", [0, 2, 20])
+async def test_damage_keeps_the_records_before_it(
+    store: UnsteadyStore, damage: str, at: int
 ) -> None:
-    """While a stopped process holds one session's file, others commit and that one is told."""
-    monkeypatch.setattr(journals, "BUSY_LIMIT_S", 0.2)
-    await journal.append("s", {"number": 0}, position=0)
-    with _file(tmp_path).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        blocked = asyncio.create_task(journal.append("s", {"number": 1}, position=1))
-        await journal.append("free", {"number": 0}, position=0)
-        with pytest.raises(GatewayUnavailable, match="another gateway process"):
-            await blocked
-    await journal.append("s", {"number": 1}, position=1)
+    """A record that is gone or changed is an error, never skipped."""
+    await _write(store, range(22))
+    name = store.below("journal/s/")[at]
+    data = store.objects.pop(name)
+    if damage != "gone":
+        changed = {"cut": data[:-3], "flipped": data.replace(b"n", b"m"), "longer": data + data}
+        store.objects[name] = changed[damage]
 
-    assert len(await journal.read("s")) == 2
+    with pytest.raises(JournalDamaged, match=f"{name} is missing or damaged") as found:
+        await Journal(store).read("s")
+    assert [record["n"] for record in found.value.intact] == [*range(at)]
 
 
-async def test_where_nothing_is_new_nobody_is_waited_for(
-    tmp_path: Path,
-    journal: LocalJournal,
-    other: LocalJournal,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_forgotten_session_leaves_nothing(tmp_path: Path) -> None:
+    """No object, and no folder."""
+    store = LocalStore(tmp_path)
+    await _write(store, range(20))
+    await Journal(store).append("other", {"n": 0}, position=0)
+    for _ in range(2):
+        await Journal(store).forget("s")
+
+    assert await _numbers(store) == []
+    assert [path.name for path in (tmp_path / "journal").iterdir()] == ["other"]
+
+
+async def test_a_session_that_is_half_forgotten_is_no_shorter_session(store: UnsteadyStore) -> None:
+    """Its turns would be written once more, without those that are deleted."""
+    await _write(store, range(20))
+    delete = store.delete_many
+
+    async def killed_after_the_first(names: list[str]) -> None:
+        await delete(names[:1])
+        raise StoreUnavailable("killed")
+
+    store.delete_many = killed_after_the_first  # type: ignore[assignment,method-assign]
+    with pytest.raises(StoreUnavailable):
+        await Journal(store).forget("s")
+    with pytest.raises(JournalDamaged):
+        await Journal(store).read("s")
+    store.delete_many = delete  # type: ignore[method-assign]
+    await Journal(store).forget("s")
+    assert store.below("journal/s/") == []
+
+
+@pytest.mark.parametrize("name", ["claim-00000001", "00000000", "partial-0a1b"])
+async def test_a_session_of_an_earlier_version_is_refused_with_what_to_do(
+    store: UnsteadyStore, name: str
 ) -> None:
-    """Each turn looks for other processes' turns; the file's size tells that there are none."""
-    monkeypatch.setattr(journals, "BUSY_LIMIT_S", 0.2)
-    await journal.append("s", {"number": 0}, position=0)
-    with _file(tmp_path).open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        unchanged = await journal.read("s", 1)
-    await other.append("s", {"number": 1}, position=1)
+    """Its records are in another form."""
+    await store.put(f"journal/s/{name}", b"")
 
-    assert (unchanged, await journal.read("s", 1)) == ([], [{"number": 1}])
+    with pytest.raises(ConfigurationError, match="finish the run with that version, or delete"):
+        await Journal(store).read("s")
 
 
-async def test_closing_writes_what_is_queued(tmp_path: Path) -> None:
-    """Appends made before the close are durable after it."""
-    journal = LocalJournal(tmp_path)
-    appends = [asyncio.ensure_future(journal.append("s", {"n": n}, position=n)) for n in range(10)]
-    await asyncio.sleep(0)
-    await journal.aclose()
-    await asyncio.gather(*appends)
+def test_a_home_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """It kept the turns of open rollouts in files of its own. An empty folder is none."""
+    settings = Settings(home=tmp_path)
+    session = tmp_path / "journal/s"
+    session.mkdir(parents=True)
+    refuse_earlier(settings)
+    (session / "journal.log").touch()
 
-    assert len(await LocalJournal(tmp_path).read("s")) == 10
+    with pytest.raises(ConfigurationError, match="finish their runs with that version, or delete"):
+        refuse_earlier(settings)
+
+
+# --- races ---------------------------------------------------------------------------------------
+
+
+class Race:
+    """Writers of one session, each in a process of its own, until it has all its records."""
+
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store = store
+        self.random = random.Random(seed)
+        self.acknowledged: list[tuple[int, str]] = []
+
+    async def play(self) -> None:
+        async with asyncio.timeout(110):
+            await asyncio.gather(*(self._writer(number) for number in range(WRITERS)))
+
+    async def check(self) -> None:
+        """One winner a number, and no acknowledged record is missing."""
+        words = [record["word"] for record in await Journal(self.store).read("s")]
+        numbers = [number for number, _ in self.acknowledged]
+        assert len(numbers) == len(set(numbers))
+        assert [(n, word) for n, word in self.acknowledged if words[n] != word] == []
+        assert len(words) == len(set(words)) >= RECORDS
+
+    async def _writer(self, writer: int) -> None:
+        journal, known, serial = Journal(self.store), 0, 0
+        while known < RECORDS:
+            serial += 1
+            word = f"{writer}/{serial}"
+            try:
+                known += len(await journal.read("s", known))
+                if self.random.random() < 0.5:
+                    await asyncio.sleep(0)
+                await journal.append("s", {"word": word}, position=known)
+            except (Overtaken, StoreUnavailable):
+                continue
+            self.acknowledged.append((known, word))
+            known += 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3Proxy]:
+    with s3_server.with_bucket("races") as server:
+        proxy = S3Proxy(server.url)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture
+async def bucket(
+    s3: S3Proxy, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[S3Store]:
+    monkeypatch.setattr(s3_calls, "PAUSES_S", (0.01, 0.01, 0.01))
+    store = S3Store(f"s3://races/{request.node.name}", endpoint_url=s3.url)
+    yield store
+    s3.heal()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_writers_in_memory_whose_writes_land_late_or_lose_their_answers(seed: int) -> None:
+    """Half of the seeds lose 30 % of the answers too."""
+    store = UnsteadyStore(seed, lost=LOST * (seed % 2))
+    race = Race(store, seed)
+    await race.play()
+    await asyncio.sleep(0.05)  # what was sent has arrived
+    store.heal()
+
+    await race.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_writers_in_a_folder(folder: LocalStore, seed: int) -> None:
+    """The file system decides who has a number."""
+    race = Race(folder, seed)
+    await race.play()
+    await race.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_writers_over_s3(bucket: S3Store, s3: S3Proxy, seed: int) -> None:
+    """The conditional write decides. In one of the two seeds 30 % of the answers are lost."""
+    if seed % 2:
+        s3.play(lose_answer, share=LOST, seed=seed)
+    race = Race(bucket, seed)
+    await race.play()
+    s3.heal()
+
+    await race.check()

@@ -14,12 +14,9 @@ import pytest
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
 from perdure.engines.base import NO_LABELS, Completion, Engine
-from perdure.engines.pool.salvage import Salvage
 from perdure.episodes.segments import cut
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.journal.local import LocalJournal
-from perdure.gateway.journal.partial_stores import LocalPartialStore
-from perdure.gateway.journal.partials import Partials
+from perdure.gateway.journal.journal import Journal
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.journal.turns import turns_of
 from perdure.gateway.metrics import Metrics
@@ -50,7 +47,6 @@ class Speaker:
         session_id: str,
         request_id: str,
         labels: Mapping[str, str] = NO_LABELS,
-        salvage: Salvage | None = None,
         last: EngineSpan | None = None,
     ) -> Completion:
         ids = self.next
@@ -91,12 +87,10 @@ def _request(recorded: dict[str, Any], minted: dict[str, str]) -> ModelRequest:
 
 
 async def _play(name: str, folder: Path) -> Played:
-    journal = LocalJournal(folder / "journal")
     speaker = Speaker()
     engines: Any = speaker
-    partials = Partials(LocalPartialStore(folder / "journal"))
     store = LocalStore(folder / "store")
-    sessions = Sessions(journal, engines, FORMAT, store, Metrics(), partials=partials, secret=b"k")
+    sessions = Sessions(engines, FORMAT, store, Metrics(), secret=b"k")
     await sessions.open(SPEC)
     minted: dict[str, str] = {}
     for recorded in _requests(name):
@@ -108,8 +102,7 @@ async def _play(name: str, folder: Path) -> Played:
         theirs = [block["id"] for block in blocks if block["type"] == "tool_use"]
         ours = [call["id"] for call in answer.message.get("tool_calls", ())]
         minted.update(zip(theirs, ours, strict=True))
-    records = await journal.read(SPEC.session_id)
-    await journal.aclose()
+    records = await Journal(store).read(SPEC.session_id)
     return Played(turns_of(turn_records(records)), speaker)
 
 

@@ -22,20 +22,17 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-@pytest.fixture(params=["disk", "store"])
-async def gateways(
-    request: pytest.FixtureRequest, tmp_path: Path, engine: ScriptedEngine
-) -> AsyncIterator[list[LocalGateway]]:
-    """Two gateways that share nothing but the journal: of one home, or of two hosts with one store."""
-    settings: dict[str, Any] = {"engine": {"url": engine.url, "kind": "vllm"}}
-    homes = [tmp_path, tmp_path]
-    if request.param == "store":
-        settings |= {"store": LocalStore(tmp_path / "store"), "gateway": {"durability": "store"}}
-        settings["secret"] = "s" * 32
-        homes = [tmp_path / "one", tmp_path / "other"]
+@pytest.fixture
+async def gateways(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[list[LocalGateway]]:
+    """Two gateways of two hosts that share nothing but the store."""
+    settings: dict[str, Any] = {
+        "engine": {"url": engine.url, "kind": "vllm"},
+        "store": LocalStore(tmp_path / "store"),
+        "secret": "s" * 32,
+    }
     async with (
-        LocalGateway(homes[0], **settings) as one,
-        LocalGateway(homes[1], **settings) as other,
+        LocalGateway(tmp_path / "one", **settings) as one,
+        LocalGateway(tmp_path / "other", **settings) as other,
     ):
         yield [one, other]
 

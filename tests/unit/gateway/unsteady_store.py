@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage.base import Stored
@@ -16,13 +16,13 @@ class UnsteadyStore:
     url = "s3://memory"
     worked = True
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, lost: float = 0.0) -> None:
+        """`lost`: share of the conditional writes whose answer is lost."""
         self.objects: dict[str, bytes] = {}
         self.calls: Counter[str] = Counter()
         self.away = False
         self.answers_lost = False
-        self.gates: dict[str, asyncio.Event] = {}
-        """A write below this prefix lands when its event is set."""
+        self._lost = lost
         self._random = random.Random(seed) if seed is not None else None
 
     def below(self, prefix: str) -> list[str]:
@@ -51,16 +51,13 @@ class UnsteadyStore:
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
         await self._call("put")
-        for prefix, gate in self.gates.items():
-            if key.startswith(prefix):
-                await gate.wait()
         late = self._random is not None and self._random.random() < 0.03
         if late:
             asyncio.get_running_loop().call_later(0.02, self.objects.setdefault, key, data)
             raise StoreUnavailable("no answer in time")
         absent = self.objects.setdefault(key, data) is data
         await self._slow()
-        if self.answers_lost or self._unlucky():
+        if self.answers_lost or self._unlucky() or self._unlucky(self._lost):
             raise StoreUnavailable("the answer was lost")
         return absent
 
@@ -72,6 +69,15 @@ class UnsteadyStore:
     async def delete(self, key: str) -> None:
         await self._call("delete")
         self.objects.pop(key, None)
+
+    async def delete_many(self, keys: Sequence[str]) -> None:
+        await self._call("delete")
+        for key in keys:
+            self.objects.pop(key, None)
+
+    def heal(self) -> None:
+        """From now on every call succeeds."""
+        self._random = None
 
     def _get(self, key: str) -> Stored:
         if key not in self.objects:
@@ -89,8 +95,8 @@ class UnsteadyStore:
             for _ in range(self._random.randrange(4)):
                 await asyncio.sleep(0)
 
-    def _unlucky(self) -> bool:
-        return self._random is not None and self._random.random() < 0.02
+    def _unlucky(self, share: float = 0.02) -> bool:
+        return self._random is not None and self._random.random() < share
 
 
 def _etag(data: bytes) -> str:
