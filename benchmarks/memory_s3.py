@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory_s3 --latency 0.03
 
-It has what the store needs: conditional PUT, GET with a range, HEAD, DELETE, and lists. `GET /-/counts`
+It has what the store needs: conditional PUT, GET with a range, HEAD, DELETE, deletions of many, and lists. `GET /-/counts`
 returns the requests and the bytes written so far, `GET /-/names` both for each kind of object.
 """
 
@@ -14,7 +14,7 @@ import re
 import socket
 from collections import Counter
 from urllib.parse import parse_qs
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 import uvicorn
 from starlette.requests import Request
@@ -60,6 +60,12 @@ class MemoryS3:
             content = _content(request, body)
             stored = self._put(key, content, request.headers)
             return self._counted("PUT", key, stored, len(content))
+        if request.method == "POST":
+            names = [unescape(name) for name in re.findall("<Key>(.*?)</Key>", body.decode())]
+            for name in names:
+                self._objects.pop(name, None)
+            done = Response("<DeleteResult/>", media_type="application/xml")
+            return self._counted("DELETE MANY", names[0], done, len(body))
         if request.method == "DELETE":
             self._objects.pop(key, None)
             return self._counted("DELETE", key, Response(status_code=204), 0)
@@ -110,13 +116,10 @@ class MemoryS3:
 
 
 def _kind(key: str) -> str:
-    """What an object is for. A `part` is of `local` durability; leases and results are `other`."""
-    if "/journal-batches/" in key:
-        return "batch"
+    """What an object is for. Leases and results are `other`."""
     if "/journal/" not in key:
         return "other"
-    name = key.rpartition("/")[2].partition("-")[0]
-    return name if name in ("claim", "partial") else "part" if name else "session"
+    return "record" if key.rpartition("/")[2] else "session"
 
 
 def _name(key: str) -> str:

@@ -42,7 +42,6 @@ OPENED_AT_ONCE = 16
 Counts = Callable[[], dict[str, Any]]
 SETTLED_S = 5.0
 """Seconds without a request of the journal after which it is at rest."""
-S3_MODES = ("local", "auto", "store")
 S3_LATENCY_S = 0.03
 """Seconds of each request to the store in memory."""
 CALL_S = 60.0
@@ -229,7 +228,6 @@ async def _started(
 ) -> AsyncIterator[Load]:
     """`settings`: more of the gateway's environment."""
     history = _text(options.tokens)
-    folder.mkdir()
     scripts = folder / "scripts.json"
     scripts.write_text(json.dumps(SCRIPT))
     command = ["benchmarks.gateway_load.engines", "--count", str(engines.needed(sessions))]
@@ -286,27 +284,16 @@ def _expected_s(options: argparse.Namespace) -> float:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of each store and durability in turn. Raises: Stuck."""
+    """Raises: Stuck."""
     expected = _expected_s(options)
-    modes = S3_MODES if options.s3 else ("",)
-    print(
-        f"this takes {len(modes) * expected / 60:.0f} minutes or more", file=sys.stderr, flush=True
-    )
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="perdure-gateway-load-") as name:
-        for mode in modes:
-            with _s3(Path(name), mode) as (settings, counts):
-                folder = Path(name) / (mode or "folder")
-                found[mode] = await _mode(folder, options, settings, counts)
-    return found
-
-
-async def _mode(
-    folder: Path, options: argparse.Namespace, settings: dict[str, str], counts: Counts
-) -> dict[str, Any]:
-    expected = _expected_s(options)
+    print(f"this takes {expected / 60:.0f} minutes or more", file=sys.stderr, flush=True)
     sessions = sum(options.sessions) + options.idle
-    async with _started(folder, options, sessions, settings) as load:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="perdure-gateway-load-"))
+        )
+        settings, counts = stack.enter_context(_s3(folder)) if options.s3 else ({}, dict)
+        load = await stack.enter_async_context(_started(folder, options, sessions, settings))
         try:
             async with asyncio.timeout(60 + PATIENCE * expected):
                 found = await _measured(load, options)
@@ -318,18 +305,14 @@ async def _mode(
 
 
 @contextlib.contextmanager
-def _s3(folder: Path, mode: str) -> Iterator[tuple[dict[str, str], Counts]]:
+def _s3(folder: Path) -> Iterator[tuple[dict[str, str], Counts]]:
     """The gateway's settings for a store in memory, and how to ask for its requests."""
-    if not mode:
-        yield {}, dict
-        return
     command = ["benchmarks.memory_s3", "--latency", str(S3_LATENCY_S)]
-    with _process(command, {}, folder / f"s3-{mode}.log") as process:
+    with _process(command, {}, folder / "s3.log") as process:
         url = json.loads(process.stdout.readline())["url"]
         settings = {
             "PERDURE_STORE": "s3://bench/store",
             "PERDURE_S3_ENDPOINT_URL": url,
-            "PERDURE_GATEWAY__DURABILITY": mode,
             "AWS_ACCESS_KEY_ID": "bench",
             "AWS_SECRET_ACCESS_KEY": "bench",
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -389,7 +372,7 @@ def main() -> None:
     parser.add_argument("--idle", type=int, default=1000, help="additional idle sessions")
     parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
     parser.add_argument(
-        "--s3", action="store_true", help="compare `local`, `auto` and `store` durability on S3"
+        "--s3", action="store_true", help="with the store in an S3 server in memory"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -400,8 +383,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        for mode, figures in found.items():
-            print_table(figures, mode)
+        print_table(found)
 
 
 if __name__ == "__main__":

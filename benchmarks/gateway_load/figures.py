@@ -71,12 +71,9 @@ COLUMNS = {
 }
 
 
-def print_table(found: dict[str, Any], durability: str) -> None:
-    """`durability`: the gateway's setting; empty: its store is a folder."""
-    if durability:
-        print(
-            f"\ndurability {durability}; {found['turns']} turns; the store's requests and objects:"
-        )
+def print_table(found: dict[str, Any]) -> None:
+    if "s3" in found:
+        print(f"\n{found['turns']} turns; the store's requests and objects:")
         for state, counts in found["s3"].items():
             asked = ", ".join(f"{name} {n:,}" for name, n in sorted(counts.items()))
             print(f"- sessions {state}: {asked}")
