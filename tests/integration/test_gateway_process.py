@@ -154,6 +154,25 @@ async def test_a_stopped_gateway_leaves_in_order(process: Process) -> None:
     assert not process.settings.gateway_socket.exists()
 
 
+async def test_a_gateway_told_to_stop_answers_the_turn_in_flight(
+    process: Process, engine: ScriptedEngine
+) -> None:
+    """SIGTERM drains it: the turn is not bought again."""
+    await process.start()
+    async with process.control() as control:
+        await control.open(SPEC)
+        key = control.key(SPEC.session_id)
+    engine.control(latency_s=1.0)
+    async with process.agent(key) as agent:
+        call = asyncio.create_task(_turn(agent, [{"role": "user", "content": "Go."}]))
+        while not engine.stats().in_flight:
+            await asyncio.sleep(0)
+        code = await asyncio.to_thread(process.kill, signal.SIGTERM)
+
+    assert (await call).status_code == 200
+    assert (code, engine.stats().calls) == (0, 1)
+
+
 async def test_both_sockets_serve_and_the_secret_is_private(process: Process) -> None:
     """TCP and the unix socket reach the same sessions; the secret is readable by its owner only."""
     await process.start()
@@ -186,21 +205,8 @@ async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> Non
             await control.get("s")
 
 
-@pytest.fixture(params=["local", pytest.param("store", marks=pytest.mark.longer)])
-def durable_in(
-    request: pytest.FixtureRequest, home: Path, engine: ScriptedEngine
-) -> Iterator[Process]:
-    process = Process(home, engine.url, f"PERDURE_GATEWAY__DURABILITY={request.param}")
-    yield process
-    if process.child.poll() is None:
-        process.kill()
-
-
-async def test_a_store_that_is_away_is_told_from_the_gateway(
-    durable_in: Process, home: Path
-) -> None:
+async def test_a_store_that_is_away_is_told_from_the_gateway(process: Process, home: Path) -> None:
     """The stage then waits for the store, and its time starts again when it is over."""
-    process = durable_in
     await process.start()
     async with process.control() as control:
         await control.open(SPEC)

@@ -19,7 +19,7 @@ from perdure.stack.failures import USAGE
 from perdure.stack.processes import stop
 from perdure.stack.state import StackState
 
-STOP_GRACE_S = 60.0
+STOP_GRACE_S = 75.0
 """Longer than the workers need to hand over and Temporal needs to end."""
 SAME_HOME_PAUSE_S = 0.1
 

@@ -22,6 +22,8 @@ from perdure.stack.children import ChildSpec
 SCRIPTED = "scripted:"
 WORKER_GRACE_S = 20.0
 """Longer than the ten seconds in which workers hand over their activities."""
+GATEWAY_GRACE_S = 20.0
+"""Longer than the fifteen seconds that turns in flight get."""
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
 """SQLite options that double the speed of a file database; it still survives kill -9."""
@@ -169,7 +171,7 @@ class Plan:
 
     def gateway(self, name: str = "gateway", *arguments: str) -> ChildSpec:
         """One gateway process; without arguments it binds its own sockets."""
-        return self._python(name, "perdure.gateway", *arguments)
+        return self._python(name, "perdure.gateway", *arguments, grace_s=GATEWAY_GRACE_S)
 
     def health_socket(self, name: str) -> Path:
         """The unix socket on which only this gateway or worker process answers."""

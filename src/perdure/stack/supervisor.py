@@ -234,10 +234,11 @@ class Supervisor:
         child.kill()
 
     async def _stop(self) -> None:
-        """Stop dependents first: workers hand over while Temporal still answers."""
+        """Stop dependents first: workers hand over while Temporal still answers, and gateways finish the
+        turns in flight while the engine still samples."""
         with contextlib.suppress(OSError):  # a full disk must not keep anything running
             self._set_status("stopping")
-        for names in (("worker",), (*self._gateways(), "engine"), ("temporal",)):
+        for names in (("worker",), self._gateways(), ("engine",), ("temporal",)):
             found = [self.children[name] for name in names if name in self.children]
             await asyncio.gather(*(child.stop() for child in found))
 

@@ -29,8 +29,8 @@ from perdure.home import Secrets
 from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
-GRACE_S = 5
-"""Seconds that turns in flight get after SIGTERM; their clients ask again."""
+GRACE_S = 15
+"""Seconds that turns in flight get after SIGTERM. Later ones are sampled again when their clients ask again."""
 NO_GRACE = 0
 """For servers inside a test: connections are closed at once, which saves 0.1 s each time."""
 TICK_S = 0.1
