@@ -24,7 +24,7 @@ from perdure.settings.tree import Settings
 SECRET_VARIABLE, PREVIOUS_VARIABLE = "PERDURE_SECRET", "PERDURE_SECRET_PREVIOUS"
 SHORTEST_SECRET = 16
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PRIVATE = ("git", "journal", "logs", "providers", "run", "scratch", "store")
+PRIVATE = ("git", "logs", "providers", "run", "scratch", "store")
 """Folders of the home that no sandbox mounts."""
 STORED = (".perdure", "blobs", "engines", "instances", "journal", "runs")
 """Folders of a store. Its own folder may hold what is not ours."""

@@ -43,9 +43,9 @@ def test_new_files_are_private(tmp_path: Path) -> None:
 
 
 def test_files_of_an_earlier_version_are_closed(tmp_path: Path) -> None:
-    """Database, journal, logs and results that were open to everybody are closed at the next start."""
+    """Database, logs and results that were open to everybody are closed at the next start."""
     home = tmp_path / "home"
-    for name in ("temporal.db", "temporal.db-wal", "journal/a/turns", "logs/x.log", "run/seats/1",
+    for name in ("temporal.db", "temporal.db-wal", "logs/x.log", "run/seats/1",
                  "store/runs/r/patch.diff", "store/blobs/sha256/aa/hidden"):  # fmt: skip
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text("x")
