@@ -3,7 +3,7 @@
     python -m benchmarks.turn [--slime CHECKOUT] [--turns N] [--json]
 
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
-once: Perdure as it ships, with its journal on this disk and then in an S3 server in memory, and slime's
+once: Perdure as it ships, with its store in a folder and then in an S3 server in memory, and slime's
 current adapter in an environment of its own. Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of a
 streamed token, by how many an engine sends together. `benchmarks.yardstick` says how fast the host was.
 """
@@ -32,12 +32,12 @@ FLAT, CHEAPER = 1.5, 30.0
 """The aims: at most this cost at 128k over 16k; at least this cost of full rendering over bridging."""
 
 MOST_MS = 6.0
-"""The aim for a turn with the journal on the disk, at every size."""
+"""The aim for a turn with the store in a folder, at every size."""
 MOST_TOKEN_US = 20.0
 """The aim for a streamed token, as engines are asked to send them."""
 S3_LATENCY_S = 0.03
 
-IN_S3 = "perdure, journal in S3"
+IN_S3 = "perdure, store in S3"
 BRIDGED, FULL = "prompt alone, bridged", "prompt alone, in full"
 
 

@@ -57,7 +57,7 @@ def memory_s3(latency_s: float) -> Iterator[MemoryS3]:
 async def perdure(
     home: Path, engine_url: str, s3: MemoryS3 | None = None
 ) -> AsyncIterator[Serving]:
-    """The gateway as it ships, with its journal on this disk, with fsync, or in `s3`."""
+    """The gateway as it ships, with its store in a folder or in `s3`."""
     store = {"PERDURE_STORE": "s3://bench/store", "PERDURE_S3_ENDPOINT_URL": s3.url} if s3 else {}
     ours = {
         **(store | CREDENTIALS if s3 else {}),

@@ -418,8 +418,6 @@ def _as_refused(error: Exception) -> Refused:
             return Refused(403, "session_not_open", "this session is not open")
         case StoreUnavailable():
             return Refused(503, STORE_AWAY, str(error))
-        case RetryHere() if isinstance(error.__cause__, StoreUnavailable):
-            return Refused(503, STORE_AWAY, str(error))
         case RetryHere():
             return Refused(503, "engine_unavailable", str(error))
         case RecursionError():
