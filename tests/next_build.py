@@ -7,8 +7,8 @@ from typing import Any
 
 from temporalio import workflow
 
-from activities.grade import GradeInFreshSandbox
 from activities.shell import shell
+from activities.stages import Stages
 from perdure.client import names
 from perdure.rollouts.messages import Attempt, GradedPatch
 from perdure.rollouts.services import Services
@@ -51,7 +51,7 @@ class NextRollout(RolloutWorkflow):
 WORKFLOWS = [NextRollout if one is RolloutWorkflow else one for one in orchestration.WORKFLOWS]
 
 
-class NextGrading(GradeInFreshSandbox):
+class NextGrading(Stages):
     @shell("grade_in_fresh_sandbox")
     async def grade(self, attempt: Attempt) -> Any:
         return Verdict.of(await super().grade(attempt))

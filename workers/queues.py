@@ -13,17 +13,11 @@ from temporalio.worker import (
     WorkerTuner,
 )
 
-from activities.account_holders import ClosedHolders
-from activities.boot_sandbox import BootSandbox
 from activities.calibration import Calibrations
-from activities.capture_diff import CaptureDiff
-from activities.destroy_sandbox import DestroySandbox
-from activities.emit_episode import EmitEpisode
-from activities.grade import GradeInFreshSandbox
-from activities.run_agent import RunAgent
+from activities.leftovers import Leftovers
 from activities.runs import Runs
+from activities.stages import Stages
 from activities.stand_in import StandIn
-from activities.sweep_sandboxes import SweepSandboxes
 from perdure.client import names
 from perdure.rollouts.services import Services
 from workers.host import seats
@@ -57,17 +51,17 @@ def queues(role: str, services: Services) -> list[Queue]:
     settings = services.settings
     if role == "boot":
         places = seats.tuner(services.seats, services.term, settings.slots.boot)
-        return [Queue(names.BOOT_QUEUE, [BootSandbox(services).boot], places)]
+        return [Queue(names.BOOT_QUEUE, [Stages(services).boot], places)]
     if role == "grade":
         return [
             Queue(
                 names.GRADE_QUEUE,
-                [GradeInFreshSandbox(services).grade, Calibrations(services).twins],
+                [Stages(services).grade, Calibrations(services).twins],
                 settings.slots.grade,
             )
         ]
     if role == "agent":
-        watch: list[Callable[..., Any]] = [RunAgent(services).run]
+        watch: list[Callable[..., Any]] = [Stages(services).run_agent]
         return [
             Queue(names.AGENT_QUEUE, watch, settings.slots.agent),
             Queue(names.host_queue(services.host), watch, WATCHES, of_host=True),
@@ -81,8 +75,8 @@ def queues(role: str, services: Services) -> list[Queue]:
     runs, calibrations = Runs(services), Calibrations(services)
     io: list[Callable[..., Any]] = [
         *_upkeep(services),
-        EmitEpisode(services).emit,
-        ClosedHolders().closed,
+        Stages(services).emit,
+        Leftovers(services).closed_holders,
         runs.prepare,
         runs.page,
         runs.finish,
@@ -101,9 +95,9 @@ def queues(role: str, services: Services) -> list[Queue]:
 def _upkeep(services: Services) -> list[Callable[..., Any]]:
     """Short work on sandboxes, which never waits behind agents."""
     return [
-        CaptureDiff(services).capture,
-        DestroySandbox(services).destroy,
-        SweepSandboxes(services).sweep,
+        Stages(services).capture,
+        Stages(services).destroy,
+        Leftovers(services).sweep,
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
+from activities.stages import Stages
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
 from perdure.instances import catalog
@@ -156,7 +156,7 @@ async def test_agent_sees_neither_tests_nor_fix(
     request = RolloutRequest(
         run_id="r", instance=instance.ref, sample_index=0, agent="nop", sandbox=stand.provider
     )
-    await ActivityEnvironment().run(BootSandbox(services).boot, Attempt(request=request, attempt=1))
+    await ActivityEnvironment().run(Stages(services).boot, Attempt(request=request, attempt=1))
     (info,) = await services.provider(stand.provider).list()
     async with await services.provider(stand.provider).attach(info.identity) as sandbox:
         done = await sandbox.exec(look_for(row), cwd=row.workdir, timeout=300)

@@ -9,8 +9,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.grade import GradeInFreshSandbox
-from activities.sweep_sandboxes import SweepSandboxes
+from activities.leftovers import Leftovers
+from activities.stages import Stages
 from perdure import home
 from perdure.errors import ControlPlaneError, RateLimited
 from perdure.graders.base import Graded
@@ -125,7 +125,7 @@ async def captured(services: Services, patch: bytes) -> str:
 
 async def test_grading_sandboxes_that_are_always_lost_end_the_grading(services: Services) -> None:
     """Two losses are retried; the third is final, at the sandbox boundary, without a reward."""
-    grade = GradeInFreshSandbox(services).grade
+    grade = Stages(services).grade
     causes: list[ApplicationError] = []
     for _ in range(MAX_LOST):
         with pytest.raises(ApplicationError) as lost:
@@ -149,9 +149,7 @@ async def test_a_patch_that_is_not_the_captured_one_is_never_graded(
         await services.store.put(key, damage)
 
     with pytest.raises(ApplicationError) as lost:
-        await ActivityEnvironment().run(
-            GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)
-        )
+        await ActivityEnvironment().run(Stages(services).grade, Attempt(request=REQUEST, attempt=1))
 
     assert (lost.value.type, lost.value.non_retryable) == ("SandboxLost", True)
     assert f"{key} is" in str(lost.value)
@@ -172,7 +170,7 @@ async def _graded_after_losses(
     await captured(services, KILLER)
     monkeypatch.setattr(LosesSandboxes, "STEPS", steps)
     monkeypatch.setattr(LosesSandboxes, "CONTROL", control)
-    grade = GradeInFreshSandbox(services).grade
+    grade = Stages(services).grade
     for _ in range(MAX_LOST - 1):
         with pytest.raises(ApplicationError, match="the grading sandbox was lost"):
             await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
@@ -233,7 +231,7 @@ async def test_output_that_cannot_be_read_is_a_verdict_after_a_control(
     await catalog.save(services.store, row)
     await captured(services, KILLER)
     monkeypatch.setattr(CannotBeRead, "EVERY", every)
-    grade = GradeInFreshSandbox(services).grade
+    grade = Stages(services).grade
     if every:
         with pytest.raises(ApplicationError, match="neither can the control's"):
             await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
@@ -271,7 +269,7 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
     await captured(services, FIX)
 
     graded = await ActivityEnvironment().run(
-        GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)
+        Stages(services).grade, Attempt(request=REQUEST, attempt=1)
     )
 
     assert (graded.outcome, len(made)) == (Outcome.RESOLVED, 3)
@@ -299,7 +297,7 @@ async def test_a_tree_that_gave_no_diff_is_a_verdict(services: Services) -> None
     await checkpoints.write(services.store, f"{folder}/patch.json", ref)
 
     graded = await ActivityEnvironment().run(
-        GradeInFreshSandbox(services).grade, Attempt(request=request, attempt=1)
+        Stages(services).grade, Attempt(request=request, attempt=1)
     )
 
     assert (graded.outcome, graded.reward) == (Outcome.CAPTURE_FAILED, 0.0)
@@ -311,7 +309,7 @@ async def test_a_provider_that_was_named_by_path_is_swept(services: Services) ->
     await services.provider(f"{__name__}:{OwnProvider.__name__}").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-own-1"
     )
-    another_worker = SweepSandboxes(Services(services.settings))
+    another_worker = Leftovers(Services(services.settings))
 
     swept = await ActivityEnvironment().run(another_worker.sweep, SweepRequest())
     killed = await kill_all(services.settings, print)

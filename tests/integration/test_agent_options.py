@@ -6,8 +6,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
 from activities.runs import Runs
+from activities.stages import Stages
 from perdure.client.api import Perdure
 from perdure.errors import ConfigurationError
 from perdure.instances import catalog
@@ -75,7 +75,7 @@ async def test_a_hand_written_rollout_is_refused_before_it_boots(
 ) -> None:
     """`temporal workflow start --type RolloutWorkflow` gets the same error; no sandbox is created."""
     request, said = wrong
-    boot = BootSandbox(services)
+    boot = Stages(services)
 
     with pytest.raises(ApplicationError, match=said) as refused:
         await ActivityEnvironment().run(boot.boot, Attempt(request=request, attempt=1))

@@ -11,9 +11,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
-from activities.capture_diff import CaptureDiff
-from activities.run_agent import RunAgent
+from activities.stages import Stages
 from perdure.errors import RetryHere
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
@@ -89,7 +87,7 @@ async def test_an_agent_on_a_full_host_is_repeated(small_disk: Path) -> None:
     """It crashes because others filled its host's disk. Its attempt is lost, not judged; the next one
     waits until there is room, and finishes."""
     services = await services_of(small_disk)
-    boot, agent = BootSandbox(services).boot, RunAgent(services).run
+    boot, agent = Stages(services).boot, Stages(services).run_agent
     first, second = (Attempt(request=REQUEST, attempt=number) for number in (1, 2))
     provider = services.provider("local")
     assert isinstance(provider, LocalProvider)
@@ -118,11 +116,11 @@ async def test_a_diff_on_a_full_host_is_taken_later(small_disk: Path) -> None:
     provider = services.provider("local")
     assert isinstance(provider, LocalProvider)
     attempt = Attempt(request=REQUEST, attempt=1)
-    await ActivityEnvironment().run(BootSandbox(services).boot, attempt)
+    await ActivityEnvironment().run(Stages(services).boot, attempt)
     await asyncio.gather(
-        ActivityEnvironment().run(RunAgent(services).run, attempt), let_go(provider)
+        ActivityEnvironment().run(Stages(services).run_agent, attempt), let_go(provider)
     )
-    capture = CaptureDiff(services).capture
+    capture = Stages(services).capture
 
     ballast = fill(small_disk)
     with pytest.raises(ApplicationError) as waits:

@@ -9,8 +9,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
-from activities.run_agent import RunAgent
+from activities.stages import Stages
 from perdure.errors import ControlPlaneError
 from perdure.handlers import AgentHandler, JobDetails
 from perdure.instances import catalog
@@ -70,7 +69,7 @@ async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         grading=Grading(protocol="eval_cmd", eval_cmd="true"),
     )
     await catalog.save(services.store, instance)
-    await ActivityEnvironment().run(BootSandbox(services).boot, ATTEMPT)
+    await ActivityEnvironment().run(Stages(services).boot, ATTEMPT)
     return tmp_path
 
 
@@ -92,14 +91,14 @@ async def test_an_agent_whose_worker_was_lost_is_not_run_again_in_its_sandbox(
     """Its half-done work is there: the next attempt has a new sandbox."""
     monkeypatch.setattr(Appends, "then", "waits")
     lost = ActivityEnvironment()
-    first = asyncio.ensure_future(lost.run(RunAgent(worker(home)).run, ATTEMPT))
+    first = asyncio.ensure_future(lost.run(Stages(worker(home)).run_agent, ATTEMPT))
     await Appends.began.wait()
     lost.worker_shutdown()
     with pytest.raises(ApplicationError) as evicted:
         await first
     monkeypatch.setattr(Appends, "then", "")
     with pytest.raises(ApplicationError) as second:
-        await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+        await ActivityEnvironment().run(Stages(worker(home)).run_agent, ATTEMPT)
 
     assert (evicted.value.type, second.value.type) == (WORKER_EVICTED, "SandboxLost")
     assert await lines(worker(home)) == [b"one", b"line"]
@@ -108,9 +107,9 @@ async def test_an_agent_whose_worker_was_lost_is_not_run_again_in_its_sandbox(
 async def test_stored_results_are_found_by_the_next_worker(home: Path) -> None:
     """The worker is lost after the handler's results were stored, before the stage's own."""
     services = worker(home)
-    await ActivityEnvironment().run(RunAgent(services).run, ATTEMPT)
+    await ActivityEnvironment().run(Stages(services).run_agent, ATTEMPT)
     await services.store.delete(f"{keys.attempt(REQUEST, 1)}/agent.json")
-    run = await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+    run = await ActivityEnvironment().run(Stages(worker(home)).run_agent, ATTEMPT)
 
     assert run.end is AgentEnd.FINISHED
     assert await lines(services) == [b"one", b"line"]
@@ -122,7 +121,7 @@ async def test_an_agent_that_raises_is_tried_in_a_new_sandbox(
     """The error says which hook of which handler failed."""
     monkeypatch.setattr(Appends, "then", "fails")
     with pytest.raises(ApplicationError, match=r"`run` of the handler .*KeyError") as failed:
-        await ActivityEnvironment().run(RunAgent(worker(home)).run, ATTEMPT)
+        await ActivityEnvironment().run(Stages(worker(home)).run_agent, ATTEMPT)
 
     assert (failed.value.type, failed.value.non_retryable) == ("SandboxLost", True)
     assert failed.value.details == ("agent",)
@@ -148,7 +147,7 @@ async def test_a_sandbox_lives_on_after_a_moment_without_its_control_plane(
     services.settings = services.settings.model_copy(
         update={"sandbox": services.settings.sandbox.model_copy(update={"ttl_s": 0.01})}
     )
-    stage = asyncio.ensure_future(ActivityEnvironment().run(RunAgent(services).run, ATTEMPT))
+    stage = asyncio.ensure_future(ActivityEnvironment().run(Stages(services).run_agent, ATTEMPT))
     async with asyncio.timeout(30):
         await extended.wait()
     stage.cancel()

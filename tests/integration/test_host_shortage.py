@@ -12,9 +12,7 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
-from activities.capture_diff import CaptureDiff
-from activities.run_agent import RunAgent
+from activities.stages import Stages
 from perdure.errors import RateLimited, SandboxLost
 from perdure.rollouts.agent import run_agent
 from perdure.rollouts.boot import boot
@@ -101,7 +99,7 @@ async def placed(
 async def booted(home: Path, agent: str, pids_limit: int = 500) -> tuple[Services, Attempt]:
     services, request = await placed(home, agent, pids_limit=pids_limit)
     attempt = Attempt(request=request, attempt=1)
-    await ActivityEnvironment().run(BootSandbox(services).boot, attempt)
+    await ActivityEnvironment().run(Stages(services).boot, attempt)
     return services, attempt
 
 
@@ -112,7 +110,7 @@ async def test_an_agent_whose_forks_the_host_refuses_is_repeated(
     services, attempt = await booted(tmp_path / "home", ForkingAgent.name)
     pids.leave_room(20)
     with pytest.raises(ApplicationError, match="the host refused a process") as lost:
-        await ActivityEnvironment().run(RunAgent(services).run, attempt)
+        await ActivityEnvironment().run(Stages(services).run_agent, attempt)
     pids.unlimit()
 
     assert lost.value.type == "SandboxLost"
@@ -123,7 +121,7 @@ async def test_an_agent_that_reaches_its_own_limit_is_judged(
 ) -> None:
     """Its own limit of processes is part of the task."""
     services, attempt = await booted(tmp_path / "home", ForkingAgent.name, pids_limit=20)
-    run = await ActivityEnvironment().run(RunAgent(services).run, attempt)
+    run = await ActivityEnvironment().run(Stages(services).run_agent, attempt)
 
     assert (run.end, run.broke) == (AgentEnd.FINISHED, "")
 
@@ -133,12 +131,12 @@ async def test_a_refused_capture_counts_once_the_host_is_well(
 ) -> None:
     """The agent left a tree without a diff. While its host boots no sandbox, that is no verdict."""
     services, attempt = await booted(tmp_path / "home", FillingAgent.name)
-    await ActivityEnvironment().run(RunAgent(services).run, attempt)
+    await ActivityEnvironment().run(Stages(services).run_agent, attempt)
     pids.leave_room(0)
     with pytest.raises(ApplicationError) as waits:
-        await ActivityEnvironment().run(CaptureDiff(services).capture, attempt)
+        await ActivityEnvironment().run(Stages(services).capture, attempt)
     pids.unlimit()
-    captured = await ActivityEnvironment().run(CaptureDiff(services).capture, attempt)
+    captured = await ActivityEnvironment().run(Stages(services).capture, attempt)
 
     assert (waits.value.type, waits.value.non_retryable) == ("RetryHere", False)
     assert captured.empty
@@ -151,12 +149,12 @@ async def test_an_agent_that_cannot_start_is_at_fault_only_on_a_host_that_is_wel
     environment. That one is built again."""
     services, attempt = await booted(tmp_path / "home", AbsentAgent.name)
     [tree] = (tmp_path / "home" / "environments" / "ready").glob("*/tree")
-    agent = RunAgent(services).run
+    agent = Stages(services).run_agent
     shutil.rmtree(tree / ".git")
     with pytest.raises(ApplicationError) as lost:
         await ActivityEnvironment().run(agent, attempt)
     second = attempt.model_copy(update={"attempt": 2})
-    await ActivityEnvironment().run(BootSandbox(services).boot, second)
+    await ActivityEnvironment().run(Stages(services).boot, second)
     run = await ActivityEnvironment().run(agent, second)
 
     assert lost.value.type == "SandboxLost"

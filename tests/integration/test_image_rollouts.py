@@ -8,8 +8,7 @@ from typing import ClassVar
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
-from activities.grade import GradeInFreshSandbox
+from activities.stages import Stages
 from perdure.graders.base import Graded
 from perdure.instances import catalog
 from perdure.rollouts import checkpoints
@@ -100,7 +99,7 @@ async def services(tmp_path: Path) -> Services:
 async def test_the_agents_sandbox_holds_the_base_only(services: Services) -> None:
     """After the boot stage the fix is in no object, and the copy for the diff is cut too."""
     booted = await ActivityEnvironment().run(
-        BootSandbox(services).boot, Attempt(request=REQUEST, attempt=1)
+        Stages(services).boot, Attempt(request=REQUEST, attempt=1)
     )
     (info,) = await services.provider("apptainer").list()
     sandbox = await services.provider("apptainer").attach(info.identity)
@@ -128,9 +127,7 @@ async def test_the_grading_sandbox_holds_the_base_only(services: Services) -> No
     )
     await checkpoints.write(services.store, f"{keys.attempt(REQUEST, 1)}/patch.json", ref)
     Looks.found.clear()
-    await ActivityEnvironment().run(
-        GradeInFreshSandbox(services).grade, Attempt(request=REQUEST, attempt=1)
-    )
+    await ActivityEnvironment().run(Stages(services).grade, Attempt(request=REQUEST, attempt=1))
 
     (found,) = Looks.found
     assert b"secret-fix" not in found

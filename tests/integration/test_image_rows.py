@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.boot_sandbox import BootSandbox
-from activities.grade import GradeInFreshSandbox
+from activities.stages import Stages
 from perdure.instances import catalog
 from perdure.instances.rows.conversion import to_instance
 from perdure.rollouts import checkpoints
@@ -167,7 +166,7 @@ async def seen_by_the_agent(services: Services, instance: Instance, places: str 
     words = "return a [+] b|test_sum"
     await catalog.save(services.store, instance)
     attempt = Attempt(request=request_of(instance), attempt=1)
-    await ActivityEnvironment().run(BootSandbox(services).boot, attempt)
+    await ActivityEnvironment().run(Stages(services).boot, attempt)
     (info,) = await services.provider("apptainer").list()
     async with await services.provider("apptainer").attach(info.identity) as sandbox:
         objects = "git cat-file --batch-all-objects --batch --unordered"
@@ -186,7 +185,7 @@ async def graded(services: Services, instance: Instance, patch: bytes, sample: i
     ref = PatchRef(key=key, sha256=digest, size=len(patch), empty=not patch, files=1)
     await checkpoints.write(services.store, f"{keys.attempt(request, 1)}/patch.json", ref)
     attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
-    await ActivityEnvironment().run(GradeInFreshSandbox(services).grade, attempt)
+    await ActivityEnvironment().run(Stages(services).grade, attempt)
     found = await checkpoints.read(
         services.store, f"{keys.attempt(request, 1)}/grade-00000000.json", Grade
     )

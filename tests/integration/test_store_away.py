@@ -7,9 +7,8 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.capture_diff import CaptureDiff
-from activities.run_agent import RunAgent
 from activities.runs import Runs
+from activities.stages import Stages
 from perdure.errors import StoreUnavailable
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
@@ -53,7 +52,7 @@ async def test_a_sandbox_outlives_the_outage(tmp_path: Path, stage: str) -> None
     (tmp_path / "tree").mkdir()
     provider = services.provider("local")
     await provider.create(SandboxSpec(workdir="/w", tree=tmp_path / "tree", ttl_s=LIFE_S), OWN)
-    run = {"run_agent": RunAgent(services).run, "capture_diff": CaptureDiff(services).capture}
+    run = {"run_agent": Stages(services).run_agent, "capture_diff": Stages(services).capture}
     end = time.monotonic() + LIFE_S + 1
 
     with pytest.raises(ApplicationError, match="InvalidAccessKeyId"):

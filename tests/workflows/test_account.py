@@ -13,11 +13,13 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.activity_context
 import workflows.account
-from activities.account_holders import ClosedHolders
+from activities.leftovers import Leftovers
 from perdure.client import names
 from perdure.rollouts.messages import AskPermit
+from perdure.rollouts.services import Services
 from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.sandboxes.reaper import Owner
+from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from workers.orchestration import checking_runner, workflow_worker
@@ -43,9 +45,10 @@ class Holder:
 async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
     monkeypatch.setattr(workflows.account, "CHECK_EVERY_S", 0.2)
+    leftovers = Leftovers(Services(Settings()))
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(client, task_queue=names.IO_QUEUE, activities=[ClosedHolders().closed]),
+        Worker(client, task_queue=names.IO_QUEUE, activities=[leftovers.closed_holders]),
         Worker(
             client,
             task_queue="holders",

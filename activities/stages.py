@@ -1,0 +1,87 @@
+"""boot_sandbox, run_agent, capture_diff, grade_in_fresh_sandbox, emit_episode, destroy_sandbox: the shells of
+a rollout's stages in `perdure.rollouts`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from temporalio import activity
+from temporalio.service import RPCError
+
+from activities.activity_context import ThisTry
+from activities.shell import shell
+from perdure.client import names
+from perdure.rollouts.agent import run_agent
+from perdure.rollouts.boot import boot
+from perdure.rollouts.capture import capture
+from perdure.rollouts.destroy import destroy
+from perdure.rollouts.episode import emit_episode
+from perdure.rollouts.gateway_session.forget import forget_sessions
+from perdure.rollouts.grade import grade
+from perdure.rollouts.job import Job
+from perdure.rollouts.messages import AgentRun, Attempt, Booted, Captured, Ending, GradedPatch
+from perdure.rollouts.sandbox.kept_alive import kept_alive
+from perdure.rollouts.services import Services
+from perdure.types import EpisodeRef
+
+SAY_AFTER_S = 2.0
+"""A shorter boot is not worth a signal."""
+
+
+class Stages:
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @shell("boot_sandbox")
+    async def boot(self, attempt: Attempt) -> Booted:
+        async with _said_if_it_lasts(attempt.attempt):
+            return await boot(await Job.of(self.services, attempt, ThisTry(), first=True))
+
+    @shell("run_agent", leave_at_once=True)
+    async def run_agent(self, attempt: Attempt) -> AgentRun:
+        async with kept_alive(self.services, attempt):
+            return await run_agent(await self._job(attempt))
+
+    @shell("capture_diff")
+    async def capture(self, attempt: Attempt) -> Captured:
+        async with kept_alive(self.services, attempt):
+            return await capture(await self._job(attempt))
+
+    @shell("grade_in_fresh_sandbox")
+    async def grade(self, attempt: Attempt) -> GradedPatch:
+        return await grade(await self._job(attempt))
+
+    @shell("emit_episode")
+    async def emit(self, ending: Ending) -> EpisodeRef:
+        episode = await emit_episode(self.services.store, ending, self._turns_again)
+        await forget_sessions(self.services, ending, episode)
+        return episode
+
+    @shell("destroy_sandbox")
+    async def destroy(self, attempt: Attempt) -> None:
+        await destroy(await self._job(attempt))
+
+    async def _job(self, attempt: Attempt) -> Job:
+        return await Job.of(self.services, attempt, ThisTry())
+
+    async def _turns_again(self, session_id: str) -> None:
+        """The gateway is asked only where turns are lost: its settings may be wrong."""
+        await self.services.gateway.write_turns(session_id)
+
+
+@asynccontextmanager
+async def _said_if_it_lasts(attempt: int) -> AsyncIterator[None]:
+    """Tell the rollout that it no longer waits: only this try knows that it has a seat."""
+    saying = asyncio.create_task(_say(attempt))
+    try:
+        yield
+    finally:
+        saying.cancel()
+
+
+async def _say(attempt: int) -> None:
+    await asyncio.sleep(SAY_AFTER_S)
+    rollout = activity.client().get_workflow_handle(activity.info().workflow_id or "")
+    with contextlib.suppress(RPCError):  # then it is shown as waiting
+        await rollout.signal(names.BOOTING, attempt)
