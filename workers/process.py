@@ -45,6 +45,7 @@ from workers.host import life_kept
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """What a worker process may poll for."""
+ALL = "all"
 
 REAP_EVERY = timedelta(minutes=10)
 ASK_AGAIN_S = 1.0
@@ -194,17 +195,20 @@ async def _keep_reaper(client: Client, host: str) -> None:
         await _ensure_reaper(client, host, asyncio.Event())
 
 
-def main(*roles: str) -> None:
-    """Entry of every `python -m workers.<name>`. Exit code 1 and one line if it cannot start."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """`python -m workers`. Exit code 1 and one line if it cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
+    parser.add_argument(
+        "roles", nargs="*", choices=[*ROLES, ALL], default=ALL, help="without any: all of them"
+    )
     parser.add_argument("--health", type=Path, help="a unix socket to answer on while it runs")
     options = parser.parse_args()
-    chosen = roles or ROLES
+    chosen = ROLES if ALL in options.roles else options.roles
     code = 0
     try:
         settings = load_settings()
         home.keep_private(settings)
-        configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else 'all'}")
+        configure_logging(f"worker-{chosen[0] if len(chosen) == 1 else ALL}")
         uvloop.run(serve(settings, chosen, options.health))
     except PerdureError as error:
         log.error("cannot start", reason=str(error))

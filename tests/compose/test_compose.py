@@ -2,12 +2,9 @@
 
 import json
 
-import yaml
-
 from tests import loop_agent
 from tests.compose.stack import Compose
 from tests.images.podman_storage import Podman
-from tests.paths import ROOT
 from tests.stack.instances import INSTANCE
 
 NOBODYS_CAPABILITIES = "0000000000000000"
@@ -40,10 +37,8 @@ def test_no_service_of_ours_is_root_or_has_a_capability(compose: Compose, podman
 
 def test_the_image_suits_the_chart(image: str, podman: Podman) -> None:
     """Its commands load as the chart runs them: a read-only disk, no capability; and every extra is there."""
-    values = yaml.safe_load((ROOT / "infra/helm/perdure/values.yaml").read_text())
-    modules = {name for worker in values["workers"].values() for name in worker["modules"]}
     contained = ["--read-only", "--cap-drop", "ALL", "--user", "10001", "--network", "none"]
     podman(
         *("run", "--rm", *contained, "--security-opt", "no-new-privileges", image),
-        *("python", "-c", IMPORTED, *sorted(modules), "perdure.gateway.__main__", *EXTRAS),
+        *("python", "-c", IMPORTED, "workers.__main__", "perdure.gateway.__main__", *EXTRAS),
     )

@@ -31,7 +31,6 @@ BUCKET = "hosts"
 BOOT_S = 900.0
 """A host of a busy machine is up by then."""
 POLLS = "polls its queues"
-EVERYTHING = "workflows boot agent grade io"
 LEAVE = """
 import asyncio
 from perdure.settings.load import load_settings
@@ -49,7 +48,7 @@ class Cluster:
     s3: S3Server
     hosts: dict[str, Host] = field(default_factory=dict)
 
-    def environment(self, seats: int, roles: str) -> dict[str, str]:
+    def environment(self, seats: int) -> dict[str, str]:
         """What each host is told: Temporal, the store, the secret; of gateways and workers, nothing."""
         return {
             "PATH": os.environ["PATH"],
@@ -63,16 +62,13 @@ class Cluster:
             "PERDURE_SECRET": "the one secret of all hosts",
             "PERDURE_SLOTS__AGENT": str(seats),
             "TEMPORAL_ADDRESS": self.stack.plan.addresses.temporal_address or "",
-            "ROLES": roles,
             **{name: value for name, value in os.environ.items() if name.startswith("AWS_")},
         }
 
-    async def add(
-        self, name: str, *, seats: int, roles: str = EVERYTHING, gateway: bool = False
-    ) -> Host:
+    async def add(self, name: str, *, seats: int, roles: str = "", gateway: bool = False) -> Host:
         """Boot a host with its worker; returns when the worker polls."""
         host = self.hosts[name] = self.net.add(name)
-        env = self.environment(seats, roles)
+        env = self.environment(seats)
         if gateway:
             engine = {
                 "PERDURE_ENGINE__URL": self.stack.engine.url,
@@ -86,17 +82,17 @@ class Cluster:
         await self.start_worker(host, seats=seats, roles=roles)
         return host
 
-    async def start_worker(self, host: Host, *, seats: int, roles: str = EVERYTHING) -> None:
+    async def start_worker(self, host: Host, *, seats: int, roles: str = "") -> None:
         """Returns when it polls."""
         polling = host.log("worker", 1 << 20).count(POLLS)
-        env = self.environment(seats, roles)
-        host.start("worker", [sys.executable, "-m", "tests.hosts.some_roles"], env)
+        env = self.environment(seats)
+        host.start("worker", [sys.executable, "-m", "workers", *roles.split()], env)
         polls = f"{host.name}'s worker polls"
         await until(lambda: host.log("worker", 1 << 20).count(POLLS) > polling, polls, BOOT_S)
 
     async def leave(self, host: Host) -> None:
         """End its sandboxes and its signs of life, as `perdure down` does."""
-        host.start("leave", [sys.executable, "-c", LEAVE], self.environment(1, EVERYTHING))
+        host.start("leave", [sys.executable, "-c", LEAVE], self.environment(1))
         left = host.processes.pop("leave")
         await until(lambda: left.poll() is not None, f"{host.name} leaves", BOOT_S)
         assert left.returncode == 0, host.log("leave")

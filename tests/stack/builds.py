@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tests.stack.stack import Stack
 
 VARIABLE = "PERDURE_DEPLOYMENT__BUILD_ID"
-BUILDS = {"v1": "workers.all", "v2": "tests.next_build"}
+BUILDS = {"v1": "workers", "v2": "tests.next_build"}
 """Build id -> the program of its workers."""
 
 

@@ -64,7 +64,7 @@ class Build:
 
     @asynccontextmanager
     async def at_work(self, client: Client, home: Path) -> AsyncIterator[None]:
-        """Polls what `workers.all` polls, with the same versions."""
+        """Polls what `python -m workers` polls, with the same versions."""
         # One connection takes one worker of a queue and build; two processes have two.
         client = await Client.connect(
             client.service_client.config.target_host,

@@ -5,7 +5,7 @@ from pathlib import Path
 import perdure
 from perdure.errors import MissingDependency
 
-NEEDED = ("workers/all.py", "workflows/__init__.py", "activities/__init__.py")
+NEEDED = ("workers/__main__.py", "workflows/__init__.py", "activities/__init__.py")
 
 
 def find_root() -> Path:

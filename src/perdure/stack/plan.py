@@ -179,7 +179,7 @@ class Plan:
 
     def worker(self) -> ChildSpec:
         health = str(self.health_socket("worker"))
-        return self._python("worker", "workers.all", "--health", health, grace_s=WORKER_GRACE_S)
+        return self._python("worker", "workers", "--health", health, grace_s=WORKER_GRACE_S)
 
     def scripted_engine(self) -> ChildSpec | None:
         """The scripted policy if --engine names one. Raises: ConfigurationError."""

@@ -35,7 +35,7 @@ def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
 
 @click.group()
 def workers() -> None:
-    """Workers on a Ray cluster. Without Ray: `python -m workers.all` under systemd or Kubernetes."""
+    """Workers on a Ray cluster. Without Ray: `python -m workers` under systemd or Kubernetes."""
 
 
 @workers.command()

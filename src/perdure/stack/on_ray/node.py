@@ -101,7 +101,7 @@ class NodeWorker:
         argv = [sys.executable, "-m", "perdure.serving.supervisor", str(note), str(GRACE_S)]
         with self._log.open("ab") as file:
             return subprocess.Popen(
-                [*argv, "--", sys.executable, "-m", "workers.all"],
+                [*argv, "--", sys.executable, "-m", "workers"],
                 stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=file,
                 stderr=file,
