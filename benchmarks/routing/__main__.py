@@ -33,6 +33,7 @@ import structlog
 from perdure.engines.clients.connections import Connections
 from perdure.engines.clients.token_server import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import LoneRoster
@@ -131,13 +132,15 @@ async def _leased(pools: list[EnginePool]) -> Route:
         pool = connections.choice(pools)
         before = newest.get(session)
         completion = await pool.generate(
-            prompt,
-            {},
-            session_id=session,
-            request_id=session,
-            labels={"group": group},
-            # A gateway reads this in the session's journal if another one wrote the last turn.
-            last=before[1] if before is not None and before[0] is not pool else None,
+            GenerateCall(
+                prompt,
+                {},
+                session_id=session,
+                request_id=session,
+                labels={"group": group},
+                # A gateway reads this in the session's journal if another one wrote the last turn.
+                last=before[1] if before is not None and before[0] is not pool else None,
+            )
         )
         newest[session] = (pool, completion.engines[-1])
         return list(completion.token_ids)

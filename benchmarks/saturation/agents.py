@@ -11,6 +11,7 @@ import httpx
 
 from benchmarks.saturation.engine import GRAIN, Counters, ModelledEngine, Wire
 from benchmarks.saturation.law import Law
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
@@ -155,10 +156,12 @@ async def _agent(number: int, job: Job, pool: EnginePool, seen: Seen) -> None:
         for prompt in _prompts(job, first):
             started = loop.time()
             await pool.generate(
-                array("i", [1] * (prompt // GRAIN)),
-                {"max_tokens": job.output // GRAIN},
-                session_id=session,
-                request_id=session,
+                GenerateCall(
+                    array("i", [1] * (prompt // GRAIN)),
+                    {"max_tokens": job.output // GRAIN},
+                    session,
+                    session,
+                )
             )
             seen.seconds.append(loop.time() - started)
             await asyncio.sleep(_tool_s(source, job))

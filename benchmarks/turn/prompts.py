@@ -7,7 +7,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ import httpx
 from benchmarks.turn.agent import Agent
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
-from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.base import Completion, Engine
+from perdure.engines.pool.call import GenerateCall
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.turns.maker import PendingTurn
 from perdure.storage.local import LocalStore
-from perdure.types import EngineSpan, FinishReason, Sampling
+from perdure.types import FinishReason, Sampling
 
 Costs = dict[int, float]
 
@@ -35,17 +36,8 @@ class Instant:
         self.ids = ids
         self.prompt_tokens = 0
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        *,
-        session_id: str,
-        request_id: str,
-        labels: Mapping[str, str] = NO_LABELS,
-        last: EngineSpan | None = None,
-    ) -> Completion:
-        self.prompt_tokens = len(prompt_ids)
+    async def generate(self, call: GenerateCall) -> Completion:
+        self.prompt_tokens = len(call.prompt_ids)
         return Completion(self.ids, [-0.5] * len(self.ids), FinishReason.STOP, (), "instant")
 
     async def current(self) -> Engine:

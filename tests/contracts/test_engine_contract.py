@@ -13,6 +13,7 @@ from perdure.engines.clients import wire
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
@@ -70,7 +71,7 @@ def make_chat(request: pytest.FixtureRequest) -> MakeChat:
 
 
 def _generate(engine: TokenEngine, **sampling: Any) -> Any:
-    return engine.generate(PROMPT, {**SAMPLING, **sampling}, session_id="s", request_id="s-0")
+    return engine.generate(GenerateCall(PROMPT, {**SAMPLING, **sampling}, "s", "s-0"))
 
 
 async def test_ids_and_logprobs_arrive_exactly(
@@ -174,7 +175,7 @@ async def test_a_prompt_too_long_is_refused_for_good(
     async with ScriptedEngine(SCRIPTS, max_model_len=32) as small:
         engine = make_token(small.url, client, 30)
         with pytest.raises(Refused) as caught:
-            await engine.generate(PROMPT * 32, SAMPLING, session_id="s", request_id="s-0")
+            await engine.generate(GenerateCall(PROMPT * 32, SAMPLING, "s", "s-0"))
 
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from perdure.engines.base import Completion
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
@@ -47,7 +48,7 @@ async def opened(
 
 def ask(pool: EnginePool, session: str = "s", **labels: str) -> "asyncio.Task[Completion]":
     call = pool.generate(
-        PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0", labels=labels
+        GenerateCall(PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0", labels=labels)
     )
     return asyncio.ensure_future(call)
 

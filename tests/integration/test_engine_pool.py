@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.roster import LoneRoster, add_engine, drain_engine, remove_engine
 from perdure.engines.state import EngineSpec, EngineState, name_of
 from perdure.episodes.turns_parquet import decode
@@ -287,7 +288,7 @@ async def test_a_completion_with_a_penalty_restarts_on_the_next_engine(
         await ready(pool, 1)
         engine.control(kind="eof_mid_stream", times=1)
         completion = await pool.generate(
-            PROMPT, {**SAMPLING, "presence_penalty": 1.0}, session_id="s", request_id="s-0"
+            GenerateCall(PROMPT, {**SAMPLING, "presence_penalty": 1.0}, "s", "s-0")
         )
 
     assert list(completion.token_ids) == await undisturbed()

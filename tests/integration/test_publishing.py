@@ -13,6 +13,7 @@ from perdure.dialects.base import Refused
 from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import StoredRoster, roster_key
@@ -71,7 +72,9 @@ class Home:
 
     def ask(self, **labels: int) -> "asyncio.Task[Completion]":
         told = {name: str(value) for name, value in labels.items()}
-        call = self.pool.generate(PROMPT, SAMPLING, session_id="s", request_id="s-0", labels=told)
+        call = self.pool.generate(
+            GenerateCall(PROMPT, SAMPLING, session_id="s", request_id="s-0", labels=told)
+        )
         return asyncio.ensure_future(call)
 
     async def sampling(self) -> None:

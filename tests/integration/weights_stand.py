@@ -10,6 +10,7 @@ from typing import Any
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster
@@ -51,7 +52,9 @@ class Stand:
 
     def ask(self, **labels: str) -> "asyncio.Task[Completion]":
         sampling = {"max_tokens": 4000, "temperature": 0.0, "stop_token_ids": [151_645]}
-        call = self.pool.generate(PROMPT, sampling, session_id="s", request_id="s-0", labels=labels)
+        call = self.pool.generate(
+            GenerateCall(PROMPT, sampling, session_id="s", request_id="s-0", labels=labels)
+        )
         return asyncio.ensure_future(call)
 
     async def sampling(self, call: "asyncio.Task[Completion]") -> None:

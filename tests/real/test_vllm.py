@@ -42,6 +42,7 @@ from perdure.engines.clients.vllm_control import PROBE_SESSION, EngineControl
 from perdure.engines.clients.wire import new_client
 from perdure.engines.configured import ConfiguredEngine
 from perdure.engines.health import HealthCheck, Load
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
@@ -192,7 +193,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens(
     engine: TokenEngine, client: httpx.AsyncClient, url: str
 ) -> None:
     """Reading the completion back gives each token the logprob that was recorded for it."""
-    sampled = await engine.generate(PROMPT, SAMPLING, session_id="s", request_id="read-back")
+    sampled = await engine.generate(GenerateCall(PROMPT, SAMPLING, "s", "read-back"))
 
     again = await _rescored(client, url, [*PROMPT, *sampled.token_ids], len(PROMPT))
 
@@ -204,7 +205,7 @@ async def test_a_stopped_turn_ends_with_its_stop_token(engine: TokenEngine) -> N
     """The token that ended the turn is part of it, as in the scripted engine."""
     certain = {**SAMPLING, "logit_bias": {str(END_OF_TURN): 100}}
 
-    ended = await engine.generate(PROMPT, certain, session_id="s", request_id="stop")
+    ended = await engine.generate(GenerateCall(PROMPT, certain, "s", "stop"))
 
     assert (list(ended.token_ids), ended.finish_reason) == ([END_OF_TURN], FinishReason.STOP)
 
@@ -267,9 +268,7 @@ async def test_an_abort_brings_the_tokens_that_were_held_back(
 
 async def test_every_wish_of_an_agent_is_understood(engine: TokenEngine) -> None:
     """vLLM accepts every sampling parameter that a request may set, and the answer is complete."""
-    made = await engine.generate(
-        PROMPT, {**SAMPLING, **EVERY_WISH}, session_id="s", request_id="wishes"
-    )
+    made = await engine.generate(GenerateCall(PROMPT, {**SAMPLING, **EVERY_WISH}, "s", "wishes"))
 
     assert len(made.logprobs) == len(made.token_ids) == 12
 
@@ -277,7 +276,7 @@ async def test_every_wish_of_an_agent_is_understood(engine: TokenEngine) -> None
 async def test_a_prompt_beyond_the_context_is_told_as_such(engine: TokenEngine) -> None:
     """The refusal carries the code by which agents know that their context is exhausted."""
     with pytest.raises(Refused) as refused:
-        await engine.generate([*PROMPT] * 1000, SAMPLING, session_id="s", request_id="long")
+        await engine.generate(GenerateCall([*PROMPT] * 1000, SAMPLING, "s", "long"))
 
     assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
 
@@ -287,7 +286,7 @@ async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.A
     pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], PoolOptions(model="another"))
 
     with pytest.raises(Refused, match="PERDURE_ENGINE__MODEL"):
-        await pool.generate(PROMPT, SAMPLING, session_id="s", request_id="name")
+        await pool.generate(GenerateCall(PROMPT, SAMPLING, "s", "name"))
     await pool.aclose()
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import StoredRoster, roster_key
@@ -104,7 +105,7 @@ class Stand:
     weights: Weights
 
     def ask(self, **sampling: Any) -> "asyncio.Task[Completion]":
-        call = self.pool.generate(PROMPT, LONG | sampling, session_id="s", request_id="s-0")
+        call = self.pool.generate(GenerateCall(PROMPT, LONG | sampling, "s", "s-0"))
         return asyncio.ensure_future(call)
 
     async def sampling(self) -> None:

@@ -16,6 +16,7 @@ import ray
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.state import EngineState
@@ -56,7 +57,7 @@ async def serving(engines: EnginePool, count: int) -> None:
 
 def ask(engines: EnginePool, session: str) -> "asyncio.Task[Completion]":
     return asyncio.ensure_future(
-        engines.generate(PROMPT, SAMPLING, session_id=session, request_id=f"{session}-0")
+        engines.generate(GenerateCall(PROMPT, SAMPLING, session, f"{session}-0"))
     )
 
 

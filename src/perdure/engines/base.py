@@ -3,12 +3,14 @@
 A new kind of engine is one client in `engines/clients` that implements one of these two protocols.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
+
+if TYPE_CHECKING:
+    from perdure.engines.pool.call import GenerateCall
 
 TOO_STALE = "policy_too_stale"
 """Error code if every engine serves newer weights than the session's group accepts."""
@@ -40,27 +42,11 @@ class Completion(NamedTuple):
     """The model that answered, as the engine names it."""
 
 
-NO_LABELS: Mapping[str, str] = MappingProxyType({})
-
-
 class TokenEngine(Protocol):
     """An engine that takes token ids and returns token ids."""
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        *,
-        session_id: str,
-        request_id: str,
-        labels: Mapping[str, str] = NO_LABELS,
-        last: EngineSpan | None = None,
-    ) -> Completion:
-        """`labels`: those of the session; `group` and `run` decide its engine and its queue.
-        `last`: the engine that the session used in another process.
-
-        Raises: GatewayUnavailable (nothing usable came back; repeat the call), Refused.
-        """
+    async def generate(self, call: "GenerateCall") -> Completion:
+        """Raises: GatewayUnavailable (nothing usable came back; repeat the call), Refused."""
         ...
 
 

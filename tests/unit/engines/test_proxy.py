@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.proxy import EngineProxy, Rejected, engine_keys, key_hashes, read_head
@@ -87,7 +88,7 @@ async def test_a_pool_samples_through_the_proxy() -> None:
         pool = EnginePool(roster, client, options=PoolOptions(home_key=KEYS.data, poll_s=60.0))
         try:
             completion = await pool.generate(
-                [1, 2, 3], {"max_tokens": 50}, session_id="s", request_id="s-0"
+                GenerateCall([1, 2, 3], {"max_tokens": 50}, "s", "s-0")
             )
         finally:
             await pool.aclose()

@@ -16,6 +16,7 @@ from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_pa
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.salvage import Salvage
@@ -128,7 +129,7 @@ async def test_a_lost_sglang_goes_on_at_another() -> None:
         pool = EnginePool(roster, client, options=PoolOptions(poll_s=60.0))
         try:
             prompt = [151_644, *ids(first, "assistant\n")]
-            completion = await pool.generate(prompt, SAMPLING, session_id="s", request_id="s-0")
+            completion = await pool.generate(GenerateCall(prompt, SAMPLING, "s", "s-0"))
         finally:
             await pool.aclose()
 
@@ -147,9 +148,7 @@ async def test_the_settings_may_name_it() -> None:
         try:
             found = await engine.current()
             assert isinstance(found, Engine)
-            completion = await found.tokens.generate(
-                [1, 2], SAMPLING, session_id="s", request_id="s-0"
-            )
+            completion = await found.tokens.generate(GenerateCall([1, 2], SAMPLING, "s", "s-0"))
         finally:
             await engine.pool.aclose()
 

@@ -10,6 +10,7 @@ import pytest
 
 from perdure.engines.base import Completion, Wait
 from perdure.engines.clients.wire import new_client
+from perdure.engines.pool.call import GenerateCall
 from perdure.engines.pool.fleet import PoolOptions
 from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
@@ -54,7 +55,7 @@ def unused_url() -> Iterator[str]:
 
 
 def ask(pool: EnginePool, session: str) -> "asyncio.Task[Completion]":
-    call = pool.generate([1, 2], {"max_tokens": 4}, session_id=session, request_id=f"{session}-0")
+    call = pool.generate(GenerateCall([1, 2], {"max_tokens": 4}, session, f"{session}-0"))
     return asyncio.ensure_future(call)
 
 

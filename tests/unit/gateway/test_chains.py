@@ -4,7 +4,7 @@ import asyncio
 import functools
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from renderers.qwen35 import Qwen35Renderer
 
 from perdure.apart.working import WORKERS
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
-from perdure.engines.base import NO_LABELS, Completion, Engine
-from perdure.engines.clients.token_server import EngineRequest, body_with_prompt
+from perdure.engines.base import Completion, Engine
+from perdure.engines.clients.token_server import body_with_prompt
+from perdure.engines.pool.call import GenerateCall
 from perdure.episodes.segments import cut
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import Boundary, GatewayUnavailable
@@ -35,7 +36,7 @@ from perdure.gateway.turns.siblings import Caller
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy
-from perdure.types import EngineSpan, FinishReason, Purpose, Sampling, Turn
+from perdure.types import FinishReason, Purpose, Sampling, Turn
 
 FORMAT = load_format("qwen3")
 POLICY = Policy(FORMAT.tokenizer, {})
@@ -62,22 +63,12 @@ class Speaker:
         self.released.set()
         self.failure: Exception | None = None
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        *,
-        session_id: str,
-        request_id: str,
-        labels: Mapping[str, str] = NO_LABELS,
-        last: EngineSpan | None = None,
-    ) -> Completion:
-        ask = EngineRequest("m", prompt_ids, sampling, session_id, request_id)
-        sent = json.loads(body_with_prompt({"model": "m"}, "ids", ask))
-        assert sent == {"model": "m", "ids": list(prompt_ids)}
+    async def generate(self, call: GenerateCall) -> Completion:
+        sent = json.loads(body_with_prompt({"model": "m"}, "ids", call.ask("m")))
+        assert sent == {"model": "m", "ids": list(call.prompt_ids)}
         ids = POLICY.tokens(self.turns.pop(0) if len(self.turns) > 1 else self.turns[0])
-        self.seen.append((tuple(prompt_ids), tuple(ids)))
-        self.request_ids.append(request_id)
+        self.seen.append((tuple(call.prompt_ids), tuple(ids)))
+        self.request_ids.append(call.request_id)
         await self.released.wait()
         if self.failure is not None:
             raise self.failure
@@ -682,7 +673,7 @@ async def test_a_prompt_made_too_late_asks_no_engine(start: Start) -> None:
     session.sealing = True
 
     with pytest.raises(Refused, match="closed"):
-        await abandonable(session, speaker.generate([], {}, session_id="s", request_id="1"))
+        await abandonable(session, speaker.generate(GenerateCall([], {}, "s", "1")))
     assert speaker.seen == []
 
 

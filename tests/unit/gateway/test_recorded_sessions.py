@@ -5,7 +5,6 @@ the gateway minted for them. Nothing of the recordings is copied here; without t
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import pytest
 
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
-from perdure.engines.base import NO_LABELS, Completion, Engine
+from perdure.engines.base import Completion, Engine
+from perdure.engines.pool.call import GenerateCall
 from perdure.episodes.segments import cut
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.journal import Journal
@@ -24,7 +24,7 @@ from perdure.gateway.rendering.formats import load_format
 from perdure.gateway.sessions import Sessions
 from perdure.storage.local import LocalStore
 from perdure.testing.scripted_engine import logprob
-from perdure.types import EngineSpan, FinishReason, Sampling, Turn
+from perdure.types import FinishReason, Sampling, Turn
 from tests.paths import ROOT
 from tests.recordings import answer_ids
 
@@ -39,18 +39,9 @@ class Speaker:
         self.next: list[int] = []
         self.seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        *,
-        session_id: str,
-        request_id: str,
-        labels: Mapping[str, str] = NO_LABELS,
-        last: EngineSpan | None = None,
-    ) -> Completion:
+    async def generate(self, call: GenerateCall) -> Completion:
         ids = self.next
-        self.seen.append((tuple(prompt_ids), tuple(ids)))
+        self.seen.append((tuple(call.prompt_ids), tuple(ids)))
         logprobs = [logprob(token_id, i) for i, token_id in enumerate(ids)]
         return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
 

@@ -19,7 +19,7 @@ from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.salvage import Salvage, resumable
 from perdure.engines.pool.versions import Versions
 from perdure.engines.state import EngineRecord
-from perdure.types import FinishReason
+from perdure.types import EngineSpan, FinishReason
 
 MOST_MOVES = 50
 """Engines that one call may lose before it fails."""
@@ -33,10 +33,14 @@ class GenerateCall:
     sampling: Mapping[str, Any]
     session_id: str
     request_id: str
-    labels: Mapping[str, str]
-    salvage: Salvage
-    last: EngineStart | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Those of the session; `group` and `run` decide its engine and its queue."""
+    salvage: Salvage = field(default_factory=Salvage)
+    """The tokens so far, of all engines that it was on."""
+    last: EngineSpan | None = None
     """The engine that the session used in another process."""
+    start: EngineStart | None = None
+    """The same, as the pool knows it; None once it has been used."""
     engine: PooledEngine | None = None
     """Set while an engine is assigned and the call has not continued yet."""
     vocabulary: int | None = None

@@ -9,21 +9,19 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import httpx
 import structlog
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.engines.base import NO_LABELS, TOO_STALE, Completion, Wait
+from perdure.engines.base import TOO_STALE, Completion, Wait
 from perdure.engines.clients.token_server import BreakKind, StreamBroken
 from perdure.engines.pool.call import MOST_MOVES, GenerateCall
 from perdure.engines.pool.fleet import Fleet, PoolOptions
 from perdure.engines.pool.leases import EngineStart, Leases
 from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
 from perdure.engines.pool.queueing import FairQueue
-from perdure.engines.pool.salvage import Salvage
 from perdure.engines.roster import SharedRoster
 from perdure.engines.state import EngineSpec, EngineState
 from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
@@ -45,7 +43,7 @@ class EnginePool:
 
     Example:
         pool = EnginePool(LoneRoster(), client, [EngineSpec("http://10.0.0.7:8000")])
-        completion = await pool.generate(ids, {"max_tokens": 64}, session_id="s", request_id="s-0")
+        completion = await pool.generate(GenerateCall(ids, {"max_tokens": 64}, "s", "s-0"))
         await pool.aclose()
     """
 
@@ -103,32 +101,15 @@ class EnginePool:
         self.leases.release(session_id)
         self._queue.serve()
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: dict[str, Any],
-        *,
-        session_id: str,
-        request_id: str,
-        labels: Mapping[str, str] = NO_LABELS,
-        last: EngineSpan | None = None,
-    ) -> Completion:
+    async def generate(self, call: GenerateCall) -> Completion:
         """One whole completion; its spans say which engine and version gave which tokens.
 
-        `last`: the engine that the session used in another process. Waits while there is no room.
-        Raises: GatewayUnavailable if no engine was usable for `patience_s`, Refused.
+        Waits while there is no room. Raises: GatewayUnavailable if no engine was usable for `patience_s`,
+        Refused.
         """
         await self.start()
-        call = GenerateCall(
-            prompt_ids,
-            sampling,
-            session_id,
-            request_id,
-            labels,
-            Salvage(),
-            vocabulary=self._vocabulary,
-        )
-        call.last = self._start_of(last)
+        call.vocabulary = self._vocabulary
+        call.start = self._start_of(call.last)
         while True:
             with tracing.span("wait for an engine"):
                 engine = await self._engine_for(call)
@@ -229,12 +210,14 @@ class EnginePool:
         ]
         if not candidates:
             return False
-        lease = self.leases.take(call.session_id, call.group, candidates, call.avoid, call.last)
+        lease = self.leases.take(call.session_id, call.group, candidates, call.avoid, call.start)
         if lease is None and self.leases.reclaim(candidates):
-            lease = self.leases.take(call.session_id, call.group, candidates, call.avoid, call.last)
+            lease = self.leases.take(
+                call.session_id, call.group, candidates, call.avoid, call.start
+            )
         if lease is None:
             return False
-        call.last = None
+        call.start = None
         call.engine = self.engines[lease.engine]
         self.leases.use(call.session_id, call.length)
         return True

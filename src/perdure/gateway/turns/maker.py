@@ -17,6 +17,7 @@ from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
 from perdure.engines.configured import ConfiguredEngine
+from perdure.engines.pool.call import GenerateCall
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering import late_system
@@ -107,12 +108,14 @@ class TurnMaker:
         completion = await abandonable(
             session,
             engine.generate(
-                prompt,
-                sampling,
-                session_id=session.spec.session_id,
-                request_id=turn_id,
-                labels=session.spec.labels,
-                last=session.elsewhere,
+                GenerateCall(
+                    prompt,
+                    sampling,
+                    session.spec.session_id,
+                    turn_id,
+                    session.spec.labels,
+                    last=session.elsewhere,
+                )
             ),
         )
         engine_seconds = time.monotonic() - started - completion.waited_s
