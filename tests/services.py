@@ -22,6 +22,7 @@ from perdure.sandboxes.providers.daytona import provider as daytona
 from perdure.sandboxes.providers.e2b import failures as e2b_failures
 from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.settings.tree import Settings
+from perdure.testing.sandbox_contract import SandboxContract
 from perdure.types import Limits
 
 ID = "p-fault-agent-1"
@@ -102,6 +103,26 @@ async def serving(
         yield server, url
         for record in server.sandboxes.all():
             await server.guests.kill(record["id"])
+
+
+class ServiceContract(SandboxContract):
+    """The sandbox contract, kept by the real SDK against the double."""
+
+    service: Service
+    reaches_gateway = False  # by a relay, not by a socket of this host
+
+    @pytest.fixture
+    def short_folder(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    @pytest.fixture
+    async def provider(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[ServiceProvider]:
+        async with serving(self.service, tmp_path / "server", monkeypatch) as (server, _):
+            yield self.service.provider(Settings(home=tmp_path / "home"))
+        left = [box.identity for box in await server.guests.list()]
+        assert left == [], "boxes of the double outlive their sandboxes"
 
 
 class Bench:

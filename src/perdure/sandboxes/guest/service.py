@@ -1,16 +1,18 @@
-"""What providers of sandboxes on other hosts share: scopes, cancelled creates, and checks of a
-spec.
+"""What providers of sandboxes on other hosts share: scopes, cancelled creates, checks of a spec, and
+calls by the SDK of a service.
 
 Several deployments may share one account of a service. A *scope* says which one owns a sandbox.
 """
 
 import asyncio
 import contextlib
+import hashlib
 import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from importlib import metadata
+from typing import ClassVar, TypeVar
 from uuid import uuid4
 
 import structlog
@@ -22,11 +24,21 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
+from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.interpreters import with_interpreters
-from perdure.sandboxes.guest.retries import Silences, again
+from perdure.sandboxes.guest.retries import (
+    Conflict,
+    Missing,
+    Silences,
+    again,
+    lost,
+    was_refused,
+)
+from perdure.sandboxes.guest.sandbox import GuestSandbox
+from perdure.settings import environment
 from perdure.settings.tree import Settings
 
 REQUEST_S = 60.0
@@ -48,6 +60,14 @@ class ServiceProvider(SandboxProvider):
         self.root = settings.home.absolute() / self.name
         self.silences = Silences()
         self._key_works = False
+
+    def _missing_package(self, package: str) -> list[str]:
+        """What `check` says of it, if it is not installed."""
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return [f"the {package} package is missing: {command_for_extra(self.name)}"]
+        return []
 
     @property
     @abstractmethod
@@ -145,3 +165,80 @@ class ServiceProvider(SandboxProvider):
                 os.link(draft, path)
             draft.unlink()
         return path.read_text()
+
+
+class SdkProvider(ServiceProvider):
+    """A service with accounts, called by its SDK."""
+
+    account_variables: ClassVar[Sequence[str]]
+    """Variables of the environment that say which account it is."""
+
+    @property
+    def account(self) -> str:
+        whose = "\n".join(environment.foreign(name) for name in self.account_variables)
+        return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
+
+    @property
+    def _is_unused(self) -> bool:
+        return bool(self.check()) and not self.root.exists()
+
+    @abstractmethod
+    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
+        """The SDK's error as one of ours. `key_works`: the API key was accepted before."""
+
+    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            done = await call()
+        except Exception as error:
+            raise self.typed(error, what, key_works=self._key_works) from error
+        self._key_works = True
+        return done
+
+
+class SdkSandbox(GuestSandbox):
+    room = 16 << 20
+
+    def __init__(self, provider: SdkProvider, sdk_id: str, identity: str, workdir: str) -> None:
+        super().__init__(identity, workdir, packs=provider.root / "packs")
+        self.provider, self._id = provider, sdk_id
+        self.has_answered = False
+
+    async def kill(self) -> None:
+        await self.provider.kill(self.identity)
+
+    @abstractmethod
+    async def _is_there(self, error: Exception, found: PerdureError, *, in_sandbox: bool) -> bool:
+        """Whether the sandbox lives although a call failed with `error`, which we read as `found`.
+
+        Raises: SandboxLost.
+        """
+
+    async def _call(
+        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
+    ) -> T:
+        return await again(lambda: self._once(what, call, in_sandbox=in_sandbox))
+
+    async def _once(
+        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
+    ) -> T:
+        """Raises SandboxLost only if the control plane agrees, because proxies may be wrong, or if nothing
+        has answered for long.
+
+        `in_sandbox`: the sandbox answers this call, rather than the service.
+        """
+        try:
+            done = await call()
+        except Exception as error:
+            found = self.provider.typed(error, what, key_works=True)
+            if was_refused(found):
+                raise found from error
+            if isinstance(found, Missing | Conflict | ControlPlaneError):
+                if not await self._is_there(error, found, in_sandbox=in_sandbox):
+                    raise lost(self.provider.name, self.identity) from error
+                if not isinstance(found, ControlPlaneError):
+                    raise ControlPlaneError(str(found)) from error
+            raise found from error
+        if in_sandbox:
+            self.has_answered = True
+            self.provider.silences.broken(self._id)
+        return done

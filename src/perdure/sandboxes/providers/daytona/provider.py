@@ -11,9 +11,8 @@ import json
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +23,6 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
-from perdure.installation import command_for_extra
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
 from perdure.sandboxes.guest.retries import (
@@ -34,10 +32,9 @@ from perdure.sandboxes.guest.retries import (
     confirmed,
     lost,
     passing,
-    was_refused,
 )
-from perdure.sandboxes.guest.sandbox import MARK, GuestSandbox
-from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.guest.sandbox import MARK
+from perdure.sandboxes.guest.service import SdkProvider, SdkSandbox
 from perdure.sandboxes.providers.daytona.client import client, unread_file
 from perdure.sandboxes.providers.daytona.failures import typed
 from perdure.settings import environment
@@ -76,14 +73,13 @@ SNAPSHOT = "snapshot:"
 """Prefix of an `environment.image` that names a snapshot of the account instead of an image."""
 
 
-class DaytonaSandbox(GuestSandbox):
-    room = 16 << 20
+class DaytonaSandbox(SdkSandbox):
     service = "Daytona"
+    provider: "DaytonaProvider"
 
     def __init__(self, provider: "DaytonaProvider", sdk: "AsyncSandbox", identity: str) -> None:
-        workdir = sdk.labels.get(f"{OWN}workdir", "/")
-        super().__init__(identity, workdir, packs=provider.root / "packs")
-        self.provider, self.sdk = provider, sdk
+        super().__init__(provider, sdk.id, identity, sdk.labels.get(f"{OWN}workdir", "/"))
+        self.sdk = sdk
 
     async def touch(self, ttl_s: float) -> None:
         """Set the deadline and the idle timer. The timer sees our calls, but no running process."""
@@ -96,9 +92,6 @@ class DaytonaSandbox(GuestSandbox):
             )
             self.sdk.auto_stop_interval = minutes
         await self._call("refresh", lambda: self.sdk.refresh_activity(self.provider.request_s))
-
-    async def kill(self) -> None:
-        await self.provider.kill(self.identity)
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
         seconds = self.provider.request_s + extra_s
@@ -130,28 +123,11 @@ class DaytonaSandbox(GuestSandbox):
 
         await self._once("upload", write)
 
-    async def _call(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        return await again(lambda: self._once(what, call))
-
-    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Raises SandboxLost only if the control plane agrees, because proxies may be wrong."""
-        try:
-            done = await call()
-        except Exception as error:
-            found = typed(error, what, key_works=True)
-            if was_refused(found):
-                raise found from error
-            if isinstance(found, Missing | Conflict | ControlPlaneError):
-                if not await self.provider.lives(self.sdk.id, silent=_is_silence(error)):
-                    raise lost("daytona", self.identity) from error
-                if not isinstance(found, ControlPlaneError):
-                    raise ControlPlaneError(str(found)) from error
-            raise found from error
-        self.provider.silences.broken(self.sdk.id)
-        return done
+    async def _is_there(self, error: Exception, found: PerdureError, *, in_sandbox: bool) -> bool:
+        return await self.provider.lives(self.sdk.id, silent=_is_silence(error))
 
 
-class DaytonaProvider(ServiceProvider):
+class DaytonaProvider(SdkProvider):
     """`DAYTONA_API_KEY` and the like name the account; `PERDURE_DAYTONA__SCOPE` which deployment,
     where several hosts share one or several deployments share an account."""
 
@@ -159,23 +135,17 @@ class DaytonaProvider(ServiceProvider):
     limits = frozenset({"output_mb"})  # a snapshot has the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
+    account_variables = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
+
+    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
+        return typed(error, what, key_works=key_works)
 
     @property
     def _named_scope(self) -> str:
         return self.settings.daytona.scope
 
-    @property
-    def account(self) -> str:
-        names = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
-        whose = "\n".join(environment.foreign(name) for name in names)
-        return f"{self.name}-{hashlib.sha256(whose.encode()).hexdigest()[:8]}"
-
     def check(self) -> Sequence[str]:
-        missing = []
-        try:
-            metadata.version("daytona")
-        except metadata.PackageNotFoundError:
-            missing.append(f"the daytona package is missing: {command_for_extra('daytona')}")
+        missing = self._missing_package("daytona")
         token = environment.foreign("DAYTONA_JWT_TOKEN") and environment.foreign(
             "DAYTONA_ORGANIZATION_ID"
         )
@@ -191,10 +161,6 @@ class DaytonaProvider(ServiceProvider):
         if sdk is None:
             raise NotFound(f"no daytona sandbox {identity!r}")
         return DaytonaSandbox(self, await self._started(sdk, identity), identity)
-
-    @property
-    def _is_unused(self) -> bool:
-        return bool(self.check()) and not self.root.exists()
 
     async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         from daytona import ListSandboxesQuery
@@ -365,14 +331,6 @@ class DaytonaProvider(ServiceProvider):
         if not silent:
             return True
         return self.silences.lasts(sandbox_id) < SILENT_S
-
-    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        try:
-            done = await call()
-        except Exception as error:
-            raise typed(error, what, key_works=self._key_works) from error
-        self._key_works = True
-        return done
 
 
 def _params(spec: SandboxSpec, default_snapshot: str) -> Any:

@@ -7,13 +7,11 @@ commands and keeps their records, so lost answers do no harm. Trees and mounts a
 import asyncio
 import contextlib
 import functools
-import hashlib
 import importlib
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -26,7 +24,6 @@ from perdure.errors import (
     PerdureError,
     SandboxLost,
 )
-from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.checks import check_identity
@@ -37,10 +34,8 @@ from perdure.sandboxes.guest.retries import (
     confirmed,
     lost,
     passing,
-    was_refused,
 )
-from perdure.sandboxes.guest.sandbox import GuestSandbox
-from perdure.sandboxes.guest.service import ServiceProvider
+from perdure.sandboxes.guest.service import SdkProvider, SdkSandbox
 from perdure.sandboxes.providers.e2b.failures import typed
 from perdure.settings import environment
 from perdure.types import AccountCaps
@@ -65,16 +60,15 @@ OWN = "perdure_"
 TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
 
 
-class E2BSandbox(GuestSandbox):
-    room = 16 << 20
+class E2BSandbox(SdkSandbox):
     service = "E2B"
+    provider: "E2BProvider"
 
     def __init__(
         self, provider: "E2BProvider", sdk: "AsyncSandbox", identity: str, own: Mapping[str, str]
     ) -> None:
-        super().__init__(identity, own.get(f"{OWN}workdir", "/"), packs=provider.root / "packs")
-        self.provider, self.sdk = provider, sdk
-        self.has_answered = False
+        super().__init__(provider, sdk.sandbox_id, identity, own.get(f"{OWN}workdir", "/"))
+        self.sdk = sdk
 
     async def touch(self, ttl_s: float) -> None:
         await self._call(
@@ -82,9 +76,6 @@ class E2BSandbox(GuestSandbox):
             lambda: self.sdk.set_timeout(math.ceil(ttl_s), **self.provider.options),
             in_sandbox=False,
         )
-
-    async def kill(self) -> None:
-        await self.provider.kill(self.identity)
 
     async def _write(self, path: str, data: bytes | Path) -> None:
         async def write() -> None:
@@ -121,36 +112,12 @@ class E2BSandbox(GuestSandbox):
 
         return await self._once(what, run)
 
-    async def _call(
-        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
-    ) -> T:
-        return await again(lambda: self._once(what, call, in_sandbox=in_sandbox))
-
-    async def _once(
-        self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
-    ) -> T:
-        """Raises SandboxLost only if the control plane agrees, or nothing has answered for long.
-
-        `in_sandbox`: the sandbox answers this call, rather than the service.
-        """
-        try:
-            done = await call()
-        except Exception as error:
-            found = typed(error, what, key_works=True)
-            if was_refused(found):
-                raise found from error
-            if isinstance(found, Missing | Conflict | ControlPlaneError):
-                if not await self.provider.exists(self.sdk.sandbox_id):
-                    raise lost("e2b", self.identity) from error
-                if in_sandbox:
-                    self._condemn_the_silent(found)
-                if not isinstance(found, ControlPlaneError):
-                    raise ControlPlaneError(str(found)) from error
-            raise found from error
+    async def _is_there(self, error: Exception, found: PerdureError, *, in_sandbox: bool) -> bool:
+        if not await self.provider.exists(self.sdk.sandbox_id):
+            return False
         if in_sandbox:
-            self.has_answered = True
-            self.provider.silences.broken(self.sdk.sandbox_id)
-        return done
+            self._condemn_the_silent(found)
+        return True
 
     def _condemn_the_silent(self, found: PerdureError) -> None:
         """Give up a sandbox that runs, according to its service. Raises: SandboxLost."""
@@ -162,7 +129,7 @@ class E2BSandbox(GuestSandbox):
             )
 
 
-class E2BProvider(ServiceProvider):
+class E2BProvider(SdkProvider):
     """`E2B_API_KEY` and the SDK's other variables name the account; `PERDURE_E2B__SCOPE` which
     deployment, where several hosts share one or several deployments share an account."""
 
@@ -170,6 +137,10 @@ class E2BProvider(ServiceProvider):
     limits = frozenset({"output_mb"})  # the template has the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
+    account_variables = ("E2B_API_KEY",)
+
+    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
+        return typed(error, what, key_works=key_works)
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         super()._check_spec(spec)
@@ -188,17 +159,8 @@ class E2BProvider(ServiceProvider):
     def _named_scope(self) -> str:
         return self.settings.e2b.scope
 
-    @property
-    def account(self) -> str:
-        key = environment.foreign("E2B_API_KEY")
-        return f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-
     def check(self) -> Sequence[str]:
-        missing = []
-        try:
-            metadata.version("e2b")
-        except metadata.PackageNotFoundError:
-            missing.append(f"the e2b package is missing: {command_for_extra('e2b')}")
+        missing = self._missing_package("e2b")
         if not environment.foreign("E2B_API_KEY"):
             missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
         return missing
@@ -215,10 +177,6 @@ class E2BProvider(ServiceProvider):
         if box is None:
             raise NotFound(f"no e2b sandbox {identity!r}")
         return box
-
-    @property
-    def _is_unused(self) -> bool:
-        return bool(self.check()) and not self.root.exists()
 
     async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         return [
@@ -410,14 +368,6 @@ class E2BProvider(ServiceProvider):
 
         with contextlib.suppress(Missing):
             await again(lambda: passing(Conflict, lambda: self._once("kill", kill)))
-
-    async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        try:
-            done = await call()
-        except Exception as error:
-            raise typed(error, what, key_works=self._key_works) from error
-        self._key_works = True
-        return done
 
     # -- this host's notes ------------------------------------------------------------------------
 

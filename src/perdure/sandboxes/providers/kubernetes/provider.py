@@ -14,7 +14,6 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,6 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
-from perdure.installation import command_for_extra
 from perdure.sandboxes import images
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
@@ -206,13 +204,7 @@ class KubernetesProvider(ServiceProvider):
         return scope
 
     def check(self) -> Sequence[str]:
-        missing = []
-        try:
-            metadata.version("kubernetes-asyncio")
-        except metadata.PackageNotFoundError:
-            missing.append(
-                f"the kubernetes-asyncio package is missing: {command_for_extra('kubernetes')}"
-            )
+        missing = self._missing_package("kubernetes-asyncio")
         for look in (client.configured, lambda: pods.cluster_fields(self.settings.kubernetes)):
             try:
                 look()
