@@ -4,18 +4,18 @@ them.
 For bursts of rollouts, whose tests need no commands and no CPU for them.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Literal
 
 from perdure.agents.base import EXEC_ID
-from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.providers.e2b.provider import E2BProvider, E2BSandbox
 
 NAME = "tests.hollow:HollowE2B"
 
 
 class HollowSandbox(E2BSandbox):
-    async def start(self, exec_id: str, argv: Sequence[str], **options: Any) -> None:
+    async def start(self, exec_id: str, command: Exec) -> None:
         return None
 
     async def poll(self, exec_id: str) -> ExecStatus:

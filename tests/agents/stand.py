@@ -22,7 +22,7 @@ from perdure.gateway.base import SessionSummary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.graders.diff import capture
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
-from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
@@ -229,7 +229,7 @@ async def _to_the_end(agent: Agent, task: AgentTask, sandbox: Sandbox) -> ExecSt
     launch = agent.launch(task)
     for path, content in launch.files.items():
         await sandbox.put(path, content)
-    await sandbox.start(EXEC_ID, launch.argv, env=launch.env, timeout_s=task.budget_s)
+    await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=task.budget_s))
     return await sandbox.wait(EXEC_ID)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
-from perdure.sandboxes.base import ExecState, ExecStatus, Mount, Network, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups, keeper_client
 from perdure.sandboxes.host import sandbox as sandbox_module
 from perdure.sandboxes.host.keeper import linux
@@ -72,7 +72,7 @@ async def test_a_wait_is_told_by_the_kernel(
         return await poll(exec_id)
 
     monkeypatch.setattr(sandbox_module, "LOOK_S", 0.0)  # would look without a pause
-    await box.start("long", ["sleep", "3600"])
+    await box.start("long", Exec(["sleep", "3600"]))
     monkeypatch.setattr(box, "poll", counted)
     waiting = asyncio.create_task(box.wait("long", timeout_s=3600))
     while not polls:
@@ -260,7 +260,7 @@ async def test_killed_zygote_is_started_again(
 
 async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
     """After kill -9 of the launcher, running commands still report and the next one starts."""
-    await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+    await box.start("long", Exec(["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"]))
     keeper = box.box.keeper
     assert keeper is not None
     launcher = children_of(keeper.pid)[0]  # the first that a keeper forks
@@ -280,7 +280,7 @@ async def test_a_waiting_worker_sends_a_request_that_was_never_sent(
     with monkeypatch.context() as patch:
         patch.setattr(NamespaceSandbox, "_launch", _dies)
         with pytest.raises(KeyboardInterrupt):
-            await box.start("agent", ["bash", "-c", "exit 7"])
+            await box.start("agent", Exec(["bash", "-c", "exit 7"]))
 
     status = await box.wait("agent", 60)
 
@@ -294,7 +294,7 @@ async def test_a_command_that_was_killed_before_it_began_never_runs(
     with monkeypatch.context() as patch:
         patch.setattr(NamespaceSandbox, "_launch", _dies)
         with pytest.raises(KeyboardInterrupt):
-            await box.start("late", ["touch", "ran"])
+            await box.start("late", Exec(["touch", "ran"]))
     await box.signal("late", signal.SIGKILL)
     status = await box.wait("late", 60)
     ran = await box.exec(["test", "-e", "ran"])
@@ -366,7 +366,7 @@ async def test_sandboxes_end_by_themselves(provider: BubblewrapProvider) -> None
     assert isinstance(bare, NamespaceSandbox)
     keeper = bare.box.keeper
     assert keeper is not None
-    await expires.start("long", ["sleep", "infinity"])
+    await expires.start("long", Exec(["sleep", "infinity"]))
     await expires.touch(0.5)  # set after the boot, which may take longer on a slow host
     shutil.rmtree(bare.box.path)
     status = await expires.wait("long", timeout_s=60)
@@ -440,7 +440,7 @@ async def test_dead_holder_ends_every_command(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """After kill -9 of the holder, running commands are killed(sandbox) at once and new ones lost."""
-    await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
+    await box.start("long", Exec(["bash", "-c", "echo inside; exec sleep 600"]))
     while await box.output("long") != b"inside\n":
         await asyncio.sleep(0.01)
     holder = box.box.holder
@@ -451,12 +451,12 @@ async def test_dead_holder_ends_every_command(
     assert (status.state, status.cause) == (ExecState.KILLED, "sandbox")
     assert await ended(holder, 60)
     with pytest.raises(SandboxLost):
-        await box.start("new", ["true"])
+        await box.start("new", Exec(["true"]))
 
 
 async def test_holder_that_dies_slowly_is_known_as_the_cause(box: NamespaceSandbox) -> None:
     """Commands that die with the holder count as killed by the end of the sandbox."""
-    await box.start("long", ["bash", "-c", "echo inside; exec sleep 600"])
+    await box.start("long", Exec(["bash", "-c", "echo inside; exec sleep 600"]))
     while await box.output("long") != b"inside\n":
         await asyncio.sleep(0.01)
     holder = box.box.holder
@@ -527,7 +527,7 @@ async def test_dead_keeper_is_lost_and_cleaned(
 
 async def test_kill_leaves_nothing(provider: BubblewrapProvider, box: NamespaceSandbox) -> None:
     """After kill no process, folder, cgroup or mount of the sandbox remains."""
-    await box.start("long", ["bash", "-c", "setsid -f sleep 600; sleep 600"])
+    await box.start("long", Exec(["bash", "-c", "setsid -f sleep 600; sleep 600"]))
     await provider.kill("one")
 
     assert leftovers(provider, "one") == []

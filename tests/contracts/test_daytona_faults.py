@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
+from perdure.sandboxes.base import Exec
 from perdure.sandboxes.providers.daytona import provider as daytona
 from perdure.sandboxes.providers.daytona.failures import retry_after
 from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
@@ -202,7 +203,7 @@ async def test_dead_daemon_of_a_started_sandbox_is_lost(
 async def test_unused_sandbox_ends_by_itself(bench: Bench) -> None:
     """The idle timer sees only calls: a busy sandbox without calls ends and is deleted."""
     async with bench.box() as box:
-        await box.start("busy", ["sleep", "600"])
+        await box.start("busy", Exec(["sleep", "600"]))
         bench.server.settings["minute_s"] = 0.1
         while bench.live:
             await asyncio.sleep(0.05)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import SandboxLost
-from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.base import Exec, Sandbox
 from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.providers.docker import cli as docker_cli
 from perdure.sandboxes.providers.docker.provider import DockerProvider
@@ -71,7 +71,7 @@ class TestDocker(SandboxContract):
         async with self.box(provider) as box:
             await box.put("settings", key["KEY"].encode())
             inside = await box.exec("cat /proc/[0-9]*/cmdline", env=key)
-            await box.start("agent", ["sh", "-c", 'echo "$KEY" >said'], env=key)
+            await box.start("agent", Exec(["sh", "-c", 'echo "$KEY" >said'], env=key))
             await box.wait("agent")
 
             assert await box.get("said") == f"{key['KEY']}\n".encode()

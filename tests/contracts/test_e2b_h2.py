@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
@@ -80,7 +80,7 @@ async def test_server_that_goes_away_costs_nothing(
     async with await provider.create(SPEC, ID) as box:
         for match in ("/process", "POST /files", "DELETE"):
             faults.add([{"match": match, "goaway": True, "when": when}])
-        await box.start("once", ["bash", "-c", "echo ran >>count"])
+        await box.start("once", Exec(["bash", "-c", "echo ran >>count"]))
         await box.wait("once", 60)
         await box.put("big", b"x" * 200_000)
         seen = (await box.exec("cat count; stat -c %s big")).stdout

@@ -22,7 +22,7 @@ from perdure.errors import (
     RateLimited,
     SandboxLost,
 )
-from perdure.sandboxes.base import ExecState, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.kubernetes import boot_wait
 from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
@@ -449,7 +449,7 @@ async def test_a_command_runs_once_whatever_happens_to_its_socket(
     """A start whose answer is lost, before or after the work, is asked again and runs nothing twice."""
     async with bench.box() as box:
         bench.inject(EXEC, when=when, **PASSING[fault])
-        await box.start("once", ["bash", "-c", "echo ran >>count; exit 3"])
+        await box.start("once", Exec(["bash", "-c", "echo ran >>count; exit 3"]))
         status = await box.wait("once", 60)
 
         assert (status.state, status.code, await bench.count(box)) == (

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import AgentError, ConfigurationError
-from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import relay as relay_module
 from perdure.sandboxes.relay.relay import Relay, exec_id_of
@@ -127,7 +127,7 @@ class Stand:
 
     async def start(self, exec_id: str, **ask: Any) -> None:
         words = json.dumps({"port": self.port, "key": self.key, **ask})
-        await self.sandbox.start(exec_id, ["python3", "-c", CLIENT, words], timeout_s=LONG_S)
+        await self.sandbox.start(exec_id, Exec(["python3", "-c", CLIENT, words], timeout_s=LONG_S))
 
     async def answers(self, exec_id: str) -> list[tuple[int, str]]:
         status = await self.sandbox.wait(exec_id, LONG_S)
@@ -199,7 +199,9 @@ async def test_bodies_pass_byte_for_byte(stand: Stand, path: str, chunked: int) 
         stand.relay(gateway_url=upstream.url),
     ):
         words = [str(word) for word in (stand.port, path, seed, size, chunked)]
-        await stand.sandbox.start("raw", ["python3", "-c", RAW_CLIENT, *words], timeout_s=LONG_S)
+        await stand.sandbox.start(
+            "raw", Exec(["python3", "-c", RAW_CLIENT, *words], timeout_s=LONG_S)
+        )
         status = await stand.sandbox.wait("raw", LONG_S)
         read = (await stand.sandbox.output("raw")).decode().strip()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import SandboxLost
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.providers.apptainer import ApptainerProvider
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider, LocalSandbox
@@ -40,7 +40,7 @@ async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
     assert isinstance(box, LocalSandbox)
     folder = box.box.path.rename(tmp_path / "taken")
     try:
-        for step in (box.touch(60), box.start("x", ["true"])):
+        for step in (box.touch(60), box.start("x", Exec(["true"]))):
             with pytest.raises(SandboxLost):
                 await step
     finally:

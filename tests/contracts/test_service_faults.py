@@ -20,7 +20,7 @@ import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
 from perdure.sandboxes.agent_user import HOME
-from perdure.sandboxes.base import ExecState
+from perdure.sandboxes.base import Exec, ExecState
 from perdure.sandboxes.guest import service as service_module
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -165,7 +165,7 @@ async def test_a_command_runs_once_whatever_happens_to_its_answer(
         bench.hurry()
     async with bench.box() as box:
         bench.inject(bench.service.execute, when=when, **PASSING[fault])
-        await box.start("once", ["bash", "-c", "echo ran >>count; exit 3"])
+        await box.start("once", Exec(["bash", "-c", "echo ran >>count; exit 3"]))
         status = await box.wait("once", 60)
 
         assert (status.state, status.code, await bench.count(box)) == (
@@ -227,7 +227,7 @@ async def test_refused_key_is_waited_out(bench: Bench) -> None:
 async def test_sandbox_killed_under_a_command_is_lost(bench: Bench) -> None:
     """A sandbox that dies at the k-th call is SandboxLost, no exit code and no success."""
     async with bench.box() as box:
-        await box.start("long", ["sleep", "600"])
+        await box.start("long", Exec(["sleep", "600"]))
         bench.inject(bench.service.execute, kill=True, skip=1)
         await box.poll("long")
 
@@ -275,7 +275,7 @@ async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
 async def test_signal_whose_answer_is_lost_kills_once(bench: Bench) -> None:
     """A SIGKILL asked for twice ends the command once, and says so."""
     async with bench.box() as box:
-        await box.start("long", ["sleep", "600"])
+        await box.start("long", Exec(["sleep", "600"]))
         bench.inject(bench.service.execute, when="after", reset=True)
         await box.signal("long", signal.SIGKILL)
 
@@ -383,7 +383,9 @@ async def test_server_killed_and_started_again_forgets_nothing(
         provider = service.made(tmp_path / "home")
         with _started(service, tmp_path / "server", port):
             box = await provider.create(SPEC, ID)
-            await box.start("long", ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+            await box.start(
+                "long", Exec(["bash", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+            )
         with _started(service, tmp_path / "server", port):
             again = await service.made(tmp_path / "home").create(SPEC, ID)
             await again.write_file("go", b"")

@@ -15,7 +15,7 @@ from activities.stages import Stages
 from perdure.errors import RetryHere
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
-from perdure.sandboxes.base import ExecStatus, Mount, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.tree import Settings
@@ -135,7 +135,7 @@ async def test_a_diff_on_a_full_host_is_taken_later(small_disk: Path) -> None:
 async def ended(disk: Path, box: Sandbox, *, filled: bool = True) -> ExecStatus:
     """How WRITES ends there."""
     await box.write_file("hold", "")
-    await box.start("one", ["bash", "-c", WRITES])
+    await box.start("one", Exec(["bash", "-c", WRITES]))
     if filled:
         fill(disk)
     await box.exec(["rm", f"{box.workdir}/hold"])

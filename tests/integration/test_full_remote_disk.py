@@ -2,14 +2,14 @@
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from perdure.graders.diff.capture import capture
-from perdure.sandboxes.base import ExecResult, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecResult, SandboxSpec
 from perdure.testing.grader_contract import make_repository
 from tests.unit.sandboxes.test_guest import Folder
 
@@ -21,9 +21,9 @@ class SmallDisk(Folder):
 
     room = 8 << 20
 
-    async def start(self, exec_id: str, argv: Sequence[str], **options: Any) -> None:
+    async def start(self, exec_id: str, command: Exec) -> None:
         """This host has no user `agent`."""
-        await super().start(exec_id, argv, **{**options, "user": "root"})
+        await super().start(exec_id, replace(command, user="root"))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from perdure.rollouts.capture import capture
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import Attempt
 from perdure.rollouts.services import Services
-from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import (
@@ -167,10 +167,10 @@ async def test_the_tests_of_a_host_without_processes_prove_nothing(
     """Any command of a sandbox tells that its host refused a fork, also one that ends well."""
     sandbox = await provider.create(SandboxSpec(workdir="/testbed"), "p-tests-1")
     pids.leave_room(20)
-    await sandbox.start("tests", FORKS)
+    await sandbox.start("tests", Exec(FORKS))
     done = await sandbox.wait("tests")
     pids.unlimit()
-    await sandbox.start("later", ["true"])
+    await sandbox.start("later", Exec(["true"]))
 
     assert (done.code, done.host_lacked) == (0, "processes")
     assert (await sandbox.wait("later")).host_lacked == ""
@@ -185,7 +185,7 @@ async def test_a_refused_start_costs_no_sandbox(
     pids.leave_room(0)
     ends = []
     for n in range(100):
-        await sandbox.start(f"x-{n}", ["true"])
+        await sandbox.start(f"x-{n}", Exec(["true"]))
         done = await sandbox.wait(f"x-{n}")
         ends.append((done.code, done.host_lacked))
     pids.unlimit()

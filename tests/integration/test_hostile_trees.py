@@ -14,7 +14,7 @@ import pytest
 from perdure.errors import NotFound
 from perdure.graders.diff.capture import BASE_GIT, CapturedPatch, capture
 from perdure.graders.diff.git_diff import parse
-from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.testing.grader_contract import make_repository
@@ -175,7 +175,7 @@ async def test_a_daemon_that_kills_the_capture_gets_a_verdict(agent: Sandbox) ->
     """Who ends the capture from inside loses its change, and the sandbox is not called lost."""
     await agent.put("/tmp/daemon.py", DAEMON)
     await agent.exec("for i in $(seq 2000); do echo $i > calc/$i.txt; done", timeout=60)
-    await agent.start("daemon", ["python3", "/tmp/daemon.py"])
+    await agent.start("daemon", Exec(["python3", "/tmp/daemon.py"]))
     await _exists(agent, "/tmp/hunts")
 
     captured = await capture(agent, BASE_GIT)

@@ -22,7 +22,7 @@ from perdure.engines.clients import wire
 from perdure.episodes import turns_parquet
 from perdure.gateway.base import HOPELESS
 from perdure.rollouts.messages import AgentRun
-from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import AgentSettings, Settings
 from perdure.stack.listening import serving
@@ -117,7 +117,7 @@ class Stand:
             launch = agent.launch(task(sandbox, key, **fields))
             for path, content in launch.files.items():
                 await sandbox.put(path, content)
-            await sandbox.start(EXEC_ID, launch.argv, env=launch.env, timeout_s=AGENT_S)
+            await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=AGENT_S))
             status = await sandbox.wait(EXEC_ID, 1.0)
             while not status.done:
                 if (await self.gateway.control.get("s-1")).is_hopeless:  # as the stage decides

@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 
 from perdure.registry import SANDBOXES, load
-from perdure.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from perdure.settings.tree import Settings
 from perdure.testing.apptainer_cli import write_program
 from perdure.types import Limits
@@ -75,7 +75,7 @@ async def holding(box: Sandbox, code: str, *arguments: str) -> int:
 
 async def until_held(box: Sandbox, code: str, *arguments: str, **env: str) -> bytes:
     """Start an attack that goes on. Returns its first line."""
-    await box.start("evil", ["python3", "-c", code, *arguments], env=env)
+    await box.start("evil", Exec(["python3", "-c", code, *arguments], env=env))
     while not (said := await box.output("evil")).endswith(b"\n"):
         assert not (await box.wait("evil", timeout_s=0.05)).done, await box.output("evil", "stderr")
     return said

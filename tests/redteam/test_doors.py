@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.base import Exec, SandboxProvider
 from perdure.sandboxes.host.keeper.forwarder import MOST
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from tests.redteam.conftest import Boot, require
@@ -92,7 +92,7 @@ async def test_idle_connections_stay_within_the_sandboxs_share(
     box: NamespaceSandbox, port: str, gateway: Gateway
 ) -> None:
     """A thousand connections cost the host no thread, the gateway 64, and end with the command."""
-    await box.start("idle", ["python3", "-c", IDLE, port])
+    await box.start("idle", Exec(["python3", "-c", IDLE, port]))
     await until(lambda: gateway.held == MOST, "the forwarder has as many connections as it takes")
 
     helpers = [Path(f"/proc/{pid}/task") for pid in _helpers(box)]

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.sandboxes.base import Sandbox, SandboxProvider
+from perdure.sandboxes.base import Exec, Sandbox, SandboxProvider
 from perdure.sandboxes.host.procfs import marked
 from perdure.sandboxes.providers.docker.provider import DockerSandbox
 from tests.redteam.conftest import SPEC, Boot, attack
@@ -180,7 +180,7 @@ async def test_daemons_die_when_the_agent_is_stopped(boot: Boot) -> None:
     """SIGKILL of the finished command also ends its hidden processes, before a diff is captured."""
     mark = uuid4().hex
     box = await boot()
-    await box.start("agent", ["python3", "-c", DAEMONS], env={"REDTEAM": mark})
+    await box.start("agent", Exec(["python3", "-c", DAEMONS], env={"REDTEAM": mark}))
     await box.wait("agent")
     await until_up(box)
     await box.signal("agent", 9)
@@ -198,7 +198,7 @@ async def test_nothing_of_a_killed_command_lives_on(boot: Boot, left: str) -> No
     """Without parent, session and environment, forking for ever or seeming dead: SIGKILL of the
     command ends it."""
     box = await boot()
-    await box.start("agent", ["python3", "-c", NAMELESS, left])
+    await box.start("agent", Exec(["python3", "-c", NAMELESS, left]))
     await box.wait("agent", timeout_s=60)
     await until_up(box)
     await box.signal("agent", 9)
@@ -209,7 +209,7 @@ async def test_nothing_of_a_killed_command_lives_on(boot: Boot, left: str) -> No
 async def test_nothing_of_a_command_outlives_its_deadline(boot: Boot) -> None:
     """The deadline too ends what has neither parent nor session nor environment."""
     box = await boot()
-    await box.start("agent", ["python3", "-c", NAMELESS, SLEEPS, "stay"], timeout_s=3)
+    await box.start("agent", Exec(["python3", "-c", NAMELESS, SLEEPS, "stay"], timeout_s=3))
     status = await box.wait("agent", timeout_s=60)
 
     assert (status.cause, (await box.exec(LOCK_IS_FREE)).status.ok) == ("timeout", True)
@@ -219,7 +219,7 @@ async def test_killing_a_command_spares_others(boot: Boot) -> None:
     """What another command left running on purpose is still there."""
     box = await boot()
     await box.exec("flock kept sleep 600 & until ! flock -n kept true; do :; done", check=True)
-    await box.start("agent", ["python3", "-c", NAMELESS, SLEEPS])
+    await box.start("agent", Exec(["python3", "-c", NAMELESS, SLEEPS]))
     await box.wait("agent", timeout_s=60)
     await box.signal("agent", 9)
 
@@ -229,7 +229,7 @@ async def test_killing_a_command_spares_others(boot: Boot) -> None:
 async def test_no_process_can_kill_what_follows_the_agent(boot: Boot) -> None:
     """After `end_all` a capture runs to its end, though the agent left a process that kills all others."""
     box = await boot()
-    await box.start("agent", ["python3", "-c", NAMELESS, KILLS_ALL])
+    await box.start("agent", Exec(["python3", "-c", NAMELESS, KILLS_ALL]))
     await box.wait("agent", timeout_s=60)
     await box.signal("agent", 9)
     await box.end_all()
@@ -258,7 +258,7 @@ async def test_no_other_process_can_be_traced(boot: Boot) -> None:
     In Docker's containers a command can write the memory of others of the same user.
     """
     box = await boot()
-    await box.start("victim", ["sleep", "600"])
+    await box.start("victim", Exec(["sleep", "600"]))
     spared = ["own"] if isinstance(box, DockerSandbox) else []  # /proc is writable there
     result = await attack(box, TRACING, *spared)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.base import Exec, Sandbox
 from perdure.sandboxes.providers.docker.provider import DockerSandbox
 from perdure.sandboxes.providers.docker.run import SPARE_PIDS
 from tests.redteam.conftest import LIMITS, Boot, attack, require
@@ -145,7 +145,7 @@ async def test_cpu_is_throttled(boot: Boot) -> None:
     """Eight busy loops are throttled to the sandbox's quota, a small one: the host may be busy too."""
     box = await boot(limits=LIMITS.model_copy(update={"cpus": 0.1}))
     require(box, "cpu")
-    await box.start("burn", ["python3", "-c", BURN])
+    await box.start("burn", Exec(["python3", "-c", BURN]))
     while await _throttled(box) == 0:
         assert not (await box.wait("burn", timeout_s=0.05)).done
 

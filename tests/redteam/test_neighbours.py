@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.base import Mount, Sandbox
+from perdure.sandboxes.base import Exec, Mount, Sandbox
 from perdure.sandboxes.host.keeper.quotas import INOTIFY_INSTANCES, SHARES, TERMINALS
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.sandboxes.providers.apptainer import ApptainerSandbox
@@ -240,7 +240,7 @@ async def test_no_file_of_the_host_is_held(boot: Boot) -> None:
         )
     if isinstance(box, ApptainerSandbox):
         pytest.skip("not promised: apptainer gives its own log files to pid 1")
-    await box.start("evil", ["python3", "-c", HELD_FILES], stdin=b"given")
+    await box.start("evil", Exec(["python3", "-c", HELD_FILES], stdin=b"given"))
     await box.wait("evil", timeout_s=60)
 
     assert (await box.output("evil"), await box.output("evil", "stderr")) == (b"", b"")

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.base import Exec, SandboxProvider
 from tests.redteam.conftest import Boot, attack
 
 CONNECT = """
@@ -153,7 +153,7 @@ async def test_no_socket_file_of_the_host(
 async def test_other_sandboxes_are_out_of_reach(boot: Boot) -> None:
     """A server in one sandbox is nowhere in another."""
     victim = await boot()
-    await victim.start("server", ["python3", "-c", SERVER])
+    await victim.start("server", Exec(["python3", "-c", SERVER]))
     while await victim.output("server") != b"up\n":
         assert not (await victim.wait("server", timeout_s=0.05)).done
     result = await attack(await boot(), CONNECT, "127.0.0.1:17171")

@@ -8,6 +8,7 @@ from uuid import uuid4
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound
+from perdure.sandboxes.base import Exec
 from tests.redteam.conftest import Boot, attack
 
 EVERYWHERE = """
@@ -100,7 +101,7 @@ async def test_keys_of_other_sessions_are_out_of_sight(boot: Boot) -> None:
     """The environment of one sandbox (its session key) is invisible in another."""
     key = uuid4().hex
     victim = await boot()
-    await victim.start("agent", ["sleep", "600"], env={"SESSION_KEY": key})
+    await victim.start("agent", Exec(["sleep", "600"], env={"SESSION_KEY": key}))
     result = await attack(await boot(), ENVIRONMENTS, key[::-1])
 
     assert (result.status.code, result.stdout) == (0, b"")

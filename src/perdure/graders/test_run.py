@@ -23,7 +23,7 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.graders.diff.git_diff import parse
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, check_host
 from perdure.types import Instance, SourceKind
 
 
@@ -133,7 +133,7 @@ async def _run(
     `pre_commands` may leave a service for the tests."""
     exec_id = f"grade-{token_hex(8)}"
     argv = ["bash", "-c", *script]
-    await sandbox.start(exec_id, argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s)
+    await sandbox.start(exec_id, Exec(argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s))
     status = await sandbox.wait(exec_id, timeout_s + _GRACE_S)
     check_host(sandbox, status)
     if status.state in (ExecState.LOST, ExecState.RUNNING) or status.cause == "sandbox":

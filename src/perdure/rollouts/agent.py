@@ -18,7 +18,7 @@ from perdure.rollouts.gateway_session.session import AgentSession, session_of
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import LONGEST_WAIT_S, AgentRun
 from perdure.rollouts.sandbox.control import sandboxes_work
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, shown_shortage
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, shown_shortage
 from perdure.telemetry import metrics
 from perdure.types import AgentEnd
 
@@ -133,10 +133,12 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
         await sandbox.put(path, content)
     await sandbox.start(
         EXEC_ID,
-        launch.argv,
-        env=launch.env,
-        cwd=launch.cwd or sandbox.workdir,
-        timeout_s=job.request.agent_budget_s,
+        Exec(
+            launch.argv,
+            env=launch.env,
+            cwd=launch.cwd or sandbox.workdir,
+            timeout_s=job.request.agent_budget_s,
+        ),
     )
 
 

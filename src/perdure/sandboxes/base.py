@@ -57,6 +57,19 @@ class SandboxSpec:
     ttl_s: float = 3600.0
 
 
+@dataclass(frozen=True)
+class Exec:
+    """A command to run in a sandbox."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    user: str | None = None
+    stdin: bytes | None = None
+    timeout_s: float | None = None
+    """The whole process tree is killed after this many seconds, watched or not."""
+
+
 class ExecState(StrEnum):
     RUNNING = "running"
     EXITED = "exited"
@@ -156,21 +169,8 @@ class Sandbox(ABC):
     """`next_output` waits in the sandbox: each call costs one request, however long it waits."""
 
     @abstractmethod
-    async def start(
-        self,
-        exec_id: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Start once, detached. For a known exec_id it does nothing; another argv is a ConfigurationError.
-
-        `timeout_s`: the whole process tree is killed after this many seconds, watched or not.
-        """
+    async def start(self, exec_id: str, command: Exec) -> None:
+        """Start once, detached. For a known exec_id it does nothing; another argv is a ConfigurationError."""
 
     @abstractmethod
     async def extend(self, exec_id: str, timeout_s: float) -> None:
@@ -260,18 +260,22 @@ class Sandbox(ABC):
         A command that fails while its host's disk is full raises RetryHere.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
-        exec_id = f"x-{uuid4().hex}"
-        await self.start(exec_id, argv, env=env, cwd=cwd, user=user, timeout_s=timeout)
-        status = await self.wait(exec_id)
+        status, out, err = await self._to_end(Exec(argv, env or {}, cwd, user, timeout_s=timeout))
         if not status.ok:
             check_host(self, status)
-        result = ExecResult(
+        if check and not status.ok:
+            tail = (err or out)[-2000:].decode("utf-8", "replace")
+            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
+        return ExecResult(status, out, err)
+
+    async def _to_end(self, command: Exec) -> ExecResult:
+        """Start it and return when it is over."""
+        exec_id = f"x-{uuid4().hex}"
+        await self.start(exec_id, command)
+        status = await self.wait(exec_id)
+        return ExecResult(
             status, await self.output(exec_id, "stdout"), await self.output(exec_id, "stderr")
         )
-        if check and not status.ok:
-            tail = (result.stderr or result.stdout)[-2000:].decode("utf-8", "replace")
-            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
-        return result
 
     async def write_file(
         self, path: str, content: bytes | str | Path, user: str | None = None

@@ -22,7 +22,7 @@ from uuid import uuid4
 from aiohttp import web
 
 from perdure.errors import NotFound, SandboxLost
-from perdure.sandboxes.base import ExecState, ExecStatus, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing import service_double
 from perdure.testing.faults import Faults, Rule, met_rule
@@ -317,10 +317,12 @@ class DaytonaServer(Double):
             exec_id = f"e{uuid4().hex}{again}"
             await box.start(
                 exec_id,
-                ["bash", "-c", "exec bash 2>&1"],
-                stdin=order["command"].encode(),
-                env=order.get("envs") or {},
-                cwd=order.get("cwd") or HOME,
+                Exec(
+                    ["bash", "-c", "exec bash 2>&1"],
+                    stdin=order["command"].encode(),
+                    env=order.get("envs") or {},
+                    cwd=order.get("cwd") or HOME,
+                ),
             )
         status = await self._ended(box, exec_id, order.get("timeout"))
         if rule is not None and rule.kill:
@@ -365,7 +367,9 @@ class DaytonaServer(Double):
         self._change(record["id"], sessions={**record["sessions"], session: []})
         folder = _folder(session)
         await box.exec(f"mkdir -p {folder} && mkfifo {folder}/shell", check=True)
-        await box.start(_shell(session), ["bash", "-c", f"exec bash <>{folder}/shell"], cwd=HOME)
+        await box.start(
+            _shell(session), Exec(["bash", "-c", f"exec bash <>{folder}/shell"], cwd=HOME)
+        )
         opened = (
             f": >{folder}/shell"  # returns once the shell has the pipe open: it keeps what follows
         )

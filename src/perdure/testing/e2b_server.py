@@ -26,7 +26,7 @@ from uuid import uuid4
 from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.testing.faults import Faults, met_rule
 from perdure.testing.service_double import (
@@ -325,8 +325,8 @@ class E2BServer(Double):
         env, cwd = process.get("envs") or {}, process.get("cwd") or HOME
         rule = met_rule.get()
         if rule is not None and rule.twice:
-            await box.start(f"p{pid}-unheard", argv, env=env, cwd=cwd)
-        await box.start(f"p{pid}", argv, env=env, cwd=cwd)
+            await box.start(f"p{pid}-unheard", Exec(argv, env=env, cwd=cwd))
+        await box.start(f"p{pid}", Exec(argv, env=env, cwd=cwd))
         if order.get("stdin"):
             self._open_input(box, record["id"], pid)
         return await self._stream(request, box, record["id"], pid, (0, 0))

@@ -23,7 +23,7 @@ from uuid import uuid4
 from aiohttp import WSMsgType, web
 
 from perdure.errors import NotFound, SandboxLost
-from perdure.sandboxes.base import ExecState, ExecStatus, Network, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.settings.tree import Settings
@@ -218,7 +218,7 @@ class KubernetesServer(Double):
         folders = [mount["mountPath"] for mount in container.get("volumeMounts") or ()]
         await box.exec(["mkdir", "-p", "/", *folders])
         argv = [*(container.get("command") or ["sleep", "infinity"]), *container.get("args", [])]
-        await box.start(MAIN, argv, cwd=container.get("workingDir") or "/")
+        await box.start(MAIN, Exec(argv, cwd=container.get("workingDir") or "/"))
 
     def _box(self, spec: Mapping[str, Any], container: Mapping[str, Any]) -> SandboxSpec:
         host, port = self._place if self.settings["open_network"] else ("10.96.0.1", 443)
@@ -465,7 +465,7 @@ class KubernetesServer(Double):
             await socket.send_bytes(bytes([channel]))  # as real ones begin
         if wants_input:
             argv = await self._with_input(box, exec_id, argv)
-        await box.start(exec_id, argv, cwd="/")
+        await box.start(exec_id, Exec(argv, cwd="/"))
         hearing = asyncio.create_task(_hear(socket, box, exec_id, wants_input))
         try:
             if rule is not None and (rule.when == "after" or rule.twice):

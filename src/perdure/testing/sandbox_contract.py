@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from perdure.errors import ConfigurationError, NotFound, PerdureError, SandboxLost
-from perdure.sandboxes.base import ExecState, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Exec, ExecState, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.relay.relay import Relay
 from perdure.testing.local_server import served
 from perdure.types import Limits
@@ -159,7 +159,7 @@ class SandboxContract:
     async def test_kill_under_a_watch_is_told(self, provider: SandboxProvider) -> None:
         """A wait for a command is told when its sandbox is killed."""
         async with self.box(provider) as box:
-            await box.start("long", LONG)
+            await box.start("long", Exec(LONG))
             waiting = asyncio.create_task(box.wait("long", timeout_s=60))
             await box.kill()
             try:
@@ -183,7 +183,7 @@ class SandboxContract:
             await box.kill()
 
             with raises(SandboxLost):
-                await box.start("x", ["true"])
+                await box.start("x", Exec(["true"]))
 
     async def test_identity_can_be_used_again_after_kill(self, provider: SandboxProvider) -> None:
         """After kill an identity is free, and the new sandbox remembers nothing."""
@@ -220,7 +220,7 @@ class SandboxContract:
         if self.shortest_life_s is None:
             return
         async with self.box(provider) as box:
-            await box.start("long", LONG)
+            await box.start("long", Exec(LONG))
             await box.touch(self.shortest_life_s)
 
             with raises(SandboxLost):
@@ -289,9 +289,9 @@ class SandboxContract:
         """An exec id runs once, however often it is started, also concurrently."""
         async with self.box(provider) as box:
             argv = ["bash", "-c", "echo ran >>count"]
-            await asyncio.gather(*(box.start("once", argv) for _ in range(5)))
+            await asyncio.gather(*(box.start("once", Exec(argv)) for _ in range(5)))
             await box.wait("once")
-            await box.start("once", argv)
+            await box.start("once", Exec(argv))
             await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # what was queued has run
 
             assert await box.read_file("count") == b"ran\n"
@@ -299,15 +299,15 @@ class SandboxContract:
     async def test_exec_id_with_other_argv_is_refused(self, provider: SandboxProvider) -> None:
         """One exec id names one command."""
         async with self.box(provider) as box:
-            await box.start("once", ["true"])
+            await box.start("once", Exec(["true"]))
 
             with raises(ConfigurationError):
-                await box.start("once", ["false"])
+                await box.start("once", Exec(["false"]))
 
     async def test_results_stay(self, provider: SandboxProvider) -> None:
         """A finished command's result and output can be read again by a new handle."""
         async with self.box(provider) as box:
-            await box.start("kept", ["bash", "-c", "echo out; exit 3"])
+            await box.start("kept", Exec(["bash", "-c", "echo out; exit 3"]))
             await box.wait("kept")
             again = await provider.attach(box.identity)
 
@@ -316,7 +316,7 @@ class SandboxContract:
     async def test_wait_gives_up_in_time(self, provider: SandboxProvider) -> None:
         """wait returns RUNNING when its time is over; the command goes on."""
         async with self.box(provider) as box:
-            await box.start("long", LONG)
+            await box.start("long", Exec(LONG))
             status = await box.wait("long", timeout_s=0.05)
 
             assert status.state is ExecState.RUNNING
@@ -371,7 +371,7 @@ class SandboxContract:
     async def test_timeout_kills_the_whole_tree(self, provider: SandboxProvider) -> None:
         """At the deadline children die too, even those in a session of their own."""
         async with self.box(provider) as box:
-            await box.start("tree", ["bash", "-c", BACKGROUND_TREE], timeout_s=2)
+            await box.start("tree", Exec(["bash", "-c", BACKGROUND_TREE], timeout_s=2))
             status = await box.wait("tree", timeout_s=60)
             held = await box.output("tree")
             gone = (await box.exec(TREE_IS_GONE)).status
@@ -382,7 +382,7 @@ class SandboxContract:
         """A command outlives its first limit if that was moved, and dies at the later one."""
         async with self.box(provider) as box:
             for name in ("longer", "long"):
-                await box.start(name, ["sleep", "600"], timeout_s=3)
+                await box.start(name, Exec(["sleep", "600"], timeout_s=3))
             await box.extend("longer", 600)
             await box.extend("longer", 1)
             await box.extend("long", 6)
@@ -400,7 +400,7 @@ class SandboxContract:
     async def test_sigkill_reaches_the_whole_tree(self, provider: SandboxProvider) -> None:
         """signal(SIGKILL) ends a command with all it started; killing it again is success."""
         async with self.box(provider) as box:
-            await box.start("tree", ["bash", "-c", BACKGROUND_TREE])
+            await box.start("tree", Exec(["bash", "-c", BACKGROUND_TREE]))
             await self.until(box, "tree", b"all running\n")
             await box.signal("tree", signal.SIGKILL)
             await box.signal("tree", signal.SIGKILL)
@@ -415,7 +415,7 @@ class SandboxContract:
         """A finished command's background processes end with it when it is killed again."""
         async with self.box(provider) as box:
             left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
-            await box.start("tree", ["bash", "-c", left])
+            await box.start("tree", Exec(["bash", "-c", left]))
             status = await box.wait("tree", timeout_s=60)
             held = (await box.exec("flock -n lock true")).status
             await box.signal("tree", signal.SIGKILL)
@@ -427,8 +427,8 @@ class SandboxContract:
         """end_all ends running commands and what finished ones left; the sandbox takes new commands."""
         async with self.box(provider) as box:
             left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
-            await box.start("left", ["bash", "-c", left])
-            await box.start("long", LONG)
+            await box.start("left", Exec(["bash", "-c", left]))
+            await box.start("long", Exec(LONG))
             done = await box.wait("left", timeout_s=60)
             await box.end_all()
             status = await box.wait("long", timeout_s=60)
@@ -440,7 +440,7 @@ class SandboxContract:
         """A command may catch SIGTERM, and its own exit code is then the result."""
         async with self.box(provider) as box:
             script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.01; done"
-            await box.start("trap", ["bash", "-c", script])
+            await box.start("trap", Exec(["bash", "-c", script]))
             await self.until(box, "trap", b"ready\n")
             await box.signal("trap", signal.SIGTERM)
 
@@ -490,7 +490,7 @@ class SandboxContract:
         """A watcher reads the output so far, and later only what is new."""
         async with self.box(provider) as box:
             script = "printf one; until [ -e go ]; do sleep 0.01; done; printf two"
-            await box.start("grow", ["bash", "-c", script])
+            await box.start("grow", Exec(["bash", "-c", script]))
             await self.until(box, "grow", b"one")
             await box.write_file("go", b"")
             await box.wait("grow")
@@ -503,7 +503,7 @@ class SandboxContract:
         """If the sandbox waits inside, a read returns what is written later; otherwise nothing yet."""
         async with self.box(provider) as box:
             script = "until [ -e go ]; do sleep 0.01; done; printf one; exec sleep 600"
-            await box.start("late", ["bash", "-c", script])
+            await box.start("late", Exec(["bash", "-c", script]))
             heard = asyncio.create_task(box.next_output("late", 0, wait_s=60))
             if not box.waits_inside:
                 await heard
@@ -521,8 +521,8 @@ class SandboxContract:
     async def test_stdin_is_given_and_ends(self, provider: SandboxProvider) -> None:
         """stdin carries bytes and then ends; without it a reader sees the end at once."""
         async with self.box(provider) as box:
-            await box.start("given", ["cat"], stdin=b"\0bytes\xff")
-            await box.start("none", ["cat"])
+            await box.start("given", Exec(["cat"], stdin=b"\0bytes\xff"))
+            await box.start("none", Exec(["cat"]))
             await asyncio.gather(box.wait("given"), box.wait("none"))
 
             assert (await box.output("given"), await box.output("none")) == (b"\0bytes\xff", b"")
@@ -718,7 +718,7 @@ def _start_and_die(
 ) -> None:
     async def start() -> None:
         box = await provider.attach(identity)
-        await box.start(exec_id, argv, timeout_s=timeout_s)
+        await box.start(exec_id, Exec(argv, timeout_s=timeout_s))
 
     asyncio.run(start())
     os.kill(os.getpid(), signal.SIGKILL)

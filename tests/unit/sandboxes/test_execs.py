@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.sandboxes.base import ExecState, ExecStatus
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus
 from perdure.sandboxes.host.execs import ExecRecord
 from perdure.sandboxes.host.keeper.disk import give_up
 from perdure.sandboxes.host.procfs import started_at
@@ -16,7 +16,7 @@ from perdure.sandboxes.host.procfs import started_at
 @pytest.fixture
 def record(tmp_path: Path) -> ExecRecord:
     record = ExecRecord(tmp_path / "one")
-    record.prepare(["true"], b"run", "token", None)
+    record.prepare(Exec(["true"]), b"run", "token")
     return record
 
 
@@ -92,7 +92,7 @@ def test_a_command_that_its_keeper_could_not_start_is_lost(record: ExecRecord) -
 
 def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:
     """The first start of an exec id decides what it runs."""
-    record.prepare(["true"], b"other", "other", None)
+    record.prepare(Exec(["true"]), b"other", "other")
 
     assert ((record.path / "run").read_bytes().endswith(b"run"), record.token) == (True, "token")
 
@@ -100,13 +100,13 @@ def test_prepare_twice_changes_nothing(record: ExecRecord) -> None:
 def test_other_argv_is_refused(record: ExecRecord) -> None:
     """The message names the exec id and what to do."""
     with pytest.raises(ConfigurationError, match="new exec_id"):
-        record.prepare(["false"], b"run", "token", None)
+        record.prepare(Exec(["false"]), b"run", "token")
 
 
 def test_a_request_is_known_until_the_keeper_reads_it(record: ExecRecord) -> None:
     """A worker that dies before it asks leaves all that another one needs to ask."""
     record = ExecRecord(record.path.with_name("two"))
-    record.prepare(["true"], b"run", "token", None, 2.5)
+    record.prepare(Exec(["true"], timeout_s=2.5), b"run", "token")
     unread = (record.is_unread, record.timeout_s)
     (record.path / "pid").touch()
 

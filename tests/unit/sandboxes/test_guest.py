@@ -15,7 +15,7 @@ from typing import BinaryIO
 import pytest
 
 from perdure.errors import NotFound
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.guest import sandbox as guested
 from perdure.sandboxes.guest.sandbox import GuestSandbox
 from perdure.sandboxes.host.process import ProcessId, ended
@@ -92,7 +92,7 @@ async def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
     """The resident forks a command's supervisor and stays. No process's arguments show an order."""
     first = box.resident
-    await box.start("long", ["sleep", "600"], user="root")
+    await box.start("long", Exec(["sleep", "600"], user="root"))
     supervisor = (box.folder / "execs/long/pid").read_text().split()[0]
     arguments = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (supervisor, first)]
     await box.signal("long", signal.SIGKILL)
@@ -112,7 +112,7 @@ ctypes.CDLL(None).pthread_exit(None)
 async def test_process_whose_first_thread_has_ended_is_killed(box: Folder) -> None:
     """It reads as dead while another thread goes on: SIGKILL of its command ends it too."""
     held = ["flock", "lock", "python3", "-c", HEADLESS]
-    await box.start("agent", ["sh", "-c", '"$@" & sleep 600', "sh", *held], user="root")
+    await box.start("agent", Exec(["sh", "-c", '"$@" & sleep 600', "sh", *held], user="root"))
     while not await box.output("agent"):
         await box.wait("agent", timeout_s=0.01)
     await box.signal("agent", signal.SIGKILL)
@@ -151,7 +151,7 @@ async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
 
 async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
     """A sandbox set up with another version of the guest answers, and its commands go on."""
-    await box.start("long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"])
+    await box.start("long", Exec(["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"]))
     await box.kill_resident()
     for path in box.folder.glob("guest*.py"):
         path.unlink()
@@ -238,7 +238,7 @@ async def test_tree_is_unpacked_as_it_was_packed(
 async def test_command_outlives_the_resident(box: Folder) -> None:
     """A command survives the resident: its result is reported after the resident's end."""
     await box.start(
-        "long", ["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root"
+        "long", Exec(["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root")
     )
     await box.kill_resident()
     await box.put("go", b"")

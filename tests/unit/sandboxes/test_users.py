@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.base import Mount, SandboxSpec
+from perdure.sandboxes.base import Exec, Mount, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.keeper import users
 from perdure.sandboxes.host.namespaces import NamespaceSandbox, needs_own_users
@@ -154,7 +154,7 @@ async def test_a_workdir_that_is_closed_to_others_is_the_agents(
 async def test_pid_1_kills_but_is_not_killed(box: NamespaceSandbox) -> None:
     """It is another user than the commands': it ends them all, and they cannot signal it."""
     user_of(box)
-    await box.start("long", ["sleep", "600"])
+    await box.start("long", Exec(["sleep", "600"]))
     refused = await box.exec("kill -KILL 1")
     await box.end_all()
     status = await box.wait("long", timeout_s=60)

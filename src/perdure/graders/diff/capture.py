@@ -18,7 +18,7 @@ from perdure.apart.reading import Unparsable, read
 from perdure.errors import DiskFull, InstanceError, SandboxLost
 from perdure.graders.diff import capture_script
 from perdure.graders.diff.git_diff import FileDiff, MalformedDiff, count_files, parse
-from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox, check_host
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, check_host
 
 CAPTURED_BYTES = 10 << 20
 """Largest diff that `capture` keeps, unless the settings give another number."""
@@ -171,7 +171,9 @@ async def _take(sandbox: Sandbox, order: _Order, mode: str) -> _Taken:
     limits = (str(order.max_bytes), str(order.max_files))
     argv = ["bash", "-c", capture_script.CAPTURE, "capture", sandbox.workdir, order.base, name, mode, capture_script.ASIDE, *limits]  # fmt: skip
     # Not in the workdir: the agent may have closed it.
-    await sandbox.start(name[1:], argv, cwd="/", stdin=order.upload or b"", timeout_s=_LIMIT_S)
+    await sandbox.start(
+        name[1:], Exec(argv, cwd="/", stdin=order.upload or b"", timeout_s=_LIMIT_S)
+    )
     status = await sandbox.wait(name[1:])
     if status.state is ExecState.LOST or status.cause == "sandbox":
         raise SandboxLost(f"sandbox {sandbox.identity} died while its diff was captured")

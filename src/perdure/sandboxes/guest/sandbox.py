@@ -28,7 +28,15 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME
-from perdure.sandboxes.base import ExecResult, ExecState, ExecStatus, Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.base import (
+    Exec,
+    ExecResult,
+    ExecState,
+    ExecStatus,
+    Mount,
+    Sandbox,
+    SandboxSpec,
+)
 from perdure.sandboxes.checks import check_argv, check_exec_id, check_variables
 from perdure.sandboxes.guest.packs import pack
 from perdure.sandboxes.guest.retries import again
@@ -107,39 +115,15 @@ class GuestSandbox(Sandbox):
     async def _write(self, path: str, data: bytes | Path) -> None:
         """Upload as root to a new path. Raises as `_print` does."""
 
-    async def start(
-        self,
-        exec_id: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        self.check_user(user)
-        await self._guest(
-            "start",
-            **_order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=stdin, timeout_s=timeout_s),
-        )
+    async def start(self, exec_id: str, command: Exec) -> None:
+        self.check_user(command.user)
+        await self._guest("start", **_order(exec_id, command))
 
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str | None = None,
-        check: bool = False,
-        timeout: float | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> ExecResult:
-        """As `Sandbox.exec`, in one call if the command is short and prints little."""
-        self.check_user(user)
-        argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
+    async def _to_end(self, command: Exec) -> ExecResult:
+        """In one call if the command is short and prints little."""
+        self.check_user(command.user)
         exec_id = f"x-{uuid4().hex}"
-        order = _order(exec_id, argv, env=env, cwd=cwd, user=user, stdin=None, timeout_s=timeout)
-        found = await self._guest("run", seconds=WATCH_S, **order)
+        found = await self._guest("run", seconds=WATCH_S, **_order(exec_id, command))
         status = _status(found)
         if not status.done:
             status = await self.wait(exec_id)
@@ -147,9 +131,6 @@ class GuestSandbox(Sandbox):
             await self._rest(exec_id, stream, found.get(name))
             for stream, name in (("stdout", "out"), ("stderr", "err"))
         ]
-        if check and not status.ok:
-            tail = (err or out)[-2000:].decode("utf-8", "replace")
-            raise RuntimeError(f"{shlex.join(argv)[:200]} ended as {status}: {tail}")
         return ExecResult(status, out, err)
 
     async def _rest(self, exec_id: str, stream: Any, begun: Mapping[str, Any] | None) -> bytes:
@@ -407,28 +388,20 @@ def _argument(call: Mapping[str, Any]) -> str:
     return f"call:{base64.b64encode(json.dumps(call).encode()).decode()}"
 
 
-def _order(
-    exec_id: str,
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str] | None,
-    cwd: str | None,
-    user: str | None,
-    stdin: bytes | None,
-    timeout_s: float | None,
-) -> dict[str, Any]:
-    check_argv(argv)
+def _order(exec_id: str, command: Exec) -> dict[str, Any]:
+    check_argv(command.argv)
     check_exec_id(exec_id)
-    check_variables(env or {})
+    check_variables(command.env)
+    stdin = command.stdin
     return {
         "exec_id": exec_id,
-        "argv": list(argv),
-        "digest": argv_digest(argv),
-        "env": dict(env or {}),
-        "cwd": cwd,
-        "root": user == "root",
+        "argv": list(command.argv),
+        "digest": argv_digest(command.argv),
+        "env": dict(command.env),
+        "cwd": command.cwd,
+        "root": command.user == "root",
         "stdin": base64.b64encode(stdin).decode() if stdin is not None else None,
-        "timeout": timeout_s,
+        "timeout": command.timeout_s,
     }
 
 

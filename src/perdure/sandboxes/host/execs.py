@@ -24,7 +24,7 @@ from typing import Literal, cast
 from uuid import uuid4
 
 from perdure.errors import ConfigurationError
-from perdure.sandboxes.base import ExecState, ExecStatus, KillCause
+from perdure.sandboxes.base import Exec, ExecState, ExecStatus, KillCause
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.keeper.disk import GIVEN_UP
 from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
@@ -47,31 +47,24 @@ class ExecRecord:
         return self.path.is_dir()
 
     def prepare(
-        self,
-        argv: Sequence[str],
-        run: bytes,
-        token: str,
-        stdin: bytes | None,
-        timeout_s: float | None = None,
-        *,
-        refused: Refusals = NONE_REFUSED,
+        self, command: Exec, run: bytes, token: str, *, refused: Refusals = NONE_REFUSED
     ) -> None:
         """Make the folder complete, by rename.
 
         Raises: ConfigurationError when the exec id is known with another argv.
         """
-        digest = argv_digest(argv)
+        digest, limit_s = argv_digest(command.argv), command.timeout_s
         draft = self.path.with_name(f".{uuid4().hex}")
         draft.mkdir(mode=0o700)
-        first = f"# {digest} {token} {'-' if timeout_s is None else timeout_s} {refused}\n"
+        first = f"# {digest} {token} {'-' if limit_s is None else limit_s} {refused}\n"
         (draft / "run").write_bytes(first.encode() + run)
-        if stdin is not None:
-            (draft / "in").write_bytes(stdin)
+        if command.stdin:
+            (draft / "in").write_bytes(command.stdin)
         try:
             draft.rename(self.path)
         except OSError:
             shutil.rmtree(draft, ignore_errors=True)
-            self.check_same(argv)
+            self.check_same(command.argv)
 
     def check_same(self, argv: Sequence[str]) -> None:
         if self._identified_by()[0] != argv_digest(argv):

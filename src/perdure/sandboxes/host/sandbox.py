@@ -23,6 +23,7 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.sandboxes.base import (
+    Exec,
     ExecState,
     ExecStatus,
     Sandbox,
@@ -90,36 +91,18 @@ class HostSandbox(Sandbox):
         return self.meta.enforced
 
     @_lost_with_its_folder
-    async def start(
-        self,
-        exec_id: str,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        user: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        self.check_user(user)
+    async def start(self, exec_id: str, command: Exec) -> None:
+        self.check_user(command.user)
         record = self.box.record(exec_id)
         self._check_alive()
         if record.exists:
-            record.check_same(argv)
+            record.check_same(command.argv)
         else:
             token = uuid4().hex
-            variables = self._environment({**self.meta.env, **(env or {})})
-            order = self._order(
-                self._argv(argv),
-                env=variables,
-                cwd=self._folder(cwd),
-                token=token,
-                has_stdin=bool(stdin),
-            )
             refused = Refusals.of(self.meta.groups)
-            record.prepare(argv, order, token, stdin or None, timeout_s, refused=refused)
+            record.prepare(command, self._order(command, token), token, refused=refused)
         if record.process is None:
-            await self._launch(record, timeout_s)
+            await self._launch(record, command.timeout_s)
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
         """It may be repeated: the keeper runs each folder once."""
@@ -243,16 +226,10 @@ class HostSandbox(Sandbox):
 
     # -- helpers ----------------------------------------------------------------------------------
 
-    def _order(
-        self,
-        argv: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        cwd: str | None,
-        token: str,
-        has_stdin: bool,
-    ) -> bytes:
+    def _order(self, command: Exec, token: str) -> bytes:
         """What the launcher reads to become the command: fields, each ended by NUL."""
+        argv = self._argv(command.argv)
+        env = self._environment({**self.meta.env, **command.env})
         check_argv(argv)
         check_variables(env)
         # larger than the disk, so that a full disk gives ENOSPC, not a signal
@@ -265,8 +242,8 @@ class HostSandbox(Sandbox):
         }
         variables = {"PERDURE_EXEC": token, **env}
         fields = [
-            cwd or "",
-            "1" if has_stdin else "",
+            self._folder(command.cwd) or "",
+            "1" if command.stdin else "",
             str(len(argv)),
             " ".join(f"{number}={value}" for number, value in limits.items()),
             *argv,

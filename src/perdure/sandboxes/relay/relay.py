@@ -27,7 +27,7 @@ from perdure.errors import (
     NotFound,
     PerdureError,
 )
-from perdure.sandboxes.base import Sandbox
+from perdure.sandboxes.base import Exec, Sandbox
 from perdure.sandboxes.relay.process import LARGEST_BODY, JsonObject, RelayProcess
 
 PORT = 18001
@@ -191,7 +191,7 @@ class Relay:
         await sandbox.put(program, _program())
         argv = ["sh", "-c", _FIND_PYTHON, program, "--spool", self._spool, "--port", str(PORT)]
         argv += ["--inline-budget", str(self._inline), "--again-s", str(self._again_s)]
-        await sandbox.start(exec_id, argv, cwd="/")
+        await sandbox.start(exec_id, Exec(argv, cwd="/"))
         self._process = RelayProcess(
             sandbox, exec_id, self._spool, reads_are_cheap=self._reads_are_cheap
         )
