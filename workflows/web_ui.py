@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
         RolloutStatus,
         RunStatus,
     )
-    from workflows import markdown, verdicts
+    from workflows import endings, markdown
 
 VIEWER = "perdure_viewer"
 """Name of the function by which a worker tells its workflows the address of `perdure view`."""
@@ -161,7 +161,7 @@ class RolloutPage:
         """What the episode will say, on one line: the summary of the step that writes it."""
         run, graded = self._run, self._graded
         has_verdict = status is RolloutStatus.GRADED and graded is not None
-        return verdicts.line(
+        return endings.line(
             graded.outcome.value if has_verdict and graded else status.value,
             reward=graded.reward if has_verdict and graded else None,
             turns=run.turns if run else 0,
@@ -172,7 +172,7 @@ class RolloutPage:
     def close(self, episode: EpisodeRef) -> None:
         final: list[Any] = [
             attributes.STAGE.value_set("done"),
-            attributes.OUTCOME.value_set(verdicts.ending_of(episode)),
+            attributes.OUTCOME.value_set(episode.ending),
             attributes.ATTEMPT.value_set(episode.attempts),
         ]
         if episode.reward is not None:
@@ -233,10 +233,10 @@ class ChildrenPage:
         self._last: deque[EpisodeRef] = deque(maxlen=LISTED)
 
     def add(self, episode: EpisodeRef) -> None:
-        ending = verdicts.ending_of(episode)
+        ending = episode.ending
         self._counts[ending] += 1
         if ending != Outcome.RESOLVED:
-            self._worst = sorted([*self._worst, episode], key=verdicts.badness)[:LISTED]
+            self._worst = sorted([*self._worst, episode], key=endings.badness)[:LISTED]
         self._last.append(episode)
         self.show()
 
@@ -246,7 +246,7 @@ class ChildrenPage:
     def text(self) -> str:
         parts = [self._headline, _counted(self._counts, self._total)]
         if self._counts.total() <= LISTED:
-            tables = {"": sorted(self._last, key=verdicts.badness)}
+            tables = {"": sorted(self._last, key=endings.badness)}
         else:
             tables = {"The worst:": self._worst, "The last:": [*reversed(self._last)]}
         for title, episodes in tables.items():
@@ -299,5 +299,5 @@ def _counted(counts: Mapping[str, int], total: int) -> str:
 
 
 def _verdict(episode: EpisodeRef) -> str:
-    ending, _, rest = verdicts.of_episode(episode).partition(" · ")
+    ending, _, rest = endings.of_episode(episode).partition(" · ")
     return f"**{ending}**{rest and f' · {markdown.escaped(rest)}'}"

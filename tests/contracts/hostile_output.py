@@ -17,7 +17,6 @@ from perdure.graders.calibrate import passed_in
 from perdure.graders.diff import capture, git_diff
 from perdure.graders.diff.git_diff import MalformedDiff
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.judgement import last_line
 from perdure.graders.protocols import status_map, swebench
 from perdure.graders.protocols.reward_file import reward_of
 from perdure.graders.protocols.swebench import SuiteRun
@@ -27,6 +26,7 @@ from perdure.graders.reports.log_parsers import LogParser
 from perdure.graders.tampering import guarded_command
 from perdure.graders.test_run import TestRun
 from perdure.graders.twins.failures import Place, behaviours
+from perdure.graders.verdict import last_line
 from perdure.registry import AGENTS, load
 from perdure.rollouts import agent_output
 from perdure.sandboxes.base import ExecState, ExecStatus

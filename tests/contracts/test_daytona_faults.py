@@ -11,8 +11,8 @@ import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
 from perdure.sandboxes.base import Exec
+from perdure.sandboxes.guest.retries import retry_after
 from perdure.sandboxes.providers.daytona import provider as daytona
-from perdure.sandboxes.providers.daytona.failures import retry_after
 from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute

@@ -260,6 +260,11 @@ class Episode(Frozen):
         )
 
     @property
+    def ending(self) -> str:
+        """Its outcome, or its status without one."""
+        return self.outcome.value if self.outcome else self.status.value
+
+    @property
     def official(self) -> Outcome | None:
         """The verdict of the row's own protocol, where twins change it."""
         official = self.grade.official if self.grade else None

@@ -14,13 +14,6 @@ from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.base import Grader
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.judgement import (
-    first_error,
-    judge_filtered,
-    judge_killed,
-    judge_refusal,
-    last_line,
-)
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.graders.protocols.swebench import (
     SuiteRun,
@@ -32,7 +25,14 @@ from perdure.graders.protocols.swebench import (
 )
 from perdure.graders.test_run import TestRun
 from perdure.graders.twins.choose import Chosen, ChosenReport, choose_twins
-from perdure.graders.verdict import F2P_PASSES
+from perdure.graders.verdict import (
+    F2P_PASSES,
+    first_error,
+    judge_filtered,
+    judge_killed,
+    judge_refusal,
+    last_line,
+)
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
 from perdure.types import Instance, Outcome, TestStatus
 

@@ -1,9 +1,18 @@
-"""From statuses to a verdict: lookups by published id, the pass rules of each list, the rewards."""
+"""From statuses to a verdict: lookups by published id, the pass rules of each list, the rewards; and the
+verdicts that every protocol shares: the patch was refused, does not apply, or the provider killed the
+tests."""
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from perdure.types import Outcome, Rewards, TestStatus
+from perdure.graders.base import Grader
+from perdure.graders.diff.patch import FilteredPatch
+from perdure.graders.test_run import Refusal, TestRun, last_lines
+from perdure.sandboxes.base import ExecState
+from perdure.types import Grade, Outcome, Rewards, TestStatus
 
 ZERO = Rewards(binary=0.0)
 
@@ -11,6 +20,8 @@ F2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL))
 P2P_PASSES = frozenset((TestStatus.PASSED, TestStatus.XFAIL, TestStatus.SKIPPED))
 
 _GAVE_UP = {TestStatus.XFAIL: TestStatus.SKIPPED}
+
+_ERROR = re.compile(r"(Error|Exception|\berror): ")
 
 EvalType = Literal["pass_and_fail", "fail_only"]
 
@@ -89,3 +100,86 @@ def _passes(status: TestStatus, passes: frozenset[TestStatus], eval_type: EvalTy
     if eval_type == "fail_only":
         return status not in (TestStatus.FAILED, TestStatus.ERROR)
     return status in passes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a protocol finds, before it becomes a Grade."""
+
+    outcome: Outcome
+    reason: str = ""
+    rewards: Rewards = ZERO
+    score: Score | None = None
+
+
+def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
+    """The verdict if the filter has already decided. An empty patch is run on the base."""
+    if filtered.tampered:
+        return Verdict(Outcome.TAMPERED, filtered.tampered)
+    if filtered.unparsable:
+        return Verdict(Outcome.UNPARSABLE, f"the diff: {filtered.unparsable}")
+    if filtered.refused:
+        return Verdict(Outcome.APPLY_FAILED, filtered.refused)
+    if not filtered.data and not filtered.was_empty:
+        dropped = ", ".join(filtered.dropped_paths[:5])
+        return Verdict(Outcome.EMPTY_PATCH, f"nothing left after dropping {dropped}")
+    return None
+
+
+def judge_refusal(run: TestRun) -> Verdict:
+    how = "git apply" if run.refusal is Refusal.DOES_NOT_APPLY else "conflicts with hidden tests"
+    return Verdict(Outcome.APPLY_FAILED, f"{how}: {run.refusal_text}")
+
+
+def judge_killed(run: TestRun) -> Verdict | None:
+    """The verdict on tests that were ended from outside; None if they ended by themselves. These
+    are verdicts, not infrastructure failures: the sandbox is sized for the tests, so the code under
+    test exhausted it or killed its runner. A retry would let hostile code wait for a lucky run.
+    """
+    if run.status.state is not ExecState.KILLED:
+        return None
+    cause = run.status.cause
+    if cause == "timeout":
+        return Verdict(Outcome.TIMEOUT, "the tests ran into their time limit")
+    why = {
+        "oom": "the tests exceeded the sandbox's memory limit",
+        "output": "the tests exceeded the sandbox's output limit",
+    }.get(cause or "", f"the test run was killed by signal {run.status.signal}")
+    return Verdict(Outcome.UNRESOLVED, why)
+
+
+def last_line(run: TestRun) -> str:
+    lines = last_lines(run.log, 1)
+    return lines[-1][:200] if lines else "no output"
+
+
+def first_error(run: TestRun) -> str:
+    """The first of the last lines that names an error; the last one where none does."""
+    found = (line for line in last_lines(run.log, 200) if _ERROR.search(line))
+    return next(found, last_line(run)).removeprefix("E ").strip()[:200]
+
+
+def make_grade(
+    grader: Grader,
+    verdict: Verdict,
+    patch: bytes,
+    filtered: FilteredPatch,
+    run: TestRun | None = None,
+) -> Grade:
+    """The verdict with everything needed to audit it."""
+    score = verdict.score
+    return Grade(
+        outcome=verdict.outcome,
+        reason=verdict.reason,
+        rewards=verdict.rewards,
+        fail_to_pass=score.fail_to_pass if score else {},
+        pass_to_pass=score.pass_to_pass if score else {},
+        exit_code=run.status.code if run else None,
+        seconds=(run.status.seconds or 0.0) if run else 0.0,
+        dropped_paths=filtered.dropped_paths,
+        flagged_paths=filtered.flagged_paths,
+        signals=filtered.signals,
+        patch_sha256=hashlib.sha256(patch).hexdigest(),
+        grader=grader.name,
+        grader_version=grader.version,
+    )

@@ -36,7 +36,9 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
     for instance, sample in _planned(await instances_of(store, run.run_id), run.n_samples):
         name = instance.split("/", 1)[1], sample
         episode = found.get(name)
-        ending = RolloutStatus.FAILED.value if name in damaged else ending_of(episode)
+        ending = episode.ending if episode is not None else MISSING
+        if name in damaged:
+            ending = RolloutStatus.FAILED.value
         if not _wanted(again, f"{name[0]}/{sample}", ending):
             continue
         if again.start_at == "grade" and not _has_verdict(episode):
@@ -49,13 +51,6 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
             )
         )
     return chosen
-
-
-def ending_of(episode: Episode | None) -> str:
-    """Its outcome, its status without one, or `missing`."""
-    if episode is None:
-        return MISSING
-    return episode.outcome.value if episode.outcome else episode.status.value
 
 
 async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[RolloutAgain]:

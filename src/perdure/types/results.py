@@ -197,6 +197,11 @@ class EpisodeRef(Frozen):
     policy_version_min: int | None = None
     policy_version_max: int | None = None
 
+    @property
+    def ending(self) -> str:
+        """Its outcome, or its status without one."""
+        return self.outcome.value if self.outcome else self.status.value
+
 
 class RunStatus(Frozen):
     """How far a run is.

@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 from perdure.errors import Boundary
 from perdure.types import EpisodeRef, Failure, Outcome, RolloutStatus, RunStatus
 from tests.hostile_text import CORPUS
-from workflows import markdown, verdicts
+from workflows import endings, markdown
 from workflows.web_ui import ChildrenPage, Links, RolloutPage, ShardsPage
 
 HOSTILE = [
@@ -86,10 +86,10 @@ def _page(total: int, viewer: str = "") -> ChildrenPage:
 
 def test_a_verdict_is_one_line() -> None:
     """Outcome, reward, turns, tokens; a failure instead of a reward."""
-    assert verdicts.of_episode(_episode(1, Outcome.UNRESOLVED)) == (
+    assert endings.of_episode(_episode(1, Outcome.UNRESOLVED)) == (
         "unresolved · 0.0 · 12 turns · 31k tokens"
     )
-    assert verdicts.of_episode(_episode(1, None)) == (
+    assert endings.of_episode(_episode(1, None)) == (
         "failed · sandbox: SandboxLost · 12 turns · 31k tokens"
     )
 

@@ -68,7 +68,7 @@ async def _plan(
 
 async def _endings(store: Store, run_id: str) -> str:
     episodes, _ = await scan_run(store, run_id)
-    counted = Counter(again.ending_of(episode) for episode in episodes)
+    counted = Counter(episode.ending for episode in episodes)
     return ", ".join(f"{name} {count}" for name, count in counted.most_common()) or "no episode"
 
 

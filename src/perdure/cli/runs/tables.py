@@ -118,7 +118,7 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
     table.add_column("seconds", justify="right", footer=f"{sum(e.seconds for e in episodes):.1f}")
     table.add_column("attempts", justify="right")
     for one in episodes:
-        outcome = one.outcome.value if one.outcome else one.status.value
+        outcome = one.ending
         table.add_row(
             one.instance_id,
             str(one.sample_index),

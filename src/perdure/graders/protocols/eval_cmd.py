@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from perdure.errors import InstanceError
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.test_run import Command, TestRun
+from perdure.graders.verdict import Verdict, last_line
 from perdure.types import Instance, Outcome, Rewards
 
 
@@ -30,8 +30,8 @@ class EvalCmdGrader(ProtocolGrader):
         return Plan(Command(instance.grading.eval_cmd or "", {}), _judge)
 
 
-async def _judge(run: TestRun) -> Judgement:
+async def _judge(run: TestRun) -> Verdict:
     if run.status.code == 0:
         won = Rewards(binary=1.0, f2p_fraction=1.0, p2p_fraction=1.0, partial=1.0)
-        return Judgement(Outcome.RESOLVED, rewards=won)
-    return Judgement(Outcome.UNRESOLVED, f"exit code {run.status.code}: {last_line(run)}")
+        return Verdict(Outcome.RESOLVED, rewards=won)
+    return Verdict(Outcome.UNRESOLVED, f"exit code {run.status.code}: {last_line(run)}")

@@ -11,14 +11,14 @@ from typing import ClassVar
 from perdure.apart.reading import Unparsable
 from perdure.graders.base import Graded
 from perdure.graders.diff.patch import filtered
-from perdure.graders.judgement import (
-    Judgement,
+from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
+from perdure.graders.verdict import (
+    Verdict,
     judge_filtered,
     judge_killed,
     judge_refusal,
     make_grade,
 )
-from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome
 
@@ -28,7 +28,7 @@ class Plan:
     """One run of the hidden tests."""
 
     command: Command
-    judge: Callable[[TestRun], Awaitable[Judgement]]
+    judge: Callable[[TestRun], Awaitable[Verdict]]
     """Of tests that ended by themselves. Raises: Unparsable."""
 
 
@@ -71,7 +71,7 @@ class ProtocolGrader(ABC):
         return Graded(make_grade(self, await _judged(plan, run), patch, kept, run), *self.kept(run))
 
 
-async def _judged(plan: Plan, run: TestRun) -> Judgement:
+async def _judged(plan: Plan, run: TestRun) -> Verdict:
     if run.refusal is not None:
         return judge_refusal(run)
     if (ended := judge_killed(run)) is not None:
@@ -79,4 +79,4 @@ async def _judged(plan: Plan, run: TestRun) -> Judgement:
     try:
         return await plan.judge(run)
     except Unparsable as error:
-        return Judgement(Outcome.UNPARSABLE, f"the output of the tests: {error}")
+        return Verdict(Outcome.UNPARSABLE, f"the output of the tests: {error}")

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError, MissingDependency
 from perdure.graders import verdict
-from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
+from perdure.graders.verdict import Verdict, last_line
 from perdure.installation import command_for_packages
 from perdure.types import Grading, Instance, Outcome, TestStatus
 
@@ -53,23 +53,23 @@ class MultiSweGrader(ProtocolGrader):
     def plan(self, instance: Instance, scratch: str) -> Plan:
         grading = instance.grading
 
-        async def judged(run: TestRun) -> Judgement:
+        async def judged(run: TestRun) -> Verdict:
             return judge(await read(parsed, grading.log_parser, run.log), grading, last_line(run))
 
         return Plan(Command(grading.test_cmd or "", {}), judged)
 
 
-def judge(found: Statuses, grading: Grading, last: str = "") -> Judgement:
+def judge(found: Statuses, grading: Grading, last: str = "") -> Verdict:
     """The verdict on the third stage."""
     if not found:
-        return Judgement(Outcome.UNRESOLVED, f"the log has no test result: {last}")
+        return Verdict(Outcome.UNRESOLVED, f"the log has no test result: {last}")
     score = verdict.score(found, grading.fail_to_pass, grading.pass_to_pass)
     broken = [test for test in grading.must_not_fail if found.get(test) is TestStatus.FAILED]
     if broken:
         reason = f"{len(broken)} tests failed that had passed, such as {broken[0]}"
         kept = score.pass_to_pass | dict.fromkeys(broken, TestStatus.FAILED)
-        return Judgement(Outcome.UNRESOLVED, reason, score=score._replace(pass_to_pass=kept))
-    return Judgement(score.outcome, score.reason, score.rewards, score)
+        return Verdict(Outcome.UNRESOLVED, reason, score=score._replace(pass_to_pass=kept))
+    return Verdict(score.outcome, score.reason, score.rewards, score)
 
 
 @dataclass(frozen=True)

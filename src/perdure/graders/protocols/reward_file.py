@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from perdure.apart.reading import read
 from perdure.errors import InstanceError
-from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.test_run import Command, TestRun
+from perdure.graders.verdict import Verdict, last_line
 from perdure.instances.rows.formats.harbor import FOLDER
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards
@@ -67,16 +67,14 @@ def _command(scratch: str) -> Command:
     )
 
 
-async def _judged(run: TestRun) -> Judgement:
+async def _judged(run: TestRun) -> Verdict:
     reward = await read(reward_of, run.junit or b"")
     if reward is None:
-        return Judgement(
-            Outcome.UNRESOLVED, f"test.sh wrote no reward from 0 to 1: {last_line(run)}"
-        )
+        return Verdict(Outcome.UNRESOLVED, f"test.sh wrote no reward from 0 to 1: {last_line(run)}")
     rewards = Rewards(binary=float(reward == 1), partial=reward)
     if reward == 1:
-        return Judgement(Outcome.RESOLVED, rewards=rewards)
-    return Judgement(Outcome.UNRESOLVED, f"reward {reward:g}", rewards)
+        return Verdict(Outcome.RESOLVED, rewards=rewards)
+    return Verdict(Outcome.UNRESOLVED, f"reward {reward:g}", rewards)
 
 
 def reward_of(text: bytes) -> float | None:

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from perdure.errors import InstanceError
 from perdure.graders import tampering, verdict
-from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.protocols.image_edits import without_image_edits
 from perdure.graders.protocols.swebench import SuiteRun, planned, reading_of, validate_suite
 from perdure.graders.reports.log_parsers import Statuses, worst
+from perdure.graders.verdict import Verdict, last_line
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards, TestStatus
 
@@ -40,15 +40,15 @@ class StatusMapGrader(ProtocolGrader):
         return planned(instance, scratch, judge, instance.grading.expected)
 
 
-def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Judgement:
+def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Verdict:
     """The verdict on a finished run. Call this through `read`."""
     reading, code = reading_of(suite), suite.run.status.code
     found = compared(reading.statuses, expected)
     if reading.canary_status is TestStatus.MISSING and code != 0 and found.rewards.binary == 0:
         reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
-        return Judgement(Outcome.UNRESOLVED, reason)
+        return Verdict(Outcome.UNRESOLVED, reason)
     if forged := tampering.distrust(reading, code, ()) or _unconfirmed(reading):
-        return Judgement(Outcome.TAMPERED, forged, score=found.score)
+        return Verdict(Outcome.TAMPERED, forged, score=found.score)
     return found
 
 
@@ -62,7 +62,7 @@ def _unconfirmed(reading: tampering.Reading) -> str:
     return ""
 
 
-def compared(statuses: Statuses, expected: Mapping[str, str]) -> Judgement:
+def compared(statuses: Statuses, expected: Mapping[str, str]) -> Verdict:
     """The verdict on a run that is believed; `partial` is the part of the tests that match."""
     found = by_key(statuses)
     wrong = [
@@ -77,7 +77,7 @@ def compared(statuses: Statuses, expected: Mapping[str, str]) -> Judgement:
     outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
     listed = {key: found.get(key, TestStatus.MISSING) for key in expected}
     score = verdict.Score(listed, {}, outcome, rewards)
-    return Judgement(outcome, "; ".join([*wrong, *new][:3]), rewards, score)
+    return Verdict(outcome, "; ".join([*wrong, *new][:3]), rewards, score)
 
 
 def by_key(statuses: Statuses) -> Statuses:

@@ -8,13 +8,13 @@ from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import tampering, verdict
 from perdure.graders.diff.git_diff import MalformedDiff, parse
-from perdure.graders.judgement import Judgement, last_line
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.finished import unfinished
 from perdure.graders.reports.junit import JunitReport, UnusableJunit, parse_junit
 from perdure.graders.reports.log_parsers import LogParser, Statuses, parser_of
 from perdure.graders.tampering import CanaryTest, Reading
 from perdure.graders.test_run import TestRun, run_tests, scratch_folder
+from perdure.graders.verdict import Verdict, last_line
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Grading, Instance, Outcome, TestStatus
 
@@ -50,13 +50,13 @@ class SwebenchGrader(ProtocolGrader):
 
 
 def planned(
-    instance: Instance, scratch: str, judge: Callable[[SuiteRun, Rules], Judgement], rules: Rules
+    instance: Instance, scratch: str, judge: Callable[[SuiteRun, Rules], Verdict], rules: Rules
 ) -> Plan:
     """The row's guarded test command, and `judge` on what it leaves, in another process."""
     command, canary = tampering.guarded_command(instance.grading, scratch)
     parser = parser_of(instance)
 
-    async def judged(run: TestRun) -> Judgement:
+    async def judged(run: TestRun) -> Verdict:
         return await read(judge, SuiteRun(run, canary, bool(command.junit_path), parser), rules)
 
     return Plan(command, judged)
@@ -125,7 +125,7 @@ def invalid_by_protocol(suite: SuiteRun, statuses: Statuses) -> str:
     return ""
 
 
-def judge(suite: SuiteRun, grading: Grading) -> Judgement:
+def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     """The verdict on a finished run. Call this through `read`."""
     reading = reading_of(suite)
     code = suite.run.status.code
@@ -140,19 +140,19 @@ def judge(suite: SuiteRun, grading: Grading) -> Judgement:
         invalid = invalid_by_protocol(suite, reading.statuses)
         reason = invalid or score.reason
         outcome = Outcome.UNRESOLVED if invalid else score.outcome
-        return Judgement(outcome, reason, verdict.ZERO if invalid else score.rewards, score)
+        return Verdict(outcome, reason, verdict.ZERO if invalid else score.rewards, score)
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
     if reading.canary_status is TestStatus.MISSING and not claims:
         # The run ended before the last test without forgery: the diff broke collection or crashed
         # the runner.
         reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
-        return Judgement(Outcome.UNRESOLVED, reason, score=score)
+        return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)
     if forged := tampering.distrust(reading, code, tests):
-        return Judgement(Outcome.TAMPERED, forged, score=score)
+        return Verdict(Outcome.TAMPERED, forged, score=score)
     if score.outcome is Outcome.RESOLVED and (
         cut := unfinished(grading.log_parser, suite.run.log, code, tests)
     ):
-        return Judgement(Outcome.TAMPERED, cut, score=score)
-    return Judgement(score.outcome, score.reason, score.rewards, score)
+        return Verdict(Outcome.TAMPERED, cut, score=score)
+    return Verdict(score.outcome, score.reason, score.rewards, score)

@@ -12,11 +12,11 @@ from typing import ClassVar
 from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import verdict
-from perdure.graders.judgement import Judgement
 from perdure.graders.protocols import row_parser
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
+from perdure.graders.verdict import Verdict
 from perdure.types import Instance, OutputParser
 
 _STDERR = b"\n--- stderr ---\n"
@@ -40,10 +40,10 @@ class SweproGrader(ProtocolGrader):
         assert grading.parser is not None
         program = grading.parser.program
 
-        async def judged(run: TestRun) -> Judgement:
+        async def judged(run: TestRun) -> Verdict:
             found = await read(row_parser.parse_output, program, run.log, run.junit or b"")
             score = verdict.score(found, grading.fail_to_pass, grading.pass_to_pass)
-            return Judgement(score.outcome, score.reason, score.rewards, score)
+            return Verdict(score.outcome, score.reason, score.rewards, score)
 
         return Plan(command(grading.parser, scratch), judged)
 

@@ -6,9 +6,11 @@ The sandbox's identity and the guest's records make every call safe to repeat. E
 
 import asyncio
 import random
+import re
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
 
 from perdure.errors import ControlPlaneError, PerdureError, RateLimited, SandboxLost
 
@@ -73,6 +75,20 @@ def was_refused(error: PerdureError) -> bool:
     """The service or a proxy said when to come back. That says nothing about the sandbox, and any
     request before that time would be refused too."""
     return isinstance(error, ControlPlaneError) and error.retry_after is not None
+
+
+def retry_after(headers: Mapping[str, Any]) -> float | None:
+    """Seconds, from `Retry-After` or `Retry-After-<throttler>`; their value may be a date."""
+    for name, value in headers.items():
+        if name.lower().startswith("retry-after"):
+            text = str(value).strip()
+            if re.fullmatch(r"\d+(\.\d+)?", text):
+                return float(text)
+            try:
+                return max(1.0, parsedate_to_datetime(text).timestamp() - time.time())
+            except ValueError:
+                return None
+    return None
 
 
 class Silences:

@@ -6,12 +6,11 @@ import pytest
 
 from perdure.graders.base import Graded
 from perdure.graders.diff.patch import filter_patch
-from perdure.graders.judgement import make_grade
 from perdure.graders.protocols import multi_swe
 from perdure.graders.twins.combine import Ran, combined, official_only
 from perdure.graders.twins.draw import Run
 from perdure.graders.twins.runs import verified
-from perdure.graders.verdict import score
+from perdure.graders.verdict import make_grade, score
 from perdure.testing.grader_contract import FAIL_TO_PASS, PASS_TO_PASS, tiny_instance
 from perdure.types import Grade, Instance, Outcome, Rewards, TestStatus
 from tests.unit.graders.twins.test_draw import ADD, NEGATIVE

@@ -1,13 +1,10 @@
 """Turns the Daytona SDK's errors into ours, by what to do next."""
 
 import re
-import time
-from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
-from perdure.sandboxes.guest.retries import Conflict, Missing
+from perdure.sandboxes.guest.retries import Conflict, Missing, retry_after
 from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 REFUSAL_PASSES_S = 6.5
@@ -80,17 +77,3 @@ def _by_status(status: int) -> Any:
         409: daytona.DaytonaConflictError,
         429: daytona.DaytonaRateLimitError,
     }.get(status)
-
-
-def retry_after(headers: Mapping[str, Any]) -> float | None:
-    """Seconds, from `Retry-After` or `Retry-After-<throttler>`; their value may be a date."""
-    for name, value in headers.items():
-        if name.lower().startswith("retry-after"):
-            text = str(value).strip()
-            if re.fullmatch(r"\d+(\.\d+)?", text):
-                return float(text)
-            try:
-                return max(1.0, parsedate_to_datetime(text).timestamp() - time.time())
-            except ValueError:
-                return None
-    return None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
-from perdure.sandboxes.guest.retries import Conflict, Missing
+from perdure.sandboxes.guest.retries import Conflict, Missing, retry_after
 
 ROLE = "infra/k8s/sandboxes.yaml"
 REFUSAL_PASSES_S = 2.0
@@ -31,12 +31,7 @@ def refused_of(status: int, text: str, headers: Mapping[str, str]) -> ErrorAnswe
     if not isinstance(said, dict):
         said = {}
     message = str(said.get("message") or text[:200])
-    return ErrorAnswer(status, said.get("reason") or "", message, _seconds(headers))
-
-
-def _seconds(headers: Mapping[str, str] | None) -> float | None:
-    after = "" if headers is None else headers.get("Retry-After", "")
-    return float(after) if after.isdigit() else None
+    return ErrorAnswer(status, said.get("reason") or "", message, retry_after(headers))
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
@@ -55,7 +50,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case aiohttp.WSServerHandshakeError():
             if error.status == 400:  # transient: the pod has not started yet, or has ended
                 return ControlPlaneError(said)
-            answer = ErrorAnswer(error.status, "", error.message, _seconds(error.headers))
+            answer = ErrorAnswer(error.status, "", error.message, retry_after(error.headers or {}))
             return _by_status(error.status, said, answer, key_works=key_works)
         case aiohttp.ClientConnectorCertificateError() | ssl.SSLCertVerificationError():
             return ConfigurationError(f"{said}; correct the certificate authority of KUBECONFIG")

@@ -20,17 +20,12 @@ def line(
 
 def of_episode(episode: EpisodeRef) -> str:
     return line(
-        ending_of(episode),
+        episode.ending,
         reward=episode.reward,
         turns=episode.turns,
         tokens=episode.tokens,
         failure=episode.failure,
     )
-
-
-def ending_of(episode: EpisodeRef) -> str:
-    """The outcome, or the status of a rollout that has none."""
-    return episode.outcome.value if episode.outcome else episode.status.value
 
 
 def badness(episode: EpisodeRef) -> tuple[int, float]:
