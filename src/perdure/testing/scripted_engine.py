@@ -614,8 +614,11 @@ class ScriptedEngine:
         except Refused as refused:
             return Response(openai_chat.error(refused), refused.status)
         with self._working():
-            if self._fault(request) == "status":
+            fault = self._fault(request)
+            if fault == "status":
                 return _openai_error(self.faults.status, "a fault on command")
+            if fault == "hang":
+                await self._released.wait()
             await self._take_time()
             answer = self._chat_answer(parsed.request.model, parsed.request.messages)
         if parsed.stream:
