@@ -1,7 +1,7 @@
 """A handler's own agent runs once in a sandbox, whatever happens to its worker."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from perdure.types import AgentEnd, Grading, Instance, RolloutRequest, Source, S
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
 ATTEMPT = Attempt(request=REQUEST, attempt=1)
+SANDBOX = identity_of(REQUEST.run_id, REQUEST.workflow_id, "agent", 1)
 
 
 class Appends(AgentHandler):
@@ -53,7 +54,7 @@ class Appends(AgentHandler):
 
 
 @pytest.fixture
-async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Path]:
     """An attempt whose sandbox is booted."""
     monkeypatch.setattr(Appends, "began", asyncio.Event(), raising=False)
     services = worker(tmp_path)
@@ -70,7 +71,8 @@ async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     await catalog.save(services.store, instance)
     await ActivityEnvironment().run(Stages(services).boot, ATTEMPT)
-    return tmp_path
+    yield tmp_path
+    await services.provider("local").kill(SANDBOX)
 
 
 def worker(home: Path) -> Services:
@@ -80,8 +82,7 @@ def worker(home: Path) -> Services:
 
 
 async def lines(services: Services) -> list[bytes]:
-    identity = identity_of(REQUEST.run_id, REQUEST.workflow_id, "agent", 1)
-    sandbox = await services.provider("local").attach(identity)
+    sandbox = await services.provider("local").attach(SANDBOX)
     return (await sandbox.read_file(f"{sandbox.workdir}/a.txt")).splitlines()
 
 
