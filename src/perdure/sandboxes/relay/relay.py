@@ -104,7 +104,7 @@ class Relay:
         self._reads_are_cheap = reads_are_cheap
         self._inline = min(8 << 20, output_mb << 18)
         self._again_s = again_s
-        self._spool = f"/tmp/.perdure-{sandbox.identity}"
+        self._spool = f"{sandbox.tmp}/.perdure-{sandbox.identity}"
         self._gateway = httpx.AsyncClient(
             base_url=gateway_url,
             timeout=httpx.Timeout(None, connect=10),
