@@ -21,17 +21,14 @@ class _Empty(types.ModuleType):
 for absent in ("torch", "torch.distributed", "ray"):
     sys.modules[absent] = _Empty(absent)
 
-from renderers import create_renderer  # noqa: E402  # after the empty modules
-
-from perdure.gateway.rendering.tokenizers import load_tokenizer  # noqa: E402
+from perdure.gateway.rendering.formats import load_format  # noqa: E402  # after the empty modules
 
 
 class ChatTokenizer:
     """Qwen3's vocabulary and template, with the methods that slime calls on a Hugging Face tokenizer."""
 
     def __init__(self) -> None:
-        self._tokenizer = load_tokenizer("qwen3")
-        self._renderer = create_renderer(self._tokenizer)
+        self._tokenizer, self._renderer = load_format("qwen3")
 
     def apply_chat_template(
         self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool

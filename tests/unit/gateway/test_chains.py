@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from renderers.configs import Qwen35RendererConfig
-from renderers.qwen35 import Qwen35Renderer
 
 from perdure.apart.working import WORKERS
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
@@ -25,9 +23,11 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.journal.turns import turns_of
 from perdure.gateway.metrics import Metrics
-from perdure.gateway.rendering.formats import Format, load_format
-from perdure.gateway.rendering.qwen3 import PackagedQwen3
-from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.gateway.rendering.chat_template import ChatTemplate
+from perdure.gateway.rendering.formats import QWEN3, Format, load_format
+from perdure.gateway.rendering.jinja_template import JinjaTemplate
+from perdure.gateway.rendering.notations.detect import Found
+from perdure.gateway.rendering.notations.hermes import Hermes
 from perdure.gateway.sessions import Sessions
 from perdure.gateway.turns.answers import PLACEHOLDER
 from perdure.gateway.turns.bridge import bridge
@@ -49,6 +49,10 @@ TWO_CALLS: Message = {
     "tool_calls": [{"name": "bash", "arguments": {"command": c}} for c in ("ls", "pwd")]
 }
 TEXT: Message = {"content": "All done."}
+NO_LATE_SYSTEM = (
+    "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('system comes first') }}"
+    "{% endif %}{% endfor %}"
+)
 THOUGHT: Message = {"raw": "<think>\nHm.\n</think>\n\n"}
 
 
@@ -294,9 +298,8 @@ async def test_a_late_system_note_becomes_a_user_message_if_the_format_refuses_i
     start: Start,
 ) -> None:
     """After a compaction the note is in the middle of a root, where Qwen3.5 allows no system message."""
-    qwen35: Any = PackagedQwen3(load_tokenizer("qwen3"))  # type: ignore[arg-type]  # the packaged one
-    config = Qwen35RendererConfig(thinking_retention="all")
-    qwen35._renderer = Qwen35Renderer(FORMAT.tokenizer, config)
+    strict = JinjaTemplate(NO_LATE_SYSTEM + (QWEN3 / "chat_template.jinja").read_text("utf-8"))
+    qwen35 = ChatTemplate(FORMAT.tokenizer, strict, Found(Hermes(), False), Hermes.stops)
     process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
     await process.sessions.open(_spec())
     note = {"role": "system", "content": "Mind the tests."}
@@ -322,7 +325,7 @@ async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
         whole = FORMAT.renderer.bridge_to_next_turn(list(prompt), list(completion), new)
         assert whole is not None
 
-        assert list(bridge(FORMAT.renderer, node, node.ids(), new, None)) == list(whole.token_ids)
+        assert list(bridge(FORMAT.renderer, node, node.ids(), new, None)) == whole
 
 
 # --- retries -----------------------------------------------------------------------------------

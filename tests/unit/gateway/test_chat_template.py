@@ -111,7 +111,7 @@ def test_a_bridge_equals_the_template_after_the_recorded_ids(
 
     whole = [_say("user", "hi"), _say("assistant", "yo"), *new]
     assert bridged is not None
-    assert bridged.token_ids == renderer.render_ids(whole, add_generation_prompt=True)
+    assert bridged == renderer.render_ids(whole, add_generation_prompt=True)
 
 
 def test_a_cut_off_answer_is_closed_by_the_bridge(tmp_path: Path) -> None:
@@ -124,9 +124,7 @@ def test_a_cut_off_answer_is_closed_by_the_bridge(tmp_path: Path) -> None:
     )
 
     assert bridged is not None
-    assert tokenizer.decode(bridged.token_ids).endswith(
-        "yo<end>\n<turn>user\nx<end>\n<turn>assistant\n"
-    )
+    assert tokenizer.decode(bridged).endswith("yo<end>\n<turn>user\nx<end>\n<turn>assistant\n")
 
 
 @pytest.mark.parametrize("template", [STRICT + PLAIN, HOISTS])
@@ -139,7 +137,7 @@ def test_a_late_system_message_is_never_lost(tmp_path: Path, template: str) -> N
     bridged = renderer.bridge_to_next_turn(prompt, completion, [_say("system", "note")])
 
     assert bridged is not None
-    added = tokenizer.decode(bridged.token_ids[len(prompt) + len(completion) :])
+    added = tokenizer.decode(bridged[len(prompt) + len(completion) :])
     assert "<turn>user\nnote<end>" in added
 
 

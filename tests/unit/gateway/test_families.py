@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from renderers.base import ToolCallParseStatus
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.chat_template import ChatTemplate
 from perdure.gateway.rendering.formats import Format, load_format
 from perdure.gateway.rendering.notations.detect import NOTATIONS
+from perdure.gateway.rendering.parsed_response import ToolCallParseStatus
 from perdure.gateway.rendering.typed_text import MARK, marked
 from perdure.gateway.turns.bridge import Miss, bridge
 from tests.unit.gateway.families import FAMILIES, Family
@@ -153,7 +153,7 @@ def test_a_turn_round_trips(name: str, formats: dict[str, Format], data: st.Data
         [*asked, answer, *results], tools=[TOOL], add_generation_prompt=True
     )
     assert bridged is not None
-    assert bridged.token_ids == whole
+    assert bridged == whole
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -172,13 +172,13 @@ def test_plain_text_round_trips(
     read = renderer.parse_response(completion, prompt_ids=prompt)
     bridged = renderer.bridge_to_next_turn(prompt, completion, [say("user", more)])
 
-    assert (read.content, read.tool_calls) == (text, [])
+    assert (read.content, read.tool_calls) == (text, ())
     if FAMILIES[name].stop:  # it stopped to see a result: that is no place for a user's message
         assert bridged is None
         return
     assert bridged is not None
-    assert bridged.token_ids[: len(prompt) + len(completion)] == prompt + completion
-    added = tokenizer.decode_marked(bridged.token_ids[len(prompt) + len(completion) :])
+    assert bridged[: len(prompt) + len(completion)] == prompt + completion
+    added = tokenizer.decode_marked(bridged[len(prompt) + len(completion) :])
     assert marked(more, tokenizer.control) in added
 
 
@@ -192,7 +192,7 @@ def test_an_answer_that_was_cut_off_is_closed(name: str, formats: dict[str, Form
     bridged = renderer.bridge_to_next_turn(prompt, completion, [say("user", "go on")])
 
     assert bridged is not None
-    closing = bridged.token_ids[len(prompt) + len(completion)]
+    closing = bridged[len(prompt) + len(completion)]
     ends = {*renderer.get_stop_token_ids(), tokenizer.convert_tokens_to_ids("<|end|>")}
     assert closing in ends
 
@@ -214,7 +214,7 @@ def test_reasoning_is_read_and_closed(name: str, formats: dict[str, Format]) -> 
     assert (opened.reasoning_content, opened.content) == ("hm", "ok")
     assert (cut.reasoning_content, cut.reasoning_complete, cut.content) == ("hm", False, "")
     assert bridged is not None
-    assert bridged.token_ids[len(prompt) + len(hm)] == end
+    assert bridged[len(prompt) + len(hm)] == end
 
 
 def test_a_result_is_shown_under_the_models_own_id(formats: dict[str, Format]) -> None:
@@ -307,7 +307,7 @@ def test_what_only_looks_like_a_call_is_text(notation: str, text: str) -> None:
     """A notation without marks reads a call only of a tool that was offered."""
     read = NOTATIONS[notation].read(text, [TOOL], opened=False)
 
-    assert (read.content, read.tool_calls) == (text, [])
+    assert (read.content, read.tool_calls) == (text, ())
 
 
 def test_a_template_with_unreadable_calls_is_refused(tmp_path: Path) -> None:

@@ -91,4 +91,4 @@ def test_a_sampled_call_is_read_and_continued(model_format: Format) -> None:
 
     assert [call.arguments for call in parsed.tool_calls] == [{"command": command}]
     assert bridged is not None
-    assert bridged.token_ids[: len(prompt) + len(answer)] == [*prompt, *answer]
+    assert bridged[: len(prompt) + len(answer)] == [*prompt, *answer]

@@ -8,16 +8,16 @@ in the template's output is not certain, the prompt is rendered in full.
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-from renderers.base import ParsedResponse, RenderedTokens
 
 from perdure.gateway.rendering import late_system
 from perdure.gateway.rendering.jinja_template import JinjaTemplate, TemplateError
 from perdure.gateway.rendering.notations.base import Notation
 from perdure.gateway.rendering.notations.detect import Found, detect
+from perdure.gateway.rendering.parsed_response import ParsedResponse, ParsedToolCall
 from perdure.gateway.rendering.tokenizers import Tokenizer, published, token_text
 from perdure.gateway.rendering.typed_text import marked, unmarked
 
@@ -61,7 +61,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """Ids of the whole conversation. Raises: TemplateError."""
-        return self._tokenizer.encode(self._text(messages, tools, add_generation_prompt))
+        text = self._text(messages, self._offered(tools), add_generation_prompt)
+        return self._tokenizer.encode(text)
 
     def bridge_to_next_turn(
         self,
@@ -70,7 +71,7 @@ class ChatTemplate:
         new_messages: list[Any],
         *,
         tools: list[Any] | None = None,
-    ) -> RenderedTokens | None:
+    ) -> list[int] | None:
         """The recorded ids, then what the template writes after an answer. None: this is not certain."""
         if not previous_prompt_ids or not new_messages:
             return None
@@ -82,8 +83,7 @@ class ChatTemplate:
         rest = self._joined(previous_prompt_ids, previous_completion_ids, *added)
         if rest is None:
             return None
-        ids = [*previous_prompt_ids, *previous_completion_ids, *self._tokenizer.encode(rest)]
-        return RenderedTokens(token_ids=ids, message_indices=[-1] * len(ids))
+        return [*previous_prompt_ids, *previous_completion_ids, *self._tokenizer.encode(rest)]
 
     def parse_response(
         self,
@@ -96,27 +96,30 @@ class ChatTemplate:
         end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), None)
         text = self._tokenizer.decode_marked(token_ids[:end])
         read = self.notation.read(text, tools, opened=self._opened(prompt_ids or []))
-        for call in read.tool_calls:
-            call.raw, call.name = unmarked(call.raw), unmarked(call.name)
-            call.arguments = unmarked(call.arguments)
-        read.content = unmarked(read.content)
-        read.reasoning_content = unmarked(read.reasoning_content)
-        return read
+        return replace(
+            read,
+            content=unmarked(read.content),
+            reasoning_content=unmarked(read.reasoning_content),
+            tool_calls=tuple(map(_unmarked_call, read.tool_calls)),
+        )
 
     # --- rendering -----------------------------------------------------------------------------
 
     def _text(
-        self, messages: Sequence[Message], tools: list[Any] | None, add_generation_prompt: bool
+        self, messages: Sequence[Message], offered: list[Any] | None, add_generation_prompt: bool
     ) -> str:
-        """The rendered text, with marks in what a message only spells."""
+        """The rendered text, with marks in what a message only spells. `offered`: tools, marked."""
         given = [marked(message, self._tokenizer.control) for message in self._prepared(messages)]
-        offered = marked(tools, self._tokenizer.control) if tools else None
         return late_system.rendered(
             given,
             lambda told: self._template.render(
                 messages=told, tools=offered, add_generation_prompt=add_generation_prompt
             ),
         )
+
+    def _offered(self, tools: list[Any] | None) -> list[Any] | None:
+        offered: list[Any] | None = marked(tools, self._tokenizer.control) if tools else None
+        return offered
 
     def _prepared(self, messages: Sequence[Message]) -> Iterator[Message]:
         """The messages as the template expects them: arguments in its form, ids in the family's, and a
@@ -174,8 +177,9 @@ class ChatTemplate:
         more than the new messages, and there is no bridge. If the template moves or drops a system
         message, that message is rendered as a user message.
         """
+        offered = self._offered(tools)
         for told in (new, [late_system.as_user(message) for message in new]):
-            seen = {self._after_made_up(told, tools, said) for said in ("Go on.", "And now?")}
+            seen = {self._after_made_up(told, offered, said) for said in ("Go on.", "And now?")}
             found = seen.pop() if len(seen) == 1 else None
             if found is not None and self._says_all(found[1], told):
                 return found
@@ -196,12 +200,12 @@ class ChatTemplate:
         return True
 
     def _after_made_up(
-        self, new: list[Message], tools: list[Any] | None, said: str
+        self, new: list[Message], offered: list[Any] | None, said: str
     ) -> tuple[str, str] | None:
         sentinel = f"answer-{uuid4().hex}"
         for answer in _answers_before(new, sentinel):
             try:
-                text = self._text([{"role": "user", "content": said}, answer, *new], tools, True)
+                text = self._text([{"role": "user", "content": said}, answer, *new], offered, True)
             except TemplateError:
                 continue
             _, found, tail = text.rpartition(sentinel)
@@ -216,6 +220,15 @@ class ChatTemplate:
         """Whether the template opened the reasoning, so that the answer only closes it."""
         tail = self._tokenizer.decode(prompt_ids[-self.looks_back :])
         return self.notation.opens_reasoning(tail)
+
+
+def _unmarked_call(call: ParsedToolCall) -> ParsedToolCall:
+    return replace(
+        call,
+        raw=unmarked(call.raw),
+        name=unmarked(call.name),
+        arguments=unmarked(call.arguments),
+    )
 
 
 def _under(result: Message, known: dict[str, tuple[str, str]]) -> Message:

@@ -3,15 +3,18 @@
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from renderers.base import ParsedResponse, RenderedTokens
-
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering import chat_template
 from perdure.gateway.rendering.jinja_template import TemplateError
 from perdure.gateway.rendering.notations.base import Notation
 from perdure.gateway.rendering.notations.detect import AUTO, SETTING
-from perdure.gateway.rendering.qwen3 import PackagedQwen3
-from perdure.gateway.rendering.tokenizers import Qwen3Tokenizer, Tokenizer, load_tokenizer
+from perdure.gateway.rendering.notations.hermes import Hermes
+from perdure.gateway.rendering.parsed_response import ParsedResponse
+from perdure.gateway.rendering.tokenizer_setting import PACKAGED
+from perdure.gateway.rendering.tokenizers import Tokenizer, load_tokenizer
+
+QWEN3 = Path(__file__).with_name("qwen3")
+"""What is published beside the packaged tokenizer."""
 
 
 class MessageFormat(Protocol):
@@ -46,7 +49,7 @@ class MessageFormat(Protocol):
         new_messages: list[Any],
         *,
         tools: list[Any] | None = None,
-    ) -> RenderedTokens | None:
+    ) -> list[int] | None:
         """The recorded ids, then the new messages. None: what follows the answer is not certain."""
         ...
 
@@ -69,19 +72,18 @@ class Format(NamedTuple):
 def load_format(name: str, notation: str = AUTO) -> Format:
     """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
 
-    A folder is read by its own chat template, whatever its name. `notation`: PERDURE_ENGINE__NOTATION.
+    A model is read by its own chat template, whatever its name. `notation`: PERDURE_ENGINE__NOTATION.
     Raises: ConfigurationError when the folder has no template, or its calls cannot be read.
     """
     tokenizer = load_tokenizer(name)
-    if isinstance(tokenizer, Qwen3Tokenizer):
-        if notation not in (AUTO, PackagedQwen3.notation.name):
-            raise ConfigurationError(
-                f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: name the folder of your "
-                "model in PERDURE_ENGINE__TOKENIZER"
-            )
-        return Format(tokenizer, PackagedQwen3(tokenizer))
+    if name == PACKAGED and notation not in (AUTO, Hermes.name):
+        raise ConfigurationError(
+            f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: name the folder of your "
+            "model in PERDURE_ENGINE__TOKENIZER"
+        )
+    folder = QWEN3 if name == PACKAGED else Path(name)
     try:
-        return Format(tokenizer, chat_template.load(tokenizer, Path(name), notation))
+        return Format(tokenizer, chat_template.load(tokenizer, folder, notation))
     except TemplateError as error:
         raise ConfigurationError(
             f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "

@@ -35,7 +35,7 @@ CACHED_TEXT_CHARS = 32_768
 
 
 class Tokenizer:
-    """The surface `renderers` asks of a tokenizer, over any plain vocabulary.
+    """Text <-> ids over any plain vocabulary, with control tokens.
 
     Example:
         tokenizer = load_tokenizer("qwen3")
@@ -43,13 +43,10 @@ class Tokenizer:
         tokenizer.decode([151645])                          # "<|im_end|>"
     """
 
-    unk_token_id: int | None = None
-
-    def __init__(self, name_or_path: str, added: dict[str, int], eos_token: str) -> None:
-        self.name_or_path = name_or_path
+    def __init__(self, added: dict[str, int]) -> None:
+        """`added`: the id of each control token, by its text."""
         self._added = added
         self._added_text = {token_id: text for text, token_id in added.items()}
-        self.eos_token_id = added.get(eos_token)
         self.control = spellings(list(added))
         """Finds the text of every control token."""
         self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
@@ -72,7 +69,7 @@ class Tokenizer:
     def decode_plain(self, token_ids: list[int]) -> str:
         """Text of ids that are all ordinary; broken UTF-8 becomes U+FFFD."""
 
-    def encode(self, text: str, **_: Any) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Ids of a text that a template wrote: control tokens are single ids, except marked ones."""
         if len(text) <= CACHED_TEXT_CHARS:
             return list(self._cached(text))
@@ -90,7 +87,7 @@ class Tokenizer:
     def _unmarked(self, text: str) -> list[int]:
         return self.encode_plain(unmarked(text)) if text else []
 
-    def decode(self, token_ids: Iterable[int], **_: Any) -> str:
+    def decode(self, token_ids: Iterable[int]) -> str:
         """Text of any ids, control tokens included by name."""
         return self._decode(token_ids, self.decode_plain)
 
@@ -127,7 +124,7 @@ class Qwen3Tokenizer(Tokenizer):
         import tiktoken
 
         added = {text: QWEN3_FIRST_ADDED + i for i, text in enumerate(QWEN3_ADDED.split())}
-        super().__init__("Qwen/Qwen3-8B", added, "<|im_end|>")
+        super().__init__(added)
         self._encoding = tiktoken.Encoding(
             "qwen3",
             pat_str=QWEN3_PATTERN,
@@ -177,8 +174,7 @@ class FolderTokenizer(Tokenizer):
 
         description = json.loads((folder / "tokenizer.json").read_text("utf-8"))
         added = {entry["content"]: entry["id"] for entry in description["added_tokens"]}
-        eos = token_text(published(folder, "tokenizer_config.json").get("eos_token"))
-        super().__init__(str(folder), added, eos or "<|im_end|>")
+        super().__init__(added)
         # Without added tokens the library cannot read text as a control token.
         description.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(description))

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.dialects.base import Answer, ModelRequest
 from perdure.engines.base import Completion
 from perdure.gateway.rendering.formats import Format
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 from perdure.gateway.turns.bridge import end_of
 from perdure.gateway.turns.constraints import forbids_calls
 from perdure.types import FinishReason
@@ -95,7 +94,7 @@ def _stand_in(message: dict[str, Any]) -> bool:
 
 
 def _split(
-    text: str, calls: list[ParsedToolCall], *, allowed: bool
+    text: str, calls: Sequence[ParsedToolCall], *, allowed: bool
 ) -> tuple[str, list[ParsedToolCall]]:
     parsed = [c for c in calls if c.status == ToolCallParseStatus.OK and isinstance(c.name, str)]
     good = parsed if allowed else []

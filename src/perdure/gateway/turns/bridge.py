@@ -8,9 +8,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from renderers.base import ToolCallParseStatus
-
 from perdure.gateway.rendering.formats import MessageFormat
+from perdure.gateway.rendering.parsed_response import ToolCallParseStatus
 from perdure.gateway.turns.canonical import Message
 from perdure.gateway.turns.chains import Node
 
@@ -40,10 +39,9 @@ def bridge(
     whole = len(held) - sampled
     tail = list(held[max(0, whole - renderer.looks_back) : whole])
     answered = _answering(renderer, node, completion, new)
-    bridged = renderer.bridge_to_next_turn(tail, completion, answered, tools=tools)
-    if bridged is None:
+    ids = renderer.bridge_to_next_turn(tail, completion, answered, tools=tools)
+    if ids is None:
         return Miss("open_reasoning" if node.record.reasoning_open else "renderer_unsupported")
-    ids = list(bridged.token_ids)
     seen = len(tail) + sampled
     if ids[:seen] != tail + completion:
         return Miss("prefix_assert")

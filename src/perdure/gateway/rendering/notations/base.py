@@ -8,9 +8,14 @@ import ast
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
-from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.parsed_response import (
+    ParsedResponse,
+    ParsedToolCall,
+    ToolCallParseStatus,
+)
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -50,7 +55,7 @@ class Notation(ABC):
         return ParsedResponse(
             content=content.strip("\n"),
             reasoning_content=reasoning,
-            tool_calls=calls,
+            tool_calls=tuple(calls),
             reasoning_complete=complete,
         )
 
@@ -132,9 +137,8 @@ def json_calls(raw: str, text: str) -> list[ParsedToolCall]:
 
 def _with_id(item: Any) -> ParsedToolCall:
     raw = json.dumps(item, ensure_ascii=False)
-    call = json_call(raw, raw)
-    call.id = item["id"] if isinstance(item, dict) and isinstance(item.get("id"), str) else None
-    return call
+    own = item["id"] if isinstance(item, dict) and isinstance(item.get("id"), str) else None
+    return replace(json_call(raw, raw), id=own)
 
 
 def offered(tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,9 +6,8 @@ V3.1, V3.2-Exp: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool�
 
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, named_call
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _SECTION = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.S)
 _CALL = re.compile(

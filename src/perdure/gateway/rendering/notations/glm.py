@@ -5,8 +5,6 @@ The template writes nothing behind an answer: the model stops at the token that 
 
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import (
     Notation,
     Split,
@@ -15,6 +13,7 @@ from perdure.gateway.rendering.notations.base import (
     parameters_of,
     typed,
 )
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)

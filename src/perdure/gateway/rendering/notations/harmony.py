@@ -7,8 +7,6 @@ https://cookbook.openai.com/articles/openai-harmony
 
 import re
 
-from renderers.base import ParsedResponse, ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import (
     Message,
     Notation,
@@ -16,6 +14,11 @@ from perdure.gateway.rendering.notations.base import (
     Tools,
     bad,
     named_call,
+)
+from perdure.gateway.rendering.parsed_response import (
+    ParsedResponse,
+    ParsedToolCall,
+    ToolCallParseStatus,
 )
 
 _HEADER = "<|start|>assistant"
@@ -42,7 +45,7 @@ class Harmony(Notation):
         return ParsedResponse(
             content=content,
             reasoning_content="\n".join(thoughts) or None,
-            tool_calls=calls,
+            tool_calls=tuple(calls),
             reasoning_complete=not cut,
         )
 

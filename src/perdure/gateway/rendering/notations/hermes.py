@@ -2,16 +2,23 @@
 
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, json_call
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
+_OPENING = "<tool_call>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 
 
 class Hermes(Notation):
     name = "hermes"
     stops = ("<|im_end|>", "<|endoftext|>")
+
+    def _reasoning(self, text: str, opened: bool) -> tuple[str | None, bool, str]:
+        """A call ends reasoning that nothing else closes: the model often forgets `</think>`."""
+        reasoning, complete, rest = super()._reasoning(text, opened)
+        if complete or reasoning is None or (at := reasoning.find(_OPENING)) < 0:
+            return reasoning, complete, rest
+        return reasoning[:at].strip("\n"), True, reasoning[at:]
 
     def split(self, text: str, tools: Tools) -> Split:
         calls = [_call(found) for found in _BLOCK.finditer(text)]

@@ -7,8 +7,6 @@ DeepSeek V3.2: every tag carries `｜DSML｜`, and `string="true"` or `"false"` 
 import json
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import (
     Notation,
     Split,
@@ -17,6 +15,7 @@ from perdure.gateway.rendering.notations.base import (
     parameters_of,
     typed,
 )
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 
 class MinimaxM2(Notation):

@@ -6,10 +6,10 @@ names it. So results are shown under the id that the model gave, not under the o
 """
 
 import re
-
-from renderers.base import ParsedToolCall, ToolCallParseStatus
+from dataclasses import replace
 
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, named_call
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _SECTION = re.compile(
     r"<\|tool_calls?_section_begin\|>(.*?)(?:<\|tool_calls?_section_end\|>|\Z)", re.S
@@ -52,5 +52,4 @@ def _call(found: re.Match[str]) -> ParsedToolCall:
     if not found["end"]:
         return bad(found[0], ToolCallParseStatus.UNCLOSED_BLOCK)
     call = named_call(found[0], own["name"], found["arguments"].strip() or "{}")
-    call.id = found["id"]
-    return call
+    return replace(call, id=found["id"])

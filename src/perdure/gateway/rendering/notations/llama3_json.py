@@ -3,9 +3,8 @@ template. Calls beside each other are separated by `;`."""
 
 import json
 
-from renderers.base import ParsedToolCall
-
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, json_call, offered
+from perdure.gateway.rendering.parsed_response import ParsedToolCall
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _JSON = json.JSONDecoder()

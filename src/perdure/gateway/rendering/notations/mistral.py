@@ -5,10 +5,10 @@ Templates of the first form want ids of nine letters or digits, and show results
 
 import hashlib
 import re
-
-from renderers.base import ParsedToolCall
+from dataclasses import replace
 
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, json_calls, named_call
+from perdure.gateway.rendering.parsed_response import ParsedToolCall
 
 _CALLS = re.compile(r"\[TOOL_CALLS\](.*)", re.S)
 _NAMED = re.compile(
@@ -47,5 +47,4 @@ class Magistral(Mistral):
 
 def _call(found: re.Match[str]) -> ParsedToolCall:
     call = named_call(found[0], found["name"], found["arguments"].strip() or "{}")
-    call.id = found["id"] or None
-    return call
+    return replace(call, id=found["id"] or None)

@@ -3,9 +3,8 @@ Nemotron 3 writes as Qwen3-Coder does."""
 
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, json_calls
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _BLOCK = re.compile(r"<TOOLCALL>(.*?)(</TOOLCALL>|\Z)", re.S)
 

@@ -6,9 +6,8 @@ The text is parsed as Python's syntax and never run; arguments must be literals.
 import ast
 from typing import Any
 
-from renderers.base import ParsedToolCall
-
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools, offered
+from perdure.gateway.rendering.parsed_response import ParsedToolCall
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _LONGEST = 1 << 20

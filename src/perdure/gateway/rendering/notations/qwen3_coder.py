@@ -6,8 +6,6 @@ Qwen3-Coder often leaves out the opening `<tool_call>`, as vLLM's parser knows t
 
 import re
 
-from renderers.base import ParsedToolCall, ToolCallParseStatus
-
 from perdure.gateway.rendering.notations.base import (
     Notation,
     Split,
@@ -16,6 +14,7 @@ from perdure.gateway.rendering.notations.base import (
     parameters_of,
     typed,
 )
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _BLOCK = re.compile(
     r"(?:<tool_call>\s*)?<function=(?P<body>.*?)(?P<end></function>(?:\s*</tool_call>)?|\Z)"
