@@ -1,6 +1,6 @@
 """Doubles of sandbox services, each a process of its own, for benchmarks that call them.
 
-Owns starting and cleaning up; the doubles themselves are in `perdure.testing`.
+Owns starting and cleaning up; the doubles themselves are in `tests.doubles`.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from perdure.settings.tree import Settings
 from perdure.stack import ports, readiness
-from perdure.testing.service_double import Guests
+from tests.doubles.service_double import Guests
 
 SERVICES = ("e2b", "daytona")
 
@@ -45,7 +45,7 @@ class Service:
 async def serving(name: str, state: Path) -> AsyncIterator[Service]:
     """Start the double; stop it and its sandboxes at the end. Raises an error if it does not answer."""
     service = Service(name, f"http://127.0.0.1:{ports.free_port()}")
-    argv = [sys.executable, "-m", f"perdure.testing.{name}_server", "--state", str(state)]
+    argv = [sys.executable, "-m", f"tests.doubles.{name}_server", "--state", str(state)]
     process = subprocess.Popen(
         [*argv, "--port", service.url.rpartition(":")[2]], stdout=subprocess.DEVNULL
     )

@@ -17,6 +17,7 @@ from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import RolloutRequest
+from tests.doubles.e2b_server import serving
 from tests.stack.stack import Stack, running
 from tests.stack.waiting import until
 
@@ -48,8 +49,6 @@ async def capped(
     folder: Path, patch: pytest.MonkeyPatch, *, live: int, rate: float, said: str, workers: int = 2
 ) -> AsyncIterator[tuple[Stack, Any]]:
     """A stack whose e2b account has these caps, and is said to have those of `said` (JSON)."""
-    from perdure.testing.e2b_server import serving
-
     async with serving(folder / "server") as (server, url):
         server.settings.update(max_live=live, creates_per_s=rate)
         for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):

@@ -1,9 +1,8 @@
 """Services that make sandboxes, played in the test's own process, and a bench to break them on.
 
-`perdure.testing` defines what each double plays; each test states its own promise.
+`tests.doubles` defines what each double plays; each test states its own promise.
 """
 
-import importlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from perdure.types import Limits
+from tests.doubles import daytona_server, e2b_server
 
 ID = "p-fault-agent-1"
 SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
@@ -40,6 +40,7 @@ class Service:
     variables: Callable[[str], Mapping[str, str]]
     """The variables by which its SDK finds the double at a URL."""
     failures: ModuleType
+    double: ModuleType
     create: str
     execute: str
     upload: str
@@ -49,10 +50,6 @@ class Service:
     """The variable that names the image of a sandbox without one."""
     look_up: str = ""
     """The request that looks up a create whose answer was lost; empty if the create is repeated."""
-
-    @property
-    def server(self) -> str:
-        return f"perdure.testing.{self.name}_server"
 
     def made(self, home: Path) -> ServiceProvider:
         provider = self.provider(Settings(home=home))
@@ -65,6 +62,7 @@ E2B = Service(
     e2b.E2BProvider,
     lambda url: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
     e2b_failures,
+    e2b_server,
     create="POST /v2/sandboxes$",
     execute="POST /process.Process/Start",
     upload="POST /files",
@@ -77,6 +75,7 @@ DAYTONA = Service(
     daytona.DaytonaProvider,
     lambda url: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
     daytona_failures,
+    daytona_server,
     create="POST /api/sandbox$",
     execute="POST /toolbox/.*/process/execute",
     upload="POST /toolbox/.*/files/bulk-upload",
@@ -94,10 +93,9 @@ async def serving(
 ) -> AsyncIterator[tuple[Any, str]]:
     """Run the double (server, url) where the SDK finds it, and end its sandboxes afterwards."""
     pytest.importorskip(service.name)
-    pytest.importorskip("aiohttp")
     if missing := BubblewrapProvider(Settings(home=folder)).check():
         pytest.skip(missing[0])
-    async with importlib.import_module(service.server).serving(folder) as (server, url):
+    async with service.double.serving(folder) as (server, url):
         for name, value in service.variables(url).items():
             patch.setenv(name, value)
         yield server, url

@@ -1,6 +1,6 @@
 """`python -m benchmarks.flaky`: the same rollouts on an E2B that fails 0, 5 and 20 % of all calls.
 
-The real SDK calls the double of `perdure.testing`. Rollouts are the oracle's, each with a sandbox for
+The real SDK calls the double of `tests.doubles`. Rollouts are the oracle's, each with a sandbox for
 the agent and one for the grader. Shares take turns within a round. The double counts sandboxes. A call
 that meets a fault is refused, answered late, or executed with its answer lost.
 """
@@ -102,7 +102,7 @@ class Service:
 @contextlib.contextmanager
 def service(folder: Path, seed: int) -> Iterator[Service]:
     found = Service(folder, ports.free_port())
-    argv = [sys.executable, "-m", "perdure.testing.e2b_server", "--state", str(folder)]
+    argv = [sys.executable, "-m", "tests.doubles.e2b_server", "--state", str(folder)]
     process = subprocess.Popen(
         [*argv, "--port", found.url.rpartition(":")[2], "--seed", str(seed)],
         stdout=subprocess.DEVNULL,

@@ -21,8 +21,8 @@ from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.settings.load import load_settings
 from perdure.stack.sandboxes import ready_provider
 from perdure.storage.base import open_store
-from perdure.testing.twin_forgers import FORGERS
 from perdure.types import Grade, Instance, Outcome
+from tests.cheats.twin_forgers import FORGERS
 
 
 @dataclass

@@ -21,9 +21,9 @@ from perdure.graders.twins.runs import verified
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.cheats.made_rows import made_rows
 from perdure.testing.grader_contract import make_repository
 from perdure.types import Instance, Outcome
+from tests.cheats.made_rows import made_rows
 
 TIMEOUT_S = 600.0
 EXPECTED = {"gold": Outcome.RESOLVED, "nop": Outcome.UNRESOLVED}

@@ -25,7 +25,6 @@ from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from perdure.testing.scripted_policy import Policy
 from perdure.types import (
@@ -39,6 +38,7 @@ from perdure.types import (
     SourceKind,
     Turn,
 )
+from tests.local_gateway import LocalGateway, turns_key_of
 
 WORKDIR = "/testbed"
 FILE = f"{WORKDIR}/calc.py"

@@ -7,7 +7,6 @@ import pytest
 from tests import burst, hollow
 
 pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
 BURST, LIVE, RATE = 500, 20, 5

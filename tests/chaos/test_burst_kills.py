@@ -14,7 +14,6 @@ from tests.stack.stack import DEATH_S, Stack
 from tests.stack.waiting import until
 
 pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
 BURST, LIVE, KILLS = 40, 6, 5

@@ -16,12 +16,12 @@ from perdure.instances.rows.readers import read_rows
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage.local import LocalStore
-from perdure.testing.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
-from perdure.testing.cheats.made_rows import made_rows
-from perdure.testing.cheats.suite import Bench, Result, cases, table
-from perdure.testing.cheats.target import Runner, Target
-from perdure.testing.cheats.winners import STILL_WIN
 from perdure.types import Instance
+from tests.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from tests.cheats.made_rows import made_rows
+from tests.cheats.suite import Bench, Result, cases, table
+from tests.cheats.target import Runner, Target
+from tests.cheats.winners import STILL_WIN
 
 AT_A_TIME = 2 * (os.cpu_count() or 1)
 """A grading waits for its sandbox for half of its time."""

@@ -10,16 +10,14 @@ import pytest
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.daytona.client import client
 from perdure.settings.tree import Settings
+from tests.doubles.daytona_server import serving
 
 pytest.importorskip("daytona")
-pytest.importorskip("aiohttp")
 
 
 @pytest.fixture
 async def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """The SDK's own, in a double of its own."""
-    from perdure.testing.daytona_server import serving
-
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     async with serving(tmp_path / "server") as (_, url):

@@ -12,9 +12,10 @@ from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.certificates import Authority
+from tests.doubles.e2b_server import serving
+from tests.doubles.http2_proxy import behind_http2
 
 pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 
 ID = "p-h2-agent-1"
 SPEC = SandboxSpec("/testbed", limits=Limits(output_mb=1), ttl_s=300)
@@ -30,9 +31,6 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def server(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[object]:
-    from perdure.testing.e2b_server import serving
-    from perdure.testing.http2_proxy import behind_http2
-
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))

@@ -9,9 +9,9 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
+from tests.doubles.kubernetes_server import serving
 
 pytest.importorskip("kubernetes_asyncio")
-pytest.importorskip("aiohttp")
 
 
 class TestKubernetes(SandboxContract):
@@ -28,8 +28,6 @@ class TestKubernetes(SandboxContract):
     async def provider(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> AsyncIterator[KubernetesProvider]:
-        from perdure.testing.kubernetes_server import serving
-
         if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
             pytest.skip(missing[0])
         async with serving(tmp_path / "server") as (server, _):

@@ -29,10 +29,10 @@ from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failur
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.settings.tree import Settings
+from tests.doubles import kubernetes_server
 from tests.services import ID, SPEC, Bench, Service, impatient
 
 pytest.importorskip("kubernetes_asyncio")
-pytest.importorskip("aiohttp")
 
 CREATE = "POST .*/pods$"
 READ = "GET .*/pods/[^/]+$"
@@ -56,6 +56,7 @@ KUBERNETES = Service(
     KubernetesProvider,
     lambda url: {},
     kubernetes_failures,
+    kubernetes_server,
     create=CREATE,
     execute=EXEC,
     upload=EXEC,
@@ -67,13 +68,11 @@ KUBERNETES = Service(
 
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    from perdure.testing.kubernetes_server import serving
-
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     monkeypatch.setattr(kubernetes_failures, "REFUSAL_PASSES_S", 0.1)
     monkeypatch.setattr(kubernetes_failures, "RELEASE_S", 0.1)
-    async with serving(tmp_path / "server") as (server, _):
+    async with kubernetes_server.serving(tmp_path / "server") as (server, _):
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
         monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "tests")
         provider = KUBERNETES.made(tmp_path / "home")
@@ -317,8 +316,6 @@ async def test_an_image_without_python_ends_its_instance(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the first process cannot start, the error blames the image."""
-    from perdure.testing import kubernetes_server
-
     said = 'exec: "python3": executable file not found in $PATH'
     monkeypatch.setitem(kubernetes_server.FAILED, "StartError", said)
     bench.inject(CREATE, state="StartError")

@@ -11,8 +11,8 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
+from tests.doubles.kubernetes_server import serving
 
-pytest.importorskip("aiohttp")
 NAMESPACE = "perdure-sandboxes"
 POD = {
     "apiVersion": "v1",
@@ -27,8 +27,6 @@ POD = {
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Any]:
-    from perdure.testing.kubernetes_server import serving
-
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     async with serving(tmp_path / "server") as (server, _):
@@ -103,8 +101,6 @@ async def test_kubectl_runs_a_command_inside(server: Any) -> None:
 
 async def test_a_pod_outlives_its_server(server: Any, tmp_path: Path) -> None:
     """Another server on the same folder knows it and runs commands in it."""
-    from perdure.testing.kubernetes_server import serving
-
     await made(server)
     async with serving(tmp_path / "server") as (again, _):
         (record,) = again.sandboxes.all()

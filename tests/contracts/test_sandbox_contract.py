@@ -13,8 +13,8 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider, LocalSandbox
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.tree import Settings
-from perdure.testing.apptainer_cli import write_program
 from perdure.testing.sandbox_contract import SandboxContract
+from tests.doubles.apptainer_cli import write_program
 
 
 @pytest.fixture

@@ -5,14 +5,10 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("aiohttp")
-
 from aiohttp import web
 
-from perdure.testing.faults import Faults
-from perdure.testing.service_double import Double
+from tests.doubles.faults import Faults
+from tests.doubles.service_double import Double
 
 LARGE = 64 << 20
 """Bytes: more than sockets hold."""

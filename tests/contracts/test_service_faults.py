@@ -6,7 +6,6 @@ this service has.
 """
 
 import asyncio
-import importlib
 import signal
 import subprocess
 import sys
@@ -25,8 +24,9 @@ from perdure.sandboxes.guest import service as service_module
 from perdure.sandboxes.guest.sandbox import FOLDER
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.service_double import LIMITS
 from tests import held_ports
+from tests.doubles.service_double import LIMITS
+from tests.paths import ROOT
 from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
 
 PASSING: dict[str, dict[str, Any]] = {
@@ -263,7 +263,7 @@ async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
 ) -> None:
     """If no command can be recorded any more, the sandbox is lost; it is no configuration error."""
     small = LIMITS.model_copy(update={"disk_mb": 16})
-    monkeypatch.setattr(importlib.import_module(bench.service.server), "LIMITS", small)
+    monkeypatch.setattr(bench.service.double, "LIMITS", small)
     async with bench.box() as box:
         await box.exec(f"cd {FOLDER} && cp -a execs {HOME} && {EXCHANGE}", user="root", check=True)
         await box.exec(f"cat /dev/zero >{HOME}/full", user="root")
@@ -398,8 +398,8 @@ async def test_server_killed_and_started_again_forgets_nothing(
 @contextmanager
 def _started(service: Service, state: Path, port: int) -> Iterator[None]:
     """As people start it; ends by SIGKILL."""
-    argv = [sys.executable, "-m", service.server, "--state", str(state)]
-    process = subprocess.Popen([*argv, "--port", str(port)], stdout=subprocess.PIPE)
+    argv = [sys.executable, "-m", service.double.__name__, "--state", str(state)]
+    process = subprocess.Popen([*argv, "--port", str(port)], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         process.stdout.readline()

@@ -9,7 +9,6 @@ from tests.stack.host import why_not_here
 from tests.stack.waiting import PATIENCE_S
 
 pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.temporal, pytest.mark.longer]
 
 

@@ -22,10 +22,10 @@ from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.sandboxes.reaper import Owner, Sweep
 from perdure.settings.tree import Settings
 from perdure.types import Limits
+from tests.doubles.e2b_server import serving
 from tests.stack.waiting import until
 
 pytest.importorskip("e2b")
-pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
 ID = "p-creating-agent-1"
@@ -71,8 +71,6 @@ class Bench:
 async def bench(
     tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Bench]:
-    from perdure.testing.e2b_server import serving
-
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip("; ".join(missing))
     async with serving(tmp_path / "server") as (server, url):

@@ -17,6 +17,7 @@ from perdure.episodes.episode import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
 from tests import counting_agent, services
 from tests.certificates import Authority
+from tests.doubles.http2_proxy import behind_http2
 from tests.services import E2B
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
@@ -277,8 +278,6 @@ async def test_server_that_goes_away(
     field_: Field, authority: Authority, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """GOAWAY over TLS and HTTP/2, the request seen to or not: solved in one attempt, nothing left."""
-    from perdure.testing.http2_proxy import behind_http2
-
     async with behind_http2(field_.url, authority.tls()) as url:
         for name, value in E2B.variables(url).items():
             monkeypatch.setenv(name, value)

@@ -18,7 +18,6 @@ from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage import keys
-from perdure.testing.apptainer_cli import write_program
 from perdure.types import (
     Environment,
     Grade,
@@ -32,6 +31,7 @@ from perdure.types import (
     SourceKind,
 )
 from tests import small_image
+from tests.doubles.apptainer_cli import write_program
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="apptainer")
 LOOK = "git cat-file --batch-all-objects --batch --unordered; git log --all --format=%s"

@@ -22,9 +22,9 @@ from perdure.rollouts.services import Services
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.storage import keys
-from perdure.testing.apptainer_cli import write_program
 from perdure.types import Grade, Instance, PatchRef, RolloutRequest
 from tests import small_image
+from tests.doubles.apptainer_cli import write_program
 from tests.unit.instances.made_rows import NEW, OLD, TEST, r2e_row, write_harbor, write_scripts
 
 UNITTESTS = """\

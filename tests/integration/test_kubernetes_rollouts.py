@@ -6,19 +6,17 @@ from pathlib import Path
 import pytest
 
 from perdure.types import Outcome
+from tests.doubles.kubernetes_server import serving
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
 
 pytest.importorskip("kubernetes_asyncio")
-pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.temporal
 
 
 @pytest.fixture
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[object]:
     """The double; the stack's processes inherit how to reach it."""
-    from perdure.testing.kubernetes_server import serving
-
     if missing := why_not_here():
         pytest.skip(missing)
     async with serving(tmp_path / "server") as (server, _):

@@ -28,8 +28,8 @@ from perdure.testing.grader_contract import (
     make_repository,
     tiny_instance,
 )
-from perdure.testing.twin_forgers import FORGERS, Forger
 from perdure.types import Grade, Instance, Outcome, OutputParser
+from tests.cheats.twin_forgers import FORGERS, Forger
 from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT, install_multi_swe
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]

@@ -29,6 +29,7 @@ from perdure.settings.tree import Settings
 from perdure.stack import readiness
 from tests import counting_agent, held_ports
 from tests.leaks.traces import Traces
+from tests.paths import ROOT
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
 from tests.stack.waiting import until
@@ -64,9 +65,10 @@ class Service:
         return self.popen is not None and self.popen.poll() is None
 
     async def start(self) -> None:
-        argv = [sys.executable, "-m", "perdure.testing.e2b_server", "--state", str(self.state)]
+        argv = [sys.executable, "-m", "tests.doubles.e2b_server", "--state", str(self.state)]
         self.popen = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *argv, "--port", str(self.port)],
+            cwd=ROOT,
             stdout=subprocess.DEVNULL,
         )
         await readiness.wait_for_http(f"{self.url}/__control/rules")
@@ -213,7 +215,6 @@ async def test_e2b_leaves_nothing(
 ) -> None:
     """50 kills, the service among the victims: it has no sandbox left, nor has this host."""
     pytest.importorskip("e2b")
-    pytest.importorskip("aiohttp")
     with e2b(tmp_path, monkeypatch) as service:
         await service.start()
         async with life(tmp_path, seed, service) as found:

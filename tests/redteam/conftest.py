@@ -12,9 +12,9 @@ import pytest
 from perdure.registry import SANDBOXES, load
 from perdure.sandboxes.base import Exec, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from perdure.settings.tree import Settings
-from perdure.testing.apptainer_cli import write_program
 from perdure.types import Limits
 from tests.docker_engine import docker_address, docker_engine
+from tests.doubles.apptainer_cli import write_program
 
 __all__ = ["docker_address", "docker_engine"]
 

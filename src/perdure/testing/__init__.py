@@ -1,1 +1,1 @@
-"""Doubles that speak the real wire protocols, and the contract suites: shipped and documented."""
+"""An inference server without a model, and the contract suites: for users and for authors of plug-ins."""

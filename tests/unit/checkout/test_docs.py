@@ -18,7 +18,7 @@ from tests.paths import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = sorted(
     page
-    for room in ("src", "datasets", "infra", "workers", "benchmarks")
+    for room in ("src", "datasets", "infra", "workers", "tests", "benchmarks")
     for page in (ROOT / room).rglob("README.md")
 )
 REQUESTS: dict[str, type[Request]] = {

@@ -13,8 +13,7 @@ ALLOWED = {
     "src/perdure/agents/inside/": "the agent's own process in the sandbox",
     "src/perdure/sandboxes/guest/inside/": "the guest",
     "src/perdure/sandboxes/relay/inside/": "the relay's program",
-    # The doubles are other people's programs, and tests of ours.
-    "src/perdure/testing/": "doubles and shared tests",
+    "src/perdure/testing/": "the contract suites, which are tests",
 }
 
 

@@ -23,9 +23,9 @@ from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.turns.sampling import chat_request
 from perdure.home import load_secret
 from perdure.settings.tree import Settings
-from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling
+from tests.local_gateway import LocalGateway, turns_key_of
 
 SCRIPTS = {
     "default": {

@@ -24,8 +24,8 @@ from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, name_of
 from perdure.settings.tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
-from perdure.testing.scripted_sglang import ScriptedSglang
 from perdure.types import FinishReason
+from tests.doubles.scripted_sglang import ScriptedSglang
 from tests.engine_wire import answering, plain
 
 TURN = {"default": {"turns": [{"content": " ".join(f"word{n}" for n in range(40))}]}}

@@ -17,9 +17,9 @@ from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.state import EngineSpec
 from perdure.home import load_secrets
-from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import held_ports
+from tests.local_gateway import LocalGateway
 
 SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 

@@ -17,8 +17,8 @@ import pytest
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Dialect, Refused
-from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
+from tests.local_gateway import LocalGateway
 from tests.paths import ROOT
 
 REQUESTS = int(os.environ.get("PERDURE_TEST_FUZZ_REQUESTS", "2000"))

@@ -16,9 +16,9 @@ from perdure.episodes.turns_parquet import decode
 from perdure.gateway.rendering.formats import Format, load_format
 from perdure.gateway.rendering.notations.detect import NOTATIONS
 from perdure.gateway.turns.constraints import constraints
-from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
+from tests.local_gateway import LocalGateway, turns_key_of
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
 SCRIPTS = {

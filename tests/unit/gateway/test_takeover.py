@@ -11,9 +11,9 @@ import pytest
 from perdure.engines.state import EngineState
 from perdure.gateway.base import control_token
 from perdure.storage.local import LocalStore
-from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
+from tests.local_gateway import LocalGateway
 
 
 @pytest.fixture

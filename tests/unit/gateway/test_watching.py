@@ -10,7 +10,7 @@ from perdure.errors import GatewayUnavailable, NotFound
 from perdure.gateway import watching
 from perdure.gateway.base import SessionSummary
 from perdure.gateway.watching import SharedLooks
-from perdure.testing.local_gateway import LocalGateway
+from tests.local_gateway import LocalGateway
 
 
 class Gateway:

@@ -3,9 +3,9 @@
 from collections import Counter
 
 from perdure.graders.diff.git_diff import parse
-from perdure.testing.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
-from perdure.testing.cheats.made_rows import made_rows
-from perdure.testing.cheats.target import Target
+from tests.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from tests.cheats.made_rows import made_rows
+from tests.cheats.target import Target
 
 
 def test_names_are_unique_and_the_catalog_is_whole() -> None:

@@ -15,8 +15,6 @@ from perdure.sandboxes.providers.kubernetes.failures import ErrorAnswer, typed
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.settings.tree import Settings
 
-pytest.importorskip("aiohttp")
-
 
 def pod(phase: str, *, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
     statuses = [{"name": "sandbox", "state": state}] if state is not None else []

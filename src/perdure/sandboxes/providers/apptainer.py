@@ -2,7 +2,7 @@
 
 `apptainer instance start` makes the namespaces over an overlay on our tmpfs. The keeper then treats
 its first process like any holder: the same commands, records, limits and filter. It was never run
-with the real Apptainer: the tests use `perdure.testing.apptainer_cli`.
+with the real Apptainer: the tests use `tests/doubles/apptainer_cli.py`.
 """
 
 import asyncio

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from perdure.instances.environments import Prepared
-from perdure.testing.cheats.diffs import appended, edited
 from perdure.testing.grader_contract import Edits
 from perdure.types import Instance
+from tests.cheats.diffs import appended, edited
 
 Runner = Literal["pytest", "unittest", "sympy"]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from perdure.testing.cheats.diffs import added
-from perdure.testing.cheats.target import Cheat, Target, filled
 from perdure.testing.grader_contract import Edits
+from tests.cheats.diffs import added
+from tests.cheats.target import Cheat, Target, filled
 
 _HOOK = (
     "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"

@@ -29,8 +29,8 @@ from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.faults import CONTROL, Faults, Handler, met_rule
 from perdure.types import Limits
+from tests.doubles.faults import CONTROL, Faults, Handler, met_rule
 
 ACCEPTED_IN = 4
 """Turns of the event loop from a connection's arrival until its server knows it."""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from perdure.testing.cheats.target import Control, Target
 from perdure.testing.grader_contract import Edits
+from tests.cheats.target import Control, Target
 
 _BESIDE: Mapping[str, Edits] = MappingProxyType(
     {

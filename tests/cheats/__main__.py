@@ -1,4 +1,4 @@
-"""`python -m perdure.testing.cheats`: every cheat and control on the made rows, as a table.
+"""`python -m tests.cheats`: every cheat and control on the made rows, as a table.
 
 Beside each number of won cheats stands what swebench says about the same logs, if `--pairs` is 0.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
-from perdure.testing.cheats.catalog import CHEATS, CONTROLS, WEAK
-from perdure.testing.cheats.made_rows import made_rows
-from perdure.testing.cheats.suite import Bench, Result, cases, shown, table
+from tests.cheats.catalog import CHEATS, CONTROLS, WEAK
+from tests.cheats.made_rows import made_rows
+from tests.cheats.suite import Bench, Result, cases, shown, table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m perdure.testing.cheats", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.cheats", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name or family holds these words")
     parser.add_argument("--pairs", type=int, default=1, help="0: the official verdict, no twins")
     parser.add_argument("--most", type=int, default=2, help="gradings at a time")

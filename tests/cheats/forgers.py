@@ -6,7 +6,7 @@ A forger that forges everything meets the canary. So each one has a condition: w
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from perdure.testing.cheats.target import Cheat, Runner, code
+from tests.cheats.target import Cheat, Runner, code
 
 # `name` of the test, `module` it is in, `function` that it calls, `error` that it raised.
 CONDITIONS: Mapping[str, str] = MappingProxyType(

@@ -1,8 +1,8 @@
 """Three small rows, one for each kind of runner: pytest, a unittest runner like django's, one like sympy's."""
 
-from perdure.testing.cheats.target import Runner, Target
 from perdure.testing.grader_contract import Edits, diff_of
 from perdure.types import Grading, Instance, Source, SourceKind
+from tests.cheats.target import Runner, Target
 
 _CORE = """def add(a, b):
     return a - b

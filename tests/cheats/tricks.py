@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from perdure.testing.cheats.target import Cheat, code
+from tests.cheats.target import Cheat, code
 
 _ASSERTIONS: Mapping[str, str] = MappingProxyType(
     {

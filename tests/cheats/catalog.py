@@ -1,11 +1,11 @@
 """All cheats and controls, by name."""
 
-from perdure.testing.cheats.controls import controls
-from perdure.testing.cheats.endings import endings
-from perdure.testing.cheats.files import files
-from perdure.testing.cheats.forgers import forgers
-from perdure.testing.cheats.target import Cheat, Control
-from perdure.testing.cheats.tricks import tricks, weak_tests
+from tests.cheats.controls import controls
+from tests.cheats.endings import endings
+from tests.cheats.files import files
+from tests.cheats.forgers import forgers
+from tests.cheats.target import Cheat, Control
+from tests.cheats.tricks import tricks, weak_tests
 
 IN_CODE: tuple[Cheat, ...] = (*forgers(), *endings(), *tricks())
 """Those that only add code to the package under test."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from perdure.testing.cheats.target import Cheat, Runner, code
+from tests.cheats.target import Cheat, Runner, code
 
 _OUT = """
 import os, sys

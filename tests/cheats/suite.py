@@ -16,10 +16,10 @@ from perdure.graders.twins.choose import choose_twins
 from perdure.graders.twins.runs import verified
 from perdure.instances.environments import Prepared
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
-from perdure.testing.cheats.beside import swebench_resolves
-from perdure.testing.cheats.target import Cheat, Control, Target
 from perdure.testing.grader_contract import make_repository
 from perdure.types import Instance, Limits, Outcome
+from tests.cheats.beside import swebench_resolves
+from tests.cheats.target import Cheat, Control, Target
 
 TIMEOUT_S = 60.0
 """Of the tests of one grading: a busy host is slow."""

@@ -1,6 +1,6 @@
 """A Daytona that runs here: its wire protocol to the unmodified `daytona` SDK, bubblewrap boxes behind it.
 
-    python -m perdure.testing.daytona_server --state DIR --port 3986
+    python -m tests.doubles.daytona_server --state DIR --port 3986
     export DAYTONA_API_URL=http://127.0.0.1:3986/api DAYTONA_API_KEY=dtn_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
@@ -24,9 +24,9 @@ from aiohttp import web
 from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.testing import service_double
-from perdure.testing.faults import Faults, Rule, met_rule
-from perdure.testing.service_double import LIMITS, Double, Refusal, entries, iso, listed
+from tests.doubles import service_double
+from tests.doubles.faults import Faults, Rule, met_rule
+from tests.doubles.service_double import LIMITS, Double, Refusal, entries, iso, listed
 
 HOME = "/home/daytona"
 PIECE = 1 << 20

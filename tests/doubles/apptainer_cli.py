@@ -28,9 +28,9 @@ def write_program(folder: Path) -> Path:
     """`folder/apptainer`, which runs this module."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "apptainer"
-    source = Path(__file__).parents[2]
+    root = Path(__file__).parents[2]
     path.write_text(
-        f'#!/bin/sh\nPYTHONPATH={source} exec {sys.executable} -m perdure.testing.apptainer_cli "$@"\n'
+        f'#!/bin/sh\nPYTHONPATH={root} exec {sys.executable} -m tests.doubles.apptainer_cli "$@"\n'
     )
     path.chmod(0o755)
     return path

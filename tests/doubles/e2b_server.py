@@ -1,6 +1,6 @@
 """An E2B that runs here: its wire protocol to the unmodified `e2b` SDK, bubblewrap boxes behind it.
 
-    python -m perdure.testing.e2b_server --state DIR --port 3900
+    python -m tests.doubles.e2b_server --state DIR --port 3900
     export E2B_API_URL=http://127.0.0.1:3900 E2B_SANDBOX_URL=http://127.0.0.1:3900 E2B_API_KEY=e2b_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
@@ -28,8 +28,8 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.testing.faults import Faults, met_rule
-from perdure.testing.service_double import (
+from tests.doubles.faults import Faults, met_rule
+from tests.doubles.service_double import (
     LIMITS,
     Double,
     Entry,

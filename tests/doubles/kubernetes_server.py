@@ -1,6 +1,6 @@
 """A Kubernetes that runs here: its API for pods to unmodified clients, bubblewrap boxes behind it.
 
-    python -m perdure.testing.kubernetes_server --state DIR --port 3988
+    python -m tests.doubles.kubernetes_server --state DIR --port 3988
     export KUBECONFIG=DIR/kubeconfig
 
 Kill it and start it again on the same DIR: it keeps its state, and its pods live on. Post faults
@@ -27,9 +27,9 @@ from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Network, Sandbox
 from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.settings.tree import Settings
-from perdure.testing.faults import Faults, Rule, met_rule
-from perdure.testing.service_double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 from perdure.types import Limits
+from tests.doubles.faults import Faults, Rule, met_rule
+from tests.doubles.service_double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 
 NAMESPACE = "/api/v1/namespaces/{ns}"
 PODS = f"{NAMESPACE}/pods"
