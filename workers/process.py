@@ -27,7 +27,7 @@ from temporalio.client import (
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-from perdure import home, lean_imports, tracing
+from perdure import home, tracing
 from perdure.apart import children
 from perdure.client import names
 from perdure.client.connection import connect
@@ -98,7 +98,6 @@ def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[W
         workers.append(workflow_worker(client, build=build, viewer_url=viewer_url))
     others = [role for role in roles if role != "workflows"]
     if others:
-        import_what_stages_need()
         from perdure.rollouts.services import Services
         from workers.queues import activity_worker, queues
 
@@ -106,11 +105,6 @@ def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[W
         for role in others:
             workers += [activity_worker(client, queue, build) for queue in queues(role, services)]
     return workers
-
-
-def import_what_stages_need() -> None:
-    """Without what these libraries take along and no stage uses."""
-    lean_imports.for_no_terminal("httpx")
 
 
 async def _keep_house(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from perdure.episodes import lean_arrow, segments
+from perdure.episodes import segments
 from perdure.episodes.episode import (
     AttemptSummary,
     Episode,
@@ -41,7 +41,6 @@ def assemble(
 
     Raises: ValueError when that is no turns file, or grade and status contradict each other.
     """
-    lean_arrow.set_up()
     from perdure.episodes.turns_parquet import decode
 
     recorded = decode(turns) if turns is not None else []
@@ -58,7 +57,6 @@ def calls_of(turns: bytes) -> Calls:
 
     Raises: ValueError when that is no turns file.
     """
-    lean_arrow.set_up()
     from perdure.episodes.turns_parquet import decode
 
     return {turn.index: usage_of(turn) for turn in decode(turns) if not turn.replayed_from}
@@ -83,7 +81,6 @@ def assemble_again(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> Asse
 
     Raises: ValueError when that cannot be read.
     """
-    lean_arrow.set_up()
     from perdure.episodes.episode_parquet import decode_segments
 
     kept = decode_segments(tokens, earlier.tokens_key)

@@ -8,22 +8,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from perdure import lean_imports, tracing
+import uvloop
+
+from perdure import tracing
 from perdure.errors import ConfigurationError, MissingDependency
+from perdure.gateway.http.server import serve
+from perdure.home import keep_private, load_secrets
 from perdure.settings.load import load_settings
+from perdure.storage.base import open_store
+from perdure.telemetry import configure_logging
 
 
 def main() -> int:
     options = _options()
     try:
-        leave_out_what_is_unused()
-        import uvloop
-
-        from perdure.gateway.http.server import serve
-        from perdure.home import keep_private, load_secrets
-        from perdure.storage.base import open_store
-        from perdure.telemetry import configure_logging
-
         settings = load_settings()
         keep_private(settings)
         configure_logging("gateway")
@@ -41,11 +39,6 @@ def main() -> int:
         print(f"perdure gateway: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def leave_out_what_is_unused() -> None:
-    """Before other imports."""
-    lean_imports.for_no_terminal("structlog", "httpx")
 
 
 def _options() -> argparse.Namespace:

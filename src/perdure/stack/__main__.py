@@ -3,18 +3,10 @@
 import os
 import sys
 
-from perdure import lean_imports
-
-
-def main() -> int:
-    lean_imports.for_no_terminal("structlog")
-    from perdure.stack import supervisor
-
-    return supervisor.main()
-
+from perdure.stack import supervisor
 
 if __name__ == "__main__":
-    code = main()
+    code = supervisor.main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -57,9 +57,6 @@ def down(keep_sandboxes: bool, as_json: bool) -> None:
 
 
 def _run_here(settings: Settings, engine: str) -> None:
-    from perdure import lean_imports
-
-    lean_imports.for_no_terminal("structlog")
     from perdure.stack import preflight as beforehand
     from perdure.stack import supervisor
 

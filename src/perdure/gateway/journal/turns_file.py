@@ -5,14 +5,12 @@ One function on records, for a process of its own: a long session takes a second
 
 from typing import Any
 
-from perdure.episodes import lean_arrow
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.journal.turns import turn_deltas
 
 
 def turns_file(records: list[dict[str, Any]]) -> bytes:
     """The content of the file."""
-    lean_arrow.set_up()
     from perdure.episodes import turns_parquet as codec
 
     return codec.encode_deltas(codec.Delta(*delta) for delta in turn_deltas(turn_records(records)))
