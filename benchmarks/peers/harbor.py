@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 from benchmarks import toy
+from benchmarks.peers import mini_swe_agent
 from benchmarks.peers.base import Job, Verdicts
 from benchmarks.peers.environments import Pinned, environment
 
 PINNED = Pinned("harbor", ("harbor==0.24.0",), ("3.13", "3.12", "3.14"))
+MOST_TASKS = 50
 PLUGIN = Path(__file__).parent / "harbor_plugin"
 LOOP = Path(__file__).parents[1] / "overhead" / "bash_loop.py"
 
@@ -27,10 +29,7 @@ class Harbor:
         self._environment = environment(PINNED, root)
 
     def prepare(self, job: Job) -> None:
-        tasks = min(job.rollouts, 50)
-        if job.rollouts % tasks:
-            raise ValueError(f"{job.rollouts} rollouts are no multiple of {tasks} tasks")
-        toy.write_harbor_tasks(job.folder / "tasks", tasks)
+        toy.write_harbor_tasks(job.folder / "tasks", _tasks(job.rollouts))
         job.temporary.mkdir(parents=True)
 
     def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
@@ -49,7 +48,7 @@ class Harbor:
             return [program, "job", "resume", "-p", str(job.folder / "jobs" / "bench")], env
         argv = [program, "run", "-y", "-q", "-p", str(job.folder / "tasks"), "-o"]
         argv += [str(job.folder / "jobs"), "--job-name", "bench", "-n", str(job.workers)]
-        argv += ["-k", str(max(1, job.rollouts // 50)), "-m", "openai/policy"]
+        argv += ["-k", str(job.rollouts // _tasks(job.rollouts)), "-m", "openai/policy"]
         argv += ["-a", self.agent, "-e", "bench_environment:BwrapEnvironment"]
         return argv, env
 
@@ -81,3 +80,33 @@ class HarborInside(Harbor):
         flags = [flag for flag in super().flags(job) if flag != "--unshare-net"]
         python = ["--setenv", "BENCH_PYTHON", toy.PYTHON]
         return [*flags, "--ro-bind", str(LOOP), "/opt/bench/bash_loop.py", *python]
+
+
+class HarborMini(Harbor):
+    """Runs Harbor's own mini-swe-agent in its sandbox. The program is bound there, not installed in each."""
+
+    agent: ClassVar[str] = "bench_mini_agent:BoundMiniSweAgent"
+
+    def __init__(self, root: Path) -> None:
+        """Raises: Unavailable."""
+        super().__init__(root)
+        self._program = environment(mini_swe_agent.PINNED, root)
+
+    def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
+        argv, env = super().command(job, again=again)
+        connection = {"OPENAI_BASE_URL": f"{job.endpoint_url}/v1", "OPENAI_API_KEY": "none"}
+        return argv, env | connection | {"MSWEA_API_KEY": "none"}
+
+    def flags(self, job: Job) -> list[str]:
+        """With the host's network, which costs less than Perdure's own network and forwarder."""
+        flags = [flag for flag in super().flags(job) if flag != "--unshare-net"]
+        for folder in (self._program, (self._program / "bin" / "python").resolve().parents[1]):
+            flags += ["--ro-bind", str(folder), str(folder)]
+        path = f"{self._program / 'bin'}:{toy.SANDBOX_PATH}"
+        flags += ["--setenv", "PATH", path, "--setenv", "MSWEA_SILENT_STARTUP", "1"]
+        return [*flags, "--setenv", "LITELLM_LOCAL_MODEL_COST_MAP", "True"]
+
+
+def _tasks(rollouts: int) -> int:
+    """As many as divide the rollouts; the rest are further attempts at the same tasks."""
+    return max(n for n in range(1, min(rollouts, MOST_TASKS) + 1) if rollouts % n == 0)
