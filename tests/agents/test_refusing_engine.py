@@ -102,7 +102,7 @@ async def test_every_status_once_costs_a_rollout_nothing(stand: Stand, agent: Ag
     run.assert_token_exact()
 
 
-@pytest.mark.parametrize("status", [401, 404, 520])
+@pytest.mark.parametrize("status", STATUSES)
 async def test_an_engine_that_refuses_for_a_while_is_waited_for(
     stand: Stand, agent: Agent, status: int
 ) -> None:
