@@ -1,17 +1,11 @@
-"""An agent that is one command, and a home whose catalog has one row for it."""
+"""An agent that is one command."""
 
 from pathlib import Path
 from typing import ClassVar
 
 from perdure.agents.base import AgentTask, Evidence, Launch
-from perdure.instances import catalog
-from perdure.instances.sources import pack
-from perdure.rollouts.services import Services
-from perdure.settings.tree import AgentSettings, Settings
-from perdure.storage.base import put_blob
-from perdure.types import AgentEnd, Grading, Instance, Source, SourceKind
-
-ROW = "toy/add-1"
+from perdure.settings.tree import AgentSettings
+from perdure.types import AgentEnd
 
 
 class CommandAgent:
@@ -27,19 +21,3 @@ class CommandAgent:
 
     def classify(self, evidence: Evidence) -> AgentEnd:
         return AgentEnd.FINISHED if evidence.status.ok else AgentEnd.CRASHED
-
-
-async def services_with_row(settings: Settings, tree: Path, file: str) -> Services:
-    """The row's tree has this one file, and any diff passes its tests."""
-    services = Services(settings)
-    tree.mkdir()
-    (tree / file).write_text("a\n")
-    row = Instance(
-        instance_id="add-1",
-        dataset="toy",
-        problem_statement="add",
-        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
-        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
-    )
-    await catalog.save(services.store, row)
-    return services

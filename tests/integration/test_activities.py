@@ -17,7 +17,6 @@ from perdure.graders.base import Graded
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.graders.twins.runs import GradeOnce, Verified
 from perdure.instances import catalog
-from perdure.instances.sources import pack
 from perdure.rollouts import checkpoints
 from perdure.rollouts.grade import MAX_LOST
 from perdure.rollouts.messages import Attempt, GradedPatch, SweepRequest
@@ -29,10 +28,10 @@ from perdure.settings.tree import Settings
 from perdure.stack import sandboxes
 from perdure.stack.sandboxes import kill_all
 from perdure.storage import keys, stored_json
-from perdure.storage.base import put_blob
-from perdure.types import Grading, Instance, Outcome, PatchRef, RolloutRequest, Source, SourceKind
+from perdure.types import Grading, Instance, Outcome, PatchRef, RolloutRequest
+from tests.integration.one_row import ROW, save_row
 
-REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
+REQUEST = RolloutRequest(run_id="r1", instance=ROW, agent="nop", sandbox="local")
 PATCH = b"diff --git a/a.txt b/a.txt\n"
 
 
@@ -98,17 +97,8 @@ async def services(tmp_path: Path) -> Services:
     services = Services(
         Settings(home=tmp_path / "home", store=str(tmp_path / "store"), sandbox=local)
     )
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    (tree / "a.txt").write_text("one\n")
-    instance = Instance(
-        instance_id="add-1",
-        dataset="toy",
-        problem_statement="add",
-        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
-        grading=Grading(protocol=f"{__name__}:{TakesItsSandboxDown.__name__}"),
-    )
-    await catalog.save(services.store, instance)
+    grading = Grading(protocol=f"{__name__}:{TakesItsSandboxDown.__name__}")
+    await save_row(services, tmp_path / "tree", grading=grading)
     await captured(services, PATCH)
     return services
 

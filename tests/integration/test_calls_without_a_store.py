@@ -54,6 +54,14 @@ class Host:
         closed = await AgentSession(cast(Job, SimpleNamespace(**fields))).close()
         return AgentRun(end=AgentEnd.FINISHED, turns=closed.turns, unanswered=closed.unanswered)
 
+    async def ask_in_vain(self) -> None:
+        """A call waits for the store for longer than agents' own clients do. Then the store is back."""
+        key = await self.holder.open(SESSION)
+        self.store.away = True
+        with pytest.raises(httpx.ReadTimeout):
+            await self.ask(key, gives_up_after=1.0)
+        self.store.away = False
+
     async def look(self) -> SessionSummary:
         return await self.holder.control.get(SESSION)
 
@@ -91,14 +99,9 @@ async def test_a_call_is_answered_when_the_store_is_back(host: Host) -> None:
 async def test_an_agent_that_gave_up_meanwhile_has_no_verdict(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its call waited for the store for longer than agents' own clients do: the gateway that the stage
-    asks learns of it from the journal."""
+    """The gateway that the stage asks learns of its call from the journal."""
     monkeypatch.setattr(sessions, "LONG_WAIT_S", 0.1)
-    key = await host.holder.open(SESSION)
-    host.store.away = True
-    with pytest.raises(httpx.ReadTimeout):
-        await host.ask(key, gives_up_after=1.0)
-    host.store.away = False
+    await host.ask_in_vain()
 
     async def noted() -> str:
         return (await host.look()).unanswered
@@ -112,11 +115,7 @@ async def test_a_stage_that_goes_on_when_the_store_is_back_awaits_the_notes(
 ) -> None:
     """The agent's end and the return of the store may come at once: the gateway needs a moment."""
     monkeypatch.setattr(sessions, "LONG_WAIT_S", 0.1)
-    key = await host.holder.open(SESSION)
-    host.store.away = True
-    with pytest.raises(httpx.ReadTimeout):
-        await host.ask(key, gives_up_after=1.0)
-    host.store.away = False
+    await host.ask_in_vain()
 
     assert "the store is away" in (await host.agent_run(this_try=2)).broke
 

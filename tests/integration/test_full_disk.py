@@ -20,7 +20,8 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.tree import Settings
 from perdure.types import AgentEnd, Limits, RolloutRequest
-from tests.integration.command_agent import ROW, CommandAgent, services_with_row
+from tests.integration.command_agent import CommandAgent
+from tests.integration.one_row import ROW, save_row
 from tests.stack.waiting import until
 
 WRITE = "head -c 4M /dev/zero >{0} || {{ rm {0}; exit 7; }}"
@@ -64,7 +65,9 @@ def settings(disk: Path) -> Settings:
 
 async def services_of(disk: Path) -> Services:
     """A home on that disk, and a row whose tree holds the agent back."""
-    return await services_with_row(settings(disk), disk.parent / "tree", "hold")
+    services = Services(settings(disk))
+    await save_row(services, disk.parent / "tree", "hold")
+    return services
 
 
 REQUEST = RolloutRequest(run_id="r1", instance=ROW, agent=WritingAgent.name, sandbox="local")

@@ -12,8 +12,6 @@ from temporalio.testing import ActivityEnvironment
 from activities.stages import Stages
 from perdure.errors import ControlPlaneError
 from perdure.handlers import AgentHandler, JobDetails
-from perdure.instances import catalog
-from perdure.instances.sources import pack
 from perdure.rollouts import agent
 from perdure.rollouts.messages import WORKER_EVICTED, Attempt
 from perdure.rollouts.services import Services
@@ -21,10 +19,10 @@ from perdure.sandboxes.base import Sandbox, identity_of
 from perdure.sandboxes.host.sandbox import HostSandbox
 from perdure.settings.tree import Settings
 from perdure.storage import keys
-from perdure.storage.base import put_blob
-from perdure.types import AgentEnd, Grading, Instance, RolloutRequest, Source, SourceKind
+from perdure.types import AgentEnd, Instance, RolloutRequest
+from tests.integration.one_row import ROW, save_row
 
-REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
+REQUEST = RolloutRequest(run_id="r1", instance=ROW, agent="nop", sandbox="local")
 ATTEMPT = Attempt(request=REQUEST, attempt=1)
 SANDBOX = identity_of(REQUEST.run_id, REQUEST.workflow_id, "agent", 1)
 
@@ -58,18 +56,7 @@ async def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     """An attempt whose sandbox is booted."""
     monkeypatch.setattr(Appends, "began", asyncio.Event(), raising=False)
     services = worker(tmp_path)
-    tree = tmp_path / "tree"
-    tree.mkdir()
-    (tree / "a.txt").write_text("one\n")
-    instance = Instance(
-        instance_id="add-1",
-        dataset="toy",
-        data_source=Appends.name,
-        problem_statement="add",
-        source=Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
-        grading=Grading(protocol="eval_cmd", eval_cmd="true"),
-    )
-    await catalog.save(services.store, instance)
+    await save_row(services, tmp_path / "tree", data_source=Appends.name)
     await ActivityEnvironment().run(Stages(services).boot, ATTEMPT)
     yield tmp_path
     await services.provider("local").kill(SANDBOX)

@@ -30,7 +30,8 @@ from perdure.types import (
     PatchRef,
     RolloutRequest,
 )
-from tests.integration.command_agent import ROW, CommandAgent, services_with_row
+from tests.integration.command_agent import CommandAgent
+from tests.integration.one_row import ROW, save_row
 from tests.pids_group import PidsGroup
 from tests.unit.rollouts.one_try import OneTry
 
@@ -85,7 +86,8 @@ async def placed(
     home: Path, agent: str, sandbox: str = "bubblewrap", pids_limit: int = 500
 ) -> tuple[Services, RolloutRequest]:
     settings = Settings(home=home, store=str(home.parent / "store"))
-    services = await services_with_row(settings, home.parent / "tree", "a.txt")
+    services = Services(settings)
+    await save_row(services, home.parent / "tree")
     request = RolloutRequest(
         run_id="r1",
         instance=ROW,
