@@ -17,7 +17,7 @@ from perdure.sandboxes.permits import AccountState
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import RolloutRequest
-from tests.doubles.e2b_server import serving
+from tests.services import E2B, serving
 from tests.stack.stack import Stack, running
 from tests.stack.waiting import until
 
@@ -49,18 +49,11 @@ async def capped(
     folder: Path, patch: pytest.MonkeyPatch, *, live: int, rate: float, said: str, workers: int = 2
 ) -> AsyncIterator[tuple[Stack, Any]]:
     """A stack whose e2b account has these caps, and is said to have those of `said` (JSON)."""
-    async with serving(folder / "server") as (server, url):
+    async with serving(E2B, folder / "server", patch) as (server, _):
         server.settings.update(max_live=live, creates_per_s=rate)
-        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-            patch.setenv(name, url)
-        patch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
         patch.setenv("PERDURE_SANDBOX__CAPS", said)
-        try:
-            async with running(folder / "stack", workers=workers) as stack:
-                yield stack, server
-        finally:
-            for record in server.sandboxes.all():
-                await server.guests.kill(record["id"])
+        async with running(folder / "stack", workers=workers) as stack:
+            yield stack, server
 
 
 async def run_burst(

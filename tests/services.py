@@ -20,10 +20,12 @@ from perdure.sandboxes.providers.daytona import failures as daytona_failures
 from perdure.sandboxes.providers.daytona import provider as daytona
 from perdure.sandboxes.providers.e2b import failures as e2b_failures
 from perdure.sandboxes.providers.e2b import provider as e2b
+from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
+from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.settings.tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from perdure.types import Limits
-from tests.doubles import daytona_server, e2b_server
+from tests.doubles import daytona_server, e2b_server, kubernetes_server
 
 ID = "p-fault-agent-1"
 SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
@@ -33,12 +35,14 @@ HURRY_S = 1.0
 
 @dataclass(frozen=True)
 class Service:
-    """What differs between services whose failures are tested alike. Requests as `Rule.match`."""
+    """What differs between services. Requests as `Rule.match`."""
 
     name: str
+    sdk: str
+    """The module that the provider imports."""
     provider: Callable[[Settings], ServiceProvider]
-    variables: Callable[[str], Mapping[str, str]]
-    """The variables by which its SDK finds the double at a URL."""
+    variables: Callable[[str, Path], Mapping[str, str]]
+    """The variables by which its SDK finds the double at a URL, with its state in a folder."""
     failures: ModuleType
     double: ModuleType
     create: str
@@ -59,8 +63,9 @@ class Service:
 
 E2B = Service(
     "e2b",
+    "e2b",
     e2b.E2BProvider,
-    lambda url: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
+    lambda url, _: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
     e2b_failures,
     e2b_server,
     create="POST /v2/sandboxes$",
@@ -72,8 +77,9 @@ E2B = Service(
 )
 DAYTONA = Service(
     "daytona",
+    "daytona",
     daytona.DaytonaProvider,
-    lambda url: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
+    lambda url, _: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
     daytona_failures,
     daytona_server,
     create="POST /api/sandbox$",
@@ -84,7 +90,25 @@ DAYTONA = Service(
     image="PERDURE_DAYTONA__SNAPSHOT",
     look_up="GET /api/sandbox/",
 )
+KUBERNETES = Service(
+    "kubernetes",
+    "kubernetes_asyncio",
+    kubernetes.KubernetesProvider,
+    lambda _, state: {
+        "KUBECONFIG": str(state / "kubeconfig"),
+        "PERDURE_KUBERNETES__SCOPE": "tests",
+    },
+    kubernetes_failures,
+    kubernetes_server,
+    create="POST .*/pods$",
+    execute="GET .*/exec$",
+    upload="GET .*/exec$",
+    list="GET .*/pods$",
+    key="KUBECONFIG",
+    image="PERDURE_KUBERNETES__IMAGE",
+)
 SERVICES = (E2B, DAYTONA)
+"""Those whose failures are tested alike."""
 
 
 @asynccontextmanager
@@ -92,15 +116,17 @@ async def serving(
     service: Service, folder: Path, patch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Any, str]]:
     """Run the double (server, url) where the SDK finds it, and end its sandboxes afterwards."""
-    pytest.importorskip(service.name)
+    pytest.importorskip(service.sdk)
     if missing := BubblewrapProvider(Settings(home=folder)).check():
         pytest.skip(missing[0])
     async with service.double.serving(folder) as (server, url):
-        for name, value in service.variables(url).items():
+        for name, value in service.variables(url, folder).items():
             patch.setenv(name, value)
-        yield server, url
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
+        try:
+            yield server, url
+        finally:
+            for record in server.sandboxes.all():
+                await server.guests.kill(record["id"])
 
 
 class ServiceContract(SandboxContract):

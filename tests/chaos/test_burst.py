@@ -6,7 +6,6 @@ import pytest
 
 from tests import burst, hollow
 
-pytest.importorskip("e2b")
 pytestmark = pytest.mark.temporal
 
 BURST, LIVE, RATE = 500, 20, 5

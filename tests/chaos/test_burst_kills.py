@@ -13,7 +13,6 @@ from tests import burst, hollow
 from tests.stack.stack import DEATH_S, Stack
 from tests.stack.waiting import until
 
-pytest.importorskip("e2b")
 pytestmark = pytest.mark.temporal
 
 BURST, LIVE, KILLS = 40, 6, 5

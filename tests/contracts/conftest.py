@@ -5,8 +5,13 @@ this host. A contract class that sets `runs_commands_as` names the class that tr
 `make test-all` runs the tests of `COMMANDS` for it; `make test` runs the other half only.
 """
 
+from collections.abc import AsyncIterator
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+
+from tests.services import SERVICES, Bench, Service, benched
 
 settings.load_profile("ci")  # the same examples in each run
 
@@ -36,6 +41,21 @@ COMMANDS = {
     "test_check_raises_on_failure",
 }
 """Tests of the sandbox contract about commands: their starts, ends, output and signals."""
+
+
+@pytest.fixture(params=SERVICES, ids=lambda service: service.name)
+def service(request: pytest.FixtureRequest) -> Service:
+    """Each one; a file about one service overrides this."""
+    found: Service = request.param
+    return found
+
+
+@pytest.fixture
+async def bench(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Bench]:
+    async with benched(service, tmp_path, monkeypatch) as bench:
+        yield bench
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

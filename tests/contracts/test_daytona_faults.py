@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from perdure.errors import ConfigurationError, RateLimited, SandboxLost
 from perdure.sandboxes.base import Exec
 from perdure.sandboxes.guest.retries import retry_after
 from perdure.sandboxes.providers.daytona import provider as daytona
-from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, benched, impatient
+from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, Service, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async with benched(DAYTONA, tmp_path, monkeypatch) as bench:
-        yield bench
+def service() -> Service:
+    return DAYTONA
 
 
 # -- making ---------------------------------------------------------------------------------------

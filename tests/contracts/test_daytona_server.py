@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.daytona.client import client
-from perdure.settings.tree import Settings
-from tests.doubles.daytona_server import serving
-
-pytest.importorskip("daytona")
+from tests.services import DAYTONA, serving
 
 
 @pytest.fixture
 async def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """The SDK's own, in a double of its own."""
-    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
-        pytest.skip(missing[0])
-    async with serving(tmp_path / "server") as (_, url):
-        monkeypatch.setenv("DAYTONA_API_URL", f"{url}/api")
-        monkeypatch.setenv("DAYTONA_API_KEY", "dtn_0")
+    async with serving(DAYTONA, tmp_path / "server", monkeypatch):
         made = await (await client()).create()
         yield made
         await made.delete()

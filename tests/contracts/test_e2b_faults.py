@@ -1,7 +1,6 @@
 """Failures that only E2B has. `test_service_faults` tests the others."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import pytest
 from perdure.errors import SandboxLost
 from perdure.sandboxes.providers.e2b import provider as e2b
 from tests.doubles.e2b_server import serving
-from tests.services import E2B, ID, SPEC, Bench, benched, impatient
+from tests.services import E2B, ID, SPEC, Bench, Service, impatient
 
 CREATE, EXEC = E2B.create, E2B.execute
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    async with benched(E2B, tmp_path, monkeypatch) as bench:
-        yield bench
+def service() -> Service:
+    return E2B
 
 
 @pytest.mark.parametrize("how", ["cut", "no_end", "empty_end", "unavailable"])

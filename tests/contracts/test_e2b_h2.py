@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import Exec, SandboxSpec
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import Limits
 from tests.certificates import Authority
-from tests.doubles.e2b_server import serving
 from tests.doubles.http2_proxy import behind_http2
+from tests.services import E2B, serving
 
 pytest.importorskip("e2b")
 
@@ -31,22 +30,17 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def server(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[object]:
-    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
-        pytest.skip(missing[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     for kept in ("_transports", "_pools", "_httpx_transports"):
         # made by earlier tests, which trust other certificates
         monkeypatch.setattr(f"e2b.api.client_async.{kept}", {})
-    monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
     async with (
-        serving(tmp_path / "server") as (server, plain),
+        serving(E2B, tmp_path / "server", monkeypatch) as (server, plain),
         behind_http2(plain, authority.tls()) as url,
     ):
-        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-            monkeypatch.setenv(name, url)
+        for name, value in E2B.variables(url, server.state).items():
+            monkeypatch.setenv(name, value)
         yield server
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
 
 
 @pytest.fixture

@@ -23,21 +23,17 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.sandboxes.base import Exec, ExecState, SandboxSpec
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.kubernetes import boot_wait
 from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
 from perdure.settings.tree import Settings
 from tests.doubles import kubernetes_server
-from tests.services import ID, SPEC, Bench, Service, impatient
+from tests.services import ID, KUBERNETES, SPEC, Bench, Service, impatient
 
-pytest.importorskip("kubernetes_asyncio")
-
-CREATE = "POST .*/pods$"
+CREATE, EXEC = KUBERNETES.create, KUBERNETES.execute
 READ = "GET .*/pods/[^/]+$"
 DELETE = "DELETE .*/pods/"
-EXEC = "GET .*/exec$"
 PASSING: dict[str, dict[str, Any]] = {
     "401 once": {"status": 401},
     "409 of a quota": {"status": 409, "body": {"reason": "Conflict", "message": "try again"}},
@@ -51,36 +47,11 @@ FITS_NOWHERE = (
     "preemption: 0/3 nodes are available: 3 Preemption is not helpful for scheduling."
 )
 LOST = ("503 HTML", "reset", "black hole")
-KUBERNETES = Service(
-    "kubernetes",
-    KubernetesProvider,
-    lambda url: {},
-    kubernetes_failures,
-    kubernetes_server,
-    create=CREATE,
-    execute=EXEC,
-    upload=EXEC,
-    list="GET .*/pods$",
-    key="KUBECONFIG",
-    image="PERDURE_KUBERNETES__IMAGE",
-)
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
-    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
-        pytest.skip(missing[0])
-    monkeypatch.setattr(kubernetes_failures, "REFUSAL_PASSES_S", 0.1)
-    monkeypatch.setattr(kubernetes_failures, "RELEASE_S", 0.1)
-    async with kubernetes_server.serving(tmp_path / "server") as (server, _):
-        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
-        monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "tests")
-        provider = KUBERNETES.made(tmp_path / "home")
-        await provider.list()  # the credentials have worked once
-        yield Bench(KUBERNETES, provider, server)
-        assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
+def service() -> Service:
+    return KUBERNETES
 
 
 async def refused(bench: Bench) -> PerdureError:

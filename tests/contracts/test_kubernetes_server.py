@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from tests import services
 from tests.doubles.kubernetes_server import serving
+from tests.services import KUBERNETES
 
 NAMESPACE = "perdure-sandboxes"
 POD = {
@@ -26,13 +26,9 @@ POD = {
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Any]:
-    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
-        pytest.skip(missing[0])
-    async with serving(tmp_path / "server") as (server, _):
+async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    async with services.serving(KUBERNETES, tmp_path / "server", monkeypatch) as (server, _):
         yield server
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
 
 
 async def kubectl(server: Any, *words: str, given: bytes = b"") -> tuple[int, bytes, bytes]:

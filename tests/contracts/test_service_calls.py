@@ -1,23 +1,12 @@
 """How many requests each step of a sandbox needs: far from the service, each takes long."""
 
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import pytest
-
-from tests.services import SERVICES, Bench, benched
+from tests.services import Bench
 
 LARGE = 100_000
 """Bytes: too many to travel with the order."""
-
-
-@pytest.fixture(params=SERVICES, ids=lambda service: service.name)
-async def bench(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Bench]:
-    async with benched(request.param, tmp_path, monkeypatch) as bench:
-        yield bench
 
 
 EXPECTED = {

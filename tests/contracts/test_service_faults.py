@@ -9,7 +9,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from perdure.settings.tree import Settings
 from tests import held_ports
 from tests.doubles.service_double import LIMITS
 from tests.paths import ROOT
-from tests.services import ID, SERVICES, SPEC, Bench, Service, benched, impatient
+from tests.services import ID, SPEC, Bench, Service, impatient
 
 PASSING: dict[str, dict[str, Any]] = {
     "401 once": {"status": 401},
@@ -54,20 +54,6 @@ EXCHANGE = (
     """python3 -c 'import ctypes; ctypes.CDLL(None).renameat2(-100, b"execs", -100, b"new", 2)'"""
 )
 """The guest's records lie on the small disk from one moment to the next."""
-
-
-@pytest.fixture(params=SERVICES, ids=lambda service: service.name)
-def service(request: pytest.FixtureRequest) -> Service:
-    found: Service = request.param
-    return found
-
-
-@pytest.fixture
-async def bench(
-    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Bench]:
-    async with benched(service, tmp_path, monkeypatch) as bench:
-        yield bench
 
 
 # -- making ---------------------------------------------------------------------------------------
@@ -374,11 +360,13 @@ async def test_server_killed_and_started_again_forgets_nothing(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """kill -9 of the double: sandbox, running command and identity are there when it is back."""
-    pytest.importorskip(service.name)
+    pytest.importorskip(service.sdk)
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
     with held_ports.held(1) as (port,):
-        for name, value in service.variables(f"http://127.0.0.1:{port}").items():
+        for name, value in service.variables(
+            f"http://127.0.0.1:{port}", tmp_path / "server"
+        ).items():
             monkeypatch.setenv(name, value)
         provider = service.made(tmp_path / "home")
         with _started(service, tmp_path / "server", port):

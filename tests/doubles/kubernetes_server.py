@@ -72,7 +72,6 @@ class KubernetesServer(Double):
     def __init__(self, state: Path) -> None:
         super().__init__(state)
         self.guests = Containers(Settings(home=state / "guests"))
-        self.state = state
         self.faults = Faults(state / "rules.json", self._about, _caller)
         self.settings = {
             "max_pods": None, "boot_s": 0.0, "delete_s": 0.0, "list_lag_s": 0.0,

@@ -104,6 +104,7 @@ class Double:
 
     def __init__(self, state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
+        self.state = state
         self.guests = Guests(Settings(home=state / "guests"))
         self.sandboxes = Records(state / "sandboxes")
         self._created: deque[float] = deque()

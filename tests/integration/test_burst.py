@@ -8,7 +8,6 @@ from tests import burst
 from tests.stack.host import why_not_here
 from tests.stack.waiting import PATIENCE_S
 
-pytest.importorskip("e2b")
 pytestmark = [pytest.mark.temporal, pytest.mark.longer]
 
 

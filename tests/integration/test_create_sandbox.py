@@ -17,15 +17,13 @@ from perdure.errors import RetryHere
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service
-from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.sandboxes.reaper import Owner, Sweep
 from perdure.settings.tree import Settings
 from perdure.types import Limits
-from tests.doubles.e2b_server import serving
+from tests.services import E2B, serving
 from tests.stack.waiting import until
 
-pytest.importorskip("e2b")
 pytestmark = pytest.mark.temporal
 
 ID = "p-creating-agent-1"
@@ -71,17 +69,10 @@ class Bench:
 async def bench(
     tmp_path: Path, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Bench]:
-    if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
-        pytest.skip("; ".join(missing))
-    async with serving(tmp_path / "server") as (server, url):
-        for name in ("E2B_API_URL", "E2B_SANDBOX_URL"):
-            monkeypatch.setenv(name, url)
-        monkeypatch.setenv("E2B_API_KEY", "e2b_" + "0" * 40)
+    async with serving(E2B, tmp_path / "server", monkeypatch) as (server, _):
         environment = ActivityEnvironment(client=client)
         environment.info = replace(environment.info, workflow_id="rollout/r1/add/0")
         yield Bench(E2BProvider(Settings(home=tmp_path / "home")), server, environment)
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
 
 
 @pytest.fixture

@@ -279,7 +279,7 @@ async def test_server_that_goes_away(
 ) -> None:
     """GOAWAY over TLS and HTTP/2, the request seen to or not: solved in one attempt, nothing left."""
     async with behind_http2(field_.url, authority.tls()) as url:
-        for name, value in E2B.variables(url).items():
+        for name, value in E2B.variables(url, field_.server.state).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
         await field_.stack.kill_all(*field_.stack.workers)

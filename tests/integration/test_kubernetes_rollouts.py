@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from perdure.types import Outcome
-from tests.doubles.kubernetes_server import serving
+from tests.services import KUBERNETES, serving
 from tests.stack.host import why_not_here
 from tests.stack.stack import Stack, running
 
-pytest.importorskip("kubernetes_asyncio")
 pytestmark = pytest.mark.temporal
 
 
@@ -19,11 +18,8 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     """The double; the stack's processes inherit how to reach it."""
     if missing := why_not_here():
         pytest.skip(missing)
-    async with serving(tmp_path / "server") as (server, _):
-        monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig))
+    async with serving(KUBERNETES, tmp_path / "server", monkeypatch) as (server, _):
         yield server
-        for record in server.sandboxes.all():
-            await server.guests.kill(record["id"])
 
 
 @pytest.fixture
