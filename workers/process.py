@@ -27,8 +27,7 @@ from temporalio.client import (
 from temporalio.service import RPCError
 from temporalio.worker import Worker
 
-from perdure import home, tracing
-from perdure.apart import children
+from perdure import home, limited_process, tracing
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import PerdureError
@@ -208,7 +207,7 @@ def main() -> None:
         log.error("cannot start", reason=str(error))
         code = 1
     tracing.flush()
-    children.end_all()
+    limited_process.end_all()
     # The SDK's native threads can crash a Python that is tearing down.
     sys.stdout.flush()
     sys.stderr.flush()

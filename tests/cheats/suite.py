@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.graders.twins.choose import choose_twins
 from perdure.graders.twins.runs import verified
 from perdure.instances.environments import Prepared
+from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.testing.grader_contract import make_repository
 from perdure.types import Instance, Limits, Outcome

@@ -11,7 +11,6 @@ from typing import Any
 from hypothesis import strategies as st
 
 from perdure.agents.base import Agent, Evidence
-from perdure.apart.reading import Unparsable
 from perdure.errors import InstanceError
 from perdure.graders.calibrate import passed_in
 from perdure.graders.diff import capture, git_diff
@@ -27,6 +26,7 @@ from perdure.graders.tampering import guarded_command
 from perdure.graders.test_run import TestRun
 from perdure.graders.twins.failures import Place, behaviours
 from perdure.graders.verdict import last_line
+from perdure.limited_process import Unparsable
 from perdure.registry import AGENTS, load
 from perdure.rollouts import agent_output
 from perdure.sandboxes.base import ExecState, ExecStatus

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.apart.reading import Unparsable, read
 from perdure.graders.reports.log_parsers import LogParser, published_names
+from perdure.limited_process import Unparsable, read
 from tests.contracts.hostile_output import (
     PIECES,
     SHAPES,

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.apart import children, reading
+from perdure import limited_process
 from perdure.errors import InstanceError, SandboxLost
 from perdure.graders.calibrate import calibrate, verify
 from perdure.graders.diff.capture import BASE_GIT, capture, prepare_capture
@@ -375,9 +375,8 @@ async def test_a_log_that_costs_too_much_is_a_verdict(
     make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results that no process can hold within its limits score 0, and are told apart from failures."""
-    small = "from perdure.apart import child; child.MEMORY = 32 << 20; "
-    monkeypatch.setattr(reading.READERS, "idle", [])
-    monkeypatch.setattr(children, "_START", children._START.replace("from", f"{small}from", 1))
+    limited_process.end_all()  # their limit is another
+    monkeypatch.setattr(limited_process, "MEMORY", 32 << 20)
     flood = (
         "import os\nwith open('/proc/%d/fd/1' % os.getppid(), 'a') as log:\n"
         "    print(*(f'PASSED t{n}' for n in range(200_000)), sep='\\n', file=log)\n"
@@ -386,6 +385,7 @@ async def test_a_log_that_costs_too_much_is_a_verdict(
 
     async with await make_sandbox("grade") as sandbox:
         graded = await SwebenchGrader().grade(sandbox, tiny_instance(), patch, timeout_s=60)
+    limited_process.end_all()
 
     assert (graded.grade.outcome, graded.grade.reward) == (Outcome.UNPARSABLE, 0.0)
     assert "MiB of memory" in graded.grade.reason

@@ -227,16 +227,6 @@ def test_run_prints_one_document(home: Home) -> None:
     assert answer["rollouts"][0]["model"] == ""  # the oracle calls none
 
 
-def test_a_worker_that_wrote_an_episode_has_not_loaded_pyarrow(home: Home) -> None:
-    """A child process did: pyarrow would stay, and keep 30 MB."""
-    answer = home.json("run", "sums/add", "--agent", "oracle", "--new", "--wait")
-    loaded = Path(f"/proc/{home.state.children['worker'].pid}/maps").read_text()
-
-    assert [r["outcome"] for r in answer["rollouts"]] == ["resolved"]
-    assert "temporal_sdk_bridge" in loaded
-    assert "libarrow" not in loaded
-
-
 def test_a_data_source_from_outside(home: Home) -> None:
     """The handler that docs/extend.md prints reads its rows, prepares sandboxes and gives the verdict."""
     row = {"id": "sum", "task": "add() subtracts.", "tree": str(home.outside.parent / "tree")}

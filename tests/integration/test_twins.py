@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.apart import reading
+from perdure import limited_process
 from perdure.graders.base import Graded, Grader
 from perdure.graders.protocols.multi_swe import MultiSweGrader
 from perdure.graders.protocols.swebench import SwebenchGrader
@@ -143,7 +143,7 @@ async def test_a_multi_swe_row_in_python_has_twins(
     """Its log is read by the publisher's parser, and it asks pytest for a style of its own."""
     install_multi_swe(tmp_path / "site", "o", "r_2_to_1")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(reading.READERS, "idle", [])  # readers that do not know of it
+    limited_process.end_all()  # children that do not know of it
     row = tiny_instance(
         protocol="multi_swe",
         log_parser="o/r_2_to_1",

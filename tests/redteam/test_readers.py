@@ -9,8 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.apart import children
-from perdure.apart.child import CPU_S
+from perdure import limited_process
 from perdure.graders.base import Graded
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.sandboxes.base import Mount, SandboxSpec
@@ -88,13 +87,13 @@ async def test_a_log_of_64_mb_costs_seconds(
         provider, tree, _flooding(FLOODS[name]), PARSERS.get(name, "parse_log_sphinx")
     )
     watching.cancel()
-    children.end_all()  # so that their time is counted below
+    limited_process.end_all()  # so that their time is counted below
 
     assert graded.grade.outcome is not Outcome.RESOLVED
     assert graded.grade.reward == 0.0
     assert len(graded.log) > 50 << 20
     assert longest < 10, f"the event loop stood still for {longest:.1f} s"
-    assert _children_cpu() - before < 2 * CPU_S + 10, graded.grade.reason
+    assert _children_cpu() - before < 2 * limited_process.CPU_S + 10, graded.grade.reason
 
 
 def _children_cpu() -> float:

@@ -161,8 +161,8 @@ def main() -> NoReturn:
     if {"temporalio", "boto3"} & sys.modules.keys():
         # The SDK's native threads can crash Python while it shuts down, and threads that wait for
         # an S3 server would keep it alive.
-        if (children := sys.modules.get("perdure.apart.children")) is not None:
-            children.end_all()  # its own atexit is skipped
+        if (limited_process := sys.modules.get("perdure.limited_process")) is not None:
+            limited_process.end_all()  # its own atexit is skipped
         os._exit(code)
     sys.exit(code)
 

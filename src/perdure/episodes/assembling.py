@@ -1,6 +1,6 @@
 """An episode in both its forms, made of what the stages left in the store.
 
-One function on bytes, for a process of its own: 200 turns of 100k tokens take a second and 250 MB.
+One function on bytes, for a thread: 200 turns of 100k tokens take a second and 250 MB.
 """
 
 import hashlib

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import structlog
 
 from perdure import tracing
-from perdure.apart.working import work
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
 from perdure.engines.configured import ConfiguredEngine
@@ -171,7 +170,7 @@ class Sessions:
         session_id = session.spec.session_id
         await self._seal(session)
         records = await self._journal.read(session_id)
-        turns = await work(turns_file, records)
+        turns = await asyncio.to_thread(turns_file, records)
         await self._store.put(session.spec.turns_key, turns)
         digest = hashlib.sha256(turns).hexdigest()
         await self._mark(session, {"kind": CLOSED, "turns_sha256": digest})
@@ -186,7 +185,8 @@ class Sessions:
         async with self._using(session_id) as session:
             if session.damaged:
                 raise NotFound(f"session {session_id!r} is damaged: {session.damaged}")
-            turns = await work(turns_file, await self._journal.read(session_id))
+            records = await self._journal.read(session_id)
+            turns = await asyncio.to_thread(turns_file, records)
             await self._store.put(session.spec.turns_key, turns)
             return session.summary()
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.base import Grader
@@ -34,6 +33,7 @@ from perdure.graders.verdict import (
     last_line,
 )
 from perdure.instances.calibrated import Calibrated, CalibrationReport, MakeSandbox
+from perdure.limited_process import Unparsable, read
 from perdure.types import Instance, Outcome, TestStatus
 
 

@@ -1,8 +1,8 @@
 """What an agent left behind in its sandbox: its output and its files, kept in the store."""
 
 from perdure.agents.base import EXEC_ID, Agent, Evidence
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import NotFound
+from perdure.limited_process import Unparsable, read
 from perdure.rollouts.job import Job
 from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.types import AgentEnd

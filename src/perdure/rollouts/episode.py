@@ -1,11 +1,11 @@
 """The episode stage: gather what the other stages left in the store into one episode."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from perdure.apart.working import work
 from perdure.episodes.assembling import Assembled, Calls, assemble, assemble_again, calls_of
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
 from perdure.episodes.episode_store import read_episode, write_episode
@@ -30,7 +30,7 @@ async def _no_journal(session: str) -> None:
 async def emit_episode(
     store: Store, ending: Ending, turns_again: Callable[[str], Awaitable[object]] = _no_journal
 ) -> EpisodeRef:
-    """Needs only the store and a child process, so that a rollout whose configuration is wrong has its episode too.
+    """Needs only the store, so that a rollout whose configuration is wrong has its episode too.
 
     `turns_again`: makes the `turns.parquet` of a session once more, of its journal, or raises NotFound.
     It is called where that file is gone or damaged, before the journal is deleted.
@@ -189,7 +189,7 @@ async def _assembled(
     without any, which the episode says."""
     key = parts.turns_key
     if key is None:
-        return await work(assemble, parts, None, discarded)
+        return await asyncio.to_thread(assemble, parts, None, discarded)
     last = parts.attempts[-1] if parts.attempts else None
     try:
         data = await _data(store, key)
@@ -197,17 +197,19 @@ async def _assembled(
             raise ValueError(f"{key} is gone")
         if data is not None and last is not None:
             stored_json.check_file(key, data, last.turns_sha256)
-        return await work(assemble, parts, data, discarded)
+        return await asyncio.to_thread(assemble, parts, data, discarded)
     except ValueError as error:
         problem = str(error)
     if (kept := await _again(store, parts)) is not None:
         return kept
     try:
         await turns_again()
-        return await work(assemble, parts, await _data(store, key), discarded)
+        return await asyncio.to_thread(assemble, parts, await _data(store, key), discarded)
     except NotFound as error:
         lost = f"{problem}, and no journal has its turns ({error}): this episode has none"
-    return await work(assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded)
+    return await asyncio.to_thread(
+        assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded
+    )
 
 
 async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
@@ -220,7 +222,7 @@ async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
         return None
     try:
         stored_json.check_file(earlier.tokens_key, tokens, earlier.tokens_sha256)
-        return await work(assemble_again, parts, earlier, tokens)
+        return await asyncio.to_thread(assemble_again, parts, earlier, tokens)
     except ValueError:
         return None
 
@@ -247,7 +249,7 @@ async def _discarded(
         try:
             if data is not None:
                 stored_json.check_file(key, data, one.turns_sha256)
-                found[one.attempt] = await work(calls_of, data)
+                found[one.attempt] = await asyncio.to_thread(calls_of, data)
         except ValueError:
             unread.append(f"{key} is unreadable: what attempt {one.attempt} cost is unknown")
     return found, unread

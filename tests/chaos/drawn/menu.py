@@ -19,7 +19,7 @@ from tests.stack.second_host import lose
 from tests.wire import Fault
 
 BALLAST = "ballast"
-READER = b"perdure.apart.child"
+READER = b"perdure.limited_process"
 REFUSALS = (301, 302, 400, 401, 402, 403, 404, 407, 413, 422, 451, 507, 520)
 GRADER_WITHIN_S = 20.0
 STAGES = ("boot_sandbox", "run_agent", "capture_diff", "grade_in_fresh_sandbox", "emit_episode")

@@ -4,13 +4,13 @@ import asyncio
 import functools
 import json
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from perdure.apart.working import WORKERS
 from perdure.dialects.base import Answer, ContextExhausted, ModelRequest, Refused
 from perdure.engines.base import Completion, Engine
 from perdure.engines.clients.token_server import body_with_prompt
@@ -22,6 +22,7 @@ from perdure.gateway import sessions as sessions_module
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.journal.turns import turns_of
+from perdure.gateway.journal.turns_file import turns_file
 from perdure.gateway.metrics import Metrics
 from perdure.gateway.rendering.chat_template import ChatTemplate
 from perdure.gateway.rendering.formats import QWEN3, Format, load_format
@@ -866,17 +867,29 @@ async def _random_session(process: Process, dice: random.Random) -> None:
         known.append(following)
 
 
-async def test_a_child_writes_the_turns_of_a_closed_session(
+async def test_a_gateway_answers_while_it_writes_the_turns_of_a_closed_session(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long session takes a second, in which the gateway goes on answering."""
-    monkeypatch.setattr(WORKERS, "idle", [])
-    process = start(Speaker())
-    await process.sessions.open(_spec())
-    await process.ask(HELLO)
-    await process.sessions.close("s")
+    """A long session takes a second."""
+    writing, answered = threading.Event(), threading.Event()
 
-    assert len(WORKERS.idle) == 1
+    def long(records: list[Any]) -> bytes:
+        writing.set()
+        assert answered.wait(30)
+        return turns_file(records)
+
+    monkeypatch.setattr(sessions_module, "turns_file", long)
+    process = start(Speaker())
+    for session in ("s", "other"):
+        await process.sessions.open(_spec(session))
+        await process.ask(HELLO, session)
+    closing = asyncio.create_task(process.sessions.close("s"))
+    while not writing.is_set():
+        await asyncio.sleep(0.001)
+    await process.ask([_user("And now?")], "other")
+    answered.set()
+    await closing
+
     assert len(decode((await process.store.get("s.parquet")).data)) == 1
 
 

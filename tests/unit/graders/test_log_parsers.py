@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError, MissingDependency
 from perdure.graders.protocols.swebench import SuiteRun, judge
 from perdure.graders.reports.junit import parse_junit
@@ -15,6 +14,7 @@ from perdure.graders.reports.log_parsers import LogParser, _published, parser_of
 from perdure.graders.tampering import guarded_command
 from perdure.graders.test_run import TestRun
 from perdure.graders.verdict import status_of
+from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.testing.grader_contract import tiny_instance
 from perdure.types import Grading, Outcome, TestStatus

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.apart.reading import Unparsable, read
 from perdure.graders.protocols.row_parser import parse_output
+from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import TestStatus

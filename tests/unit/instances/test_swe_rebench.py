@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.instances.rows.conversion import to_instance
+from perdure.limited_process import read
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.tree import Settings
 from perdure.types import TestStatus

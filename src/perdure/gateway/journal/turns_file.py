@@ -1,6 +1,6 @@
 """A closed session's `turns.parquet`, made of its journal.
 
-One function on records, for a process of its own: a long session takes a second.
+One function on records, for a thread: a long session takes a second.
 """
 
 from typing import Any

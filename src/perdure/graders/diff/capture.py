@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import DiskFull, InstanceError, SandboxLost
 from perdure.graders.diff import capture_script
 from perdure.graders.diff.git_diff import FileDiff, MalformedDiff, count_files, parse
+from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, check_host
 
 CAPTURED_BYTES = 10 << 20

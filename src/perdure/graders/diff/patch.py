@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import dropwhile
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError
 from perdure.graders.diff.git_diff import (
     EXECUTABLE,
@@ -21,6 +20,7 @@ from perdure.graders.diff.git_diff import (
     paths_of,
 )
 from perdure.graders.diff.signals import signals_in
+from perdure.limited_process import Unparsable, read
 from perdure.types import Instance
 
 MAX_BYTES = 64 << 20

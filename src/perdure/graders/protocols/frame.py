@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perdure.apart.reading import Unparsable
 from perdure.graders.base import Graded
 from perdure.graders.diff.patch import filtered
 from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
@@ -19,6 +18,7 @@ from perdure.graders.verdict import (
     judge_refusal,
     make_grade,
 )
+from perdure.limited_process import Unparsable
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome
 

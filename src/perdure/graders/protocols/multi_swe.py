@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError, MissingDependency
 from perdure.graders import verdict
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
@@ -23,6 +22,7 @@ from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
 from perdure.graders.verdict import Verdict, last_line
 from perdure.installation import command_for_packages
+from perdure.limited_process import Unparsable, read
 from perdure.types import Grading, Instance, Outcome, TestStatus
 
 PACKAGE = "multi-swe-bench"

@@ -10,12 +10,12 @@ import math
 import shlex
 from typing import ClassVar
 
-from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.test_run import Command, TestRun
 from perdure.graders.verdict import Verdict, last_line
 from perdure.instances.rows.formats.harbor import FOLDER
+from perdure.limited_process import read
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards
 

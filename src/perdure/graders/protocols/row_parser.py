@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from perdure.apart.reading import Unparsable
 from perdure.errors import Boundary, RetryHere
 from perdure.graders.reports.log_parsers import Statuses
+from perdure.limited_process import Unparsable
 from perdure.sandboxes.host.programs import program as program_of_host
 from perdure.types import TestStatus
 

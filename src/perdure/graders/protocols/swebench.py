@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
-from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import tampering, verdict
 from perdure.graders.diff.git_diff import MalformedDiff, parse
@@ -15,6 +14,7 @@ from perdure.graders.reports.log_parsers import LogParser, Statuses, parser_of
 from perdure.graders.tampering import CanaryTest, Reading
 from perdure.graders.test_run import TestRun, run_tests, scratch_folder
 from perdure.graders.verdict import Verdict, last_line
+from perdure.limited_process import read
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Grading, Instance, Outcome, TestStatus
 

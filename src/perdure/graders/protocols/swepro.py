@@ -9,7 +9,6 @@ import shlex
 from dataclasses import dataclass
 from typing import ClassVar
 
-from perdure.apart.reading import read
 from perdure.errors import InstanceError
 from perdure.graders import verdict
 from perdure.graders.protocols import row_parser
@@ -17,6 +16,7 @@ from perdure.graders.protocols.frame import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
 from perdure.graders.test_run import Command, TestRun
 from perdure.graders.verdict import Verdict
+from perdure.limited_process import read
 from perdure.types import Instance, OutputParser
 
 _STDERR = b"\n--- stderr ---\n"

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from perdure.apart.reading import Unparsable
 from perdure.errors import InstanceError, MissingDependency
 from perdure.installation import command_for_packages
+from perdure.limited_process import Unparsable
 from perdure.types import Instance, TestStatus
 
 Statuses = dict[str, TestStatus]

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from perdure.apart.reading import Unparsable, read
 from perdure.errors import InstanceError
 from perdure.graders import tampering
 from perdure.graders.diff.patch import filter_patch
@@ -14,6 +13,7 @@ from perdure.graders.protocols.swebench import SuiteRun
 from perdure.graders.reports.log_parsers import parser_of
 from perdure.graders.test_run import Command, TestRun, run_tests, scratch_folder
 from perdure.instances.calibrated import MakeSandbox
+from perdure.limited_process import Unparsable, read
 from perdure.types import Instance
 
 P = ParamSpec("P")

@@ -6,19 +6,20 @@ import json
 import mmap
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from perdure.apart import children
-from perdure.apart.reading import READERS, Unparsable, read
-from perdure.apart.working import work
+from perdure import limited_process
 from perdure.errors import ConfigurationError, InstanceError, RetryHere
 from perdure.graders.reports.log_parsers import parser_of
+from perdure.limited_process import Unparsable, read
 from perdure.testing.grader_contract import tiny_instance
 from tests.paths import ROOT
 
@@ -37,7 +38,7 @@ async def test_a_large_worker_keeps_its_child() -> None:
     """A child stays warm however much memory the process that started it has."""
     program = (
         "import asyncio, os\n"
-        "from perdure.apart.reading import read\n"
+        "from perdure.limited_process import read\n"
         "large = bytearray(os.urandom(1) * (400 << 20))\n"
         "async def twice(): return {await read(os.getpid), await read(os.getpid)}\n"
         "print(len(asyncio.run(twice())))\n"
@@ -58,7 +59,7 @@ async def test_a_child_gives_large_memory_back() -> None:
 async def test_a_child_that_is_not_asked_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle worker keeps no child; one that was asked again meanwhile stays."""
     busy = await read(os.getpid)
-    monkeypatch.setattr(children, "IDLE_S", 0.0)
+    monkeypatch.setattr(limited_process, "IDLE_S", 0.0)
     idle = await read(os.getpid)
     assert idle == busy
     while Path(f"/proc/{idle}").exists():
@@ -119,13 +120,12 @@ async def test_endless_work_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _with_cpu_limit(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = f"from perdure.apart import child; child.CPU_S = {seconds}; "
-    monkeypatch.setattr(READERS, "idle", [])
-    monkeypatch.setattr(
-        children, "_START", children._START.replace("from perdure", start + "from perdure", 1)
-    )
-    monkeypatch.setattr(children, "CPU_S", seconds)
-    await read(re.match, "(a|aa)+$", "a" * 60 + "b")
+    limited_process.end_all()  # their limit is another
+    monkeypatch.setattr(limited_process, "CPU_S", seconds)
+    try:
+        await read(re.match, "(a|aa)+$", "a" * 60 + "b")
+    finally:
+        limited_process.end_all()
 
 
 def _kill_myself(note: str, times: int) -> str:
@@ -161,44 +161,62 @@ async def test_a_cancelled_reading_leaves_no_child_at_work(tmp_path: Path) -> No
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_a_child_that_no_one_waits_for_serves_the_next(
+async def test_a_reading_that_is_cancelled_at_its_start_leaves_no_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reading that is cancelled while its child starts leaves the child to another."""
-    monkeypatch.setattr(READERS, "idle", [])
+    """The child that it had started ends, too, and the next reading is served."""
+    limited_process.end_all()
+    started: list[int] = []
+    start = subprocess.Popen
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        process = start(*args, **kwargs)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
     waiting = asyncio.create_task(read(len, b"abc"))
-    await asyncio.sleep(0)
+    while not started:
+        await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
 
-    while not READERS.idle:
-        await asyncio.sleep(0.01)
-    (child,) = READERS.idle
-    await read(len, b"abc")
-    (same,) = READERS.idle
-    READERS.end(child)
-
-    assert same is child
+    assert not Path(f"/proc/{started[0]}").exists()
+    assert await read(len, b"abc") == 3
 
 
-async def test_a_child_that_works_for_a_moment_serves_who_comes_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Short requests at once start no second child: its start costs more than hundreds of them."""
-    monkeypatch.setattr(READERS, "idle", [])
-    monkeypatch.setattr(children, "PATIENCE_S", 60.0)
-    monkeypatch.setattr(children, "MOST", 8)
-    first = await read(os.getpid)
+async def test_many_requests_at_once_start_few_children() -> None:
+    """However many readings there are at a time, each is served."""
+    pids = await asyncio.gather(*(read(os.getpid) for _ in range(50)))
 
-    assert set(await asyncio.gather(*(read(os.getpid) for _ in range(8)))) == {first}
+    assert len(set(pids)) <= limited_process.MOST
 
 
-async def test_a_long_request_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who waits longer than a moment gets a child of its own."""
-    monkeypatch.setattr(READERS, "idle", [])
+async def test_a_child_that_is_killed_costs_only_its_own_call(tmp_path: Path) -> None:
+    """Also when it is killed while it hands its value back."""
+    note = tmp_path / "working"
+    killed = asyncio.create_task(read(_give_back_much, str(note), 3 << 26))
+    while not note.exists():
+        await asyncio.sleep(0.001)
+    beside = asyncio.create_task(read(len, b"abc"))
+    os.kill(int(note.read_text()), signal.SIGKILL)
+
+    async with asyncio.timeout(30):
+        assert await beside == 3
+        assert len(await killed) == 3 << 26  # by a second child
+        assert await read(len, b"abcd") == 4
+
+
+def _give_back_much(note: str, size: int) -> bytes:
+    much = b"x" * size
+    Path(note).with_suffix(".part").write_text(str(os.getpid()))
+    Path(note).with_suffix(".part").rename(note)
+    return much
+
+
+async def test_a_long_request_holds_up_no_other(tmp_path: Path) -> None:
+    """There is another child for the next one."""
     note = tmp_path / "working"
     long = asyncio.create_task(read(_work_for_ever, str(note)))
     while not note.exists():
@@ -207,24 +225,6 @@ async def test_a_long_request_holds_up_no_other(
     assert await read(len, b"abc") == 3
 
     long.cancel()
-
-
-async def test_a_cancelled_wait_gives_the_child_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child that was handed to a reading which was cancelled in that moment serves the next."""
-    monkeypatch.setattr(READERS, "idle", [])
-    await read(len, b"")
-    monkeypatch.setattr(children, "PATIENCE_S", 60.0)
-    child = READERS.idle.pop()
-    waiting = asyncio.create_task(read(len, b""))
-    while not READERS._waiting:
-        await asyncio.sleep(0)
-
-    READERS._give_back(child)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-
-    assert READERS.idle == [child]
 
 
 def _work_for_ever(note: str) -> None:
@@ -239,9 +239,9 @@ async def test_only_a_modules_own_function_can_be_sent() -> None:
         await read(lambda: 1)
 
 
-async def test_our_own_data_is_worked_on_without_limits() -> None:
-    """A long episode takes what it takes; only a sandbox's bytes have a limit."""
-    assert await work(_reserve, 2 << 30) == 2 << 30
+async def test_memory_is_limited_by_the_kernel() -> None:
+    """Also memory that no object of Python's asks for."""
+    assert await read(_reserve, 512 << 20) == 512 << 20
     with pytest.raises(Unparsable, match=r"Cannot allocate memory"):
         await read(_reserve, 2 << 30)
 
@@ -251,30 +251,24 @@ def _reserve(size: int) -> int:
         return len(reserved)
 
 
-async def test_what_our_own_function_raises_is_raised() -> None:
-    """Its error is no verdict on anything; a child that is killed twice is tried again later."""
-    with pytest.raises(json.JSONDecodeError):
-        await work(json.loads, b"[")
-    with pytest.raises(RetryHere, match="ended twice"):
-        await work(_end_myself)
+async def test_the_kernel_ends_a_child_before_its_parent() -> None:
+    """It writes no core file either."""
+    adjusted = await read(_oom_score_adjusted)
+
+    assert adjusted == "1000"
+    assert await read(resource.getrlimit, resource.RLIMIT_CORE) == (0, 0)
 
 
-def _end_myself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-async def test_a_sandboxs_bytes_have_their_own_children() -> None:
-    """Whoever takes over a reader reaches no episode."""
-    assert await work(os.getpid) != await read(os.getpid)
+def _oom_score_adjusted() -> str:
+    return Path("/proc/self/oom_score_adj").read_text().strip()
 
 
 def test_children_end_with_their_process() -> None:
     """A process that is killed leaves no reader behind."""
     program = (
         "import asyncio, os, signal\n"
-        "from perdure.apart import reading\n"
-        "asyncio.run(reading.read(len, b'x'))\n"
-        "print([child._process.pid for child in reading.READERS._alive][0], flush=True)\n"
+        "from perdure.limited_process import read\n"
+        "print(asyncio.run(read(os.getpid)), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=False)
@@ -290,12 +284,11 @@ def test_children_end_with_their_process() -> None:
 
 USES_A_READER = (
     "import asyncio, os, signal, sys, temporalio\n"
-    "from perdure.apart import reading\n"
+    "from perdure.limited_process import read\n"
     "async def use(*_):\n"
-    "    await reading.read(len, b'x')\n"
-    "    (child,) = reading.READERS._alive\n"
-    "    os.kill(child._process.pid, signal.SIGSTOP)\n"  # it cannot end by itself
-    "    print(child._process.pid, flush=True)\n"
+    "    pid = await read(os.getpid)\n"
+    "    os.kill(pid, signal.SIGSTOP)\n"  # it cannot end by itself
+    "    print(pid, flush=True)\n"
 )
 
 

@@ -1,1 +1,0 @@
-"""Reads what code in a sandbox wrote, in a child process with limits."""
