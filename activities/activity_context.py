@@ -1,20 +1,45 @@
 """What a stage may ask of Temporal: about this try of its activity, and about workflows."""
 
 import time
+from typing import Literal
 
 from temporalio import activity
 from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
-from activities.accounts import TemporalAccounts
 from activities.heartbeats import report
+from perdure.client import names
+from perdure.rollouts.admission.permits import AskPermit, CreateRefused
 from perdure.sandboxes.reaper import Owner
+
+
+async def tell_account(
+    account: str,
+    signal: Literal["ask", "started", "refused", "release"],
+    message: AskPermit | CreateRefused | str,
+) -> None:
+    client, workflow_id = activity.client(), names.account_id(account)
+    if signal == "ask":
+        await client.start_workflow(
+            names.ACCOUNT,
+            id=workflow_id,
+            task_queue=names.WORKFLOWS_QUEUE,
+            start_signal=signal,
+            start_signal_args=[message],
+            static_summary=f"permits of {account}",
+        )
+        return
+    try:
+        await client.get_workflow_handle(workflow_id).signal(signal, message)
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:  # then it keeps no permits
+            raise
 
 
 class ThisTry:
     """`perdure.rollouts.job.Try`, answered by the activity that runs now."""
 
-    accounts = TemporalAccounts()
+    tell_account = staticmethod(tell_account)
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -13,7 +13,7 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.service import RPCError
 
 from perdure.client import names
-from perdure.sandboxes.permits import AccountState
+from perdure.rollouts.admission.permits import Account
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.tree import Settings
 from perdure.types import RolloutRequest
@@ -90,5 +90,5 @@ async def _burst(stack: Stack, server: Any, asked: Sequence[RolloutRequest]) -> 
     keeper = stack.client.get_workflow_handle(
         names.account_id(E2BProvider(Settings(home=stack.home)).account)
     )
-    held = (await keeper.query("state", result_type=AccountState)).permits
+    held = (await keeper.query("state", result_type=Account)).permits
     return Burst(graded, errors, made, posts - made, len(server.sandboxes.all()), len(held))

@@ -1,6 +1,6 @@
 """SandboxAccountWorkflow: keeps the permits of one provider account for all workers.
 
-The rules are `perdure.sandboxes.permits`; here are its clock, its memory and its messages. It ends
+The rules are `perdure.rollouts.admission.permits`; here are its clock, its memory and its messages. It ends
 when no permit is held or asked for, and the next rollout that asks starts it again.
 """
 
@@ -12,8 +12,12 @@ from temporalio.exceptions import ActivityError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import names
-    from perdure.rollouts.messages import AskPermit, CreateRefused
-    from perdure.sandboxes.permits import Account, AccountState, PermitRequest
+    from perdure.rollouts.admission.permits import (
+        Account,
+        AskPermit,
+        CreateRefused,
+        PermitRequest,
+    )
     from workflows import activity_options
     from workflows.orders import ordered
 
@@ -31,13 +35,13 @@ JITTER = 0.1
 @workflow.defn(name=names.ACCOUNT)
 class SandboxAccountWorkflow:
     @workflow.init
-    def __init__(self, state: AccountState | None = None) -> None:
-        self.account = Account(state or AccountState(), self._now())
+    def __init__(self, account: Account | None = None) -> None:
+        self.account = account or Account.new(self._now())
         self.has_news = False
         self.grant_again: list[PermitRequest] = []
 
     @workflow.run
-    async def run(self, state: AccountState | None = None) -> None:
+    async def run(self, account: Account | None = None) -> None:
         idle = False
         while True:
             self.has_news = False
@@ -46,14 +50,14 @@ class SandboxAccountWorkflow:
             await asyncio.gather(*(self._grant(request) for request in granted))
             await self._check_holders(idle)
             if workflow.info().is_continue_as_new_suggested() and not self.grant_again:
-                workflow.continue_as_new(self.account.state())
+                workflow.continue_as_new(self.account)
             idle = not await self._wait_for_news()
             if idle and self.account.empty:
                 return
 
     @workflow.signal
     def ask(self, asked: AskPermit) -> None:
-        if self.account.ask(asked.holder, asked.run, asked.step, asked.caps):
+        if self.account.ask(asked):
             self.grant_again.append(
                 PermitRequest(holder=asked.holder, run=asked.run, step=asked.step, order=0)
             )
@@ -66,7 +70,7 @@ class SandboxAccountWorkflow:
 
     @workflow.signal
     def refused(self, refused: CreateRefused) -> None:
-        self.account.refused(refused.holder, refused.limit, refused.retry_after, self._now())
+        self.account.refused(refused, self._now())
         self.has_news = True
 
     @workflow.signal
@@ -75,9 +79,9 @@ class SandboxAccountWorkflow:
         self.has_news = True
 
     @workflow.query
-    def state(self) -> AccountState:
+    def state(self) -> Account:
         """Which rollouts wait, which hold permits, and the limits that were found out."""
-        return self.account.state()
+        return self.account
 
     def _now(self) -> float:
         return workflow.time()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from perdure.client import names
-from perdure.sandboxes.permits import AccountState
+from perdure.rollouts.admission.permits import Account
 from perdure.settings.tree import Settings
 from tests import burst, hollow
 from tests.stack.stack import DEATH_S, Stack
@@ -51,5 +51,5 @@ async def kills(stack: Stack, server: Any) -> None:
 async def all_given_back(stack: Stack, server: Any) -> bool:
     """No sandbox is left, and no permit is held."""
     keeper = names.account_id(hollow.HollowE2B(Settings(home=stack.home)).account)
-    state = await stack.client.get_workflow_handle(keeper).query("state", result_type=AccountState)
+    state = await stack.client.get_workflow_handle(keeper).query("state", result_type=Account)
     return not server.sandboxes.all() and not state.permits

@@ -23,10 +23,10 @@ from temporalio.worker import Worker
 
 from perdure.client import names
 from perdure.client.api import Perdure
+from perdure.rollouts.admission.permits import Account, AskPermit
 from perdure.rollouts.messages import (
     HOST_LOST,
     AgentRun,
-    AskPermit,
     Booted,
     CalibrationRow,
     Captured,
@@ -39,7 +39,6 @@ from perdure.rollouts.messages import (
     RowTwins,
     Term,
 )
-from perdure.sandboxes.permits import AccountState
 from perdure.types import (
     AccountCaps,
     AgentEnd,
@@ -309,7 +308,7 @@ async def account(client: Client, stages: Stages) -> Handle:
     assert handle is not None
     await handle.signal("started", rollout.id)
     await handle.signal("release", rollout.id)
-    while (found := await handle.query("state", result_type=AccountState)).permits or found.waiting:
+    while (found := await handle.query("state", result_type=Account)).permits or found.waiting:
         await asyncio.sleep(0.1)
     await handle.cancel()
     return handle

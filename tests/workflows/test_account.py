@@ -1,6 +1,7 @@
 """SandboxAccountWorkflow on a real server: every permit comes back, and none is granted twice."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
@@ -15,9 +16,8 @@ import activities.activity_context
 import workflows.account
 from activities.leftovers import Leftovers
 from perdure.client import names
-from perdure.rollouts.messages import AskPermit
+from perdure.rollouts.admission.permits import Account, AskPermit, Permit, PermitRequest
 from perdure.rollouts.services import Services
-from perdure.sandboxes.permits import AccountState, Permit, PermitRequest
 from perdure.sandboxes.reaper import Owner
 from perdure.settings.tree import Settings
 from perdure.types import AccountCaps
@@ -77,7 +77,7 @@ async def holding(client: Client, holder: str) -> None:
 
     async def only_it() -> bool:
         try:
-            state = await handle.query("state", result_type=AccountState)
+            state = await handle.query("state", result_type=Account)
         except RPCError:  # no worker answered in time
             return False
         return list(state.permits) == [holder]
@@ -188,14 +188,17 @@ async def test_an_account_workflow_that_continues_as_new_keeps_its_state(
 ) -> None:
     """Holders still hold; the rollout that waited is granted the permit when it comes back."""
     first, second = holders
-    state = AccountState(
+    now = time.time()
+    account = Account(
         caps=ONE,
-        waiting=(PermitRequest(holder=second, run="r", step="1-agent", order=1),),
+        waiting={second: PermitRequest(holder=second, run="r", step="1-agent", order=1)},
         permits={first: Permit(run="r", step="1-agent", starting=False)},
         asked=1,
+        filled_at=now,
+        checked_at=now,
     )
     await client.start_workflow(
-        names.ACCOUNT, state, id=ACCOUNT_ID, task_queue=names.WORKFLOWS_QUEUE
+        names.ACCOUNT, account, id=ACCOUNT_ID, task_queue=names.WORKFLOWS_QUEUE
     )
     await holding(client, first)
     await client.get_workflow_handle(ACCOUNT_ID).signal("release", first)

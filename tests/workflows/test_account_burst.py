@@ -6,7 +6,7 @@ from temporalio.api.history.v1 import History
 from temporalio.client import Client
 
 from perdure.client import names
-from perdure.rollouts.messages import AskPermit
+from perdure.rollouts.admission.permits import AskPermit
 from perdure.types import AccountCaps
 from tests.stack.waiting import until
 from tests.workflows import dev_server

@@ -15,8 +15,8 @@ from temporalio.worker import Worker
 from perdure.client import names
 from perdure.client import search_attributes as attributes
 from perdure.client.api import Perdure
+from perdure.rollouts.admission.seats import Seats
 from perdure.rollouts.messages import AgentRun, Attempt, Booted, Captured
-from perdure.rollouts.sandbox.seats import Seats
 from perdure.rollouts.sandbox.term import HostTerm
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
 from tests.stack.waiting import until

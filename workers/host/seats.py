@@ -19,7 +19,7 @@ from temporalio.worker import (
     WorkerTuner,
 )
 
-from perdure.rollouts.sandbox.seats import Reservation, Seats
+from perdure.rollouts.admission.seats import Reservation, Seats
 from perdure.rollouts.sandbox.term import HostTerm
 
 log = structlog.get_logger("perdure.seats")

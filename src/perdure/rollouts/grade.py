@@ -23,13 +23,13 @@ from perdure.graders.twins.runs import verified
 from perdure.graders.verdict import failing
 from perdure.handlers import JobDetails, calling, graded_of
 from perdure.rollouts import handler_hooks
+from perdure.rollouts.admission.permits import PAUSE_S
 from perdure.rollouts.boot import init_metadata
 from perdure.rollouts.calibration.stages import with_calibration
 from perdure.rollouts.job import Job
 from perdure.rollouts.messages import GradedPatch
 from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.permits import PAUSE_S
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
 MAX_LOST = 3

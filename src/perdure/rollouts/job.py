@@ -16,8 +16,8 @@ from perdure.errors import NotFound
 from perdure.instances import catalog
 from perdure.instances.environments import Prepared
 from perdure.rollouts import checkpoints
+from perdure.rollouts.admission.account import Admission, TellAccount
 from perdure.rollouts.messages import Attempt
-from perdure.rollouts.sandbox.admission import Accounts, Admission
 from perdure.rollouts.services import Services
 from perdure.sandboxes import phases
 from perdure.sandboxes.base import SandboxProvider, identity_of
@@ -37,7 +37,7 @@ class Try(Protocol):
         ...
 
     @property
-    def accounts(self) -> Accounts: ...
+    def tell_account(self) -> TellAccount: ...
 
     @property
     def play(self) -> str:
@@ -240,7 +240,7 @@ class Job:
             placement=placement,
             provider=services.provider(placement.provider),
             admission=Admission.of(
-                services, placement.provider, self.request, self.this_try.accounts
+                services, placement.provider, self.request, self.this_try.tell_account
             ),
         )
 

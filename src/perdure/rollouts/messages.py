@@ -1,11 +1,10 @@
 """Arguments and results of the activities and signals: references and verdicts, never blobs."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
 from perdure.types import (
-    AccountCaps,
     AgentEnd,
     CalibrationRequest,
     EpisodeRef,
@@ -58,7 +57,6 @@ class Booted(Frozen):
     """The attempt it belongs to: later than the requested one, if that one is used up."""
     uri: str = ""
     """Where this rollout's evidence is, for people."""
-    data_source: str = ""
     done: EpisodeRef | None = None
     """The episode of a rollout that was graded before."""
     expired: bool = False
@@ -189,24 +187,6 @@ class RunSummary(Frozen):
     by_outcome: dict[str, int] = Field(default_factory=dict)
     stopped: str = ""
     """Why it started no more rollouts: its budget is used up."""
-
-
-class AskPermit(Frozen):
-    """A rollout wants a sandbox of a metered account."""
-
-    holder: str
-    """The workflow that will hold the permit; it is sent `granted`."""
-    run: str
-    step: str
-    caps: AccountCaps
-
-
-class CreateRefused(Frozen):
-    """The provider answered 429 to a create that was granted."""
-
-    holder: str
-    limit: Literal["rate", "concurrency"]
-    retry_after: float | None = None
 
 
 class Term(Frozen):

@@ -17,8 +17,8 @@ from perdure.gateway.control import GatewayControl, ToFirstThatAnswers
 from perdure.handlers import AgentHandler
 from perdure.home import host_of, load_secrets
 from perdure.instances.environments import Environments
+from perdure.rollouts.admission.seats import Seats
 from perdure.rollouts.memory import Memory
-from perdure.rollouts.sandbox.seats import Seats
 from perdure.rollouts.sandbox.term import HostTerm
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.choice import Reach, choose_reach

@@ -9,14 +9,14 @@ from time import monotonic
 
 import pytest
 
-from perdure.rollouts.sandbox import seats as module
-from perdure.rollouts.sandbox.seats import LAPSES_S, Seats
+from perdure.rollouts.admission import seats as module
+from perdure.rollouts.admission.seats import LAPSES_S, Seats
 
 TWO = 2
 HOLDS = """
 import sys
 from pathlib import Path
-from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.admission.seats import Seats
 held = Seats(Path(sys.argv[1]), 2).reserve()
 print("reserved", flush=True)
 sys.stdin.read()

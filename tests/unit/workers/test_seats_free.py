@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.admission.seats import Seats
 from perdure.telemetry import metrics
 from workers.host import housekeeping
 

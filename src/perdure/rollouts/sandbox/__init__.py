@@ -1,1 +1,1 @@
-"""The sandbox of a stage: admitted by its account, created, or taken from the ready ones."""
+"""The sandbox of a stage: created, kept alive, tried, and the term of its host."""

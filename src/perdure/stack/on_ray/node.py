@@ -7,7 +7,7 @@ from time import monotonic
 
 import structlog
 
-from perdure.rollouts.sandbox.seats import Seats
+from perdure.rollouts.admission.seats import Seats
 from perdure.settings.tree import Settings
 from perdure.stack import host_life, sandboxes
 from perdure.types import Frozen

@@ -1,17 +1,15 @@
 """Who may start a sandbox of a provider account next: the rules, without clock or network.
 
-A worker asks for a permit before it makes a sandbox, and holds it until that sandbox is killed. The
-caller keeps this state for all workers and passes the time
+A stage asks for a permit before it makes a sandbox, and holds it until that sandbox is killed. The
+SandboxAccountWorkflow keeps this state for all workers and passes the time
 (docs/decisions/0010-permits-of-an-account.md).
 """
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel
 
 from perdure.types import AccountCaps, Frozen
-
-Limit = Literal["rate", "concurrency"]
 
 PACE = 0.8
 """Fraction of the configured creates per second that is granted evenly. The rest is the size of the
@@ -33,8 +31,27 @@ SLOWEST = 0.05
 """Creates per second below which refusals do not lower the rate."""
 
 
+class AskPermit(Frozen):
+    """A workflow wants a sandbox of the account. Asking again changes nothing."""
+
+    holder: str
+    """The workflow that will hold the permit; it is sent `granted`."""
+    run: str
+    step: str
+    """Tells one sandbox of the holder from the next."""
+    caps: AccountCaps
+
+
+class CreateRefused(Frozen):
+    """The provider answered 429 to a create that was granted."""
+
+    holder: str
+    limit: Literal["rate", "concurrency"]
+    retry_after: float | None = None
+
+
 class PermitRequest(Frozen):
-    """A workflow that waits for a permit. `step` tells one sandbox of it from the next."""
+    """A workflow that waits for a permit."""
 
     holder: str
     run: str
@@ -53,74 +70,50 @@ class Permit(Frozen):
     """The holder has no other sandbox, so a refusal frees the slot."""
 
 
-class AccountState(Frozen):
-    """What the process that keeps the account saves, so that a restart loses nothing."""
+class Account(BaseModel):
+    """Slots and start tokens of one provider account; its fields are all that a restart must keep.
+
+    Times are seconds on the caller's clock. What changes in place has no default: Temporal is given only the
+    fields that were set.
+    """
 
     caps: AccountCaps = AccountCaps()
-    waiting: tuple[PermitRequest, ...] = ()
-    permits: dict[str, Permit] = Field(default_factory=dict)
+    waiting: dict[str, PermitRequest]
+    """By holder, as `permits`."""
+    permits: dict[str, Permit]
     asked: int = 0
     rate: float | None = None
+    """Creates per second that the account was seen to accept, when below its cap; None: the cap."""
     live: int | None = None
+    """Live sandboxes that the account was seen to accept, when below its cap; None: the cap."""
     growing: bool = False
-    probe_at: float | None = None
-    paused_until: float | None = None
-    slowed_at: float | None = None
+    """More than `live` were tried, and none was refused since."""
+    probe_at: float = 0.0
+    """When one more than `live` is tried."""
+    paused_until: float = 0.0
+    slowed_at: float = -PAUSE_S
     tokens: float = 1.0
-    filled: float | None = None
-    checked_at: float | None = None
+    filled_at: float
+    checked_at: float
+    """When the caller last checked whether the holders still exist."""
 
-
-class Account:
-    """Slots and start tokens of one provider account. Times are seconds on the caller's clock."""
-
-    def __init__(self, state: AccountState, now: float) -> None:
-        self.caps = state.caps
-        self.waiting = {request.holder: request for request in state.waiting}
-        self.permits = dict(state.permits)
-        self.asked = state.asked
-        self.rate = state.rate
-        """Creates per second that the account was seen to accept, when below its cap; None: the cap."""
-        self.live = state.live
-        """Live sandboxes that the account was seen to accept, when below its cap; None: the cap."""
-        self.growing = state.growing
-        """More than `live` were tried, and none was refused since."""
-        self._tokens, self._filled = state.tokens, _known(state.filled, now)
-        self._paused_until = _known(state.paused_until, now)
-        self._probe_at = _known(state.probe_at, now + PROBE_S)
-        self.checked_at = _known(state.checked_at, now)
-        """When the caller last checked whether the holders still exist."""
-        self._slowed_at = _known(state.slowed_at, now - PAUSE_S)
-
-    def state(self) -> AccountState:
-        return AccountState(
-            caps=self.caps,
-            waiting=tuple(self.waiting.values()),
-            permits=self.permits,
-            asked=self.asked,
-            rate=self.rate,
-            live=self.live,
-            growing=self.growing,
-            probe_at=self._probe_at,
-            paused_until=self._paused_until,
-            slowed_at=self._slowed_at,
-            tokens=self._tokens,
-            filled=self._filled,
-            checked_at=self.checked_at,
-        )
+    @classmethod
+    def new(cls, now: float) -> "Account":
+        return cls(waiting={}, permits={}, filled_at=now, checked_at=now)
 
     # -- events from holders ----------------------------------------------------------------------
 
-    def ask(self, holder: str, run: str, step: str, caps: AccountCaps) -> bool:
+    def ask(self, asked: AskPermit) -> bool:
         """Queue a request for one sandbox. True: it was already granted, so it is granted again."""
-        self.caps = caps
+        self.caps = asked.caps
+        holder, step = asked.holder, asked.step
         permit = self.permits.get(holder)
         if permit is not None and permit.step == step and permit.starting:
             return True
         if holder not in self.waiting or self.waiting[holder].step != step:
             self.asked += 1
             self.waiting[holder] = PermitRequest(
-                holder=holder, run=run, step=step, order=self.asked
+                holder=holder, run=asked.run, step=step, order=self.asked
             )
         return False
 
@@ -140,21 +133,21 @@ class Account:
             rate = self.rate + max(SLOWEST, RECOVERY * (fastest or self.rate))
             self.rate = rate if fastest is None or rate < fastest else None
 
-    def refused(self, holder: str, limit: Limit, retry_after: float | None, now: float) -> None:
-        """The provider answered 429: queue the request again, ahead of all later ones.
+    def refused(self, refused: CreateRefused, now: float) -> None:
+        """Queue the request again, ahead of all later ones.
 
         A holder whose sandbox had started replaces it by another, as a grading with twins does: it
         keeps its slot and tries again by itself."""
-        permit = self.permits.get(holder)
+        permit = self.permits.get(refused.holder)
         if permit is None:
             return
         if permit.starting:
-            self._queue_again(holder, permit)
-        if limit == "concurrency":
+            self._queue_again(refused.holder, permit)
+        if refused.limit == "concurrency":
             self.live, self.growing = self._up(), False
-            self._probe_at = now + (retry_after or PROBE_S)
+            self.probe_at = now + (refused.retry_after or PROBE_S)
         else:
-            self._paused_until = max(self._paused_until, now + (retry_after or PAUSE_S))
+            self.paused_until = max(self.paused_until, now + (refused.retry_after or PAUSE_S))
             self._slow_down(now)
 
     def _queue_again(self, holder: str, permit: Permit) -> None:
@@ -185,7 +178,7 @@ class Account:
                 run=request.run, step=request.step, first=held is None
             )
             if self._speed() is not None:
-                self._tokens -= 1
+                self.tokens -= 1
             granted.append(request)
         return granted
 
@@ -193,13 +186,13 @@ class Account:
         """Seconds until `grants` may grant more even if no event arrives; None: only an event helps."""
         if not self.waiting:
             return None
-        moments = [self._paused_until]
+        moments = [self.paused_until]
         if (speed := self._speed()) is not None:
-            moments.append(self._filled + max(0.0, 1 - self._tokens) / speed)
+            moments.append(self.filled_at + max(0.0, 1 - self.tokens) / speed)
         if self._candidate() is None:
             if self.live is None or self._starting_is_full():
                 return None
-            moments.append(self._probe_at)
+            moments.append(self.probe_at)
         return max(0.0, max(moments) - now)
 
     def longest_unchecked(self, most: int) -> list[str]:
@@ -215,9 +208,9 @@ class Account:
 
     def _probe(self, now: float) -> None:
         """Raise the limit by one if a request waits and the last refusal is long enough ago."""
-        if self.live is None or now < self._probe_at or not self._is_wanted():
+        if self.live is None or now < self.probe_at or not self._is_wanted():
             return
-        self.growing, self._probe_at = True, now + PROBE_S
+        self.growing, self.probe_at = True, now + PROBE_S
         self._learn(self.live + 1)
 
     def _grow(self) -> None:
@@ -238,7 +231,7 @@ class Account:
         return self._is_full() and any(holder not in self.permits for holder in self.waiting)
 
     def _next(self, now: float) -> PermitRequest | None:
-        if now < self._paused_until or (self._speed() is not None and self._tokens < 1):
+        if now < self.paused_until or (self._speed() is not None and self.tokens < 1):
             return None
         return self._candidate()
 
@@ -283,17 +276,13 @@ class Account:
     def _refill(self, now: float) -> None:
         if (speed := self._speed()) is not None:
             most = max(1.0, speed * (1 - PACE) / PACE)
-            self._tokens = min(most, self._tokens + (now - self._filled) * speed)
-        self._filled = now
+            self.tokens = min(most, self.tokens + (now - self.filled_at) * speed)
+        self.filled_at = now
 
     def _slow_down(self, now: float) -> None:
         """Halve the rate, once for all refusals of a burst."""
-        if now - self._slowed_at < PAUSE_S:
+        if now - self.slowed_at < PAUSE_S:
             return
-        self._slowed_at, self._tokens = now, 0.0
+        self.slowed_at, self.tokens = now, 0.0
         starting = sum(permit.starting for permit in self.permits.values()) + 1
         self.rate = max(SLOWEST, (self._speed() or float(starting)) / 2)
-
-
-def _known(moment: float | None, otherwise: float) -> float:
-    return otherwise if moment is None else moment

@@ -1,0 +1,30 @@
+"""When a sandbox may boot, and why: its host lives, has a seat, and the provider's account grants a permit.
+
+    rollout                          host                           account of the provider
+    -------------------------------  -----------------------------  ------------------------------
+    boot waits in Temporal's queue
+                                     term confirmed, seat free:
+                                     takes the boot
+    on no account: create
+    on an account: prepare, ask ----------------------------------> queued, after older ones
+    waits for `granted`, and holds   the seat is free again         fewer sandboxes than its cap,
+    neither seat nor slot                                           creates slower than its rate:
+    <-------------------------------------------------------------- permit
+    boot, in the queue once more     takes a seat
+    create ... is up ---------------------------------------------> a lowered limit rises
+           ... 429: ask again ------------------------------------> limits fall; queued before all
+    the agent works                  the seat is renewed
+    diff taken, sandbox killed       the seat is free
+    ask for the grading's sandbox --------------------------------> the same permit, at once
+    grading ends -------------------------------------------------> the permit is the next one's
+
+Among runs, the one with the fewest permits is served first. A rollout that hears nothing for ten minutes
+asks again; one that waits past its `expires_at` ends as expired. A grading needs no seat: `slots.grade`
+bounds those of a worker.
+
+- `seats.py`: the seats of a home (`slots.agent`). `workers/host/seats.py` makes them slots of the boot queue
+  (docs/decisions/0020-seats-are-slots.md). `workers/host/README.md` says when a host's term is confirmed.
+- `permits.py`: the rules of an account. `workflows/account.py` keeps one account for all workers, and takes
+  permits of closed workflows back (docs/decisions/0010-permits-of-an-account.md).
+- `account.py`: what a stage says to its account.
+"""

@@ -1,0 +1,79 @@
+"""What the stages of a rollout say to the account of a provider: they ask for a permit, report on the
+create, and give the permit back once the sandbox is killed."""
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from perdure.errors import RateLimited
+from perdure.rollouts.admission.permits import AskPermit, CreateRefused
+from perdure.rollouts.services import Services
+from perdure.types import AccountCaps, RolloutRequest
+
+
+class TellAccount(Protocol):
+    """Send a signal to the workflow that keeps the permits of an account; `ask` starts it."""
+
+    def __call__(
+        self,
+        account: str,
+        signal: Literal["ask", "started", "refused", "release"],
+        message: AskPermit | CreateRefused | str,
+    ) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True)
+class Admission:
+    """One rollout's dealings with the account of one provider; no messages if it is not metered."""
+
+    caps: AccountCaps | None
+    account: str
+    request: RolloutRequest
+    tell: TellAccount
+
+    @classmethod
+    def of(
+        cls, services: Services, provider: str, request: RolloutRequest, tell: TellAccount
+    ) -> "Admission":
+        caps = services.caps(provider)
+        account = services.provider(provider).account if caps is not None else ""
+        return cls(caps, account, request, tell)
+
+    @property
+    def metered(self) -> bool:
+        return self.caps is not None
+
+    @property
+    def _holder(self) -> str:
+        return self.request.workflow_id
+
+    async def ask(self, step: str) -> None:
+        """Queue up; the rollout's workflow is sent `granted`. Asking again changes nothing."""
+        if self.caps is not None:
+            run = self.request.run_id
+            asked = AskPermit(holder=self._holder, run=run, step=step, caps=self.caps)
+            await self.tell(self.account, "ask", asked)
+
+    @contextlib.asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Around a create: reports a refusal. Raises: RateLimited, unchanged."""
+        try:
+            yield
+        except RateLimited as error:
+            if self.metered:
+                refused = CreateRefused(
+                    holder=self._holder, limit=error.limit, retry_after=error.retry_after
+                )
+                await self.tell(self.account, "refused", refused)
+            raise
+
+    async def started(self) -> None:
+        """The sandbox that was granted is up."""
+        if self.metered:
+            await self.tell(self.account, "started", self._holder)
+
+    async def release(self) -> None:
+        """The sandbox is gone. Releasing what is not held changes nothing."""
+        if self.metered:
+            await self.tell(self.account, "release", self._holder)
