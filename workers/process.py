@@ -40,7 +40,6 @@ from perdure.telemetry import configure_logging, temporal_runtime
 from workers import backlogs
 from workers.builds import build_of, say_if_not_current
 from workers.health import answering, polled
-from workers.host import life_kept
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """What a worker process may poll for."""
@@ -120,7 +119,7 @@ async def _keep_house(
     if "workflows" in roles:
         keeping.append(partial(backlogs.keep_counting, client, settings))
     if {"boot", "agent"} & set(roles):
-        keeping.append(partial(life_kept.keep_alive, settings))
+        keeping.append(partial(host_life.keep_alive, settings))
     if "agent" in roles:
         keeping.append(partial(_keep_reaper, client, host_of(settings)))
         keeping += _housekeeping(client, settings)

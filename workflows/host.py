@@ -2,7 +2,7 @@
 
 A host shows its life by the heartbeats of one long activity, `serve_term`, which cost no events. They
 come from a process of their own (`workers.host.life`), so no stopped or busy worker is taken for a lost
-host.
+host. `workers/host/README.md` draws the sequence.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ SILENT_S = 6.0
 KEEP_ALIVE = """
 import asyncio
 from perdure.settings.load import load_settings
-from workers.host.life_kept import keep_alive
+from perdure.stack.host_life import keep_alive
 asyncio.run(keep_alive(load_settings()))
 """
 """What a worker does for its host's signs of life."""

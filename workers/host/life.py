@@ -1,8 +1,8 @@
 """`python -m workers.host.life`: shows the host's signs of life to Temporal, whatever its workers do.
 
-One per home, started by any worker that boots or watches agents, and ended by itself: when no worker
-and no sandbox is left, or when no worker has come back for long. It keeps the host's term by
-heartbeats. When the term was lost, it ends the host's sandboxes before the next one begins.
+One per home, started by any worker that boots or watches agents, and ended by itself. It keeps the host's
+term by heartbeats. When the term was lost, it ends the host's sandboxes before the next one begins: README.md
+draws the sequence.
 """
 
 import asyncio

@@ -1,15 +1,21 @@
 """The process that shows a host's signs of life, seen from the other processes of its home.
 
-It runs `python -m workers.host.life`, one per home. Locks tell who is there: the kernel releases them when a
-process dies, and a stopped process keeps its own.
+It runs `python -m workers.host.life`, one per home; `workers/host/README.md` draws what it does. Workers
+start it. Locks tell who is there: the kernel releases them when a process dies, and a stopped process keeps
+its own.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import IO
+
+import structlog
 
 from perdure.client.server import given_address
 from perdure.sandboxes.host.process import ProcessId
@@ -18,6 +24,10 @@ from perdure.stack.processes import identify, stop
 
 WORKERS, LIFE = "workers.lock", "life.lock"
 STOP_GRACE_S = 10.0
+LOOK_S = 2.0
+"""Seconds between two looks for the process."""
+
+log = structlog.get_logger("perdure.life")
 
 
 @contextlib.contextmanager
@@ -47,8 +57,36 @@ def life_is_here(settings: Settings) -> Iterator[bool]:
         yield True
 
 
-def has_life(settings: Settings) -> bool:
-    return _is_locked(settings, LIFE)
+async def keep_alive(settings: Settings) -> None:
+    """For a worker: start the process whenever this home has none.
+
+    One that was started counts before it shows itself: on a busy host that takes a while.
+    """
+    started: subprocess.Popen[bytes] | None = None
+    if _end_of_another_server(settings):
+        log.warning("ended the process that showed signs of life to another Temporal address")
+    while True:
+        try:
+            is_starting = started is not None and started.poll() is None
+            if not is_starting and not _is_locked(settings, LIFE):
+                started = await asyncio.to_thread(_start, settings)
+                log.info("started the process that shows the host's signs of life", pid=started.pid)
+        except OSError as error:  # a full disk, or no more processes allowed
+            log.warning("nothing shows this host's signs of life", reason=str(error))
+        await asyncio.sleep(LOOK_S)
+
+
+def _start(settings: Settings) -> "subprocess.Popen[bytes]":
+    logs = settings.home.absolute() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / "life.log").open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "workers.host.life"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
 
 
 def end(settings: Settings) -> bool:
@@ -60,7 +98,7 @@ def end(settings: Settings) -> bool:
     return True
 
 
-def end_of_another_server(settings: Settings) -> bool:
+def _end_of_another_server(settings: Settings) -> bool:
     """Kill the process if it shows the signs of life to another Temporal address than these settings name.
 
     It may outlive its stack because sandboxes are left. No goodbye: the next process continues its term,
