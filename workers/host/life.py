@@ -28,6 +28,7 @@ from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
+from perdure import retry
 from perdure.client import names
 from perdure.client.connection import connect
 from perdure.errors import ConfigurationError, PerdureError
@@ -282,13 +283,12 @@ async def show_life(settings: Settings) -> None:
 
 
 async def _connected(settings: Settings) -> Client:
-    while True:
-        try:
-            return await connect(settings=settings)
-        except ConfigurationError:
-            if not host_life.has_worker(settings):
-                raise
-            await asyncio.sleep(PAUSE_S)
+    return await retry.again(
+        lambda: connect(settings=settings),
+        ConfigurationError,
+        pauses=(PAUSE_S, PAUSE_S),
+        passes=lambda _: host_life.has_worker(settings),
+    )
 
 
 def main() -> int:

@@ -41,6 +41,7 @@ from temporalio.exceptions import (
 )
 from temporalio.service import RPCError, RPCStatusCode
 
+from perdure import retry
 from perdure.agents.check import check_options
 from perdure.client import asked, names, rollouts
 from perdure.client import search_attributes as attributes
@@ -690,17 +691,13 @@ async def _durably(
     call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = is_passing
 ) -> Result:
     """Wait through restarts of the server: its own retries give up after ten seconds."""
-    pause = 0.5
-    while True:
-        try:
-            return await call()
-        except WorkflowUpdateRPCTimeoutOrCancelledError:
-            pass
-        except RPCError as error:
-            if not passing(error):
-                raise
-        await asyncio.sleep(pause)
-        pause = min(pause * 2, 15.0)
+    errors = (RPCError, WorkflowUpdateRPCTimeoutOrCancelledError)
+    return await retry.again(
+        call,
+        errors,
+        pauses=(0.5, 15.0),
+        passes=lambda error: not isinstance(error, RPCError) or passing(error),
+    )
 
 
 async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:

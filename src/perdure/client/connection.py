@@ -1,6 +1,5 @@
 """Connects to Temporal: to the user's server or to this home's stack, with our data converter."""
 
-import asyncio
 import atexit
 import gc
 import re
@@ -16,7 +15,7 @@ from temporalio.converter import DataConverter, DefaultFailureConverterWithEncod
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure import tracing
+from perdure import retry, tracing
 from perdure.client import local_stack
 from perdure.client.server import Server, dev_server, given_address, given_server
 from perdure.errors import ConfigurationError
@@ -119,21 +118,21 @@ async def check_namespace(client: Client) -> None:
     A server that does not tell, such as one with narrow API keys, is believed.
     """
     asked = DescribeNamespaceRequest(namespace=client.namespace)
-    until = time.monotonic() + NAMESPACE_PATIENCE_S
-    while True:
-        try:
-            await client.workflow_service.describe_namespace(asked, timeout=ASK_LIMIT)
-        except RPCError as error:
-            if error.status is RPCStatusCode.NOT_FOUND and time.monotonic() < until:
-                await asyncio.sleep(NAMESPACE_PAUSE_S)
-                continue
-            if error.status is RPCStatusCode.NOT_FOUND:
-                raise ConfigurationError(
-                    f"the Temporal server at {client.service_client.config.target_host} has no namespace"
-                    f" {client.namespace!r}: set TEMPORAL_NAMESPACE or PERDURE_TEMPORAL__NAMESPACE to"
-                    " one that `temporal operator namespace list` shows"
-                ) from error
-        return
+    try:
+        await retry.again(
+            lambda: client.workflow_service.describe_namespace(asked, timeout=ASK_LIMIT),
+            RPCError,
+            pauses=(NAMESPACE_PAUSE_S, NAMESPACE_PAUSE_S),
+            patience_s=NAMESPACE_PATIENCE_S,
+            passes=lambda error: error.status is RPCStatusCode.NOT_FOUND,
+        )
+    except RPCError as error:
+        if error.status is RPCStatusCode.NOT_FOUND:
+            raise ConfigurationError(
+                f"the Temporal server at {client.service_client.config.target_host} has no namespace"
+                f" {client.namespace!r}: set TEMPORAL_NAMESPACE or PERDURE_TEMPORAL__NAMESPACE to"
+                " one that `temporal operator namespace list` shows"
+            ) from error
 
 
 def _interceptors(settings: Settings) -> list[Interceptor]:

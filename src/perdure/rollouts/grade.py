@@ -1,11 +1,10 @@
 """The grade stage: the hidden tests, in a fresh sandbox that no agent has touched."""
 
-import asyncio
 import hashlib
 import itertools
 import time
 
-from perdure import tracing
+from perdure import retry, tracing
 from perdure.errors import (
     AttemptDamaged,
     Boundary,
@@ -190,14 +189,14 @@ async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool
     """A later sandbox of a grading replaces one that it has killed, in the slot that it holds of a
     metered account. So it waits here: tried again by Temporal, the runs before it would be lost."""
     plan = job.grade_sandbox
-    while True:
-        try:
-            async with plan.admission.starting():
-                return await create_sandbox(job.this_try, plan.provider, spec, identity)
-        except RateLimited as error:
-            if is_first:
-                raise
-            await asyncio.sleep(error.retry_after or PAUSE_S)
+
+    async def create() -> Sandbox:
+        async with plan.admission.starting():
+            return await create_sandbox(job.this_try, plan.provider, spec, identity)
+
+    return await retry.again(
+        create, RateLimited, pauses=(PAUSE_S, PAUSE_S), passes=lambda _: not is_first
+    )
 
 
 async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> SandboxSpec:

@@ -6,6 +6,7 @@ Each check is cheap and raises the error that the part itself would raise minute
 import asyncio
 from collections.abc import Callable
 
+from perdure import retry
 from perdure.client.server import given_address
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.settings.tree import Settings
@@ -48,12 +49,9 @@ async def _temporal_answers(settings: Settings) -> None:
 
     # A runtime of its own: the process's default is set by the code that connects for good.
     runtime = temporal_runtime(settings.changed(metrics={"port": 0}))
-    end = asyncio.get_running_loop().time() + TEMPORAL_S
-    while True:
-        try:
-            await connect(settings=settings, runtime=runtime)
-            return
-        except ConfigurationError:
-            if asyncio.get_running_loop().time() > end:
-                raise
-        await asyncio.sleep(PAUSE_S)
+    await retry.again(
+        lambda: connect(settings=settings, runtime=runtime),
+        ConfigurationError,
+        pauses=(PAUSE_S, PAUSE_S),
+        patience_s=TEMPORAL_S,
+    )

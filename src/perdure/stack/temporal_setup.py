@@ -24,6 +24,7 @@ from temporalio.client import Client
 from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
+from perdure import retry
 from perdure.client import names
 from perdure.client.build_routing import own_build_trouble
 from perdure.client.connection import connect, connect_to
@@ -58,13 +59,13 @@ async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
 
 async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
     """Try to connect until the server answers. `address`: our own dev server's; None: the user's."""
-    while True:
-        try:
-            if address is None:
-                return await connect(settings=settings)
-            return await connect_to(dev_server(settings, address), settings)
-        except ConfigurationError:
-            await asyncio.sleep(PAUSE_S)
+
+    async def connected() -> Client:
+        if address is None:
+            return await connect(settings=settings)
+        return await connect_to(dev_server(settings, address), settings)
+
+    return await retry.again(connected, ConfigurationError, pauses=(PAUSE_S, PAUSE_S))
 
 
 async def register_search_attributes(client: Client) -> list[str]:

@@ -5,13 +5,13 @@ The sandbox's identity and the guest's records make every call safe to repeat. E
 """
 
 import asyncio
-import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
+from perdure import retry
 from perdure.errors import ControlPlaneError, PerdureError, RateLimited, SandboxLost
 
 T = TypeVar("T")
@@ -36,19 +36,13 @@ async def again(
     call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, wait_at_caps: bool = True
 ) -> T:
     """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient."""
-    end = time.monotonic() + patience_s
-    pause, longest = PAUSE_S
-    while True:
-        try:
-            return await call()
-        except ControlPlaneError as error:
-            if isinstance(error, RateLimited) and not wait_at_caps:
-                raise
-            wait = error.retry_after or pause * random.uniform(0.5, 1)
-            if time.monotonic() + wait > end:
-                raise
-        await asyncio.sleep(wait)
-        pause = min(pause * 2, longest)
+    return await retry.again(
+        call,
+        ControlPlaneError,
+        pauses=PAUSE_S,
+        patience_s=patience_s,
+        passes=lambda error: wait_at_caps or not isinstance(error, RateLimited),
+    )
 
 
 async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]) -> T:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from perdure import retry
 from perdure.errors import NotFound, OutcomeUnknown, RetryHere
 from perdure.sandboxes.base import Sandbox
 
@@ -155,12 +156,5 @@ class RelayProcess:
 
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
     """Repeat a call while it fails. After a minute, raise its error."""
-    pause, until = 0.2, time.monotonic() + 60
-    while True:
-        try:
-            return await ask()
-        except (RetryHere, OutcomeUnknown) as error:
-            if time.monotonic() > until:
-                raise
-            await asyncio.sleep(getattr(error, "retry_after", None) or pause)
-            pause = min(pause * 2, 5.0)
+    passing = (RetryHere, OutcomeUnknown)
+    return await retry.again(ask, passing, pauses=(0.2, 5.0), patience_s=60.0)
