@@ -90,7 +90,7 @@ chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); S
 	@$(RUN) --extra serving pytest -s tests/chaos --ray --seeds $(SEEDS) --rollouts $(ROLLOUTS)
 
 bench: setup ## the benchmarks that need nothing else, one after the other (slow)
-	@for b in overhead live crash preemption replay flaky sandbox gateway_load turn temporal routing saturation gradings; do $(RUN) python -m benchmarks.$$b || exit 1; done
+	@for b in overhead live crash sandbox gateway_load turn temporal routing gradings; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 learn: SEEDS = 1,2,3
 learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'

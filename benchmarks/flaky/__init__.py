@@ -1,1 +1,0 @@
-"""What a flaky control plane costs: rollouts, seconds, sandboxes."""

@@ -1,1 +1,0 @@
-"""Engines and gateways killed under load."""
