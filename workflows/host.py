@@ -92,7 +92,10 @@ class HostWorkflow:
         return True
 
     async def _stand_in(self) -> None:
-        while True:
+        """Until this task is cancelled. A worker that is told to stop at the same moment ends the activity
+        as evicted, which uses the cancellation up."""
+        task = asyncio.current_task()
+        while task is not None and not task.cancelling():
             try:
                 await workflow.execute_activity(
                     "stand_in",

@@ -1,7 +1,7 @@
 """HostWorkflow on a real server: what follows when a host is silent, comes back, or leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 from temporalio import activity
 from temporalio.client import Client, WorkflowHandle
+from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
 from activities.stand_in import StandIn
 from perdure.client import names
 from perdure.client.api import Perdure
-from perdure.rollouts.messages import AgentRun, Attempt, Booted, HostState, Term
+from perdure.rollouts.messages import (
+    WORKER_EVICTED,
+    AgentRun,
+    Attempt,
+    Booted,
+    HostState,
+    Term,
+)
 from perdure.rollouts.sandbox.term import first_term
 from perdure.storage.local import LocalStore
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
@@ -69,14 +77,15 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
 
 
-@pytest.fixture
-async def host(client: Client, store: LocalStore) -> AsyncIterator[WorkflowHandle[Any, Any]]:
-    """The workflow of one host, and a worker elsewhere that may stand in."""
-    stand_in = StandIn(SimpleNamespace(store=store, host="elsewhere"))  # type: ignore[arg-type]  # needs no more
+@asynccontextmanager
+async def _asked_about(
+    client: Client, stand_in: Callable[..., Any]
+) -> AsyncIterator[WorkflowHandle[Any, Any]]:
+    """The workflow of one host, and a worker elsewhere that stands in by this activity."""
     async with AsyncExitStack() as workers:
         for worker in (
             workflow_worker(client, checking_runner()),
-            Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in.stand_in]),
+            Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in]),
         ):
             await workers.enter_async_context(worker)
         handle = await client.start_workflow(
@@ -84,6 +93,14 @@ async def host(client: Client, store: LocalStore) -> AsyncIterator[WorkflowHandl
         )
         yield handle
         await handle.terminate()
+
+
+@pytest.fixture
+async def host(client: Client, store: LocalStore) -> AsyncIterator[WorkflowHandle[Any, Any]]:
+    needed = SimpleNamespace(store=store, host="elsewhere")
+    stand_in = StandIn(needed)  # type: ignore[arg-type]  # it needs no more of the services
+    async with _asked_about(client, stand_in.stand_in) as handle:
+        yield handle
 
 
 async def _is(host: WorkflowHandle[Any, Any], **wanted: Any) -> bool:
@@ -177,6 +194,28 @@ async def test_a_host_that_comes_back_begins_anew(
             )
 
         assert own == [1]
+
+
+async def test_a_host_comes_back_while_the_worker_that_stands_in_is_told_to_stop(
+    client: Client, life: HostLife
+) -> None:
+    """The activity ends as evicted, not as cancelled. It is not ordered again: the host serves."""
+
+    @activity.defn(name="stand_in")
+    async def evicted(term: Term) -> None:
+        try:
+            while True:
+                activity.heartbeat()
+                await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            raise ApplicationError("it hands over", type=WORKER_EVICTED) from None
+
+    async with _asked_about(client, evicted) as host:
+        await until(lambda: _is(host, lost=True), "the host is lost")
+        async with life.shown(client):
+            await until(lambda: life.served, "it serves again")
+
+            assert (life.begun, life.served) == ([1], [1])
 
 
 async def test_a_host_that_leaves_is_not_waited_for(
