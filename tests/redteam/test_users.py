@@ -62,11 +62,11 @@ def own_user(box: Sandbox) -> int:
     """Its commands' user on the host. Skips where another one than the worker's is not promised."""
     if not isinstance(box, HostSandbox) or box.meta.provider != "bubblewrap" or os.geteuid():
         pytest.skip("not promised: the kernel counts for a user that other sandboxes share")
-    if box.box.user is None:
+    if box.box.booted.user is None:
         log = (box.box.path / "log").read_text()
         assert os.strerror(errno.EINVAL) in log, log
         pytest.skip(f"owners cannot be mapped on the file system of {box.box.path}")
-    return box.box.user
+    return box.box.booted.user
 
 
 async def test_each_sandbox_has_a_user_of_its_own(boot: Boot) -> None:

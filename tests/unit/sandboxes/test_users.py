@@ -61,11 +61,11 @@ async def box(provider: BubblewrapProvider, tmp_path: Path) -> AsyncIterator[Nam
 
 def user_of(box: NamespaceSandbox) -> int:
     """Skips where the file system of the test's folder cannot map owners."""
-    if box.box.user is None:
+    if box.box.booted.user is None:
         log = (box.box.path / "log").read_text()
         assert os.strerror(errno.EINVAL) in log, log
         pytest.skip("this file system cannot map owners")
-    return box.box.user
+    return box.box.booted.user
 
 
 async def said(box: NamespaceSandbox, script: str) -> str:
@@ -129,7 +129,7 @@ async def test_an_adopted_sandbox_keeps_its_user(
     again = await BubblewrapProvider(provider.settings).attach("one")
     await again.put("later", b"x")
 
-    assert (await said(box, "stat -c %U later"), user_of(box)) == ("agent\n", box.box.user)
+    assert (await said(box, "stat -c %U later"), user_of(box)) == ("agent\n", box.box.booted.user)
 
 
 @pytest.mark.parametrize("mounted", [False, True], ids=["tree", "mount"])
@@ -173,7 +173,7 @@ async def test_owners_that_cannot_be_mapped_leave_the_workers_user(
         works = await said(made, "cat /opt/version && id -un")
         log = (made.box.path / "log").read_text()
 
-        assert (made.box.user, works.endswith("\nagent\n")) == (None, True)
+        assert (made.box.booted.user, works.endswith("\nagent\n")) == (None, True)
         assert "/proc/version" in log
     finally:
         await provider.kill("shared")
@@ -204,7 +204,7 @@ async def test_0_turns_it_off(tmp_path: Path) -> None:
         pytest.skip(missing[0])
     async with await provider.create(SPEC, "off") as made:
         assert isinstance(made, NamespaceSandbox)
-        assert made.box.user is None
+        assert made.box.booted.user is None
 
 
 async def test_ids_of_many_differ(provider: BubblewrapProvider) -> None:

@@ -98,6 +98,10 @@ async def choose_twins(
     return Chosen(done, ChosenReport(counts, weak, without, bench.runs))
 
 
+_Plan = dict[Target, list[Copy]]
+"""The copies of each function that run."""
+
+
 @dataclass(frozen=True)
 class _Tried:
     """A test function and the candidates that are left of it."""
@@ -181,19 +185,19 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
     """Those that fail under gold by their own expectation, and under the base as the test does."""
     plan = {
-        id(one): [Copy(one.target.function), *(_copy(c) for c in one.left)]
+        one.target: [Copy(one.target.function), *(_copy(c) for c in one.left)]
         for one in tried
         if one.left
     }
     if not plan:
         return tried
     gold, base = await asyncio.gather(
-        _copies(bench, bench.gold, f"gold-{number}", tried, plan),
-        _copies(bench, b"", f"base-{number}", tried, plan),
+        _copies(bench, bench.gold, f"gold-{number}", plan),
+        _copies(bench, b"", f"base-{number}", plan),
     )
     kept = []
     for one in tried:
-        copies = plan.get(id(one), [])
+        copies = plan.get(one.target, [])
         if copies and gold[copies[0]].statuses - verdict.F2P_PASSES:
             kept.append(one.keep([], "a copy of it, of another name, fails with `patch` applied"))
             continue
@@ -222,22 +226,22 @@ def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:
     """Without twins that pass in the base after an exchange of a literal that does not make their test pass."""
     spare = [replace(one, left=one.left[: wanted + 2]) for one in tried]
-    plan: dict[int, list[Copy]] = {}
+    plan: _Plan = {}
     owners: dict[Copy, Candidate | None] = {}
     for one in spare:
         if not one.left:
             continue
         for twin in (None, *one.left):
             for copy in exchanges(one.target.source, one.target.function, twin):
-                plan.setdefault(id(one), []).append(copy)
+                plan.setdefault(one.target, []).append(copy)
                 owners.setdefault(copy, twin)
     if not plan:
         return spare
-    shown = await _copies(bench, b"", "undone", spare, plan)
+    shown = await _copies(bench, b"", "undone", plan)
     kept = []
     for one in spare:
         undone: dict[Candidate | None, set[object]] = {twin: set() for twin in (None, *one.left)}
-        for copy in plan.get(id(one), ()):
+        for copy in plan.get(one.target, ()):
             if shown[copy].statuses and not shown[copy].statuses - verdict.F2P_PASSES:
                 twin = owners[copy]
                 own = twin.line if twin is not None else 0
@@ -255,18 +259,16 @@ async def _copies(
     bench: Bench,
     patch: bytes,
     purpose: str,
-    tried: Sequence[_Tried],
-    plan: dict[int, list[Copy]],
+    plan: _Plan,
 ) -> dict[Copy, Behaviour]:
-    """One run of the test files with these copies in them."""
+    """What the copies show in one run of the test files with all of them."""
     files: dict[str, bytes] = {}
     places: dict[Copy, Place] = {}
-    for source in {one.target.source for one in tried}:
-        copies = [
-            copy for one in tried if one.target.source is source for copy in plan.get(id(one), ())
-        ]
-        unique = list(dict.fromkeys(copies))
-        files[source.path], where = with_copies(source, unique, f"t{len(places)}_")
+    for source in dict.fromkeys(target.source for target in plan):
+        copies = dict.fromkeys(
+            copy for target in plan if target.source is source for copy in plan[target]
+        )
+        files[source.path], where = with_copies(source, list(copies), f"t{len(places)}_")
         places |= where
     suite = await bench.run(patch, purpose, files)
     if suite.run.refusal is not None or suite.run.status.code is None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from uuid import uuid4
 
 from perdure.sandboxes.checks import check_exec_id
@@ -64,6 +65,31 @@ class BoxMeta:
     """Path in the spec -> host path, for sandboxes without a mount namespace."""
 
 
+class Booted(NamedTuple):
+    """The file `ready`: what the keeper found out when it booted the sandbox."""
+
+    holder: ProcessId | None
+    """Pid 1 of its namespaces; None if it has no namespaces."""
+    own_pids: tuple[int, ...]
+    """In its pid namespace, running before the first command: the holder and what came with it."""
+    gateway_url: str | None
+    """Where the forwarder listens, seen from inside."""
+    user: int | None
+    """Its commands' user on the host; None: the worker's."""
+
+    @classmethod
+    def of(cls, text: str) -> "Booted":
+        """The words that `Keeper.boot` writes; none, if the power failed before they were written back."""
+        pid, started, port, user, *others = text.split() or ("0", "0", "-", "-")
+        holder = ProcessId(int(pid), int(started)) if pid != "0" else None
+        return cls(
+            holder=holder,
+            own_pids=(holder.pid, *map(int, others)) if holder else (),
+            gateway_url=None if port == "-" else f"http://127.0.0.1:{port}",
+            user=None if user == "-" else int(user),
+        )
+
+
 @dataclass(frozen=True)
 class Box:
     """One sandbox's folder, `<root>/<identity>`."""
@@ -88,22 +114,14 @@ class Box:
         return read_process_id(self.path / "keeper")
 
     @property
+    def booted(self) -> "Booted":
+        """Raises: FileNotFoundError before the boot has finished."""
+        return Booted.of((self.path / "ready").read_text())
+
+    @property
     def holder(self) -> ProcessId | None:
-        """Pid 1 of its namespaces; None if it has no namespaces, or has not booted yet."""
-        process = read_process_id(self.path / "ready")
-        return process if process is not None and process.pid else None
-
-    @property
-    def own_pids(self) -> tuple[int, ...]:
-        """In its pid namespace, running before the first command: the holder and what came with it."""
-        holder, _, _, _, *others = (self.path / "ready").read_text().split()
-        return tuple(map(int, (holder, *others))) if holder != "0" else ()
-
-    @property
-    def user(self) -> int | None:
-        """Its commands' user on the host; None: the worker's."""
-        user = (self.path / "ready").read_text().split()[3]
-        return None if user == "-" else int(user)
+        """None also before the boot has finished."""
+        return self.booted.holder if self.ready else None
 
     @property
     def processes(self) -> tuple[ProcessId | None, ...]:
@@ -114,12 +132,6 @@ class Box:
     @property
     def alive(self) -> bool:
         return self.ready and all(map(is_alive, self.processes))
-
-    @property
-    def gateway_url(self) -> str | None:
-        """Where the forwarder listens, seen from inside."""
-        port = (self.path / "ready").read_text().split()[2]
-        return None if port == "-" else f"http://127.0.0.1:{port}"
 
     def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
         """Make the folder complete, by rename."""

@@ -74,9 +74,9 @@ class HostSandbox(Sandbox):
         self.meta = meta
         self.identity = box.identity
         self.workdir = meta.workdir
-        self.gateway_url = box.gateway_url
         self._processes = box.processes  # they never change
-        self._user = box.user
+        booted = box.booted
+        self.gateway_url, self._user = booted.gateway_url, booted.user
 
     @property
     def alive(self) -> bool:
@@ -291,13 +291,13 @@ class HostSandbox(Sandbox):
         if (group := record.group) is not None:
             return kill_group(str(group))
         execs, name = str(record.path.parent), record.path.name
-        return end_command(execs, name, process, self._keeper, self.box.own_pids)
+        return end_command(execs, name, process, self._keeper, self.box.booted.own_pids)
 
     def _end_all(self) -> bool:
         if self.meta.exec_groups is not None:
             for group in cgroups.below(Path(self.meta.exec_groups)):
                 kill_group(str(group))
-        if own := self.box.own_pids:
+        if own := self.box.booted.own_pids:
             self._let_holder_kill()
             return end_all(self._keeper, own)
         execs = self.box.path / "execs"

@@ -10,7 +10,7 @@ import base64
 import contextlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from importlib import resources
 from types import TracebackType
 from typing import Any, Self
@@ -41,6 +41,8 @@ MOST_STARTS = 20
 READY_S = 60.0
 FLUSH_S = 0.25
 """Seconds that a part of an answer waits for more: each piece costs a request to the provider."""
+PIECE = 1 << 20
+"""Bytes of a part that waits for no more."""
 LARGEST_ANSWER = 64 << 20
 GATEWAY_RETURNS_S = 30.0
 """Seconds that requests wait for a gateway that restarts; then they are answered with 503."""
@@ -327,27 +329,11 @@ class Relay:
                     if name.decode("latin-1").lower() not in _HOP
                 ],
             }
-            parts = response.aiter_raw()
-            waiting: asyncio.Future[bytes] | None = None
-            held = b""
-            while True:
-                waiting = waiting or asyncio.ensure_future(anext(parts, b""))
-                late = FLUSH_S if held or head else None
-                try:
-                    await asyncio.wait([waiting], timeout=late)
-                    if waiting.done():
-                        part, waiting = waiting.result(), None
-                        held += part
-                        if not part:
-                            return await self._send(request, try_id, {**head, "end": True}, held)
-                        if len(held) < 1 << 20:
-                            continue
-                except asyncio.CancelledError:
-                    if waiting is not None:
-                        waiting.cancel()
-                    raise
-                await self._send(request, try_id, head, held)
-                head, held = {}, b""
+            async with contextlib.aclosing(_pieces(response.aiter_raw())) as pieces:
+                async for piece, is_last in pieces:
+                    end = {"end": True} if is_last else {}
+                    await self._send(request, try_id, {**head, **end}, piece)
+                    head = {}
         finally:
             await response.aclose()
 
@@ -368,6 +354,28 @@ class Relay:
         whole = {"id": request.line["id"], "try": try_id, "seq": len(request.pieces), **head}
         request.pieces.append((whole, body))
         await self._process.answer(whole, body)
+
+
+async def _pieces(parts: AsyncIterator[bytes]) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """Joins parts that follow each other within FLUSH_S, up to PIECE bytes. True: the last.
+
+    The first piece comes within FLUSH_S, perhaps empty: the agent sees the head of its answer."""
+    held, has_begun = b"", False
+    coming = asyncio.ensure_future(anext(parts, b""))
+    try:
+        while True:
+            await asyncio.wait([coming], timeout=FLUSH_S if held or not has_begun else None)
+            if coming.done():
+                if not (part := coming.result()):
+                    yield held, True
+                    return
+                held, coming = held + part, asyncio.ensure_future(anext(parts, b""))
+                if len(held) < PIECE:
+                    continue
+            yield held, False
+            held, has_begun = b"", True
+    finally:
+        coming.cancel()
 
 
 def exec_id_of(number: int) -> str:

@@ -175,7 +175,7 @@ class Keeper:
         self._enter_launcher(self._launcher)
         if self._holder:  # before any command runs
             self._own = (self._holder, *procfs.below(self._holder))
-        with open("ready.new", "w") as file:
+        with open("ready.new", "w") as file:  # for `Booted` of host/box.py
             started = procfs.started_at(self._holder) if self._holder else 0
             others = " ".join(map(str, self._own[1:]))
             file.write(f"{self._holder} {started} {port} {self._outputs.user or '-'} {others}\n")

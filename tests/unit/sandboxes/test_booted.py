@@ -1,0 +1,24 @@
+"""What a keeper says of its sandbox when it has booted it."""
+
+import pytest
+
+from perdure.sandboxes.host.box import Booted
+from perdure.sandboxes.host.process import ProcessId
+
+
+@pytest.mark.parametrize(
+    ("words", "booted"),
+    [
+        (
+            "7 123 4001 70001 8 9\n",
+            Booted(ProcessId(7, 123), (7, 8, 9), "http://127.0.0.1:4001", 70001),
+        ),
+        ("7 123 - - \n", Booted(ProcessId(7, 123), (7,), None, None)),
+        ("0 0 - - \n", Booted(None, (), None, None)),
+        ("", Booted(None, (), None, None)),
+    ],
+    ids=["all of it", "no gateway, no own user", "no namespaces", "the power failed"],
+)
+def test_the_words_of_a_keeper_are_read(words: str, booted: Booted) -> None:
+    """The holder, the processes beside it, the gateway's address inside, and the commands' user."""
+    assert Booted.of(words) == booted
