@@ -54,6 +54,11 @@ async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
+async def pause(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What follows arrives apart from what came before."""
+    await asyncio.sleep(0.02)
+
+
 @dataclass
 class Wire:
     """Answers the requests in order, and the last answer again and again."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -29,7 +30,7 @@ SCRIPTS = {
 }
 PROMPT = load_tokenizer("qwen3").encode_plain("hi")
 SAMPLING = {"max_tokens": 100, "temperature": 1.0, "top_p": 1.0, "stop_token_ids": [151_645]}
-MakeToken = Callable[[str, httpx.AsyncClient, float], TokenEngine]
+MakeToken = Callable[[str, httpx.AsyncClient, float], EnginePool]
 MakeChat = Callable[[str, httpx.AsyncClient, float], ChatEngine]
 
 TOKEN_ENGINES: dict[str, MakeToken] = {
@@ -61,8 +62,16 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture(params=TOKEN_ENGINES)
-def make_token(request: pytest.FixtureRequest) -> MakeToken:
-    return TOKEN_ENGINES[request.param]
+async def make_token(request: pytest.FixtureRequest) -> AsyncIterator[MakeToken]:
+    """What it made is closed at the end."""
+    async with AsyncExitStack() as made:
+
+        def make(url: str, client: httpx.AsyncClient, patience_s: float) -> EnginePool:
+            engine = TOKEN_ENGINES[request.param](url, client, patience_s)
+            made.push_async_callback(engine.aclose)
+            return engine
+
+        yield make
 
 
 @pytest.fixture(params=CHAT_ENGINES)

@@ -10,23 +10,24 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+import aiohttp
 import httpx
+import numpy
 import orjson
 
 from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.clients.connections import Answer, Connections, target
 from perdure.engines.clients.engine_refusal import content_refusal, trouble
-from perdure.engines.clients.prompt_texts import TEXTS
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens, check_ids, check_logprobs
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.clients.wire import UNREADABLE, retry_after
 from perdure.engines.state import root_of
 from perdure.types import FinishReason, VersionSpan
 
-TOKENS_AN_EVENT = 8
-"""How many tokens an engine is asked to send together; the first one comes at once, and the end too. A
-token alone costs the gateway half as much again. An engine that dies takes at most seven with it."""
+TOKENS_AN_EVENT = 32
+"""How many tokens an engine is asked to send together; the first one comes at once, and the end too. An
+engine that dies takes at most 31 with it."""
 LONGEST_EVENT = 32 << 20
 """Bytes of one server-sent event, above which the stream is broken."""
 
@@ -103,7 +104,7 @@ class TokenServer:
         self._connections = connections
         self._key_source = key_source
         self._headers = {"content-type": "application/json"}
-        if api_key:
+        if api_key and self._target.url.user is None:  # whose name and password are sent instead
             self._headers["authorization"] = f"Bearer {api_key}"
 
     async def _stream(
@@ -124,7 +125,7 @@ class TokenServer:
             raise
         except ImpossibleTokens as error:
             raise StreamBroken(BreakKind.IMPOSSIBLE, f"an impossible answer: {error}") from error
-        except OSError as error:
+        except (OSError, aiohttp.ClientError) as error:
             raise StreamBroken(BreakKind.LOST, f"{type(error).__name__} {error}".strip()) from None
         except UNREADABLE as error:
             raise StreamBroken(BreakKind.LOST, f"a malformed answer: {error!r}") from error
@@ -149,10 +150,11 @@ class TokenServer:
 
 def body_with_prompt(fields: dict[str, Any], name: str, ask: EngineRequest) -> bytes:
     """`fields`, then the ids of the prompt as field `name`. `json` writes the fields, because orjson
-    refuses integers above 64 bits."""
+    refuses integers above 64 bits; orjson writes the ids, 128k of them in a tenth of the time."""
     head = json.dumps(fields, separators=(",", ":")).encode().removesuffix(b"}")
-    text = TEXTS.of(ask.session_id, ask.prompt_ids)
-    return b"".join([head, b',"', name.encode(), b'":', *text, b"}"])
+    ids = numpy.asarray(ask.prompt_ids, numpy.intc)
+    text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b"".join([head, b',"', name.encode(), b'":', text, b"}"])
 
 
 class Events:
