@@ -50,6 +50,7 @@ from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode_store import read_run
+from perdure.errors import CallsRefused
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.instances import catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -285,7 +286,7 @@ async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.A
     """vLLM's 404 names the settings that must agree with it."""
     pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], PoolOptions(model="another"))
 
-    with pytest.raises(Refused, match="PERDURE_ENGINE__MODEL"):
+    with pytest.raises(CallsRefused, match="PERDURE_ENGINE__MODEL"):
         await pool.generate(GenerateCall(PROMPT, SAMPLING, "s", "name"))
     await pool.aclose()
 

@@ -20,8 +20,10 @@ from perdure.engines.pool.salvage import Salvage
 from perdure.engines.pool.versions import Versions
 from perdure.engines.roster import LoneRoster
 from perdure.engines.state import EngineRecord, EngineState, name_of
+from perdure.errors import ControlPlaneError
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
+from tests.engine_wire import Step, answering, plain
 
 HOUR_S = 3600.0
 LOOPBACK, NOWHERE = "127.0.0.1", "255.255.255.255"
@@ -85,6 +87,27 @@ async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
     assert not silent.value.gone
+
+
+async def test_a_connection_that_ends_with_an_error_costs_no_later_request(
+    client: httpx.AsyncClient,
+) -> None:
+    """After an update that failed, vLLM closes the connection without saying so; then it is resumed."""
+
+    async def end_at_the_next_request(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.read(1)
+        writer.transport.abort()
+
+    failed: list[Step] = [plain("500 Internal Server Error", b"{}"), end_at_the_next_request]
+    async with answering(failed, [plain("200 OK", b"{}")]) as wire:
+        control = EngineControl(wire.url, client)
+        with pytest.raises(ControlPlaneError, match="500"):
+            await control.update_weights({})
+        await control.resume()
+
+    assert len(wire.heads) == 2
 
 
 async def test_a_refused_connection_means_that_the_engine_is_dead(

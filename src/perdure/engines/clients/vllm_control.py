@@ -121,7 +121,11 @@ class EngineControl:
         self.vocabulary = vocabulary
         self._probe_s = probe_s
         self._client = client
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        # uvicorn closes a connection after an answer that an error of the engine follows, without saying so:
+        # on a kept one, the next request would break.
+        self._headers = {"connection": "close"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
 
     async def vitals(self) -> Vitals:
         """Raises: ControlPlaneError."""
