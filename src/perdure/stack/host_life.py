@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-import structlog
-
 from perdure.client.server import given_address
 from perdure.sandboxes.host.process import ProcessId
 from perdure.settings.tree import Settings
@@ -26,8 +24,6 @@ WORKERS, LIFE = "workers.lock", "life.lock"
 STOP_GRACE_S = 10.0
 LOOK_S = 2.0
 """Seconds between two looks for the process."""
-
-log = structlog.get_logger("perdure.life")
 
 
 @contextlib.contextmanager
@@ -62,6 +58,9 @@ async def keep_alive(settings: Settings) -> None:
 
     One that was started counts before it shows itself: on a busy host that takes a while.
     """
+    import structlog  # here, because commands import this module and log nothing
+
+    log = structlog.get_logger("perdure.life")
     started: subprocess.Popen[bytes] | None = None
     if _end_of_another_server(settings):
         log.warning("ended the process that showed signs of life to another Temporal address")
