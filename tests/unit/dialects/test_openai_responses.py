@@ -358,6 +358,9 @@ async def test_errors_are_the_clients_own_types(
         await client.with_options(api_key=key).responses.create(**_ask(stream=True))
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         await client.responses.create(**_ask(previous_response_id="resp_1"))
+    # An engine that refuses before it has served at all is a wrong setting, which is another error.
+    served = await gateway.open("served")
+    await client.with_options(api_key=served).responses.create(**_ask())
     engine.faults = Faults(kind="status", status=400)
     with pytest.raises(openai.InternalServerError, match="the engine"):
         await client.responses.create(**_ask())
