@@ -92,8 +92,8 @@ class HostWorkflow:
         return True
 
     async def _stand_in(self) -> None:
-        """Until this task is cancelled. A worker that is told to stop at the same moment ends the activity
-        as evicted, which uses the cancellation up."""
+        """Runs until this task is cancelled. If the worker stops at the same moment, the activity fails as
+        evicted and not as cancelled. So the loop itself checks for the cancellation."""
         task = asyncio.current_task()
         while task is not None and not task.cancelling():
             try:

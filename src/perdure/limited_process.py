@@ -39,7 +39,7 @@ LARGE = 256 << 20
 IDLE_S = 60.0
 """Seconds without a call after which a child ends."""
 MOST = max(2, (os.cpu_count() or 1) // 2)
-"""Children at a time. Most calls take a millisecond; a child's start takes 300 of CPU."""
+"""Children at a time. Most calls take 1 ms; a child takes 300 ms of CPU to start."""
 ADDRESSES, RESIDENT = 0, 1
 """Columns of /proc/PID/statm."""
 OUT_OF_MEMORY = 77

@@ -1,5 +1,5 @@
-"""Repeats a call while its failure passes: what Temporal cannot repeat, because it is a part of an activity
-or happens outside of one."""
+"""Repeats a call while its errors are transient. For calls that Temporal cannot repeat, because they are a
+part of an activity or happen outside of one."""
 
 import asyncio
 import math
@@ -20,8 +20,9 @@ async def again(
     patience_s: float = math.inf,
     passes: Callable[[E], bool] = lambda error: True,
 ) -> T:
-    """`pauses`: the first and the longest, doubled from try to try; an error's `retry_after` goes before. The
-    last error is raised if it does not pass, or if its pause would end after `patience_s`."""
+    """`pauses`: the first and the longest, doubled from try to try; an error's `retry_after` takes precedence.
+    `passes`: whether an error is transient. Raises: the error that is not, or whose pause would end after
+    `patience_s`."""
     end = time.monotonic() + patience_s
     pause, longest = pauses
     while True:

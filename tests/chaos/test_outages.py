@@ -109,7 +109,7 @@ async def test_the_machine_goes_down(stack: Stack) -> None:
     which replays what the first had bought."""
     requests = await stack.met("reboot", 3)
     await stack.kill_all(stack.temporal, stack.gateway, *stack.workers)
-    # Its passage to other gateways would hand the calls of the dead agents to the next gateway.
+    # This process forwards calls that wait for a gateway: the next one would get those of dead agents.
     os.kill(int((stack.home / "run" / "life.lock").read_text().split()[0]), signal.SIGKILL)
     for request in requests:
         await stack.lose(request, "agent")

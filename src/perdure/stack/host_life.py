@@ -58,7 +58,7 @@ async def keep_alive(settings: Settings) -> None:
 
     One that was started counts before it shows itself: on a busy host that takes a while.
     """
-    import structlog  # here, because commands import this module and log nothing
+    import structlog  # not at the top: commands import this module and do not log
 
     log = structlog.get_logger("perdure.life")
     started: subprocess.Popen[bytes] | None = None

@@ -80,7 +80,7 @@ class Connections:
         the answer is not HTTP; ValueError if it is too long; and what `take` raises."""
         loop = asyncio.get_running_loop()
         async with (
-            # aiohttp's own limit ends with the connection: it would wait for ever for what no parser reads
+            # After aiohttp's parser has failed, aiohttp's own read limit no longer ends the call.
             asyncio.timeout(READ_TIMEOUT_S) as silence,
             self._opened().post(
                 to.url,

@@ -121,8 +121,8 @@ class EngineControl:
         self.vocabulary = vocabulary
         self._probe_s = probe_s
         self._client = client
-        # uvicorn closes a connection after an answer that an error of the engine follows, without saying so:
-        # on a kept one, the next request would break.
+        # After an error of the engine, uvicorn answers and then closes the connection without announcing it.
+        # A request on a reused connection would fail.
         self._headers = {"connection": "close"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
