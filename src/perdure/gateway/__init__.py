@@ -1,1 +1,1 @@
-"""The token-capturing endpoint that agents talk to."""
+"""The token-capturing endpoint that agents call."""

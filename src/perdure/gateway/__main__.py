@@ -1,7 +1,7 @@
 """`python -m perdure.gateway`: one gateway process, configured by PERDURE_* settings.
 
-`--listeners 5,6` are descriptors of listening sockets shared with other gateways, `--health PATH` a
-unix socket of this process alone: what `perdure up` passes to each process of its pool.
+`perdure up` passes two options to each process of its pool. `--listeners 5,6` names descriptors of
+listening sockets that the pool shares; `--health PATH` is a unix socket of this process alone.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Where the gateways are: each keeps its address in the store, and every host finds them there.
+"""Finds the gateways: each gateway writes its address to the store, where every host reads it.
 
-So nobody writes a gateway's address by hand. Owns the records and the order in which a host tries them.
+Users need not configure these addresses. Owns the records and the order in which a host tries them.
 """
 
 import asyncio
@@ -22,32 +22,33 @@ from perdure.types import Frozen
 ANNOUNCE_S = 60.0
 """Seconds between two writes of a gateway's record."""
 SOON_S = 2.0
-"""The same, while the store is away."""
+"""The same, while the store cannot be reached."""
 FORGET_S = 86_400.0
-"""A record that is older than this is removed: its gateway has ended."""
+"""Seconds after which a record is removed, because its gateway must have ended."""
 READ_S = 30.0
 """Seconds for which a host trusts the records that it has read."""
 AVOID_S = 60.0
-"""A gateway that took no connection is tried last for this many seconds."""
+"""Seconds for which a host tries a gateway last after it failed to connect to it."""
 CONNECT_S = 5.0
 ANYWHERE = "192.0.2.1"
-"""No host has this address (RFC 5737); the way there is the default route."""
+"""A documentation address that no host has (RFC 5737). Packets to it would take the default route."""
 
 
 class Address(Frozen):
     url: str
     at: float
-    """When it was written, by its host's clock."""
+    """Unix seconds at which the gateway wrote it, by its host's clock."""
 
 
 def records(secrets: Secrets) -> str:
-    """Prefix of the records. Processes that share a secret share sessions."""
+    """The records' prefix. It is derived from the secret, because only processes that share a secret
+    share sessions."""
     name = hmac.new(secrets.oldest, b"gateways", hashlib.sha256).hexdigest()[:16]
     return f"gateways/{name}/"
 
 
 async def announce(settings: Settings, store: Store, secrets: Secrets, port: int) -> None:
-    """Keep this host's record until cancelled. Does nothing for a gateway that other hosts cannot open."""
+    """Refresh this host's record until cancelled. Does nothing if other hosts cannot reach the gateway."""
     while True:
         try:
             if not (url := own_url(settings, port)):
@@ -63,10 +64,10 @@ async def announce(settings: Settings, store: Store, secrets: Secrets, port: int
 
 
 def own_url(settings: Settings, port: int) -> str:
-    """The address by which other hosts open this gateway; empty: they cannot.
+    """The URL at which other hosts reach this gateway; empty if they cannot.
 
-    Where it listens on all addresses, it is the one that leads to the store. Raises: OSError while the
-    host has no network.
+    If the gateway listens on all addresses, this is the address that the host uses towards the store.
+    Raises: OSError while the host has no network.
     """
     given = settings.gateway.url
     if given and not is_private_to_host(given):
@@ -80,7 +81,7 @@ def own_url(settings: Settings, port: int) -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address that this host would send from. Sends nothing."""
+    """The source address of this host's packets to `host`. Sends nothing."""
     family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)
@@ -96,25 +97,26 @@ async def _forget_old(store: Store, secrets: Secrets) -> None:
 
 async def _read(store: Store, secrets: Secrets) -> AsyncIterator[tuple[str, Address]]:
     async for key in store.list(records(secrets)):
-        with contextlib.suppress(NotFound, ValueError):  # it is gone, or not a record
+        with contextlib.suppress(NotFound, ValueError):  # deleted meanwhile, or not a record
             yield key, Address.model_validate_json((await store.get(key)).data)
 
 
 class Gateways:
-    """The gateways as one host sees them."""
+    """The gateways that one host knows."""
 
     def __init__(self, settings: Settings, store: Store, secrets: Secrets) -> None:
         self._settings, self._store, self._secrets = settings, store, secrets
         self._known: list[str] = []
         self._read_at = float("-inf")
         self._avoided: dict[str, float] = {}
-        """When each last took no connection."""
+        """By URL: when a connection to it last failed."""
 
     async def urls(self) -> list[str]:
-        """All addresses, the one to try first in front: never empty.
+        """All URLs in the order to try them; never empty.
 
-        `gateway.url` alone if it is set. Otherwise those in the store, this host's own first; the others
-        in an order of this host, so that its sessions stay together and hosts spread over them.
+        If `gateway.url` is set, it is the only one. Otherwise they come from the store. This host's own
+        gateway is first. The others follow in an order that is fixed per host: a host keeps using the
+        same gateway, and hosts spread over the gateways.
         """
         if self._settings.gateway.url:
             return [self._settings.gateway.url]
@@ -124,7 +126,7 @@ class Gateways:
         return sorted(known, key=self._is_avoided)
 
     def failed(self, url: str) -> None:
-        """It took no connection."""
+        """Note that a connection to this gateway failed."""
         self._avoided[url] = monotonic()
         self._read_at = float("-inf")
 

@@ -1,19 +1,19 @@
-"""What the gateway promises: sessions and their control calls.
+"""The gateway's contract: sessions and the calls that control them.
 
-A session belongs to one attempt of one rollout. Its key is the bearer token the agent sends; it is
-derived (`session_key`), never stored, so any gateway process accepts it and a re-attached worker
-finds it again. Control calls carry the control token and are not reachable with a session key.
+A session belongs to one attempt of one rollout. Its key is the bearer token that the agent sends. The
+key is derived (`session_key`) and never stored, so any gateway process accepts it and a re-attached
+worker can derive it again. Control calls need the control token; a session key does not open them.
 
-    PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open; repeating is joining
+    PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open, or join an open one
     GET  /sessions/{session_id}                       -> SessionSummary
     POST /sessions                     [session_id]   -> [SessionSummary]   of those that exist
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
-    POST /sessions/{session_id}/turns                 -> SessionSummary   write its turns once more
+    POST /sessions/{session_id}/turns                 -> SessionSummary   write the turns again
     DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
     POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
     POST /v1/chat/completions, /v1/responses           the session key)
     GET  /v1/models
-    GET  /engines ...                                 engines at run time: `engine_routes`
+    GET  /engines ...                                 list and change engines: `engine_routes`
     GET  /episodes/{key}                              files of episodes: `episode_routes`
     GET  /healthz, GET /metrics
 """
@@ -28,34 +28,35 @@ from perdure.engines.base import Wait
 from perdure.types import DEFAULT_MODEL, Frozen, Sampling
 
 STORE_AWAY = "store_unavailable"
-"""Code of an error answer: the store is away, and the gateway itself is not."""
+"""Error code: the gateway runs, but it cannot reach the store."""
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
-"""Names a folder of the journal and a path of the control API: no slashes."""
+"""Names a folder of the journal and a path of the control API, so it has no slashes."""
 
 
 HOPELESS = 3
-"""Refused calls without an answer. A first one may be a side request of the agent's."""
+"""After this many refusals without an answer a session is hopeless. The first refused call may be a
+side request."""
 
 
 class SessionSpec(Frozen):
-    """One attempt's sampling rules and where its turns go when it is closed."""
+    """One attempt's sampling rules, and where its turns are written at close."""
 
     session_id: SessionId
     model: str = DEFAULT_MODEL
     sampling: Sampling = Sampling()
     sample: str = ""
-    """Which sample of which instance it is: seeds are derived from it, so that samples differ."""
+    """The instance and the sample's index. Seeds are derived from it, so that samples differ."""
     turns_key: str
     """Store key of the turns (parquet, `perdure.episodes.turns_parquet`), written at close."""
     labels: dict[str, str] = Field(default_factory=dict)
     replay_of: SessionId | None = None
-    """Session of the rollout's earlier, lost attempt: its recorded completions answer requests that
-    match, without the engine, until the first that differs."""
+    """The session of the rollout's earlier, lost attempt. Its recorded completions answer matching
+    requests without an engine, until the first request that differs."""
 
     @property
     def rollout(self) -> str:
-        """Equal for all attempts of one rollout: they share the ids of replayed tool calls."""
+        """The same for all attempts of one rollout, because they share the ids of replayed tool calls."""
         return self.labels.get("rollout", self.session_id)
 
 
@@ -68,34 +69,34 @@ class SessionSummary(Frozen):
     trainable: bool = True
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """In which its calls were on no engine, those that wait now included."""
+    """How long its calls were on no engine, including calls that wait now."""
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
     chains: int = 0
     too_stale: str = ""
-    """Why no engine may sample it any more; empty unless one of its calls was refused for this."""
+    """Why no engine may sample for it any more. Empty until a call is refused for this reason."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer, and the fix."""
     refusals: int = 0
-    """How often it did. Only the gateway process that had the calls knows this."""
+    """How often the engine did so. Only the gateway process that had the calls knows this."""
     unanswered: str = ""
     """Why the gateway could not answer a call. The next answer on the same chain clears it. A refusal of
-    the request's content is an answer."""
+    the request's content counts as an answer."""
     turns_sha256: str = ""
-    """Of the file that was written when it was closed; empty: it is open."""
+    """Digest of the turns file that closing wrote. Empty while the session is open."""
     damaged: str = ""
-    """Why it records no more: its journal does not read back, or lacks a turn that its agent has. `turns`
-    and all else is what is left. Empty: it is whole."""
+    """Why it records no more turns: its journal cannot be read, or lacks a turn that the agent has. The
+    other fields then describe what could be read. Empty: the journal is whole."""
     replayed_turns: int = 0
     """Turns answered from the earlier attempt's recording."""
     replayed_tokens: int = 0
     waits: Wait | None = None
-    """What a call waits for at this moment. Only the gateway process that has the call knows this."""
+    """What a call waits for now. Only the gateway process that has the call knows this."""
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether its agent goes on asking an engine that refuses every call, some of them for minutes."""
+        """Whether the engine refuses every call. Some agents keep calling for minutes all the same."""
         return self.refusals >= HOPELESS and not self.turns
 
 
@@ -103,7 +104,7 @@ SUMMARIES = TypeAdapter(list[SessionSummary])
 
 
 def session_key(secret: bytes, session_id: str) -> str:
-    """`<session_id>.<hmac>`: verified in constant time by any process that has the secret."""
+    """`<session_id>.<hmac>`. Any process that has the secret can verify it, in constant time."""
     mac = hmac.new(secret, f"session:{session_id}".encode(), hashlib.sha256).hexdigest()
     return f"{session_id}.{mac}"
 

@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class GatewayControl:
-    """Opens, reads and closes sessions. Repeating any call is safe.
+    """Opens, reads and closes sessions. Every call can be repeated safely.
 
     Example:
         async with GatewayControl(settings.gateway_base_url, load_secrets(settings)) as control:
@@ -42,11 +42,11 @@ class GatewayControl:
         transport: httpx.AsyncBaseTransport | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`transport`: another way than to `base_url` alone, such as `ToFirstThatAnswers`."""
+        """`transport`: decides where requests go if `base_url` does not, such as `ToFirstThatAnswers`."""
         self._secrets = secrets
         self._url = base_url.rstrip("/")
         self._timeout = httpx.Timeout(timeout_s).as_dict()
-        # Without `httpx.AsyncClient`, whose redirects and cookies are a quarter of what a request costs.
+        # No `httpx.AsyncClient`: its redirects and cookies take a quarter of a request's CPU time.
         self._transport = transport or httpx.AsyncHTTPTransport()
         self._looks = SharedLooks(self._summaries)
 
@@ -66,7 +66,7 @@ class GatewayControl:
     async def open(self, spec: SessionSpec) -> SessionSummary:
         """Open a session, or join it.
 
-        Raises: GatewayUnavailable; ConfigurationError when it is open with another spec.
+        Raises: GatewayUnavailable; ConfigurationError if it is open with another spec.
         """
         content = spec.model_dump_json().encode()
         return await self._call("PUT", f"/sessions/{spec.session_id}", content)
@@ -76,7 +76,7 @@ class GatewayControl:
         return await self._call("GET", f"/sessions/{session_id}")
 
     async def look(self, session_id: str) -> SessionSummary:
-        """As `get`, within a second: all looks of this process in that second are one request.
+        """Like `get`, but delayed by up to a second: one request serves all lookups of that second.
 
         Raises: GatewayUnavailable, StoreUnavailable, NotFound.
         """
@@ -90,14 +90,14 @@ class GatewayControl:
         return await self._call("POST", f"/sessions/{session_id}/close")
 
     async def write_turns(self, session_id: str) -> SessionSummary:
-        """Write the turns of a session to the store once more, made of its journal.
+        """Write a session's turns to the store again, from its journal.
 
-        Raises: GatewayUnavailable, StoreUnavailable, NotFound if its journal is gone or damaged.
+        Raises: GatewayUnavailable, StoreUnavailable; NotFound if its journal is gone or damaged.
         """
         return await self._call("POST", f"/sessions/{session_id}/turns")
 
     async def engines(self) -> dict[str, Any]:
-        """The engines as this gateway sees them, and how many calls wait for one.
+        """The engines that this gateway knows, and how many calls wait for one.
 
         Raises: GatewayUnavailable.
         """
@@ -105,9 +105,9 @@ class GatewayControl:
         return document
 
     async def forget(self, session_id: str) -> None:
-        """Close a session that no attempt will replay, and delete its journal; repeating is harmless.
+        """Close a session that no attempt will replay, and delete its journal. Repeating is harmless.
 
-        Raises: GatewayUnavailable (also when the store is).
+        Raises: GatewayUnavailable, also if the gateway cannot reach the store.
         """
         await self._request("DELETE", f"/sessions/{session_id}")
 
@@ -142,7 +142,7 @@ class GatewayControl:
 
 
 class ToFirstThatAnswers(httpx.AsyncBaseTransport):
-    """Sends each request to the first gateway that takes the connection."""
+    """Sends each request to the first gateway that accepts a connection."""
 
     def __init__(self, gateways: Gateways) -> None:
         self._gateways = gateways

@@ -1,4 +1,4 @@
-"""What the gateway counts, for Prometheus. One registry per app, so that two can live in a test."""
+"""The gateway's Prometheus metrics. Each app has its own registry, so that a test can hold two apps."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 

@@ -1,4 +1,4 @@
-"""How many calls and sampled tokens a session may have a minute; what is over them waits."""
+"""Limits a session's calls and sampled tokens per minute; calls above the limit wait."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ MINUTE_S = 60.0
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one session in one gateway process, per minute."""
+    """Limits of one session in one gateway process, per minute."""
 
     calls: int = 1_200
     tokens: int = 400_000
@@ -21,9 +21,10 @@ DEFAULT_CEILINGS = Ceilings()
 
 
 class Pace:
-    """Two allowances that refill steadily and hold one minute's worth each.
+    """Two token buckets, one for calls and one for sampled tokens, that hold one minute's worth each.
 
-    Tokens are known only when a call has ended: they may leave a debt, which later calls wait for.
+    A call's tokens are known only when it has ended. They may leave a debt, and later calls wait until
+    it is refilled.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class Pace:
         self._at = clock()
 
     def wait_s(self) -> float:
-        """Seconds until a call may start; 0: at once."""
+        """Seconds until a call may start; 0 if it may start now."""
         self._refill()
         calls, tokens = self._ceilings.calls, self._ceilings.tokens
         return MINUTE_S * max(0.0, (1 - self._calls) / calls, (1 - self._tokens) / tokens)
 
     async def turn(self) -> None:
-        """Return when a call may start, and count it."""
+        """Wait until a call may start, and count it."""
         while (wait_s := self.wait_s()) > 0:
             await asyncio.sleep(wait_s)
         self._calls -= 1

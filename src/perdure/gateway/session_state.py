@@ -1,6 +1,6 @@
-"""One session in a gateway's memory, in its two states: asleep (`Session` alone) and awake (`Awake`).
+"""One session in a gateway's memory, in two states: asleep (`Session` alone) and awake (`Awake`).
 
-Owns what a journal record does to a session. Calls and the journal itself are in `sessions`.
+Owns how a journal record changes a session. `sessions` owns its calls and the journal itself.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ CallKey = tuple[str, str]
 
 
 def chain_of(chain: str, purpose: Purpose) -> str:
-    """The key under which a failed call is noted. The next answer with the same key clears it; all side
-    requests share one."""
+    """The key under which a failed call is noted. The next answer with the same key clears the note. All
+    side requests share one key."""
     return Purpose.SIDE.value if purpose is Purpose.SIDE else chain
 
 
@@ -51,7 +51,7 @@ class Totals:
     trainable: bool = True
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """In which at least one call waited: calls of sub-agents may wait at once."""
+    """Seconds in which at least one call waited; calls of sub-agents may wait at the same time."""
     waited_until: float = 0.0
     """Unix seconds."""
     replayed_turns: int = 0
@@ -83,44 +83,44 @@ class Totals:
 
 @dataclass(eq=False)
 class Session:
-    """One attempt of one rollout: the part that stays in memory while the session sleeps."""
+    """One attempt of one rollout: the part of a session that stays in memory while it sleeps."""
 
     spec: SessionSpec
     pace: Pace = field(default_factory=Pace)
     totals: Totals = field(default_factory=Totals)
     awake: "Awake | None" = None
-    """Its turns as a tree. None while it sleeps: then only the journal holds its turns."""
+    """Its turns as a tree. None while it sleeps; then only the journal holds its turns."""
     position: int = 0
-    """Journal records this process knows of: the number that the next one gets."""
+    """How many journal records this process knows, and so the number of the next record."""
     sealing: bool = False
     sealed: bool = False
     closed: bool = False
     turns_sha256: str = ""
     elsewhere: EngineSpan | None = None
-    """Where another process sampled its newest turn: its KV cache is there."""
+    """The engine on which another process sampled the newest turn, and which has its KV cache."""
     too_stale: str = ""
-    """Why every gateway process refuses its calls; empty until one call was refused."""
+    """Why no engine may sample for it any more; empty until a call is refused for this reason."""
     damaged: str = ""
     """Why its attempt must end: see `SessionSummary.damaged`."""
     unreadable: bool = False
-    """Its journal does not read back, so nothing is added to it."""
+    """Whether its journal cannot be read. Nothing is then added to it."""
     unanswered: dict[str, Wait] = field(default_factory=dict)
-    """By chain: its newest call had no answer. The agent may try again."""
+    """By chain: the wait of its newest call, if that got no answer. The agent may try again."""
     refused: str = ""
     """What the engine said when it refused a call before the first answer."""
     refusals: int = 0
-    """How often, in this process."""
+    """How often the engine did so, as counted by this process."""
     commit_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while the journal is read or written for this session."""
     close_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     calls: "dict[CallKey, asyncio.Task[Answer]]" = field(default_factory=dict)
-    """Calls in flight: a retry joins, and a sibling is a call of its own."""
+    """Calls in flight. A retry joins one; a sibling is a separate call."""
     callers: "dict[CallKey, list[Caller]]" = field(default_factory=dict)
-    """Who waits for each of them."""
+    """The callers that wait for each call in flight."""
     unwritten: dict[CallKey, TurnRecord] = field(default_factory=dict)
-    """Sampled turns that the journal did not take. The repeated call writes and gets them."""
+    """Sampled turns that could not be journaled. A repeated call journals them and gets their answer."""
     sampling: "set[asyncio.Future[Any]]" = field(default_factory=set)
-    """Engine calls in progress, which closing the session abandons."""
+    """Engine calls in flight. Closing the session cancels them."""
     users: int = 0
     touched: float = field(default_factory=time.monotonic)
 
@@ -136,7 +136,7 @@ class Session:
 
     @contextlib.contextmanager
     def noting_damage(self) -> Iterator[None]:
-        """Around an access to its journal."""
+        """Wraps an access to its journal, and notes damage that the access finds."""
         try:
             yield
         except JournalDamaged as error:
@@ -144,7 +144,7 @@ class Session:
             raise
 
     def wake(self, tool_digests: ToolDigests, records: Sequence[dict[str, Any]]) -> "Awake":
-        """Rebuild its tree from all of its journal records."""
+        """Rebuild its tree from all its journal records."""
         self.totals, self.position = Totals(), 0
         awake = Awake(self, Tree(tool_digests))
         for record in records:
@@ -153,7 +153,7 @@ class Session:
         return awake
 
     def sleep(self) -> None:
-        """Free the memory of its tree: the journal has all of it."""
+        """Free the memory of its tree, which the journal can restore."""
         self.awake = None
 
     def note(self, record: dict[str, Any]) -> None:
@@ -175,8 +175,8 @@ class Session:
             self.unanswered[record.get("chain", MAIN)] = wait
 
     def answered(self, chain: str, purpose: Purpose) -> None:
-        """Forget the failed calls that this answer makes up for. A sub-agent's answer, or a title's,
-        says nothing about the agent itself; the agent's next step shows that it went on."""
+        """Clear the failed calls that this answer makes up for. A step of the main agent clears all of
+        them. An answer to a sub-agent or a side request says nothing about the main agent."""
         if chain == MAIN and purpose is not Purpose.SIDE:
             self.unanswered.clear()
         else:
@@ -214,15 +214,15 @@ class Session:
 
 @dataclass(eq=False)
 class Awake:
-    """A session with its turns in memory: it can take calls."""
+    """A session with its turns in memory, so that it can take calls."""
 
     session: Session
     tree: Tree
     recording: Recording | None = None
-    """What an earlier attempt recorded; None until it is read, or if the session replays none."""
+    """The turns of an earlier attempt; None until they are read, or if the session replays none."""
 
     def replay(self, record: dict[str, Any]) -> None:
-        """Apply one journal record that this process did not just write itself."""
+        """Apply one journal record that was read, not just written by this process."""
         if record["kind"] != TURN:
             return self.session.note(record)
         turn = TurnRecord.model_validate(record)
@@ -230,7 +230,7 @@ class Awake:
         self.session.elsewhere = turn.engines[-1] if turn.engines else None
 
     def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
-        """Add a committed turn. `rolled`: the digests of its request, when they are known."""
+        """Add a committed turn. `rolled`: the digests of its request, if they are known."""
         node = self.tree.apply(record, rolled)
         self.session.position += 1
         self.session.totals.add(record)

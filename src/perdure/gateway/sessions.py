@@ -1,8 +1,8 @@
-"""All sessions of a process: admits calls, runs many turns at a time, and journals each before it
-answers.
+"""All sessions of a gateway process: admits calls, runs many turns concurrently, and journals each turn
+before it answers.
 
-Owns a session's life (open, calls, seal, close), its journal, which other gateway processes write too,
-and what is kept in memory. `turns.maker` makes a turn, `turns.chains` finds what it continues,
+Owns a session's life (open, calls, seal, close), its journal, which other gateway processes also write,
+and what stays in memory. `turns.maker` makes a turn, `turns.chains` finds the turn that it continues,
 `http.app` and `dialects` read and write the wire.
 """
 
@@ -65,22 +65,22 @@ OF_ENGINE = {
         " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt is longer"
     ),
 }
-"""Refusals by the engine that every rollout would meet at its first call, and fixes that they lack."""
+"""Engine refusals that every rollout would get at its first call, with the fix that the message lacks."""
 MAX_WAITING = 64
-"""Calls of one session that may be in flight; parallel sub-agents need one each."""
+"""Calls that one session may have in flight; each parallel sub-agent needs one."""
 LONG_WAIT_S = 60.0
-"""Seconds without an engine after which a call counts as unanswered even if its agent has left it: agents'
-own clients wait longer than this."""
+"""Seconds without an engine after which a call counts as unanswered even if its agent hung up. The
+agents' own clients wait longer than this."""
 IDLE_S = 300.0
-"""A session not called for this long sleeps: the next call reads it back from the journal."""
+"""Seconds without a call after which a session goes to sleep. The next call reads it back from the
+journal."""
 TREE_BYTES = 192 << 20
-"""Bytes of trees kept in memory. Above it, the sessions not called for longest sleep earlier."""
+"""Bytes of trees kept in memory. Above this, the least recently called sessions go to sleep earlier."""
 KEPT_SESSIONS = 4096
-"""How many sessions keep their rules and sums in memory. Another session is read back when it is
-called."""
+"""How many sessions keep their rules and totals in memory. Others are read back when they are called."""
 TRIM_EVERY_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
-"""Seconds before a call tries again to reach the journal. The pause doubles each time."""
+"""Seconds before a call retries the journal. The pause doubles each time."""
 
 log = structlog.get_logger()
 Result = TypeVar("Result")
@@ -99,7 +99,7 @@ class Sessions:
         secret: bytes,
         ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
-        """`secret`: marks the ids of tool calls; all processes of a home have the same."""
+        """`secret`: marks the ids of tool calls; all processes of a home share it."""
         self._ceilings = ceilings
         self._journal = Journal(store)
         self._store = store
@@ -116,9 +116,9 @@ class Sessions:
     # --- control -------------------------------------------------------------------------------
 
     async def open(self, spec: SessionSpec) -> SessionSummary:
-        """Repeating with the same spec joins; a closed or damaged session stays so.
+        """Open a session, or join it if it has the same spec. A closed or damaged one stays that way.
 
-        Raises: ConfigurationError when the session exists with another spec.
+        Raises: ConfigurationError if the session exists with another spec.
         """
         async with self._loading:
             session = await self._find(spec.session_id) or await self._create(spec)
@@ -155,10 +155,10 @@ class Sessions:
             return session.summary()
 
     async def close(self, session_id: str) -> SessionSummary:
-        """Seal the session and write its turns to the store. Calls in flight are abandoned. What a
-        damaged session has left stays in its journal, for the next attempt.
+        """Abandon the session's calls in flight, seal it, and write its turns to the store. A damaged
+        session's remaining records stay in its journal, for the next attempt.
 
-        Repeating gives the same summary. Raises: NotFound, StoreUnavailable (repeat the call).
+        Repeating returns the same summary. Raises: NotFound, StoreUnavailable (repeat the call).
         """
         async with self._using(session_id) as session, session.close_lock:
             if not session.closed:
@@ -177,9 +177,9 @@ class Sessions:
         session.sleep()
 
     async def write_turns(self, session_id: str) -> SessionSummary:
-        """Close the session, and write its turns to the store once more, made of its journal.
+        """Close the session, and write its turns to the store again, from its journal.
 
-        Raises: NotFound if there is no journal that is whole; StoreUnavailable.
+        Raises: NotFound if its journal is gone or damaged; StoreUnavailable.
         """
         await self.close(session_id)
         async with self._using(session_id) as session:
@@ -191,7 +191,8 @@ class Sessions:
             return session.summary()
 
     async def forget(self, session_id: str) -> None:
-        """Close the session, then delete its journal: its turns are in the store. Repeating is harmless.
+        """Close the session, which writes its turns to the store, then delete its journal. Repeating is
+        harmless.
 
         Raises: StoreUnavailable (repeat the call).
         """
@@ -204,22 +205,22 @@ class Sessions:
         session.sealing = True
         for call in session.sampling:
             call.cancel()
-        # Turns that already left the engine are journaled first.
+        # Turns that the engine has already sampled are journaled first.
         await asyncio.gather(*session.calls.values(), return_exceptions=True)
         await self._mark(session, {"kind": SEALED})
 
     async def _mark(self, session: Session, record: Record) -> None:
-        """Write that a session is sealed or closed, unless another process already has."""
+        """Journal that a session is sealed or closed, unless another process already did."""
         await self._write(session, lambda: None if getattr(session, record["kind"]) else record)
 
     async def gave_up(self, session_id: str, wait: Wait) -> None:
-        """The session is about to be closed while a call waits. Raises: NotFound."""
+        """Note a call that still waits when the session is about to be closed. Raises: NotFound."""
         if time.time() - wait.since > LONG_WAIT_S:
             async with self._using(session_id) as session:
                 await self._note_unanswered(session, MAIN, wait)
 
     async def _note_unanswered(self, session: Session, chain: str, wait: Wait) -> None:
-        """Every process learns of it, and the summary says so until an answer makes up for it."""
+        """Journal it, so that every process reports it until an answer clears it."""
         record = {"kind": UNANSWERED, "chain": chain, **wait.model_dump()}
         try:
             await self._note(session, record, lambda: chain in session.unanswered)
@@ -232,14 +233,14 @@ class Sessions:
     async def _note(
         self, session: Session, record: dict[str, Any], is_known: Callable[[], object]
     ) -> None:
-        """Journal a fact of the session, unless it is known, or the session is sealed."""
+        """Journal a fact about the session, unless it is known or the session is sealed."""
         await self._write(session, lambda: None if is_known() or session.sealed else record)
 
     # --- memory --------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _using(self, session_id: str) -> AsyncIterator[Session]:
-        """The session, kept in memory while it is used. Raises: NotFound."""
+        """The session, which stays in memory while it is used. Raises: NotFound."""
         session = self._sessions.get(session_id) or await self._load(session_id)
         session.users += 1
         try:
@@ -260,7 +261,7 @@ class Sessions:
         return session
 
     async def _find(self, session_id: str) -> Session | None:
-        """The session, read back from its journal if this process does not hold it."""
+        """The session, read back from its journal if it is not in memory."""
         if (session := self._sessions.get(session_id)) is not None:
             return session
         damage = ""
@@ -268,7 +269,7 @@ class Sessions:
             records = await self._journal.read(session_id)
         except JournalDamaged as error:
             records, damage = error.intact, str(error)
-        if not records and not damage:  # its opener was killed before it answered
+        if not records and not damage:  # no such session
             return None
         unknown = SessionSpec(session_id=session_id, turns_key="")
         spec = SessionSpec.model_validate(records[0]["spec"]) if records else unknown
@@ -287,7 +288,7 @@ class Sessions:
         return session
 
     async def _awake(self, session: Session) -> Awake:
-        """The session with its tree, read back if it slept, and with what it may replay."""
+        """The session with its tree, read back if it slept, and with the recording that it may replay."""
         awake, earlier = session.awake, session.spec.replay_of
         if awake is not None and (earlier is None or awake.recording is not None):
             return awake
@@ -311,7 +312,7 @@ class Sessions:
         return recording
 
     def _trim(self) -> None:
-        """Put idle sessions to sleep, and drop those that were not asked for in a long time."""
+        """Put idle sessions to sleep, and drop the least recently used above KEPT_SESSIONS."""
         now = time.monotonic()
         if now - self._trimmed < TRIM_EVERY_S:
             return
@@ -319,7 +320,7 @@ class Sessions:
         awake = [s.awake for s in self._sessions.values() if s.awake is not None]
         weight = sum(one.tree.weight for one in awake)
         idle = [one for one in awake if not one.session.busy]
-        for one in idle:  # the one not called for longest comes first
+        for one in idle:  # the least recently called comes first
             if weight <= TREE_BYTES and now - one.session.touched < IDLE_S:
                 break
             weight -= one.tree.weight
@@ -334,12 +335,12 @@ class Sessions:
     async def complete(
         self, session_id: str, request: ModelRequest, caller: Caller = UNKNOWN
     ) -> Answer:
-        """The answer to one model call, durable when it returns.
+        """The answer to one model call; it is durable on return.
 
-        A retry joins the call in flight or gets the recorded answer again; an identical call that is no
-        retry of one in flight is sampled too. The call continues when the client disconnects. It waits
-        while the journal is out of reach: an agent is told of trouble only after the journal has a note
-        of it, because a rollout that ends after such a call has no verdict.
+        A retry joins the call in flight, or gets the recorded answer again. An identical call that is
+        not a retry is sampled separately. The call continues if the client disconnects. While the journal
+        cannot be reached, the call waits: a rollout whose call failed has no verdict, so the gateway
+        journals a failure before the agent sees it.
         Raises: Refused, GatewayUnavailable, NotFound.
         """
         return await self._outlasting(
@@ -349,7 +350,7 @@ class Sessions:
     async def _outlasting(
         self, session_id: str, work: Callable[[Wait | None], Awaitable[Result]]
     ) -> Result:
-        """Do `work`, again and again while the journal is out of reach. `work` gets the wait so far."""
+        """Run `work`, and repeat it while the journal cannot be reached. `work` gets the wait so far."""
         pause, wait = FIRST_PAUSE_S, None
         while True:
             try:
@@ -366,7 +367,7 @@ class Sessions:
     async def _complete(
         self, session_id: str, request: ModelRequest, caller: Caller, wait: Wait | None
     ) -> Answer:
-        """`wait`: how long the call has waited for the journal."""
+        """`wait`: since when, and why, the call has waited for the journal."""
         has_left = wait is not None and await caller.has_hung_up()
         async with self._using(session_id) as session:
             session.check_open()
@@ -378,10 +379,10 @@ class Sessions:
                 wait = Wait(since=time.time(), reason=_reason(error))
                 session.unanswered.setdefault(chain_of(request.chain, request.purpose), wait)
                 raise
-            session.check_open()  # it may have been closed meanwhile
+            session.check_open()  # it may have been closed while it was read back
             location, known = awake.tree.locate(request), len(awake.tree.nodes)
             number = await self._sibling(awake, request, caller, location.digests.exact)
-            if len(awake.tree.nodes) > known:  # another turn ended meanwhile
+            if len(awake.tree.nodes) > known:  # another turn was committed during the await
                 location = awake.tree.locate(request)
             location = location.of_sibling(number)
             key = (request.chain, location.digests.exact)
@@ -403,7 +404,7 @@ class Sessions:
     async def _sibling(
         self, awake: Awake, request: ModelRequest, caller: Caller, exact: str
     ) -> int:
-        """0, or the number of a further sample of a prompt that is being answered."""
+        """0, or the number of an additional sample of a prompt that is being answered."""
         session, number = awake.session, 0
         while True:
             digest = sibling_digest(exact, number)
@@ -447,7 +448,7 @@ class Sessions:
         return call
 
     def _recorded(self, awake: Awake, key: CallKey, since: int | None = None) -> Node | None:
-        """The turn that answered the same request already, if its answer may be repeated."""
+        """The turn that already answered the same request, if its answer may be repeated."""
         node = awake.tree.recorded(*key, since)
         if node is not None:
             node.repeats += 1
@@ -463,8 +464,8 @@ class Sessions:
         key: CallKey,
         wait: Wait | None,
     ) -> Answer:
-        """A turn, as a span of the rollout that its session names. Whatever keeps the gateway from
-        answering is noted, except that the journal is out of reach: then the call waits."""
+        """Make a turn within a trace span of its rollout. An error that keeps the gateway from answering
+        is noted, unless the journal cannot be reached: then the call waits."""
         spec, arrived = awake.session.spec, time.time()
         parent = spec.labels.get(tracing.PARENT, "")
         with tracing.span(
@@ -524,8 +525,8 @@ class Sessions:
             raise
 
     async def _check_calls(self, awake: Awake, request: ModelRequest, location: Location) -> None:
-        """An id that this gateway gave out, and that no turn has, proves that the turn is lost: the
-        journal was cut. Raises: Refused."""
+        """Detect a truncated journal: a tool-call id that the gateways of this home minted, but that no
+        turn has, proves that its turn is lost. Raises: Refused."""
         session = awake.session
         new = request.messages[location.kept_messages :]
         calls = [call["id"] for message in new for call in message.get("tool_calls") or ()]
@@ -539,8 +540,8 @@ class Sessions:
                 session.check_open()
 
     async def _sampled(self, pending: PendingTurn) -> TurnRecord:
-        """Sample a turn. A refusal that ends the rollout is journaled, so that every process of the
-        pool can report it."""
+        """Sample a turn, and journal a refusal that ends the rollout, so that every process of the pool
+        can report it."""
         session = pending.session
         if session.pace.wait_s() > 0:
             log.info("a session waits: it calls too often", session_id=session.spec.session_id)
@@ -569,7 +570,7 @@ class Sessions:
             raise
 
     async def _note_refused(self, session: Session, message: str) -> None:
-        """An engine refused a call of a session that has no answer yet: no rollout gets further."""
+        """Journal an engine's refusal if the session has no answer yet: its rollout cannot start."""
         if not session.totals.turns:
             session.refusals += 1
             refused = {"kind": REFUSED, "message": message}
@@ -578,7 +579,7 @@ class Sessions:
     async def _failed(
         self, session: Session, request: ModelRequest, key: CallKey, since: float, error: Exception
     ) -> None:
-        """Note a call that got no answer, unless the agent hung up within LONG_WAIT_S."""
+        """Note a call without an answer, unless its agent hung up within LONG_WAIT_S."""
         callers = session.callers.get(key, ())
         has_left = bool(callers) and all([await one.has_hung_up() for one in callers])
         if has_left and time.time() - since < LONG_WAIT_S:
@@ -590,9 +591,9 @@ class Sessions:
         session.unanswered[chain] = wait
 
     async def _commit(self, pending: PendingTurn, known: int, draft: TurnRecord) -> Answer:
-        """Journal a turn, unless another process answered the same request meanwhile.
+        """Journal a turn, unless another process has answered the same request first.
 
-        `known`: how many turns of the session this process knew when the call came.
+        `known`: how many turns of the session this process knew when the call arrived.
         """
         awake, session = pending.awake, pending.session
         node: Node | None = None
@@ -625,7 +626,7 @@ class Sessions:
     # --- journal -------------------------------------------------------------------------------
 
     async def _refresh(self, session: Session) -> bool:
-        """Read what other processes wrote; returns whether there was anything new."""
+        """Read the records of other processes. Returns whether there were new ones."""
         if session.closed or session.damaged:
             return False
         async with session.commit_lock:
@@ -649,11 +650,11 @@ class Sessions:
         say: Callable[[], Record | None],
         apply: Callable[[Record], None] | None = None,
     ) -> None:
-        """Journal what `say` gives, asked again whenever another process wrote first, and apply it to the
-        session. None: there is nothing to say."""
+        """Journal the record that `say` returns, and apply it to the session. `say` is called again each
+        time another process wrote first; None from it means there is nothing to write."""
         async with session.commit_lock:
             while (record := say()) is not None:
-                if session.unreadable:  # it would fill the place of what is lost
+                if session.unreadable:  # the record would take the number of a lost one
                     raise JournalDamaged(session.damaged)
                 try:
                     await self._append(session.spec.session_id, record, session.position)
@@ -690,12 +691,13 @@ def _reason(error: Exception) -> str:
 
 
 def _is_of_journal(error: Exception) -> bool:
-    """Whether the journal, or the store below it, is out of reach: trouble of engines says so."""
+    """Whether the error is that the journal or its store cannot be reached. Errors of engines name
+    their boundary."""
     return isinstance(error, RetryHere) and error.boundary is not Boundary.ENGINE
 
 
 def _with_earlier_wait(record: TurnRecord, wait: Wait | None, until: float) -> TurnRecord:
-    """The same with the time from the first of its earlier tries, which had no answer, to this one."""
+    """The record, with the time from its first unanswered try to this one added to its waiting time."""
     if wait is None:
         return record
     earlier = max(0.0, until - wait.since)

@@ -1,4 +1,4 @@
-"""Many watchers of one process ask the gateway together: one request for all their sessions."""
+"""Batches the session lookups of one process: many watchers share one request to the gateway."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -7,14 +7,14 @@ from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
 
 GATHER_S = 1.0
-"""Seconds in which watchers join a request; each looks every few seconds."""
+"""Seconds that a request waits for more watchers to join. Each watcher looks every few seconds."""
 MOST = 1000
-"""Sessions of one request."""
+"""Sessions in one request."""
 Summaries = Callable[[Sequence[str]], Awaitable[Mapping[str, SessionSummary]]]
 
 
 class SharedLooks:
-    """`summaries` is asked once for all the sessions that are looked at within `gather_s`."""
+    """Calls `summaries` once for all sessions that watchers look up within `gather_s`."""
 
     def __init__(self, summaries: Summaries, gather_s: float = GATHER_S) -> None:
         self._summaries = summaries
@@ -23,7 +23,7 @@ class SharedLooks:
         self._asking: set[asyncio.Task[None]] = set()
 
     async def look(self, session_id: str) -> SessionSummary:
-        """Raises: NotFound, and what `summaries` raises."""
+        """Raises: NotFound, and any error of `summaries`."""
         answer = self._asked.get(session_id)
         if answer is None:
             if not self._asked:
@@ -47,7 +47,7 @@ class SharedLooks:
             except Exception as error:
                 for answer in part.values():
                     answer.set_exception(error)
-                    answer.exception()  # a watcher that has left does not read it
+                    answer.exception()  # marks it as seen: a cancelled watcher never reads it
 
 
 def _answer(

@@ -1,6 +1,6 @@
 """Accepts connections from listening sockets one at a time, and can be paused.
 
-asyncio's own servers accept a whole queue at once, which starves the other processes of a pool.
+asyncio's own servers accept a whole queue at once, which starves the other processes in a pool.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 import structlog
 
 NO_DESCRIPTORS_PAUSE_S = 1.0
-"""Seconds to pause after accept failed for lack of descriptors or memory, so that another process can
-accept the connection."""
+"""Seconds to pause after accept failed for lack of descriptors or memory, so that another process accepts
+the connection."""
 
 log = structlog.get_logger()
 
 
 class Acceptor:
-    """Accepts on `listeners` until `stop`; each connection gets a protocol of `factory`."""
+    """Accepts on `listeners` until `stop`. Each connection gets a protocol from `factory`."""
 
     def __init__(
         self, listeners: Sequence[socket.socket], factory: Callable[[], asyncio.Protocol]
@@ -37,7 +37,7 @@ class Acceptor:
             self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def pause(self) -> None:
-        """Connections stay in the kernel's queue, where other processes find them."""
+        """Leave new connections in the kernel's queue, where other processes accept them."""
         if self._accepting:
             self._accepting = False
             for listener in self._listeners:
@@ -51,7 +51,7 @@ class Acceptor:
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # another process was faster, or the caller went away
+            return  # another process accepted it, or the caller disconnected
         except OSError as error:
             log.error("cannot accept a connection", error=str(error))
             self.pause()

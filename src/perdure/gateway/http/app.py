@@ -1,7 +1,6 @@
-"""The gateway's HTTP server: routes, keys, limits, and errors in the caller's dialect.
+"""The gateway's HTTP app: routes, keys, size limits, and errors in the caller's dialect.
 
-Holds no state; `sessions` does. Checks the key, the size and the form of a request before it costs
-anything.
+Holds no state; `sessions` does. Checks a request's key, size and body before any costly work.
 """
 
 import asyncio
@@ -66,10 +65,10 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a stream waits for its answer before its headers are sent, and how often it is pinged then.
+    """How long a stream waits for its answer before it sends headers, and how often it pings after that.
 
-    Headers are sent late, because an error can set the HTTP status only before them. Clients wait
-    at least 300 s for the headers, and 300 s for each event.
+    Headers are sent late, because an error can set the HTTP status only before them. Clients wait at
+    least 300 s for the headers, and at least 300 s for each event.
     """
 
     headers_after_s: float = 240.0
@@ -78,7 +77,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Gateway:
-    """What every route needs."""
+    """The dependencies of all routes."""
 
     settings: Settings
     secrets: Secrets
@@ -99,9 +98,9 @@ def create_app(
     store: Store,
     patience: Patience = Patience(),
 ) -> "App":
-    """The ASGI app; its lifespan holds the engine's connections.
+    """The ASGI app; its lifespan owns the connections to engines.
 
-    Raises: ConfigurationError naming a wrong engine or tokenizer setting.
+    Raises: ConfigurationError, which names the wrong engine or tokenizer setting.
     """
     check_engine_settings(settings)
     model_format = load_format(settings.engine.tokenizer, settings.engine.notation)
@@ -163,8 +162,8 @@ def create_app(
 
 
 class App(Starlette):
-    """Model calls go straight to their handler. It answers its errors itself, so Starlette's middlewares
-    would only cost time."""
+    """Sends model calls straight to their handler. The handler answers its own errors, so Starlette's
+    middleware would only cost time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         called = scope["type"] == "http" and scope["path"] in DIALECTS
@@ -203,7 +202,7 @@ STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cach
 
 
 def _retrieved(answering: "asyncio.Future[Answer]") -> None:
-    """Mark the error as seen: a client that hung up does not read it, and asyncio would log it."""
+    """Mark the error as seen. If the client hung up, nothing reads the error, and asyncio would log it."""
     if not answering.cancelled():
         answering.exception()
 
@@ -237,12 +236,12 @@ async def _models(request: Request) -> Response:
 
 
 async def _hello(request: Request) -> Response:
-    """Claude Code asks without a key whether the server answers."""
+    """Claude Code probes this route without a key to see whether the server answers."""
     return Response()
 
 
 def _dialect_of(request: Request) -> Dialect:
-    """By the path; if it tells nothing, by the header that Anthropic's clients always send."""
+    """The dialect of the path; on other paths, that of the header that Anthropic's clients always send."""
     for path, dialect in DIALECTS.items():
         if request.url.path.startswith(path):
             return dialect
@@ -310,7 +309,7 @@ async def _get_many(request: Request) -> Response:
 async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
     summary = await gateway.sessions.get(session_id)
     if waits := gateway.waits(session_id):
-        if summary.waits is not None:  # the agent tries again: its wait began before this call's
+        if summary.waits is not None:  # a retry: the wait began with an earlier call
             waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
         summary = summary.model_copy(update={"waits": waits})
     if summary.waits is not None:
@@ -353,7 +352,7 @@ def _control(handler: Handler) -> Handler:
 
 
 def _answered(handler: Handler) -> Handler:
-    """Errors of callers that are no agents have a status each."""
+    """Answer errors of control and episode calls, each kind with its own status."""
 
     async def route(request: Request) -> Response:
         try:

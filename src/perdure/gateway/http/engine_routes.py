@@ -1,11 +1,11 @@
-"""Engines at run time, with the control token: list, add, drain, remove.
+"""Routes that list, add, drain and remove engines at run time; they need the control token.
 
-    GET    /engines                                                 -> {"engines": [...]}
-    POST   /engines                  {"url": ..., "weight": 1.0}    -> the engine; again: its weight
+    GET    /engines                                                 -> {"engines": [...], "waiting": n}
+    POST   /engines                  {"url": ..., "weight": 1.0}    -> the engine; sets a known one's weight
     POST   /engines/{name}/drain     {"deadline_s": 300}            -> the engine
     DELETE /engines/{name}
 
-Every gateway of the home follows within a second. An engine's own routes are never proxied.
+Every gateway of the home applies a change within a second. An engine's own routes are never proxied.
 """
 
 from collections.abc import Awaitable, Callable
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Body)
 
 
 def routes(control: Callable[[Handler], Handler]) -> list[Route]:
-    """`control` lets in only those who hold the control token."""
+    """`control` wraps a handler to require the control token."""
     return [
         Route("/engines", control(_list), methods=["GET"]),
         Route("/engines", control(_add), methods=["POST"]),
@@ -98,7 +98,7 @@ def _name(request: Request) -> str:
 
 
 async def _read(request: Request, model: type[T]) -> T:
-    """Raises: Refused naming the field."""
+    """Raises: Refused, which names the field."""
     raw = await request.body()
     if len(raw) > LARGEST:
         raise Refused(413, "request_too_large", f"a request may have at most {LARGEST} bytes")

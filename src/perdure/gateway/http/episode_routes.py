@@ -1,4 +1,4 @@
-"""Episodes for trainers that have no credentials of the store: their files, and no other object.
+"""Serves episode files, and no other object, to trainers that have no credentials for the store.
 
 GET /episodes/{key}     `episode.json`, `episode.parquet` or a `turns.parquet` of a rollout
 """

@@ -1,4 +1,4 @@
-"""Reads and checks the keys that callers send: a session's key, or the control token."""
+"""Reads and checks the keys that callers send: session keys, the control token, the episodes token."""
 
 import hmac
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from perdure.home import Secrets, episodes_token
 
 
 def session_of(secrets: Secrets, headers: Mapping[str, str]) -> str | None:
-    """The session whose key the caller holds; None when the key is missing or wrong."""
+    """The session whose key the caller holds; None if the key is missing or wrong."""
     key = _bearer(headers) or headers.get("x-api-key", "").strip()
     session_id = key.rpartition(".")[0]
     valid = [session_key(secret, session_id) for secret in secrets.accepted]
@@ -21,12 +21,12 @@ def may_control(secrets: Secrets, headers: Mapping[str, str]) -> bool:
 
 
 def may_read_episodes(secrets: Secrets, headers: Mapping[str, str]) -> bool:
-    """Whether the caller holds the token of those who read episodes."""
+    """Whether the caller holds the episodes token."""
     return _is_one_of(_bearer(headers), [episodes_token(secret) for secret in secrets.accepted])
 
 
 def _is_one_of(given: str, valid: list[str]) -> bool:
-    """It takes the same time whether much or little of a key is right."""
+    """Compares in constant time, however much of a key is right."""
     return any([hmac.compare_digest(given.encode(), one.encode()) for one in valid])
 
 

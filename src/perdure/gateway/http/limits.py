@@ -1,8 +1,8 @@
-"""Limits what one process works on at once: calls, and the bytes of their bodies.
+"""Limits the calls that one process works on at once, and the bytes of their bodies.
 
-A call is counted against its session, whose key is checked before a byte of the body is read. What
-is over a limit waits with its body unread in the socket, so it neither fails nor takes memory. When
-too many calls wait, the process stops accepting connections: other processes of the pool do.
+A call counts against its session, whose key is checked before a byte of the body is read. A call above
+a limit waits with its body unread in the socket, so it neither fails nor takes memory. When too many
+calls wait, the process stops accepting connections, and other processes of the pool accept them.
 """
 
 import asyncio
@@ -17,29 +17,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perdure.dialects.base import Refused
 
 SMALL = 256 << 10
-"""A body that has begun may always grow to this many bytes: most are smaller, and soon complete."""
+"""A body that has begun may always grow to this many bytes. Most bodies are smaller and soon complete."""
 SessionOf = Callable[[Mapping[str, str]], str | None]
-"""The session whose key these headers hold; None when the key is missing or wrong."""
+"""The session whose key these headers hold; None if the key is missing or wrong."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much one process works on at once."""
+    """Limits of one process."""
 
     calls: int = 2048
     """Most of them wait for an engine."""
     body_bytes: int = 96 << 20
     """A parsed body takes about twice its bytes until its call ends."""
     session_bytes: int = 32 << 20
-    """Of these bytes, as many as one session may hold: the size of the largest body."""
+    """Bytes of bodies that one session may hold: the size of the largest body."""
     body_s: float = 60.0
-    """Seconds for a whole body to arrive, not counting the time in which it waits for room."""
+    """Seconds in which a whole body must arrive, not counting the time that it waits for room."""
     waiting: int = 1024
-    """Calls that may wait in this process before it stops accepting connections."""
+    """Waiting calls above which this process stops accepting connections."""
 
 
 class _Body:
-    """The body of one call, as far as it has arrived."""
+    """What has arrived of the body of one call."""
 
     def __init__(self, session: str) -> None:
         self.session = session
@@ -50,7 +50,7 @@ class _Body:
 
 
 class CallLimiter:
-    """ASGI middleware: agents' calls are limited, everything else passes at once."""
+    """ASGI middleware that limits agents' calls; all other requests pass at once."""
 
     def __init__(self, app: ASGIApp, session_of: SessionOf, limits: Limits = Limits()) -> None:
         self._app = app
@@ -58,18 +58,18 @@ class CallLimiter:
         self._limits = limits
         self._calls = self._bytes = 0
         self._of_session: Counter[str] = Counter()
-        """Bytes of bodies, by session."""
+        """By session: bytes of its bodies."""
         self._complete: Counter[str] = Counter()
-        """Calls whose body is complete, by session."""
+        """By session: calls whose body is complete."""
         self._arriving: dict[_Body, None] = {}
-        """Bodies that are not complete, the oldest first."""
+        """Incomplete bodies, the oldest first."""
         self._room: deque[asyncio.Future[None]] = deque()
-        """What waits for room to read on."""
+        """Bodies that wait for room to read on."""
         self._turns: deque[asyncio.Future[None]] = deque()
-        """Calls whose body is complete, in the order in which they will be worked on."""
+        """Calls with a complete body, in the order in which they will be admitted."""
         self._crowded = False
         self.on_crowded: Callable[[bool], None] = lambda crowded: None
-        """Called when too many calls wait, and again when that is over."""
+        """Called with True when too many calls wait, and with False when that is over."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope["path"][:4] != "/v1/":
@@ -96,7 +96,7 @@ class CallLimiter:
     # --- bodies --------------------------------------------------------------------------------
 
     async def _read(self, body: _Body, receive: Receive) -> Message:
-        """The next piece. Raises: Refused (408) when the body takes too long."""
+        """The next piece. Raises: Refused (408) if the body takes too long."""
         while not self._may_read(body):
             await self._wait(self._room)
         started = time.monotonic()
@@ -112,11 +112,11 @@ class CallLimiter:
             body.complete = True
             self._complete[body.session] += 1
             del self._arriving[body]
-            self._wake(self._room)  # another body is the oldest now
+            self._wake(self._room)  # another body is now the oldest
         return message
 
     def _may_read(self, body: _Body) -> bool:
-        """Whether there is room. If bodies that are not complete fill it, the oldest of them reads on."""
+        """Whether there is room. If only incomplete bodies fill it, the oldest of them may read on."""
         limits = self._limits
         if 0 < body.size < SMALL:
             return True
@@ -135,7 +135,7 @@ class CallLimiter:
     # --- calls ---------------------------------------------------------------------------------
 
     async def _enter(self, body: _Body) -> None:
-        """Wait for a place among the calls, in the order in which bodies became complete."""
+        """Wait to be admitted, in the order in which bodies became complete."""
         if self._turns or self._calls >= self._limits.calls:
             await self._wait(self._turns)
         else:
@@ -174,7 +174,7 @@ class CallLimiter:
         except asyncio.CancelledError:
             if turn in queue:
                 queue.remove(turn)
-            elif queue is self._turns and not turn.cancelled():  # it was given a place already
+            elif queue is self._turns and not turn.cancelled():  # it was already admitted
                 self._calls -= 1
                 self._admit()
             self._tell()

@@ -1,7 +1,7 @@
-"""The two sockets of a gateway: the TCP port, and the unix socket that sandboxes mount.
+"""A gateway's two listening sockets: the TCP port, and the unix socket for sandboxes.
 
-The supervisor binds them and hands them to its pool: all processes accept from the same queue, so no
-connection waits for a killed process. Imports little, because the supervisor uses it too.
+The supervisor binds them and hands them to its pool. All processes accept from the same queue, so no
+connection waits for a killed process. Imports little, because the supervisor imports it.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from perdure.errors import ConfigurationError
 from perdure.settings.tree import Settings
 
 LONGEST_PATH = 107
-"""Bytes: the kernel's limit for the path of a unix socket."""
+"""The kernel's limit for the path of a unix socket, in bytes."""
 BACKLOG = 1024
-"""Connections that the kernel keeps while every process is busy or being restarted."""
+"""Connections that the kernel queues while every process is busy or restarting."""
 
 
 @contextlib.contextmanager
 def bound(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Both sockets, bound and listening; the unix socket's file goes away at the end.
+    """Both sockets, bound and listening. The unix socket's file is deleted at the end.
 
-    Raises: ConfigurationError when an address is taken or a path too long.
+    Raises: ConfigurationError if an address is taken or a path is too long.
     """
     tcp = _bind_tcp(settings.gateway.host, settings.gateway.port)
     try:
@@ -45,7 +45,7 @@ def inherited(descriptors: Sequence[int]) -> list[socket.socket]:
 
 
 def check_path(path: Path) -> None:
-    """Raises: ConfigurationError when it is too long for a unix socket."""
+    """Raises: ConfigurationError if the path is too long for a unix socket."""
     if (over := len(os.fsencode(path)) - LONGEST_PATH) > 0:
         raise ConfigurationError(
             f"PERDURE_HOME is too long for the unix sockets in it: make it {over} bytes shorter ({path})"
@@ -53,10 +53,10 @@ def check_path(path: Path) -> None:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Raises: ConfigurationError when the path is too long, or another process listens there."""
+    """Raises: ConfigurationError if the path is too long, or another process listens there."""
     check_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.is_symlink() and answers(path):  # a link leads to the passage of this host
+    if not path.is_symlink() and answers(path):  # a link points to this host's forwarder
         raise ConfigurationError(
             f"another gateway holds {path}: stop it, set another PERDURE_HOME, or let "
             "`perdure up` start several with PERDURE_GATEWAY__PROCESSES"
@@ -65,9 +65,9 @@ def bind_unix(path: Path) -> socket.socket:
     draft.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(draft))
-    listener.listen(BACKLOG)  # from now on callers wait instead of being refused
+    listener.listen(BACKLOG)  # from now on, callers wait instead of being refused
     draft.chmod(0o600)  # forwarders connect as the worker's user; sandboxes never see the file
-    draft.replace(path)  # what a killed gateway left behind, or the link of this host's passage
+    draft.replace(path)  # replaces a killed gateway's socket, or the link to this host's forwarder
     return listener
 
 

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol on httptools. It adds a bound for heads, copies a large body less often, and sends
-an answer in one write."""
+"""uvicorn's httptools protocol, with a bound for request heads, fewer copies of a large body, and answers
+sent in one write."""
 
 import asyncio
 from typing import Any, cast
@@ -8,17 +8,17 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10
-"""Bytes of an unfinished head, chunk extension or trailer, above which the connection is refused. httptools
-would keep all of them. A head that is complete may be a little longer; the application refuses it."""
+"""Bytes of an unfinished head, chunk extension or trailer above which the connection is refused. httptools
+would buffer all of them. A complete head may be slightly longer; the application refuses it."""
 AT_ONCE = 64 << 10
-"""Bytes of an answer that leave without waiting for more."""
+"""Bytes of an answer above which they are sent without waiting for the rest."""
 
 
 class HttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._no_body = 0
-        """Bytes since the last byte of a body, or the end of a head or a request."""
+        """Bytes received since the last byte of a body, or since the end of a head or a request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         gathering = Gathering(cast(asyncio.Transport, transport), self.loop)
@@ -43,7 +43,7 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle.response_complete:
             return
         if not cycle.body:
-            cycle.body = body  # type: ignore[assignment]  # a piece that comes alone is never copied
+            cycle.body = body  # type: ignore[assignment]  # a body in one piece is never copied
         else:
             if isinstance(cycle.body, bytes):
                 cycle.body = bytearray(cycle.body)
@@ -58,8 +58,8 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Gathering:
-    """A transport that joins the writes of one step of the event loop. uvloop would send the head of an
-    answer as a packet of its own."""
+    """A transport that joins all writes of one event loop iteration. uvloop would send the head of an
+    answer as a separate packet."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport

@@ -1,4 +1,4 @@
-"""Serving one gateway app on listening sockets, its own or those of a pool."""
+"""Serves one gateway app on listening sockets, either its own or those of a pool."""
 
 import asyncio
 import contextlib
@@ -30,9 +30,9 @@ from perdure.settings.tree import Settings
 from perdure.storage.base import Store
 
 GRACE_S = 15
-"""Seconds that turns in flight get after SIGTERM. Later ones are sampled again when their clients ask again."""
+"""Seconds that turns in flight get to end after SIGTERM. Others are sampled again when clients retry."""
 NO_GRACE = 0
-"""For servers inside a test: connections are closed at once, which saves 0.1 s each time."""
+"""For servers inside tests: connections are closed at once, which saves 0.1 s each time."""
 TICK_S = 0.1
 """uvicorn refreshes its date header every tenth tick."""
 
@@ -40,7 +40,7 @@ log = structlog.get_logger()
 
 
 class Server(uvicorn.Server):
-    """uvicorn inside a program that owns its signals, and that stops at once when told to."""
+    """A uvicorn server that leaves signals to the program around it, and that `stop` ends at once."""
 
     def __init__(self, config: uvicorn.Config, idle_s: float = IDLE_S) -> None:
         super().__init__(config)
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
 
 
 def limited(app: ASGIApp, secrets: Secrets) -> CallLimiter:
-    """The app behind the limits of one process."""
+    """The app, wrapped in the limits of one process."""
     return CallLimiter(app, partial(session_of, secrets))
 
 
@@ -127,8 +127,8 @@ async def serve(
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT.
 
-    `descriptors`: listening sockets that a pool shares; without them it binds its own. `health`: a
-    unix socket of this process alone, for health checks.
+    `descriptors`: listening sockets that a pool shares; without them, the gateway binds its own.
+    `health`: a unix socket of this process alone, for health checks.
     Raises: ConfigurationError.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

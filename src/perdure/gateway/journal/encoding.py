@@ -1,4 +1,4 @@
-"""Records as bytes: one line `crc32 length json` each. A changed byte shows."""
+"""Encodes journal records: one line `crc32 length json` each, so that a changed byte is detected."""
 
 import base64
 import json
@@ -12,9 +12,9 @@ from perdure.errors import Boundary, PerdureError
 
 
 class JournalDamaged(PerdureError):
-    """A durable record does not read back: its object was changed or deleted.
+    """A durable record cannot be read: its object was changed or deleted.
 
-    `intact`: what was read of the session before that record.
+    `intact`: the session's records before it.
     """
 
     boundary = Boundary.GATEWAY

@@ -1,7 +1,7 @@
-"""The journal: every turn is in the store before it is answered.
+"""The journal: the gateway writes every turn to the store before it answers.
 
 Record n of a session is the object `journal/<session>/<n>`, which is written only if it is absent. So
-the store decides which of two gateway processes continues a session, and any of them can read it.
+the store decides which of two gateway processes continues a session. Any process can read it.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 class Overtaken(PerdureError):
-    """Another gateway process committed to this session first: read its records, then decide again."""
+    """Another gateway process wrote this record number first: read its records, then decide again."""
 
     boundary = Boundary.GATEWAY
 
@@ -26,15 +26,15 @@ class Overtaken(PerdureError):
 class Journal:
     """The records of all sessions. Every method raises StoreUnavailable.
 
-    Records are numbered 0, 1, ... in each session. A writer names the number that its record shall get.
+    Records are numbered 0, 1, ... in each session. A writer gives the number for its record.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def read(self, session_id: str, after: int = 0) -> list[Record]:
-        """The records from number `after` on; [] if there are none. One request tells that nothing is
-        new. Raises: JournalDamaged."""
+        """The records from number `after` on; [] if there are none. If nothing is new, this costs one
+        request. Raises: JournalDamaged."""
         if after and not await self._store.exists(keys.journal_record(session_id, after)):
             return []
         end = await self._end(session_id, after)
@@ -51,19 +51,19 @@ class Journal:
         return records
 
     async def append(self, session_id: str, record: Record, *, position: int) -> None:
-        """Durable when it returns.
+        """Write a record; it is durable on return.
 
-        Raises: Overtaken when number `position` is taken. After StoreUnavailable the store may have the
-        record all the same: then the next append at `position` raises Overtaken.
+        Raises: Overtaken if number `position` is taken. After StoreUnavailable the store may still have
+        the record; then the next append at `position` raises Overtaken.
         """
         name = keys.journal_record(session_id, position)
         if not await self._store.put_if_absent(name, frame(record)):
             raise Overtaken(f"{name} was written by another gateway")
 
     async def forget(self, session_id: str) -> None:
-        """Delete the records of a closed session; repeating is harmless."""
+        """Delete the records of a closed session. Repeating is harmless."""
         names = [name async for name in self._store.list(keys.journal(session_id))]
-        # What is left without the first record is damaged: nobody takes it for a shorter session.
+        # The first record goes first: a partly deleted journal then reads as damaged, not as shorter.
         await self._store.delete_many(names[:1])
         await self._store.delete_many(names[1:])
 
@@ -82,7 +82,7 @@ class Journal:
         return end
 
     async def _record(self, session_id: str, number: int) -> Record | None:
-        """None: it is missing or damaged."""
+        """The record; None if it is missing or damaged."""
         try:
             data = (await self._store.get(keys.journal_record(session_id, number))).data
         except NotFound:
@@ -91,7 +91,7 @@ class Journal:
 
 
 def refuse_earlier(settings: Settings) -> None:
-    """Raises: ConfigurationError if an earlier version kept the turns of open rollouts in the home."""
+    """Raises: ConfigurationError if the home holds turns of open rollouts from an earlier version."""
     folder = settings.home.absolute() / "journal"
     if next(folder.glob("*/journal.log"), None) is not None:
         raise ConfigurationError(

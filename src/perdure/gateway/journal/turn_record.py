@@ -1,4 +1,8 @@
-"""A turn as the journal keeps it: what it adds to an earlier turn, so a journal's size grows with the conversation, not with its square. Owns the record's form, and rebuilding whole turns from records."""
+"""A turn as a journal record: what it adds to an earlier turn.
+
+So a journal grows linearly with the conversation, not quadratically. Owns the record's form, and
+rebuilds whole turns from records.
+"""
 
 import json
 from array import array
@@ -16,7 +20,7 @@ OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED, REFUSED, DAMAGED = "stale", "unanswered", "refused", "damaged"
 TURN: Literal["turn"] = "turn"
 AS_THEY_ARE = {"messages", "answer", "tools"}
-"""Fields that clients and models wrote: they may hold lone surrogates, which pydantic refuses."""
+"""Fields that clients and models wrote. They may hold lone surrogates, which pydantic refuses."""
 
 
 def _ids(value: Any) -> Any:
@@ -42,10 +46,10 @@ else:  # Python 3.11 does not accept `array[int]` at run time
 class TurnRecord(TurnFacts):
     """One committed turn.
 
-    `base` is the turn this one is stored against: `kept_messages` leading messages of its request
+    `base` is the turn that this one is stored against. `kept_messages` leading messages of its request
     and `kept_ids` leading ids of its prompt + completion are not repeated here; `messages` and
-    `prompt` hold the rest. `parent` is the turn whose prompt + completion the prompt extends,
-    `echo_of` the one whose answer the request's newest assistant message sends back.
+    `prompt` hold the rest. `parent` is the turn whose prompt + completion the prompt extends.
+    `echo_of` is the turn whose answer the request's newest assistant message sends back.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -58,7 +62,7 @@ class TurnRecord(TurnFacts):
     across_sha256: str
     tools_sha256: str
     tools: SkipValidation[list[dict[str, Any]] | None] = None
-    """The list with this digest, in the first turn of the session that has it."""
+    """The list with this digest, stored only in the session's first turn that uses it."""
     kept_messages: int
     messages: SkipValidation[list[Message]]
     kept_ids: int
@@ -67,18 +71,18 @@ class TurnRecord(TurnFacts):
     logprobs: Floats
     answer: Annotated[SkipValidation[Answer], BeforeValidator(_answer)]
     reasoning_open: bool
-    """The completion ended inside its reasoning."""
+    """Whether the completion ended inside its reasoning."""
     placeholder: bool
-    """The answer's text replaces an empty one; the recorded ids are as sampled."""
+    """Whether the answer's text replaces an empty one. The recorded ids are as sampled."""
 
     @property
     def length(self) -> int:
-        """Messages of its whole request."""
+        """Number of messages in its whole request."""
         return self.kept_messages + len(self.messages)
 
     @property
     def prompt_length(self) -> int:
-        """Ids of its whole prompt."""
+        """Number of ids in its whole prompt."""
         return self.kept_ids + len(self.prompt)
 
 
@@ -86,7 +90,7 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     fields = record.model_dump(mode="json", exclude=AS_THEY_ARE)
     answer = {**vars(record.answer)}
     if record.answer.stop_sequence is None:
-        del answer["stop_sequence"]  # gateways of an earlier version refuse fields they do not know
+        del answer["stop_sequence"]  # gateways of earlier versions refuse unknown fields
     tools = {"tools": record.tools} if record.tools else {}
     if not record.waiting_seconds:
         del fields["waiting_seconds"]
@@ -94,7 +98,7 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
 
 
 def turn_records(records: Sequence[dict[str, Any]]) -> list[TurnRecord]:
-    """The turns of a journal, as they were committed."""
+    """The turns among a journal's records, in order of commitment."""
     return [TurnRecord.model_validate(record) for record in records if record["kind"] == TURN]
 
 
@@ -154,7 +158,7 @@ def messages_from(records: Sequence[TurnRecord], record: TurnRecord, start: int)
 def _turn(
     records: Sequence[TurnRecord], record: TurnRecord, prompt: "array[int]", *, unused: bool
 ) -> Turn:
-    # The parent's request and its answer are shown with the parent.
+    # The parent turn already has its own request and answer.
     seen = 0 if record.parent is None else records[record.parent].length + 1
     return Turn(
         **{name: getattr(record, name) for name in TurnFacts.model_fields},
@@ -170,7 +174,7 @@ def _turn(
 
 
 def _tools(records: Sequence[TurnRecord], record: TurnRecord) -> str:
-    """As JSON, where they are not those of its parent turn."""
+    """The tool list as JSON; empty if it equals the parent turn's."""
     digest = record.tools_sha256
     if record.parent is not None and records[record.parent].tools_sha256 == digest:
         return ""
@@ -179,7 +183,7 @@ def _tools(records: Sequence[TurnRecord], record: TurnRecord) -> str:
 
 
 def _usage(counted: Mapping[str, Any]) -> Usage | None:
-    """What a hosted API counted, by the names of a chat completion."""
+    """The token counts of a hosted API, from the usage field of a chat completion."""
     details = counted.get("prompt_tokens_details")
     found = {
         "prompt_tokens": counted.get("prompt_tokens"),
@@ -191,7 +195,7 @@ def _usage(counted: Mapping[str, Any]) -> Usage | None:
 
 
 def _given(record: TurnRecord) -> Message:
-    """The answer's message, with what the record knows about it and the agent does not."""
+    """The answer's message, with facts that only the record has."""
     said = {**record.answer.message}
     if record.placeholder:
         said["placeholder"] = True

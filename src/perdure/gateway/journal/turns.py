@@ -1,6 +1,7 @@
-"""A session's turns, from its records: with whole prompts, and whether the agent used each answer.
+"""Rebuilds a session's turns from its records: whole prompts, and whether the agent used each answer.
 
-That is known only in hindsight, so it is judged when a session is read, not when a turn is committed.
+Only later requests show whether an answer was used. So this is decided when a session is read, not when
+a turn is committed.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -10,7 +11,7 @@ from perdure.gateway.turns.canonical import Message, visible
 from perdure.types import Purpose, Turn
 
 QUOTED_CHARS = 24
-"""A shorter text is found within other texts by chance; it counts as quoted if it is a whole line."""
+"""A shorter text may occur in other texts by chance, so it counts as quoted only if it is a whole line."""
 
 
 def turns_of(records: Sequence[TurnRecord]) -> list[Turn]:
@@ -28,9 +29,9 @@ def turn_deltas(records: Sequence[TurnRecord]) -> Iterator[tuple[Turn, int]]:
 
 
 def _unused(records: Sequence[TurnRecord]) -> set[int]:
-    """Indexes of the turns whose answer no later request of the session sends back, whole or edited,
-    or quotes. The last request of a chain counts as used: what the agent did with its answer is not
-    known here."""
+    """Indexes of the turns whose answer no later request of the session quotes or sends back, whole or
+    edited. The last request of a chain counts as used, because no later request shows what the agent did
+    with its answer."""
     used = {record.echo_of for record in records} | set(_edited(records))
     last = {record.chain: record.request_sha256 for record in records}
     return {
@@ -44,8 +45,8 @@ def _unused(records: Sequence[TurnRecord]) -> set[int]:
 
 
 def _sent_back(later: Sequence[TurnRecord], answer: Message) -> bool:
-    """Whether a later request has the answer, also further up in its history, or quotes its text, as
-    after a harness summed up by itself."""
+    """Whether a later request has the answer anywhere in its history, or quotes its text, as it does
+    after a harness has written its own summary."""
     calls = {call["id"] for call in answer.get("tool_calls") or ()}
     text = visible(answer.get("content") or "")
     return any(_has(message, calls, text) for record in later for message in record.messages)
@@ -64,7 +65,7 @@ def _has(message: Message, calls: Set[str], text: str) -> bool:
 
 
 def _edited(records: Sequence[TurnRecord]) -> Iterator[int]:
-    """Turns that asked the same as a later request, up to an answer of the agent's own making."""
+    """Turns whose answer a later request sends back edited: the histories are equal up to that answer."""
     for record in records:
         if record.bridge_miss != "echo_edited" or record.echo_of is not None:
             continue

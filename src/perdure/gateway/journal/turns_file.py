@@ -1,6 +1,6 @@
-"""A closed session's `turns.parquet`, made of its journal.
+"""Makes a closed session's `turns.parquet` from its journal.
 
-One function on records, for a thread: a long session takes a second.
+Callers run it in a thread, because a long session takes a second.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from perdure.gateway.journal.turns import turn_deltas
 
 
 def turns_file(records: list[dict[str, Any]]) -> bytes:
-    """The content of the file."""
+    """The file's content."""
     from perdure.episodes import turns_parquet as codec
 
     return codec.encode_deltas(codec.Delta(*delta) for delta in turn_deltas(turn_records(records)))

@@ -1,1 +1,1 @@
-"""One turn: which turn it continues, its prompt, its sampling, and what the sampled ids say."""
+"""One turn: the turn that it continues, its prompt, its sampling, and how its sampled ids are read."""

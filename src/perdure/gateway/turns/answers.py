@@ -1,7 +1,7 @@
-"""From sampled ids to the message an agent reads.
+"""Turns sampled ids into the message that an agent reads.
 
-A tool call that does not parse stays in the text as it was sampled: the agent sees its mistake, and
-nothing is repaired for it.
+A tool call that does not parse stays in the text as it was sampled. The agent sees its mistake, and
+nothing is repaired.
 """
 
 import hashlib
@@ -20,17 +20,17 @@ from perdure.gateway.turns.constraints import forbids_calls
 from perdure.types import FinishReason
 
 PLACEHOLDER = "(no visible output)"
-"""What an agent reads of a turn that sampled neither text nor a tool call."""
+"""The text that an agent gets if neither text nor a tool call was sampled."""
 
 
 class Read(NamedTuple):
-    """An answer, and what is known about its completion."""
+    """An answer, and facts about its completion."""
 
     answer: Answer
     reasoning_open: bool = False
-    """The completion ended inside its reasoning."""
+    """Whether the completion ended inside its reasoning."""
     placeholder: bool = False
-    """Nothing visible was sampled, so the text is `PLACEHOLDER`; agents repeat an empty answer for ever."""
+    """Whether nothing visible was sampled, so that the text is `PLACEHOLDER`."""
 
 
 def read_completion(
@@ -43,8 +43,8 @@ def read_completion(
     mint: Callable[[int], str],
     stops: Sequence[str],
 ) -> Read:
-    """`turn_id` names the turn among all sessions; `mint` gives the ids of its tool calls, by position.
-    `stops`: the agent's own stop texts, which it does not read."""
+    """`turn_id` is unique across sessions; `mint` gives the id of the tool call at a position. `stops`:
+    the agent's own stop texts, which are cut from its answer."""
     token_ids = list(completion.token_ids)
     reasoning, reasoning_open = "", False
     calls: list[ParsedToolCall] = []
@@ -54,7 +54,7 @@ def read_completion(
             tools=request.tools,
             prompt_ids=list(end_of(prompt_ids, model_format.renderer)),
         )
-    except (ValueError, RecursionError):  # sampled JSON that no parser takes: show it as text
+    except (ValueError, RecursionError):  # sampled JSON that does not parse: show it as text
         content = model_format.tokenizer.decode(token_ids)
     else:
         content, calls = _split(
@@ -74,7 +74,7 @@ def read_completion(
 
 
 def _cut(message: dict[str, Any], stops: Sequence[str]) -> str | None:
-    """Cut the first stop text and all after it; returns that text. The sampled ids keep it."""
+    """Cut the first stop text and everything after it, and return that text. The sampled ids keep it."""
     for name in ("reasoning_content", "content"):
         text = message.get(name) or ""
         found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
@@ -86,7 +86,7 @@ def _cut(message: dict[str, Any], stops: Sequence[str]) -> str | None:
 
 
 def _stand_in(message: dict[str, Any]) -> bool:
-    """Replace an empty answer by `PLACEHOLDER`: agents discard an empty one and ask again, for ever."""
+    """Replace an empty answer with `PLACEHOLDER`: agents discard an empty one and ask again forever."""
     if message.get("tool_calls") or message["content"].strip():
         return False
     message["content"] = PLACEHOLDER
@@ -136,7 +136,7 @@ def _answer(
 
 
 def hosted_answer(request: ModelRequest, completion: dict[str, Any], turn_id: str) -> Read:
-    """A hosted API's chat completion object, under our own id and the agent's model name."""
+    """A hosted API's chat completion as an answer, with our own id and the agent's model name."""
     choice = completion["choices"][0]
     usage = completion.get("usage")
     message = {**choice["message"], "content": choice["message"].get("content") or ""}

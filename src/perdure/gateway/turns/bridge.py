@@ -1,6 +1,6 @@
-"""Bridging: the next prompt is the recorded ids, then only the new messages rendered.
+"""Bridging: makes the next prompt from the recorded ids and the rendered new messages.
 
-`chains` finds the turn that a request continues; `maker` renders the whole history if no bridge holds.
+`chains` finds the turn that a request continues. `maker` renders the whole history if bridging fails.
 """
 
 import itertools
@@ -27,10 +27,10 @@ def bridge(
     new: list[Message],
     tools: list[dict[str, Any]] | None,
 ) -> "array[int] | Miss":
-    """The next prompt: the recorded ids, then only the new messages rendered. Shape [P].
+    """The next prompt: the recorded ids, then the rendered new messages. Shape [P].
 
-    `held`: the ids of `node`, which become the prompt. The renderer is shown the end of the recorded
-    prompt, which is all that it looks at.
+    `held`: the ids of `node`, which are extended to the prompt. The renderer gets only the end of the
+    recorded prompt, because it reads no more of it.
     """
     if not held:
         return Miss("no_recorded_ids")
@@ -52,8 +52,8 @@ def bridge(
 def _answering(
     renderer: MessageFormat, node: Node, completion: list[int], new: list[Message]
 ) -> list[Message]:
-    """Tool results with the name of the function they answer, and under the id that the model gave its
-    call, where its notation has ids: some templates write them."""
+    """The new messages, with the function's name added to each tool result, because some templates write
+    it. If the notation has call ids, the result gets the id that the model gave its call."""
     calls = node.record.answer.message.get("tool_calls") or ()
     if not calls or not any(message["role"] == "tool" for message in new):
         return new
@@ -71,12 +71,12 @@ def _sampled_ids(renderer: MessageFormat, completion: list[int]) -> list[str | N
 
 
 def end_of(prompt: Sequence[int], renderer: MessageFormat) -> Sequence[int]:
-    """The end of a prompt that the format looks at."""
+    """The end of a prompt, as much of it as the format reads."""
     return prompt[-renderer.looks_back :]
 
 
 def common_ids(base: Node | None, prompt: "array[int]") -> int:
-    """How many leading ids a prompt shares with what `base` recorded."""
+    """How many leading ids a prompt shares with the ids of `base`."""
     held = base.ids() if base is not None else array("i")
     low, high = 0, min(len(held), len(prompt))
     while low < high:

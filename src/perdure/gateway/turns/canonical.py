@@ -1,7 +1,7 @@
-"""The form in which requests are compared: it leaves out what clients change on the way.
+"""The canonical form in which requests are compared. It leaves out differences that clients introduce.
 
-Owns when two messages are the same, the digests of requests, and what an agent changed in an
-answer that it sends back. Nothing here is rendered or sampled.
+Owns when two messages are the same, the digests of requests, and how an agent changed an answer that it
+sends back.
 """
 
 import contextlib
@@ -32,24 +32,24 @@ PASSING_FIELDS = frozenset(
         "user",
     ]
 )
-"""Fields of a request body that do not affect the answer, or that `roll` covers."""
+"""Fields of a request body that do not affect the answer, or that other digests cover."""
 VOLATILE = re.compile(
     r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
     r"|\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"
     r"|Chunk ID: [0-9a-f]{6}|Wall time: \d+\.\d+ seconds"
 )
-"""Text that differs between any two attempts: session ids, ports of servers, and the header that codex
-writes above the output of each command."""
+"""Text that differs between attempts: session ids, server ports, and the header that codex writes above
+the output of each command."""
 KEPT_TOOL_LISTS = 32
 UNPARSED = "__unparsedToolInput"
-"""The key below which Claude Code sends arguments back that are no JSON."""
+"""The key under which Claude Code sends back arguments that are not JSON."""
 
 
 def canonical(message: Message, known_ids: Collection[str]) -> list[Any]:
-    """What two messages must share to be the same.
+    """The form that is equal for two messages that count as the same.
 
-    An answer this gateway gave is known by the ids of its tool calls, so its arguments, which
-    clients normalise, do not count; its visible text and the names of its tools do.
+    A tool call that this gateway gave out is recognized by its id. So its arguments, which clients
+    normalize, do not count; the visible text and the names of tools do.
     """
     role, text = message["role"], message["content"]
     if role == "assistant":
@@ -69,18 +69,18 @@ def _canonical_call(call: dict[str, Any], known_ids: Collection[str]) -> list[An
 
 def _arguments(call: dict[str, Any]) -> Any:
     arguments = call["function"]["arguments"]
-    with contextlib.suppress(ValueError, RecursionError):  # not JSON: compared as text
+    with contextlib.suppress(ValueError, RecursionError):  # not JSON: compare it as text
         arguments = json.loads(arguments)
     return arguments
 
 
 def visible(text: str) -> str:
-    """A text without the white space that clients add and drop."""
+    """The text with normalized white space, which clients add and drop."""
     return " ".join(text.split())
 
 
 def in_order(messages: Iterable[Message], known_ids: Collection[str]) -> Iterator[list[Any]]:
-    """Canonical messages; results of parallel calls, which come in any order, sorted by call."""
+    """Canonical messages. Results of parallel calls may arrive in any order, so they are sorted by call."""
     results: list[list[Any]] = []
     for message in messages:
         form = canonical(message, known_ids)
@@ -94,7 +94,7 @@ def in_order(messages: Iterable[Message], known_ids: Collection[str]) -> Iterato
 
 
 def same_messages(these: list[Message], those: list[Message], known_ids: Collection[str]) -> bool:
-    """Whether two histories are the same. Usually they are equal as sent, which is cheap to see."""
+    """Whether two histories are the same. Most are equal as sent, which is cheap to check."""
     if these == those:
         return True
     if len(these) != len(those):
@@ -103,14 +103,14 @@ def same_messages(these: list[Message], those: list[Message], known_ids: Collect
 
 
 class Rolled(NamedTuple):
-    """A history as two running digests: exact, and blind to what differs between attempts."""
+    """Two running digests of a history: one exact, one that ignores what differs between attempts."""
 
     exact: bytes = b""
     across: bytes = b""
 
 
 def roll(state: Rolled, messages: Iterable[Message], known_ids: Collection[str]) -> Rolled:
-    """`state` continued over `messages`: hashing follows the new text."""
+    """`state` continued over `messages`, so that only new text is hashed."""
     exact, across = state
     for form in in_order(messages, known_ids):
         text = json.dumps(form, sort_keys=True)
@@ -129,12 +129,12 @@ def digest_of(value: Any) -> str:
 
 
 class Digests(NamedTuple):
-    """Hex digests of a whole request, its chain left out."""
+    """Hex digests of a whole request, without its chain."""
 
     exact: str
-    """Equal for a retry, streamed or not."""
+    """The same for a retry, streamed or not."""
     across: str
-    """Equal for the same request of another attempt."""
+    """The same for the equal request of another attempt."""
 
 
 def digests_of(request: ModelRequest, rolled: Rolled, tools_sha256: str) -> Digests:
@@ -146,7 +146,7 @@ def digests_of(request: ModelRequest, rolled: Rolled, tools_sha256: str) -> Dige
 
 
 class ToolDigests:
-    """The digests of tool lists. A recent list is compared, which is cheaper than hashing it again."""
+    """Digests of tool lists. Comparing with a recent list is cheaper than hashing it again."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
@@ -166,10 +166,10 @@ class ToolDigests:
 
 
 class Echo(NamedTuple):
-    """What an agent made of an answer that it sends back."""
+    """How an agent changed an answer that it sends back."""
 
     edited: bool
-    """A real edit: text or calls that the policy never sampled."""
+    """Whether it holds text or calls that the policy never sampled."""
     changes: tuple[str, ...]
     """`arguments_normalised`, `arguments_changed`, `reasoning_dropped`, `text_moved`; `text_changed`,
     `name_changed`, `calls_changed` are edits."""
@@ -198,8 +198,8 @@ def compare_echo(answer: Message, echo: Message) -> Echo:
 
 
 def _arguments_change(given: dict[str, Any], back: dict[str, Any]) -> str | None:
-    """`arguments_normalised`: everything sampled is there, in another order or with defaults added.
-    `arguments_changed`: the tool was called with something else than the policy sampled."""
+    """`arguments_normalised`: all sampled arguments are present, reordered or with defaults added.
+    `arguments_changed`: the tool was called with other arguments than the policy sampled."""
     if given["function"]["arguments"] == back["function"]["arguments"]:
         return None
     one, other = _arguments(given), _arguments(back)

@@ -1,7 +1,7 @@
-"""A session's trajectory as a tree: chains of turns, found again by what their agent sends back.
+"""A session's trajectory as a tree of turns, in chains.
 
-Owns which turn a request continues, why it continues none, and the recorded ids. `canonical` compares
-requests, `journal.turn_record` has the stored form.
+Owns which turn a request continues (it looks up the answer that the agent sends back), why it continues
+none, and the recorded ids. `canonical` compares requests; `journal.turn_record` has the stored form.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from perdure.gateway.turns.siblings import sibling_digest
 
 MOST_REPEATS = 12
 """How often a recorded answer is repeated. Clients retry ten times; an agent in a loop would retry
-for ever."""
+forever."""
 ID_BYTES = 8
-"""Each id is in its turn's record, and at most once more in the tree's `Continued`."""
+"""Bytes per id: one copy in its turn's record, and at most one in the tree's `Continued`."""
 NODE_BYTES = 6144
-"""What a turn weighs in memory besides its ids and its text, roughly."""
+"""Approximate bytes of a turn in memory, without its ids and its text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +41,13 @@ class Node:
     parent: "Node | None"
     base: "Node | None"
     rolled: Rolled
-    """The digests of its whole request, to be continued by the requests that follow."""
+    """The digests of its whole request, which later requests continue."""
     acknowledged: bool = False
     repeats: int = 0
     children: int = 0
 
     def request_messages(self) -> list[Message]:
-        """The request as it was sent, put together along the tree."""
+        """The whole request as it was sent, collected along the tree."""
         parts: list[list[Message]] = []
         node: Node | None = self
         need = self.record.length
@@ -59,7 +59,7 @@ class Node:
 
     @property
     def total_length(self) -> int:
-        """Ids of its whole prompt and its completion."""
+        """Number of ids in its whole prompt and its completion."""
         return self.record.prompt_length + len(self.record.completion)
 
     def ids(self) -> "array[int]":
@@ -78,8 +78,8 @@ class Node:
 
 
 class Continued:
-    """The request and the ids of the turn that was continued last, whole. Those of the turn that follows
-    it are these and a little more; walking the tree costs as much as its history is long."""
+    """Caches the whole request and the ids of the turn that was continued last. The next turn extends them
+    a little, while a walk along the tree costs time in proportion to the history."""
 
     def __init__(self) -> None:
         self._requested: Node | None = None
@@ -88,7 +88,7 @@ class Continued:
         self._ids = array("i")
 
     def messages_of(self, node: Node) -> list[Message]:
-        """Equals `node.request_messages()`; do not change it."""
+        """Equals `node.request_messages()`. Callers must not change it."""
         if self._requested is not node:
             record = node.record
             if self._requested is not None and self._requested is node.base:
@@ -99,7 +99,7 @@ class Continued:
         return self._messages
 
     def ids_of(self, node: Node) -> "array[int]":
-        """Equals `node.ids()`; a copy."""
+        """A copy that equals `node.ids()`."""
         if self._sampled is not node:
             record, last = node.record, self._sampled
             self._sampled = None  # until the ids are whole again
@@ -115,7 +115,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a request continues the tree, and the digests that tell whether it is a retry."""
+    """Where a request continues the tree, and the digests that show whether it is a retry."""
 
     digests: Digests
     rolled: Rolled
@@ -131,40 +131,40 @@ class Location:
     base: Node | None
     kept_messages: int
     sibling: int = 0
-    """Which of several identical requests at one time it is."""
+    """Its number among identical concurrent requests."""
 
     def of_sibling(self, number: int) -> "Location":
-        """The same place, as the sibling with this number."""
+        """The same location for the sibling with this number."""
         exact = sibling_digest(self.digests.exact, number)
         return replace(self, digests=self.digests._replace(exact=exact), sibling=number)
 
 
 @dataclass
 class Tree:
-    """All committed turns of a session, and the indexes to find them by."""
+    """All committed turns of a session, and indexes to find them."""
 
     tool_digests: ToolDigests
     continued: Continued = field(default_factory=Continued)
     nodes: list[Node] = field(default_factory=list)
     weight: int = 0
-    """Bytes in memory, roughly."""
+    """Approximate bytes in memory."""
     tool_lists: set[str] = field(default_factory=set)
-    """Digests of the tool lists that are recorded with one of the turns."""
+    """Digests of the tool lists that a turn records."""
     _calls: dict[str, Node] = field(default_factory=dict)
-    """By the tool-call ids this gateway gave out."""
+    """By the tool-call ids that this gateway gave out."""
     _texts: dict[tuple[str, bytes], list[Node]] = field(default_factory=dict)
     """By chain and visible text, for answers without calls."""
     _requests: dict[tuple[str, str], Node] = field(default_factory=dict)
     """The newest turn by chain and request digest."""
     _alike: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
-    """The turns of equal requests, by chain and the digest that another attempt shares."""
+    """The turns of equal requests, by chain and the digest `across`."""
     _newest: dict[str, Node] = field(default_factory=dict)
-    """By chain."""
+    """The newest turn, by chain."""
 
     # --- finding -------------------------------------------------------------------------------
 
     def locate(self, request: ModelRequest) -> Location:
-        """Which turn a request continues. The cost grows with its new messages, not with its history."""
+        """Find the turn that a request continues. The cost grows with its new messages, not its history."""
         messages = request.messages
         at = _newest_assistant(messages)
         echo_of = self._echoed(request.chain, messages[at]) if at is not None else None
@@ -194,7 +194,7 @@ class Tree:
         )
 
     def _echoed(self, chain: str, message: Message) -> Node | None:
-        """The turn of this chain that gave this answer, also if its request differs."""
+        """The turn of this chain that gave this answer, even if its request differs."""
         calls = message.get("tool_calls") or ()
         found = [self._calls[call["id"]] for call in calls if call["id"] in self._calls]
         found = [node for node in found if node.record.chain == chain]
@@ -228,7 +228,7 @@ class Tree:
         match: Node | None,
         tools: str,
     ) -> tuple[str | None, tuple[str, ...]]:
-        """Why the request extends no turn (None: it does), and what changed in the echo."""
+        """Why the request extends no turn (None: it does), and how the echoed answer changed."""
         if request.chain not in self._newest:
             return "first", ()
         if at is None:
@@ -260,10 +260,10 @@ class Tree:
         return "foreign_assistant"
 
     def recorded(self, chain: str, digest: str, since: int | None = None) -> Node | None:
-        """The turn that answered this very request and whose answer was not used yet.
+        """The turn that answered this exact request and whose answer has not been used yet.
 
-        `since`: a turn with this index or a later one counts even if its answer was used: another
-        process took the same call meanwhile, and the agent continued.
+        `since`: a turn with this index or a later one counts even if its answer was used, because another
+        process has answered the same call since then, and the agent has continued.
         """
         node = self._requests.get((chain, digest))
         if node is None or (since is not None and node.record.index >= since):
@@ -271,7 +271,7 @@ class Tree:
         return None if node.acknowledged or node.repeats >= MOST_REPEATS else node
 
     def newest(self, chain: str, digest: str) -> int:
-        """Index of the newest turn that answered this very request; -1 when none did."""
+        """Index of the newest turn that answered this exact request; -1 if none did."""
         node = self._requests.get((chain, digest))
         return -1 if node is None else node.record.index
 
@@ -289,7 +289,7 @@ class Tree:
     # --- growing -------------------------------------------------------------------------------
 
     def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
-        """Add a committed turn. `rolled`: the digests of its request, which only a live turn has."""
+        """Add a committed turn. `rolled`: the digests of its request, known only for a live turn."""
         base = self._node(record.base)
         continued = rolled or self._rolled(base, record)
         node = Node(record, self._node(record.parent), base, continued)
@@ -299,7 +299,7 @@ class Tree:
             self.tool_lists.add(record.tools_sha256)
         if (echoed := self._node(record.echo_of)) is not None:
             for sibling in self._alike[echoed.record.chain, echoed.record.across_sha256]:
-                sibling.acknowledged = True  # the agent has chosen
+                sibling.acknowledged = True  # the agent chose one of them
         if node.parent is not None:
             node.parent.children += 1
         self.weight += _weight(record)

@@ -1,8 +1,8 @@
-"""What an agent asks of the form of an answer: tool choice, response format, logit bias.
+"""The form that an agent requests for an answer: tool choice, response format, logit bias.
 
-A token engine honours it through structured outputs, or the call is refused with the field's name;
-nothing is dropped. Owns which grammar a wish becomes. `request.body` is an OpenAI Chat Completions body
-in every dialect.
+A token engine enforces it through structured outputs; otherwise the call is refused with the field's
+name. Nothing is dropped. Owns the grammar for each request. `request.body` is an OpenAI Chat Completions
+body in every dialect.
 """
 
 import json
@@ -19,11 +19,11 @@ from perdure.types import Sampling
 
 MOST_BIAS = 100.0
 NOT_ANY = {"type": "object"}
-"""The schema of arguments that a tool does not describe."""
+"""The schema of arguments for a tool that describes none."""
 
 
 def constraints(model_format: Format, rules: Sampling, request: ModelRequest) -> dict[str, Any]:
-    """Sampling fields for what the request asks; empty when it asks nothing. Raises: Refused (400)."""
+    """Sampling fields that enforce the requested form; empty if none is requested. Raises: Refused (400)."""
     if request.tools and isinstance(model_format.renderer.notation, NoCalls):
         raise _unsupported("tools", f"cannot be used: {SETTING} says that the model makes no calls")
     body = Fields(request.body)
@@ -39,7 +39,7 @@ def constraints(model_format: Format, rules: Sampling, request: ModelRequest) ->
 
 
 def forbids_calls(request: ModelRequest) -> bool:
-    """`tool_choice: none`: what looks like a call stays text."""
+    """Whether `tool_choice` is `none`; text that looks like a call then stays text."""
     return request.body.get("tool_choice") == "none"
 
 
@@ -60,7 +60,7 @@ def _logit_bias(body: Fields, rules: Sampling) -> dict[str, Any]:
 
 
 def _response_format(body: Fields) -> dict[str, Any] | None:
-    """vLLM's structured outputs for it; None where any text will do."""
+    """The response format as vLLM's structured outputs; None if any text is allowed."""
     wished = body.object("response_format")
     kind = wished.get("type")
     if not wished.values or kind == "text":
@@ -74,7 +74,7 @@ def _response_format(body: Fields) -> dict[str, Any] | None:
 
 
 def _forced_tools(body: Fields, request: ModelRequest) -> list[dict[str, Any]]:
-    """The functions of which the answer must call one; empty where it may do without."""
+    """The functions of which the answer must call one; empty if it need not call any."""
     choice = body.get("tool_choice")
     if choice in (None, "auto", "none"):
         return []
@@ -93,7 +93,7 @@ def _forced_tools(body: Fields, request: ModelRequest) -> list[dict[str, Any]]:
 
 
 def _one_call(model_format: Format, functions: list[dict[str, Any]]) -> str:
-    """A structural tag of xgrammar, as vLLM takes it: one call of one of the functions."""
+    """An xgrammar structural tag for vLLM: exactly one call of one of the functions."""
     if not isinstance(model_format.renderer.notation, Hermes):
         raise _unsupported("tool_choice", "cannot be forced in this model's notation: use auto")
     calls = [_call_tag(one) for one in functions]

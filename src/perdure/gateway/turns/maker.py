@@ -1,6 +1,6 @@
-"""Making one turn: its prompt (bridged or rendered), its sampling, and reading what was sampled.
+"""Makes one turn: builds its prompt (bridged or rendered), samples, and reads the sampled ids.
 
-Owns how a turn's record is made. `sessions` decides which calls are admitted, and commits the record.
+Owns how a turn's record is made. `sessions` admits calls and commits the record.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from perdure.gateway.turns.sampling import (
 from perdure.types import FinishReason, Purpose, TurnSampling
 
 INLINE_CHARS = 65_536
-"""Text below which rendering on the event loop is cheaper than a thread."""
+"""Characters of text below which rendering on the event loop is cheaper than in a thread."""
 REPLAYED = "replayed"
 """The bridge miss of a replayed turn whose recorded parent was not replayed."""
 UNCOMMITTED = -1
-"""The index of a turn that is not committed yet."""
+"""The index of a turn that is not yet committed."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PendingTurn:
-    """A model call that will become a turn: the request, what it continues, and when it came."""
+    """A model call that will become a turn: its request, the turn that it continues, and its arrival."""
 
     awake: Awake
     request: ModelRequest
@@ -69,7 +69,7 @@ class PendingTurn:
 
 
 class TurnMaker:
-    """Makes the record of one turn, still to be committed."""
+    """Makes the record of a turn, which `sessions` commits."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class TurnMaker:
         return call_seed(base, spec.sample, place, turn)
 
     async def _prompt(self, pending: PendingTurn) -> tuple["array[int]", str | None]:
-        """The next prompt, and why it is not a bridge (None: it is)."""
+        """The next prompt, and why it was not bridged (None: it was)."""
         started = time.monotonic()
         try:
             bridged = await self._bridge(pending)
@@ -171,7 +171,7 @@ class TurnMaker:
                 return bridged, None
             return await self._render(pending.request), bridged.reason
         except Exception as error:
-            # A template may raise anything on messages that it did not expect.
+            # On unexpected messages, a template may raise any exception.
             raise _unrenderable(error) from error
         finally:
             self._metrics.prompt_seconds.observe(time.monotonic() - started)
@@ -201,7 +201,7 @@ class TurnMaker:
         return await asyncio.to_thread(render)
 
     async def _ask(self, pending: PendingTurn, engine: ChatEngine, name: str) -> TurnRecord:
-        """One turn of a hosted API: no ids, nothing to train on."""
+        """One turn from a hosted API: it has no ids, so it cannot be trained on."""
         session, turn_id = pending.session, new_turn_id(pending.session)
         rules = session.spec.sampling
         engine.check(rules)
@@ -241,9 +241,9 @@ class TurnMaker:
 
 
 def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:
-    """The record of a turn that an earlier attempt answered: its ids, logprobs and versions.
+    """The record of a turn that an earlier attempt answered, with that turn's ids, logprobs and versions.
 
-    The prompt is the recorded one too, because the logprobs belong to it.
+    The prompt is also the recorded one, because the logprobs belong to it.
     """
     old = recorded.record
     record = _record(
@@ -283,7 +283,7 @@ def _record(
     waiting_seconds: float = 0.0,
     sampling: TurnSampling | None = None,
 ) -> TurnRecord:
-    """The record of a turn. `prompt` [P] is whole; `miss`: why it extends no earlier turn."""
+    """The record of a turn. `prompt`: the whole prompt, shape [P]. `miss`: why it extends no earlier turn."""
     request, at = pending.request, pending.location
     parent = at.parent if miss is None else None
     base = parent or at.base
@@ -332,10 +332,10 @@ def _index(node: Node | None) -> int | None:
 
 
 async def abandonable(session: Session, call: Awaitable[T]) -> T:
-    """Wait for an engine; give up when the session is closed meanwhile, as its agent has ended."""
+    """Await an engine's call. Closing the session cancels it, because the agent has then ended."""
     task = asyncio.ensure_future(call)
     session.sampling.add(task)
-    if session.sealing:  # it was closed while the prompt was made
+    if session.sealing:  # the session was closed while the prompt was made
         task.cancel()
     try:
         return await task
@@ -347,7 +347,8 @@ async def abandonable(session: Session, call: Awaitable[T]) -> T:
 
 
 def new_turn_id(session: Session) -> str:
-    """Unique across processes: tool-call ids derive from it, and it names the try to engines."""
+    """An id that is unique across processes. Tool-call ids derive from it, and engines get it as the call's
+    id."""
     return f"{session.spec.session_id}-{secrets.token_hex(8)}"
 
 

@@ -1,7 +1,7 @@
-"""An earlier attempt's recording: its completions answer the new attempt's matching requests.
+"""Replays an earlier attempt: its recorded completions answer the new attempt's matching requests.
 
-Owns which recorded turn answers which request, and when the replay of a chain ends. A recorded turn
-is used once, because the ids of its tool calls must stay unique.
+Owns which recorded turn answers which request, and when the replay of a chain ends. A recorded turn is
+used once, because the ids of its tool calls must stay unique.
 """
 
 from array import array
@@ -13,7 +13,8 @@ from perdure.types import Purpose
 
 
 class RecordedTurn(NamedTuple):
-    """A turn of the earlier attempt. Shape of `prompt`: [P]; `parent`: its turn in this session."""
+    """A turn of the earlier attempt. `prompt`: shape [P]. `parent`: index of its parent turn in this
+    session."""
 
     record: TurnRecord
     prompt: "array[int]"
@@ -31,15 +32,15 @@ class Recording:
         self._ours: dict[int, int] = {}
         """Maps the index of a recorded turn to its index in this session."""
         self._theirs: dict[str, str] = {}
-        """Maps a chain of this session to its chain in the recording, because harnesses rename
-        sub-agents in each run."""
+        """Maps a chain of this session to its chain in the recording. Harnesses give sub-agents new names
+        in each run."""
         self._over: set[str] = set()
         self._by_origin = {self._origin(record): record for record in records}
         for record in records:
             self._waiting.setdefault(record.chain, []).append(record)
 
     def take(self, chain: str, across_sha256: str) -> RecordedTurn | None:
-        """The recorded turn that answers a request, while the chain's replay lasts."""
+        """The recorded turn that answers a request; None if none does or the chain's replay has ended."""
         if chain in self._over:
             return None
         theirs = self._theirs.get(chain) or self._counterpart(chain, across_sha256)
@@ -47,19 +48,19 @@ class Recording:
         found = next((r for r in waiting if r.across_sha256 == across_sha256), None)
         if found is None:
             return None
-        waiting.remove(found)  # at once: another call of the session must not take it too
+        waiting.remove(found)  # at once, so that no other call of the session takes it too
         self._theirs[chain] = theirs
         return RecordedTurn(
             found, prompt_of(self._records, found), self._parent(found), self._origin(found)
         )
 
     def give_back(self, recorded: RecordedTurn) -> None:
-        """Make a turn available again: it could not be committed, and the agent will repeat the request."""
+        """Make a turn available again after its commit failed; the agent will repeat the request."""
         self._waiting[recorded.record.chain].insert(0, recorded.record)
 
     def committed(self, record: TurnRecord) -> None:
-        """Note a committed turn of this session, of any process. The first turn of a chain that had to
-        be sampled ends the replay of that chain."""
+        """Note a turn of this session that any process committed. A chain's replay ends with its first
+        turn that had to be sampled; side requests do not count."""
         theirs = self._by_origin.get(record.replayed_from)
         if theirs is None:
             if record.purpose is not Purpose.SIDE:
@@ -71,7 +72,7 @@ class Recording:
             self._waiting[theirs.chain].remove(theirs)
 
     def _counterpart(self, chain: str, across_sha256: str) -> str:
-        """The recorded chain that a new chain repeats: the one with its name, else the one with the
+        """The recorded chain that a new chain repeats: the one with its name, otherwise the one with the
         same first request."""
         if chain in self._waiting:
             return chain

@@ -1,7 +1,7 @@
-"""One turn's sampling parameters: the rollout's rules, and the context that is left.
+"""One turn's sampling parameters, from the rollout's rules and the remaining context.
 
-A trainer must know what its tokens were sampled with, so the rules win over the agent's request unless
-they say `decided_by: agent`. `constraints` adds what the request asks of the answer's form.
+A trainer must know how its tokens were sampled, so the rules override the agent's request, unless they
+say `decided_by: agent`. `constraints` adds the form that the request asks of the answer.
 """
 
 import hashlib
@@ -20,11 +20,11 @@ SENT_IF_ON = (
 )
 AS_JSON = ("logit_bias", "structured_outputs")
 SEED_DIGITS = 12
-"""Hexadecimal digits of a seed: 48 bits, which every JSON reader holds exactly."""
+"""Hexadecimal digits of a seed: 48 bits, which every JSON parser represents exactly."""
 
 
 def turn_cap(rules: Sampling, request: ModelRequest) -> int:
-    """The most tokens this turn may sample, apart from the context budget."""
+    """The most tokens that this turn may sample, apart from the context budget."""
     return min(rules.max_tokens_per_turn, request.max_tokens or rules.max_tokens_per_turn)
 
 
@@ -33,7 +33,7 @@ def token_sampling(
 ) -> dict[str, Any]:
     """The sampling parameters of a token engine, without a seed.
 
-    Raises: ContextExhausted when no token of the budget is left.
+    Raises: ContextExhausted if the prompt uses up the context budget.
     """
     room = rules.max_context_tokens - prompt_tokens
     if room <= 0:
@@ -56,37 +56,37 @@ def _off(name: str) -> Any:
 
 
 def agents_stops(rules: Sampling, request: ModelRequest) -> Sequence[str]:
-    """The stop texts of the agent's request, if they count."""
+    """The stop texts of the agent's request, if the agent decides its sampling; otherwise none."""
     stops: Sequence[str] = request.sampling.get("stop", ())
     return stops if rules.decided_by == "agent" else ()
 
 
 def base_seed(rules: Sampling, request: ModelRequest) -> int | None:
-    """What the seeds of the calls derive from; None: the engine draws at random."""
+    """The seed from which the seeds of calls are derived; None: the engine samples without a seed."""
     asked: int | None = request.sampling.get("seed")
     return asked if rules.decided_by == "agent" and asked is not None else rules.seed
 
 
 def call_seed(base: int, sample: str, chain: str, turn: int) -> int:
-    """The seed of one call: equal whenever the call is repeated, different for all others.
+    """The seed of one call: the same when the call is repeated, different for every other call.
 
-    `sample`: the instance and the sample's index; `turn`: how many turns its chain has.
+    `sample`: the instance and the sample's index; `turn`: how many turns the chain has.
     """
     place = json.dumps([base, sample, chain, turn]).encode()
     return int(hashlib.sha256(place).hexdigest()[:SEED_DIGITS], 16)
 
 
 def as_recorded(sent: Mapping[str, Any]) -> TurnSampling:
-    """The parameters of a token engine as a turn keeps them."""
+    """A token engine's parameters in the form that a turn records."""
     said = {name: json.dumps(sent[name], sort_keys=True) for name in AS_JSON if name in sent}
     return TurnSampling.model_validate({**sent, **said})
 
 
 def chat_request(rules: Sampling, request: ModelRequest, seed: int | None) -> dict[str, Any]:
-    """The request as passed on to a hosted API. `seed`: that of this call.
+    """The request for a hosted API. `seed`: the seed of this call.
 
-    Some hosted models refuse `temperature` and `top_p` even at 1.0, so defaults are not sent, and what
-    the rules leave at its default is the agent's to say.
+    Some hosted models refuse `temperature` and `top_p` even at 1.0. So defaults are not sent, and the
+    agent decides what the rules leave at its default.
     """
     said = {**set_fields(rules), "seed": seed}
     sent = {

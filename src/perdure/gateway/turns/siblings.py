@@ -1,7 +1,8 @@
-"""Identical calls at the same time: a retry of the same call, or further samples of one prompt.
+"""Identical concurrent calls: tells a retry of a call from an additional sample of the same prompt.
 
-A request alone does not tell. A retry is proven by its header, by an idempotency key that the waiting
-call has too, or because all who wait for that call have hung up. Other calls are samples of their own.
+The request alone does not show which it is. A call is a retry if its header says so, if it shares an
+idempotency key with the waiting call, or if all callers of that call have hung up. Any other call is a
+separate sample.
 """
 
 import hashlib
@@ -15,10 +16,11 @@ async def _waits() -> bool:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who waits for the answer of a call, as far as it tells a retry from a sibling."""
+    """The facts about a call's client that tell a retry from a sibling."""
 
     says_retry: bool = False
-    """It says that it asks again, or it comes through a relay, which hides who hung up."""
+    """Whether it says that it retries. Calls through a relay count as such, because a relay hides a
+    client that hung up."""
     idempotency_key: str = ""
     has_hung_up: Callable[[], Awaitable[bool]] = _waits
 
@@ -27,7 +29,7 @@ UNKNOWN = Caller()
 
 
 async def is_retry(caller: Caller, waiting: Iterable[Caller]) -> bool:
-    """Whether a call repeats the identical one for which `waiting` wait."""
+    """Whether a call retries the identical call for which `waiting` wait."""
     known = list(waiting)
     if caller.says_retry:
         return True
@@ -40,5 +42,5 @@ async def is_retry(caller: Caller, waiting: Iterable[Caller]) -> bool:
 
 
 def sibling_digest(exact: str, number: int) -> str:
-    """The request digest of the sibling with this number; the first has the request's own."""
+    """The request digest of the sibling with this number; sibling 0 has the request's own."""
     return exact if number == 0 else hashlib.sha256(f"{exact}/{number}".encode()).hexdigest()
