@@ -1,4 +1,4 @@
-"""Connects a command to Temporal: to the user's server, else to the stack of this home."""
+"""Connects a command to Temporal: to the user's server, or else to the stack of this home."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ class Connection:
         self.ui_url = ui_url
 
     def link(self, workflow_id: str) -> str:
-        """The page of a workflow in the web UI; empty when there is no UI."""
+        """The page of a workflow in the web UI; empty if there is no UI."""
         if not self.ui_url:
             return ""
         from urllib.parse import quote
@@ -32,16 +32,16 @@ class Connection:
 
     @property
     def address(self) -> str:
-        """Of Temporal, for its own command line."""
+        """Temporal's address, for the `temporal` command."""
         return self.perdure.client.service_client.config.target_host
 
     def failed(self, run_id: str) -> str:
-        """The list of what failed in a run; empty when there is no UI."""
+        """The web UI's list of a run's failed workflows; empty if there is no UI."""
         return failed_link(self.ui_url, self.perdure.client.namespace, run_id)
 
 
 def failed_link(ui_url: str, namespace: str, run_id: str) -> str:
-    """The list of a run's workflows that failed: rollouts without a verdict, refused inputs."""
+    """The list of a run's failed workflows: rollouts without a verdict, refused inputs."""
     if not ui_url:
         return ""
     from urllib.parse import urlencode
@@ -51,7 +51,7 @@ def failed_link(ui_url: str, namespace: str, run_id: str) -> str:
 
 
 def viewer_link(settings: Settings, run_id: str) -> str:
-    """The run's page in `perdure view`, if a setting names the viewer's address; else empty."""
+    """The run's page in `perdure view` if a setting names the viewer's address, otherwise empty."""
     from perdure.viewer import links
 
     root = settings.temporal.viewer_url
@@ -59,17 +59,17 @@ def viewer_link(settings: Settings, run_id: str) -> str:
 
 
 async def connect(settings: Settings) -> Connection:
-    """Raises: ConfigurationError when nothing runs here and no address is given."""
+    """Raises: ConfigurationError if nothing runs here and no address is given."""
     ui_url = _ui_url(settings)
     tracing.configure(settings, "cli")
     with contextlib.suppress(RuntimeError):  # this process has a runtime already
-        # Without it the SDK logs to stdout. Port 0: only services serve metrics.
+        # The SDK's default runtime logs to stdout. Port 0: only services serve metrics.
         Runtime.set_default(temporal_runtime(settings.changed(metrics={"port": 0})))
     return Connection(await Perdure.connect(settings=settings), ui_url)
 
 
 def known_ui(settings: Settings) -> str:
-    """Address of the web UI; empty: none is known, or nothing runs here."""
+    """The address of the web UI; empty if none is known or nothing runs here."""
     try:
         return _ui_url(settings)
     except ConfigurationError:

@@ -1,6 +1,6 @@
-"""What a command prints: its answer on stdout, everything else on stderr.
+"""Prints a command's answer on stdout and everything else on stderr.
 
-Rich is imported only where a table is printed: it costs a tenth of a second.
+Rich is imported only where a table is printed, because the import takes a tenth of a second.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SILENCE_S = 4.0
-"""The longest that a command that `keeps_talking` says nothing."""
+"""The longest silence of a command inside `keeps_talking`."""
 PIPED_COLUMNS = 160
-"""Width of a table in a file or a pipe, which do not scroll."""
+"""Width of a table that is written to a file or a pipe."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print exactly one JSON document on stdout."
@@ -30,7 +30,7 @@ json_option = click.option(
 
 
 class _Voice:
-    """When this process last said something."""
+    """When this process last printed a line by `say`."""
 
     spoke_at = time.monotonic()
 
@@ -39,26 +39,26 @@ _voice = _Voice()
 
 
 def only_one_of(**given: bool) -> None:
-    """Refuse two flags that both fill stdout. Raises: click.UsageError naming them."""
+    """Refuse two flags that both write to stdout. Raises: click.UsageError, which names them."""
     flags = [f"--{name}" for name, asked in given.items() if asked]
     if len(flags) > 1:
         raise click.UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
 
 
 def answer(document: Any, err: bool = False) -> None:
-    """The JSON answer of a command: one document, nothing else. `err`: stdout has the command's data."""
+    """Print the command's JSON answer, one document. `err`: on stderr, as stdout has its data."""
     click.echo(json.dumps(document, indent=1, default=str), err=err)
 
 
 def say(text: str) -> None:
-    """A line of progress, a hint or a warning, on stderr: never part of the answer."""
+    """Print progress, a hint or a warning on stderr; it is never part of the answer."""
     _voice.spoke_at = time.monotonic()
     click.echo(text, err=True)
 
 
 @contextlib.contextmanager
 def keeps_talking(what: str) -> Iterator[None]:
-    """Say `what` and for how long, whenever nothing else was said for `SILENCE_S`."""
+    """Print `what` and the elapsed time whenever nothing has been printed for `SILENCE_S`."""
     started, over = time.monotonic(), threading.Event()
 
     def talk() -> None:
@@ -76,7 +76,7 @@ def keeps_talking(what: str) -> Iterator[None]:
 
 
 def print_table(table: "RenderableType") -> None:
-    """A table as the answer, on stdout: as wide as the terminal, or `PIPED_COLUMNS`."""
+    """Print a table on stdout, as wide as the terminal, or `PIPED_COLUMNS` if there is none."""
     from rich.console import Console
 
     wide = None if Console().is_terminal else PIPED_COLUMNS
@@ -89,8 +89,10 @@ def many(count: int, noun: str) -> str:
 
 
 def me() -> str:
-    """How to call this command again. `uv run` puts `perdure` on PATH for its own child only, so
-    there it is the path of the script."""
+    """How the user calls this command: `perdure`, or under `uv run` the path of the script.
+
+    `uv run` puts `perdure` on PATH for its own child only.
+    """
     if not environment.foreign("UV_RUN_RECURSION_DEPTH"):
         return "perdure"
     return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"

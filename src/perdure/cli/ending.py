@@ -1,4 +1,4 @@
-"""Runs the work of a command that makes sandboxes itself: a signal ends them before the command."""
+"""Runs a command that creates sandboxes itself; a signal ends its sandboxes before the command."""
 
 import asyncio
 import signal
@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """As `asyncio.run`. The first signal cancels the work, which ends its sandboxes; later ones do not
-    break that off. Raises: click.exceptions.Exit with 128 + the signal's number."""
+    """Like `asyncio.run`. The first signal cancels the work, which then ends its sandboxes; later
+    signals do not interrupt that. Raises: click.exceptions.Exit with 128 + the signal's number."""
     caught: list[int] = []
     try:
         return asyncio.run(_until_signalled(work, caught))

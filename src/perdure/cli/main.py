@@ -1,6 +1,6 @@
-"""The `perdure` command: the table of its commands, and the one place that turns errors into exit codes.
+"""The `perdure` command: the table of its commands, and the one place that sets exit codes.
 
-Until the command is known it imports only click, so that `--help` is fast. Exit code 2: the command
+It imports only click until it knows the command, so that `--help` is fast. Exit code 2: the command
 line, a setting or the data is wrong; 1: something failed; 130: Ctrl-C.
 """
 
@@ -97,7 +97,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when that command is called."""
+    """A group that imports a command's module only when that command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -141,7 +141,7 @@ def cli() -> None:
 
     \b
     Start with    perdure demo
-    or with       perdure instances build
+    or            perdure instances build
                   perdure run first-steps --agent oracle
     """
 
@@ -159,10 +159,10 @@ def main() -> NoReturn:
 
         tracing.flush()
     if {"temporalio", "boto3"} & sys.modules.keys():
-        # The SDK's native threads can crash Python while it shuts down, and threads that wait for
-        # an S3 server would keep it alive.
+        # The SDK's native threads can crash Python during shutdown, and threads that wait for an S3
+        # server would keep the process alive.
         if (limited_process := sys.modules.get("perdure.limited_process")) is not None:
-            limited_process.end_all()  # its own atexit is skipped
+            limited_process.end_all()  # os._exit skips its atexit handler
         os._exit(code)
     sys.exit(code)
 
@@ -177,7 +177,7 @@ def invoke(args: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # The reader has ended (`| head`). Python's flush at exit must not fail again.
+        # The reader has closed the pipe (`| head`). Python's flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the command line says of calibration, wherever an instance or its reward is shown."""
+"""Texts about calibration, shown next to an instance or its reward."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ SHOWN = 3
 
 
 def of_mark(mark: Mark) -> str:
-    """What follows a reference; empty if the row is proved."""
+    """The text after a reference; empty if the row is proved."""
     if mark.state is CalibrationState.PROVED:
         return ""
     return f"  ({mark.state.value if mark.state else NOT_CALIBRATED})"
@@ -44,14 +44,14 @@ def of_record(record: Calibration) -> str:
 
 
 def of_grade(grade: Grade) -> str:
-    """Empty where the row was proved."""
+    """Empty if the row was proved."""
     if grade.calibration is CalibrationState.PROVED:
         return ""
     return f"row {grade.calibration.value if grade.calibration else NOT_CALIBRATED}"
 
 
 def notes(dataset: str, sandbox: str, refs: Sequence[str], marks: Mapping[str, Mark]) -> list[str]:
-    """What to say of `refs`, which are run, and of those of `marks` that are not."""
+    """Notes about `refs`, which run, and about the instances in `marks` that do not."""
     bad, run = quarantined(marks), set(refs)
     left_out = {ref: reason for ref, reason in bad.items() if ref not in run}
     played = {ref: reason for ref, reason in bad.items() if ref in run}

@@ -1,4 +1,4 @@
-"""`perdure retry | regrade`: play or grade rollouts of a run again; what they left before is kept."""
+"""`perdure retry | regrade`: run or grade rollouts again; their earlier files are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,11 @@ _common = with_options(
 def retry(
     *, run_id: str, failed: bool, outcome: tuple[str, ...], include: tuple[str, ...], **how: Any
 ) -> None:
-    """Play rollouts of a run again that has ended.
+    """Run rollouts of an ended run again.
 
-    Without --outcome and --include: those without a verdict (failed, cancelled, expired, missing). A
-    rollout without a verdict continues: if its patch was captured, it is only graded. One with a
-    verdict is played anew; `perdure show` names its earlier episode.
+    Without --outcome and --include, this takes the rollouts without a verdict (failed, cancelled,
+    expired, missing). Such a rollout continues: if its patch was captured, it is only graded. A
+    rollout with a verdict starts over; `perdure show` names its earlier episode.
 
     Exit code 1: a rollout has no new verdict.
     """
@@ -61,10 +61,10 @@ def retry(
 @click.command()
 @_common
 def regrade(*, run_id: str, outcome: tuple[str, ...], include: tuple[str, ...], **how: Any) -> None:
-    """Grade the captured patches of a run again, for instance after a grader changed.
+    """Grade the captured patches of a run again, for example after a grader has changed.
 
-    No agent runs. All times of an episode stay, but that of the grading. A verdict that cannot be
-    renewed stays as it was.
+    No agent runs. Only the grading time of an episode changes. If grading fails, the old verdict
+    stays.
 
     Exit code 1: a rollout has no new verdict.
     """

@@ -1,4 +1,4 @@
-"""`perdure instances calibrate`: proves the rows of a dataset in the sandboxes that grade."""
+"""`perdure instances calibrate`: checks a dataset's rows in the sandboxes that will grade them."""
 
 import asyncio
 import contextlib
@@ -44,17 +44,18 @@ def calibrate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Prove the instances of a dataset before they cost GPU time.
+    """Check the instances of a dataset before they cost GPU time.
 
-    Runs the gold patch and the unpatched base of each instance, three times each, in the kind of
-    sandbox that will grade. Flaky tests leave the lists. An instance that its gold patch does not
-    resolve, or that the base resolves, is quarantined: runs of the dataset leave it out.
+    Grades each instance with its gold patch and without a patch, three times each, in the kind of
+    sandbox that will grade. Flaky tests are dropped from the lists. If the gold patch does not
+    resolve an instance, or the unpatched code does, the instance is quarantined: runs of the
+    dataset leave it out.
 
-    The ceiling is the share of gold's runs that resolve by the lists as they were, the floor that of
-    the base.
+    Ceiling: the share of runs with the gold patch that resolve, before flaky tests were dropped.
+    Floor: the same without a patch.
 
-    Ctrl-C does not stop it, and the same command goes on where it stopped. Exit code 1: an instance
-    is quarantined or undecided.
+    Ctrl-C does not stop the calibration; the same command follows it again. Exit code 1: an
+    instance is quarantined or undecided.
     """
     from perdure.cli.runs.request import fields_of
     from perdure.settings.load import load_settings
@@ -77,7 +78,10 @@ def calibrate(
 async def _request(
     settings: "Settings", source: str, chosen: dict[str, Any]
 ) -> "CalibrationRequest":
-    """The checked request; a stack runs. Raises: ConfigurationError, pydantic.ValidationError."""
+    """Check the request and start a stack if none runs.
+
+    Raises: ConfigurationError, pydantic.ValidationError.
+    """
     from perdure.cli.runs import selection
     from perdure.cli.runs.launch import make_ready
     from perdure.handlers import import_handlers
@@ -114,7 +118,7 @@ async def _drive(settings: "Settings", request: "CalibrationRequest") -> dict[st
 
 
 async def _followed(handle: "CalibrationHandle") -> dict[str, Any]:
-    """Tell the counts whenever they change, until the end."""
+    """Print the counts whenever they change, until the calibration ends."""
     from temporalio.client import WorkflowQueryFailedError
     from temporalio.service import RPCError
 

@@ -19,8 +19,8 @@ PORT = 8234
 def codec_server(host: str, port: int) -> None:
     """Decrypt payloads for the web UI and `temporal`, until Ctrl-C.
 
-    Prints the address to paste into the UI's "Codec Server" dialog. Pages of other origins than the
-    UI's are refused, and so is everybody without the token in that address.
+    Prints the address to paste into the UI's "Codec Server" dialog. The server refuses pages from
+    other origins and requests without the token in that address.
     """
     asyncio.run(_serve(load_settings(), host, port))
 

@@ -1,6 +1,6 @@
 """Shell completion: the script that a shell sources, and the names it offers.
 
-Names come from the registry and from folders: a Tab key imports no SDK and opens no connection.
+Names come from the registry and from folders, so Tab imports no SDK and opens no connection.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 
 def _folders(kind: str) -> list[str]:
-    """Names in a local store; none for another store, and none after an error."""
+    """Names in a local store. Returns none for a remote store or after an error."""
     from perdure.settings.load import load_settings
 
     try:

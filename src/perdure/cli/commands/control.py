@@ -29,7 +29,7 @@ def pause(run_id: str, as_json: bool) -> None:
 @RUN
 @json_option
 def resume(run_id: str, as_json: bool) -> None:
-    """Continue a run that is paused or waits for you."""
+    """Continue a run that is paused or that waits for you."""
     _ask(run_id, lambda run: run.resume(), as_json)
 
 
@@ -48,9 +48,9 @@ def resize(run_id: str, concurrency: int, as_json: bool) -> None:
 def cancel(target: str, as_json: bool) -> None:
     """Cancel a run, or one rollout (rollout/RUN/INSTANCE/SAMPLE).
 
-    Agents are killed. Each rollout keeps its files and leaves an episode with status cancelled.
-    One whose workflow code fails cannot: it is terminated, and named.
-    Exit code 1: it had ended already; the message says how.
+    Agents are killed. Each rollout keeps its files and writes an episode with status cancelled. A
+    rollout whose workflow code fails cannot write one: it is terminated, and its name is printed.
+    Exit code 1: the run or rollout had already ended; the message says how.
     """
     settings = load_settings()
 

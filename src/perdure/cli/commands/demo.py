@@ -1,4 +1,4 @@
-"""`perdure demo`: three agents on real instances, one table. Stops what it started."""
+"""`perdure demo`: runs three agents on real instances, prints one table, stops its own stack."""
 
 import asyncio
 import base64
@@ -31,11 +31,11 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 @click.option("--keep-running", is_flag=True, help="Leave the stack up at the end.")
 @json_option
 def demo(keep_running: bool, as_json: bool) -> None:
-    """Build real instances from PyPI, run three agents on them, print one table.
+    """Build real instances from PyPI, run three agents on them and print one table.
 
-    oracle applies the known fix, nop does nothing, mini_swe_agent really works in a sandbox. It
-    calls your model if OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set, else a scripted policy that
-    solves one instance, fails one and gives up on one.
+    oracle applies the known fix, nop does nothing, and mini_swe_agent works in a sandbox. It calls
+    your model if OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set. Otherwise it calls a scripted policy
+    that solves one instance, fails one and gives up on one.
     """
     settings = load_settings()
     started = time.monotonic()
@@ -96,7 +96,7 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
         for agent in AGENTS
     ]
     handles = [await connection.perdure.start_run(request) for request in requests]
-    # A live view draws the time that has passed.
+    # The live view already shows the elapsed time.
     live = follow.console.is_terminal
     talking = contextlib.nullcontext() if live else keeps_talking("still running")
     with follow.shown() as show, talking:
@@ -123,7 +123,7 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
 
 
 def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:
-    """Write the scripted policy: a model's turns for each instance."""
+    """Write the scripted policy: the model's turns for each instance."""
     path = settings.home.absolute() / "run" / "demo-policy.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(scripts(instances), indent=1))
@@ -131,7 +131,7 @@ def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:
 
 
 def scripts(instances: Sequence[Instance]) -> dict[str, Any]:
-    """The policy makes the smallest fix, misses the next one and gives up on the largest."""
+    """A policy that solves the smallest instance, fails the next one and gives up on the largest."""
     tries = (_solves, _misses, _gives_up)
     by_size = sorted(instances, key=lambda instance: len(instance.gold_patch))
     return {

@@ -1,6 +1,6 @@
-"""`perdure doctor`: checks what works on this machine, and names a fix for what does not.
+"""`perdure doctor`: checks what works on this machine and names a fix for what does not.
 
-One function per check. A check that raises is reported as missing.
+Each check is one function. If it raises PerdureError, its part is reported as missing.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING
 
 @dataclass(frozen=True)
 class Finding:
-    """`level`: ok; note (optional, or works with limits); missing (something will not work)."""
+    """`level`: ok; note (optional, or works with limits); missing (something does not work)."""
 
     name: str
     level: str
@@ -37,7 +37,7 @@ class Finding:
 @click.command()
 @json_option
 def doctor(as_json: bool) -> None:
-    """What works here, what is missing, and the fix. Exit code 1: something is missing."""
+    """Show what works here, what is missing, and the fix. Exit code 1: something is missing."""
     settings = load_settings()
     findings = list(examine(settings))
     healthy = all(finding.level != "missing" for finding in findings)
@@ -51,7 +51,7 @@ def doctor(as_json: bool) -> None:
 
 
 def examine(settings: Settings) -> Iterable[Finding]:
-    """All checks, in the order in which a newcomer meets the parts."""
+    """All checks, in the order in which a new user meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
         python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
         tokenizer, engine, ray,

@@ -1,4 +1,4 @@
-"""`perdure export`: a run's episodes as one file, for trainers, graders and spreadsheets."""
+"""`perdure export`: writes a run's episodes as one file, for trainers, graders and spreadsheets."""
 
 import asyncio
 from dataclasses import asdict
@@ -98,7 +98,7 @@ def export(
     """Write a run's episodes as one file.
 
     \b
-    preds      predictions of the SWE-bench harness, one patch an instance
+    preds      predictions for the SWE-bench harness, one patch per instance
     preds-all  the same entries for every graded sample
     episodes   token arrays: one parquet file, one row per segment
     jsonl      the readable episodes, one line per rollout
@@ -111,8 +111,8 @@ def export(
     slime, skyrl, torchtitan, verl
                that trainer's own fields; arrays if --out is a .parquet
 
-    stderr names each rollout that is left out. Exit code 1: nothing is left to write, or files of some
-    rollout are lost or unreadable; the other rollouts are written.
+    stderr names each rollout that is left out. Exit code 1: there is nothing to write, or files of
+    a rollout are lost or unreadable. The other rollouts are written.
     """
     settings = load_settings()
     from perdure.episodes import hub_folder

@@ -45,8 +45,8 @@ def grade(
 ) -> None:
     """Grade patches that another program made.
 
-    SOURCE has the instances, as for `perdure run`. Several patches for one instance are its samples.
-    The result is a run: `show`, `export`, `report` and `regrade` take its name.
+    SOURCE holds the instances, as for `perdure run`. Several patches for one instance become its
+    samples. The result is a run: `show`, `export`, `report` and `regrade` take its name.
 
     \b
     perdure grade swe-bench-verified -p preds.json

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from perdure.types import Instance
 
 SANDBOX = "bubblewrap"
-"""In which provider's sandboxes environments are built and calibrated."""
+"""The provider whose sandboxes build and calibrate environments."""
 
 
 @click.group()
@@ -60,12 +60,12 @@ def build(
 ) -> None:
     """Build instances from a recipe or a git clone.
 
-    DATASET is a folder under datasets/ (first-steps when none is given), any folder with a
-    dataset.toml, or a git clone: its newest commits that touch both tests and code become rows.
+    DATASET is a folder under datasets/ (default: first-steps), any folder with a dataset.toml, or a
+    git clone: its newest commits that touch both tests and code become rows.
 
     Builds the environment of each entry, runs the tests with and without the gold patch, and keeps
-    the stable tests. What is done is kept: the same command goes on where it was stopped. Ctrl-C
-    and SIGTERM end its sandboxes. Exit code 1: an entry could not be built.
+    the stable tests. Ctrl-C and SIGTERM end its sandboxes; the same command continues where it
+    stopped. Exit code 1: an entry could not be built.
     """
     settings = load_settings()
     built = ending.run(
@@ -104,7 +104,7 @@ async def build_dataset(
     jobs: int | None = None,
     rebuild: bool = False,
 ) -> "list[Built]":
-    """Build and report each entry when it is ready. Raises: ConfigurationError, MissingDependency."""
+    """Build all entries and print each result. Raises: ConfigurationError, MissingDependency."""
     from perdure.instances.recipes import building
     from perdure.stack.sandboxes import ready_provider
     from perdure.storage.base import open_store
@@ -131,7 +131,7 @@ async def build_dataset(
 async def _proved(
     instance: "Instance", make_sandbox: "MakeSandbox", *, runs: int, twins: int
 ) -> "Calibrated":
-    """With its lists of tests; a row that is graded by one command has none to compute."""
+    """Compute the row's test lists; a row that is graded by one command has none."""
     from perdure.graders.calibrate import calibrate, verify
 
     prove = verify if instance.grading.protocol == "eval_cmd" else calibrate
@@ -139,7 +139,7 @@ async def _proved(
 
 
 def _recipe_of(dataset: str, limit: int | None) -> "tuple[Recipe, Path]":
-    """The recipe and its folder; a git clone without one is a recipe of its own."""
+    """The recipe and its folder. A git clone without a recipe gets one made from its history."""
     from perdure.instances.recipes.recipe import (
         FILE,
         History,
@@ -166,14 +166,14 @@ def _recipe_of(dataset: str, limit: int | None) -> "tuple[Recipe, Path]":
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Read at most N rows.")
 @json_option
 def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) -> None:
-    """Import rows of a file, a folder, or of a Hugging Face dataset.
+    """Import rows from a file, a folder or a Hugging Face dataset.
 
     SOURCE is a .jsonl, .json or .parquet file, a folder of them, a Hugging Face name
-    owner/name[:split], or a public set of datasets/, such as swe-bench-verified. Rows imported as
-    such a set (--dataset) get its defaults, wherever they come from.
+    owner/name[:split], or a public set of datasets/, such as swe-bench-verified. If --dataset names
+    a public set, the rows get its defaults, wherever they come from.
 
-    stderr names each bad row: its number, the field and the fix. The other rows are imported. Exit
-    code 1: there was a bad row.
+    stderr names each bad row with its number, the field and the fix. The other rows are imported.
+    Exit code 1: there was a bad row.
     """
     settings = load_settings()
     from dataclasses import replace
@@ -206,9 +206,9 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
 @click.argument("dataset", required=False, shell_complete=completion.datasets)
 @json_option
 def list_(dataset: str | None, as_json: bool) -> None:
-    """The datasets in the store; with DATASET: its instances.
+    """List the datasets in the store, or with DATASET its instances.
 
-    Each instance is followed by what calibration found about it.
+    Each instance is followed by its calibration result.
     """
     settings = load_settings()
     found = asyncio.run(_listed(settings, dataset))
@@ -231,7 +231,7 @@ def list_(dataset: str | None, as_json: bool) -> None:
 @click.option("--tests", is_flag=True, help="Print only the hidden test patch, byte for byte.")
 @json_option
 def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
-    """One instance: its problem, environment and grading."""
+    """Show one instance: its problem, environment and grading."""
     only_one_of(gold=gold, tests=tests, json=as_json)
     settings = load_settings()
     from perdure.cli import marks
@@ -333,7 +333,7 @@ def _told(one: "Built") -> str:
 
 
 def _otherwise(one: "Built", counted: dict[str, tuple[int, int]]) -> str:
-    """What to add where the recipe's author counted other tests."""
+    """A remark if the recipe's author counted other tests; otherwise empty."""
     there = counted.get(one.instance_id)
     if one.report is None or there in (None, (one.report.fail_to_pass, one.report.pass_to_pass)):
         return ""

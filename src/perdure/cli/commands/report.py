@@ -1,4 +1,4 @@
-"""`perdure report`: what runs came to, as text, JSON or one HTML file."""
+"""`perdure report`: the results of runs, as text, JSON or one HTML file."""
 
 import asyncio
 from pathlib import Path
@@ -46,10 +46,10 @@ def report(
     wandb: str | None,
     as_json: bool,
 ) -> None:
-    """What runs came to: pass@k, outcomes, failures, tokens, cost, times.
+    """Report the results of runs: pass@k, outcomes, failures, tokens, cost, times.
 
-    Each further run is compared with the first, paired by instance. Runs of `oracle` and `nop` over the
-    same instances give the upper bound and the floor; else calibration does.
+    Each further run is compared with the first, paired by instance. Runs of `oracle` and `nop` over
+    the same instances give the upper bound and the floor; without them, calibration gives both.
     """
     from perdure.cli.runs import reporting
     from perdure.episodes.output_file import is_standard_output

@@ -1,4 +1,4 @@
-"""`perdure run`: runs an agent on instances; the same command again joins the run."""
+"""`perdure run`: runs an agent on instances. The same command joins the run again."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from perdure.cli.commands.run_options import OPTIONS, play, read, with_options
 @click.command()
 @with_options(*OPTIONS)
 def run(**given: Any) -> None:
-    """Run an agent on instances; the same command again joins the run.
+    """Run an agent on instances. The same command joins the run again.
 
     SOURCE is one of:
 
     \b
-    first-steps              a dataset of the store
+    first-steps              a dataset in the store
     first-steps/h11-0.14.0   one instance of it
     swe-bench-verified       a public set of datasets/, loaded at its first use
     rows.jsonl               a file of rows; also .json, .parquet, or a folder
-    owner/name[:split]       a dataset of the Hugging Face hub
+    owner/name[:split]       a dataset on the Hugging Face hub
 
-    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the
-    budget left some without a verdict.
+    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the budget ended the run before
+    all rollouts had a verdict.
     """
     play(*read(**given))

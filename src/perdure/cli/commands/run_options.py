@@ -1,5 +1,4 @@
-"""The command line of a run: what `perdure run` and `perdure eval` share, and in part `grade`, `retry`,
-`regrade` and `watch`."""
+"""Options of `perdure run` and `perdure eval`; `grade`, `retry`, `regrade` and `watch` take some."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ FAILURES = (
     *("SandboxLost", "CallUnanswered", "AgentError", "EngineRefused", "InstanceError"),
     *("ActivityTimeout", "UnexpectedError"),
 )
-"""As `perdure.types.requests.FailureType`, which is not imported for `--help`."""
+"""Copies `perdure.types.requests.FailureType`, so that `--help` need not import it."""
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How a command plays a run, apart from what it plays."""
+    """How a command starts and follows a run; RunOptions says what it runs."""
 
     wait: bool = True
     dry_run: bool = False
@@ -176,7 +175,7 @@ OPTIONS = (
 
 
 def with_options(*options: Callable[[Any], Any]) -> Callable[[Command], Command]:
-    """Gives a command these options, in this order in its help."""
+    """A decorator that gives a command these options; its help lists them in this order."""
 
     def given(command: Command) -> Command:
         for option in reversed(options):
@@ -208,7 +207,7 @@ def read(
     notify: str,
     **options: Any,
 ) -> "tuple[Settings, RunOptions, Manner]":
-    """What a command line asks for. Raises: ConfigurationError."""
+    """Turn the command line into settings, options and manner. Raises: ConfigurationError."""
     from perdure.cli.runs.request import RunOptions, budget_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
     from perdure.handlers import import_handlers
@@ -239,8 +238,10 @@ def read(
 def play(
     settings: "Settings", asked: "RunOptions", manner: Manner, *, reports: bool = False
 ) -> None:
-    """Play the run, or say what would be played. `reports`: say before what it may cost, and at its end
-    what it came to."""
+    """Run it, or with --dry-run print what would run.
+
+    `reports`: print a cost estimate before the run and its report after it.
+    """
     import asyncio
 
     from perdure.cli.runs import launch

@@ -1,4 +1,4 @@
-"""`perdure settings`: every setting, its value and where the value comes from."""
+"""`perdure settings`: lists every setting, its value and where the value comes from."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from perdure.settings.tree import Settings
 @click.option("--markdown", is_flag=True, help="Print the page docs/settings.md.")
 @json_option
 def settings(markdown: bool, as_json: bool) -> None:
-    """Every setting, its value and where the value comes from."""
+    """List every setting, its value and where the value comes from."""
     if markdown:
         click.echo(page())
         return

@@ -1,4 +1,4 @@
-"""`perdure show`: one rollout, read from its files in the store."""
+"""`perdure show`: shows one rollout, read from its files in the store."""
 
 import asyncio
 import sys
@@ -43,10 +43,10 @@ def show(
     full: bool,
     as_json: bool,
 ) -> None:
-    """One rollout: stages, attempts, grade, patch, turns.
+    """Show one rollout: stages, attempts, grade, patch, turns.
 
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
-    of an instance id. Exit code 1: one of its files is unreadable; stderr names it.
+    of an instance id. Exit code 1: one of its files is unreadable; stderr names the file.
     """
     only_one_of(patch=patch, log=log, turns=turns)
     only_one_of(patch=patch, log=log, json=as_json)
@@ -157,7 +157,7 @@ async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> 
 
 
 async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
-    """Show a rollout that runs and has no files in the store yet. False: there is none."""
+    """Show a running rollout that has no files in the store yet. False: there is no such rollout."""
     from perdure.reports.stored import named
 
     name = named(rollout)

@@ -22,9 +22,9 @@ from perdure.stack.state import StackState
 def up(foreground: bool, engine: str, as_json: bool) -> None:
     """Start Temporal, the gateway and the workers on this machine.
 
-    Database, logs and results are in the home (PERDURE_HOME, default .perdure). If TEMPORAL_ADDRESS
-    or a Temporal profile names a server, that one is used and none is started. If a default port is
-    occupied, a free one is used.
+    The home (PERDURE_HOME, default .perdure) holds database, logs and results. If TEMPORAL_ADDRESS
+    or a Temporal profile names a server, `up` uses that one instead of starting its own. If a
+    default port is taken, it uses a free one.
     """
     settings = load_settings()
     if foreground:
@@ -44,7 +44,7 @@ def up(foreground: bool, engine: str, as_json: bool) -> None:
 @click.option("--keep-sandboxes", is_flag=True, help="Leave sandboxes of agents running.")
 @json_option
 def down(keep_sandboxes: bool, as_json: bool) -> None:
-    """Stop everything that `perdure up` started here; data is kept.
+    """Stop everything that `perdure up` started here. Data is kept.
 
     Rollouts in flight continue after the next `perdure up`, each in a new sandbox.
     """
@@ -63,7 +63,7 @@ def _run_here(settings: Settings, engine: str) -> None:
     beforehand.check(settings, engine, say)
     roster = _roster_line(
         settings
-    )  # reads the store, which `report` cannot do inside a running loop
+    )  # it reads the store, which `report` cannot do inside a running loop
 
     def report(event: dict[str, Any]) -> None:
         relay(event, say)
@@ -83,7 +83,7 @@ def _roster_line(settings: Settings) -> str:
 
     try:
         added = any_added(settings)
-    except StoreUnavailable:  # it was warned of
+    except StoreUnavailable:  # the preflight has warned
         added = True
     if added:
         return "see `perdure engines list`"

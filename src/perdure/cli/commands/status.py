@@ -1,4 +1,4 @@
-"""`perdure status`: the stack and its runs, or one run with its rollouts."""
+"""`perdure status`: shows the stack and its runs, or one run with its rollouts."""
 
 import asyncio
 import contextlib
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 AT_ONCE = 64
 ROWS = 200
-"""Of a run's table: open rollouts first. A thousand more cost a second."""
+"""Rows in a run's table, open rollouts first. A thousand more take a second."""
 PATIENCE = timedelta(seconds=1)
-"""For one run's answer; a worker may have to replay the run first. Then its rollouts are counted."""
+"""Timeout of one run's query: a worker may have to replay the run first. After it, we count the
+run's rollouts instead."""
 STORED = "in the store only"
-"""State of a run that Temporal does not know."""
+"""The state of a run that Temporal does not know."""
 STEP_PATIENCE = timedelta(seconds=0.5)
-"""For one rollout's answer."""
+"""Timeout of one rollout's query."""
 
 
 @click.command()
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @json_option
 def status(run_id: str | None, as_json: bool) -> None:
-    """The stack and its runs; with RUN: its rollouts, open ones first."""
+    """Show the stack and its runs, or with RUN its rollouts, open ones first."""
     settings = load_settings()
     asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
@@ -83,7 +84,7 @@ async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
 
 
 async def _what_waits(client: "Client", settings: Settings) -> str:
-    """What waits for hosts or engines, and what to add; empty: nothing, or nobody could say."""
+    """What waits for hosts or engines, and what to add. Empty: nothing waits, or no answer came."""
     from temporalio.service import RPCError
 
     from perdure.client import waiting
@@ -102,7 +103,7 @@ async def _what_waits(client: "Client", settings: Settings) -> str:
 
 
 async def _engines(settings: Settings) -> dict[str, Any]:
-    """What the gateway of this stack says, or the first that the store names."""
+    """Engines as reported by this stack's gateway, or by the first gateway that the store names."""
     from perdure.gateway.addresses import Gateways
     from perdure.gateway.control import GatewayControl
     from perdure.home import load_secrets
@@ -124,7 +125,7 @@ def _stack_document(state: Any) -> dict[str, Any]:
 
 
 async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "list[RunStatus]":
-    """All at once: a run whose worker is away or busy answers late or never."""
+    """Ask all runs at once: a run whose worker is away or busy answers late or never."""
     from perdure.client.api import RunHandle
 
     room = asyncio.Semaphore(AT_ONCE)
@@ -208,7 +209,7 @@ async def _progress_of_run(perdure: "Perdure", settings: Settings, run_id: str) 
 
 
 async def _as_stored(settings: Settings, run_id: str) -> "RunStatus | None":
-    """Of a run that Temporal has forgotten, or never knew, as after its database was lost."""
+    """The status of a run that Temporal does not know, for example after its database was lost."""
     from perdure.episodes.accounting import count
     from perdure.episodes.episode_store import scan_run_as
     from perdure.errors import PerdureError

@@ -1,4 +1,4 @@
-"""`perdure view`: a local page to browse runs and read trajectories."""
+"""`perdure view`: serves a local page to browse runs and read trajectories."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from perdure.settings.tree import Settings
 
 PORT = 8236
 STEP_S = 2.0
-"""How long a page of an open rollout waits for what Temporal knows of it."""
+"""How long a page of an open rollout waits for Temporal's answer."""
 
 
 @click.command()
@@ -25,8 +25,8 @@ STEP_S = 2.0
 def view(where: str, port: int) -> None:
     """Browse runs, groups and rollouts in a browser, until Ctrl-C.
 
-    Prints the address, with a token that opens it. It listens on this machine alone and changes nothing;
-    from elsewhere, `ssh -L 8236:127.0.0.1:8236 HOST`.
+    Prints the address with an access token. The server listens on this machine only and changes
+    nothing. To open it from another machine: `ssh -L 8236:127.0.0.1:8236 HOST`.
     """
     asyncio.run(_serve(load_settings(), where.removeprefix("rollout/").strip("/"), port))
 

@@ -1,4 +1,4 @@
-"""`perdure watch`: follow a run live; any number of terminals may do so."""
+"""`perdure watch`: follows a run live, from any number of terminals."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from perdure.settings.load import load_settings
 def watch(run_id: str, notify: str, as_json: bool) -> None:
     """Follow a run to its end; Ctrl-C does not stop the run.
 
-    Exit code 1: a rollout failed, or the budget left some without a verdict.
+    Exit code 1: a rollout failed, or the budget ended the run before all rollouts had a verdict.
     """
     settings = load_settings()
     from perdure.cli.connection import connect

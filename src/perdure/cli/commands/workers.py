@@ -1,4 +1,4 @@
-"""`perdure workers up | list | down`: one supervised worker on every node of a Ray cluster."""
+"""`perdure workers up | list | down`: runs one supervised worker on every node of a Ray cluster."""
 
 import json
 import time
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 READY_S = 600.0
 CODE = ("src/perdure", "workflows", "activities", "workers")
-"""What Ray's runtime environment brings to the nodes. Their Python has the dependencies."""
+"""The folders that Ray's runtime environment copies to the nodes. Their Python must already have the
+dependencies."""
 CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
-"""Variables that workers need besides the settings."""
+"""Prefixes of the variables that workers need in addition to the settings."""
 
 
 def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -35,7 +36,7 @@ def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
 
 @click.group()
 def workers() -> None:
-    """Workers on a Ray cluster. Without Ray: `python -m workers` under systemd or Kubernetes."""
+    """Run workers on a Ray cluster. Without Ray: `python -m workers` under systemd or Kubernetes."""
 
 
 @workers.command()
@@ -90,7 +91,7 @@ def workers() -> None:
 @ADDRESS
 @json_option
 def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
-    """Keep one worker on every node; run it again to change the settings."""
+    """Keep one worker running on every node. Run it again to change the settings."""
     key = _connect(load_settings(), ray_address, with_code=True)
     from perdure.stack.on_ray import manager
     from perdure.stack.on_ray.plan import WorkersPlan
@@ -107,7 +108,7 @@ def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
 @ADDRESS
 @json_option
 def list_(ray_address: str, as_json: bool) -> None:
-    """Each node's worker, its seats, and why one is missing."""
+    """List each node's worker and seats, and why a worker is missing."""
     key = _connect(load_settings(), ray_address)
     from perdure.stack.on_ray import manager
 
@@ -121,7 +122,7 @@ def list_(ray_address: str, as_json: bool) -> None:
 @workers.command()
 @ADDRESS
 def down(ray_address: str) -> None:
-    """End all workers and their agents; the rollouts wait for others."""
+    """Stop all workers and their agents. Open rollouts wait for other workers."""
     key = _connect(load_settings(), ray_address)
     from perdure.stack.on_ray import manager
 
@@ -129,7 +130,7 @@ def down(ray_address: str) -> None:
 
 
 def _ready(actor: Any) -> "WorkersReport":
-    """Wait for a worker on every node that has room for one; say what is waited for."""
+    """Wait for a worker on every node that has room for one; print what is missing."""
     end = time.monotonic() + READY_S
     told: tuple[str, ...] = ()
     while True:
@@ -146,7 +147,7 @@ def _ready(actor: Any) -> "WorkersReport":
 
 
 def _connect(settings: Settings, address: str, *, with_code: bool = False) -> str:
-    """The name of this home's workers, on the connected cluster."""
+    """Connect to the cluster; return the name of this home's workers there."""
     from pathlib import PurePath
 
     from perdure.serving import cluster
@@ -162,7 +163,7 @@ def _connect(settings: Settings, address: str, *, with_code: bool = False) -> st
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """What each worker is told: these settings, and the variables of Temporal and the store."""
+    """Each worker's environment: these settings, and the variables of Temporal and the store."""
     from perdure.home import load_secrets
     from perdure.settings import environment
     from perdure.settings.load import as_variables

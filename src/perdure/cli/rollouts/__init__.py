@@ -1,1 +1,1 @@
-"""One rollout, as people read it."""
+"""Shows one rollout on the terminal."""

@@ -1,11 +1,11 @@
-"""What an open rollout does now. Imports Temporal only where it is asked."""
+"""The current step of an open rollout. Imports Temporal only when it asks for the step."""
 
 from perdure.errors import PerdureError
 from perdure.settings.tree import Settings
 
 
 async def current_step(settings: Settings, workflow_id: str) -> str:
-    """One line; empty when the rollout is closed or no Temporal server answers."""
+    """One line; empty if the rollout is closed or no Temporal server answers."""
     from perdure.cli.connection import connect
     from perdure.cli.runs import steps
 

@@ -1,4 +1,4 @@
-"""`perdure show ROLLOUT --turns`: prints a trajectory chain by chain, turn by turn. It prints no token ids."""
+"""`perdure show ROLLOUT --turns`: prints a trajectory by chain and turn, without token ids."""
 
 import shutil
 import textwrap
@@ -89,7 +89,7 @@ class _Printer:
         return f", started by {first['parent_chain']}{after}" if first["parent_chain"] else ""
 
     def _cut(self, turn: dict[str, Any], indent: str, *, first: bool) -> None:
-        """Print where a segment begins, and why the one before it ended."""
+        """Print the start of a segment, and why the previous one ended."""
         segment = self.segments.get(turn["segment"])
         if segment is None:
             return
@@ -124,7 +124,7 @@ class _Printer:
 
 
 def _messages(turn: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The new messages since the parent turn, and the answer, each with a label."""
+    """The messages since the parent turn and the answer, each with a label."""
     for message in turn["new_messages"]:
         label = "result" if message.get("role") == "tool" else str(message.get("role", "?"))
         yield label, str(message.get("content") or "")
@@ -144,14 +144,14 @@ def _calls(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters: text of a model or a tool must not control the terminal."""
+    """Replace control characters: text from a model or a tool must not control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
 
 
 def _short(text: str, room: int) -> str:
-    """One line: each line end becomes ⏎; if the text is cut, its length is added."""
+    """One line: each line end becomes ⏎. If the text is cut, its length follows."""
     line = " ⏎ ".join(part for part in text.strip().splitlines() if part.strip())
     if len(line) <= room:
         return line

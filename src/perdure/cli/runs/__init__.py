@@ -1,1 +1,1 @@
-"""What commands share about a run: its request, its progress, its results."""
+"""Code that several commands share about a run: its request, its progress, its results."""

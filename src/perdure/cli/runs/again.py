@@ -32,10 +32,10 @@ def play(
     as_json: bool,
     notify: str,
 ) -> int:
-    """Play rollouts of a run again; return the exit code.
+    """Run rollouts of a run again; return the exit code.
 
-    `asked`: fields of PlayAgain. Raises: NotFound; ConfigurationError if there is nothing to play, or
-    the run is open.
+    `asked`: fields of PlayAgain. Raises: NotFound; ConfigurationError if no rollout is chosen or the
+    run is open.
     """
     request, chosen = asyncio.run(_plan(settings, run_id, asked, concurrency))
     if dry_run:

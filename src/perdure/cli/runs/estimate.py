@@ -1,4 +1,4 @@
-"""What a planned run may need and cost, said before it starts."""
+"""Estimates what a planned run may need and cost, before it starts."""
 
 import os
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ HOUR_S = 3600.0
 async def estimate(
     settings: Settings, planned: CheckedRun, like: str | None, prices: Path | None
 ) -> list[str]:
-    """Lines for a person. `like`: a run whose rollouts show what one takes; `prices`: a file.
+    """Lines to print. `like`: a run whose rollouts the estimate is based on; `prices`: a file.
 
-    Raises: NotFound if that run has no rollout; ConfigurationError.
+    Raises: NotFound if that run has no rollout that called a model; ConfigurationError.
     """
     request = planned.request
     rollout = request.rollout_request("any/instance")

@@ -1,6 +1,6 @@
 """Follows a run to its end, through restarts of the server.
 
-On a terminal it shows a live view; elsewhere it prints a line whenever something has changed.
+On a terminal it shows a live view. Otherwise it prints a line whenever the counts change.
 """
 
 import asyncio
@@ -23,7 +23,8 @@ from perdure.types import RunStatus
 
 POLL_EVERY_S = 1.0
 ASK_AFTER_S = 3.0
-"""When no rollout has finished for so long, ask what the oldest ones do, and again each time."""
+"""After this long without a finished rollout, ask for the current steps of the oldest ones. Repeat
+at this interval."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 Show = Callable[[View], None]
@@ -32,7 +33,7 @@ Show = Callable[[View], None]
 async def follow(run: RunHandle, show: Show) -> RunStatus:
     """Show the run until it ends; return its last progress.
 
-    Raises: NoResult, Cancelled; ActionNeeded when the run waits for a person.
+    Raises: NoResult, Cancelled; ActionNeeded if the run waits for a person.
     """
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -61,7 +62,7 @@ async def follow(run: RunHandle, show: Show) -> RunStatus:
             show(View(progress, rollouts, seconds, rate, trouble or held_up))
             _raise_if_it_waits(progress)
             await asyncio.wait({end}, timeout=POLL_EVERY_S)
-        with contextlib.suppress(RPCError):  # the last state stays on the screen beside other runs
+        with contextlib.suppress(RPCError):  # the last state stays on screen next to other runs
             progress, rollouts = await _poll(run)
             show(View(progress, rollouts, loop.time() - started))
         end.result()
@@ -71,13 +72,13 @@ async def follow(run: RunHandle, show: Show) -> RunStatus:
 
 
 async def _poll(run: RunHandle) -> tuple[RunStatus, list[RolloutInfo]]:
-    """Only the live view shows single rollouts; elsewhere we save the cost of listing them."""
+    """Only the live view shows single rollouts; without it we do not list them."""
     return await run.progress(), await run.rollouts() if console.is_terminal else []
 
 
 async def _held_up(run: RunHandle) -> str:
-    """What the longest-running rollouts do: a step that failed and is retried, a wait, or what boot
-    is busy with. Empty if there is none of them."""
+    """A line about the oldest open rollouts: a step that is retried after a failure, a wait, or what
+    boot is busy with. Empty if none applies."""
     lines = await current_steps(run.perdure.client, run.run_id)
     telling = FAILED, WAITS, DOES
     return next((line for sign in telling for line in lines if sign in line), "")
@@ -93,7 +94,7 @@ def _raise_if_it_waits(progress: RunStatus) -> None:
 
 @contextlib.contextmanager
 def shown() -> Iterator[Show]:
-    """A function that shows a view: live on a terminal, else a line whenever a run's counts change.
+    """A function that shows a view: live on a terminal, otherwise one line per change of the counts.
 
     It can show several runs at once.
     """

@@ -56,15 +56,15 @@ class CheckedRun:
     request: RunRequest
     refs: Sequence[str]
     joins: bool
-    """The store has this run already."""
+    """The store already has this run."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
-    """What calibration says of `refs`, and of quarantined ones that are left out."""
+    """Calibration of `refs`, and of quarantined instances that are left out."""
     notes: Sequence[str] = ()
-    """The same for a person."""
+    """The same as text."""
 
 
 def show(planned: CheckedRun, *, as_json: bool) -> None:
-    """What would run."""
+    """Print what would run."""
     for note in planned.notes:
         say(note)
     rollouts = len(planned.refs) * planned.request.n_samples
@@ -98,7 +98,7 @@ def play(
 
 
 async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
-    """Check every option and find the instances. Starts nothing."""
+    """Check every option and find the instances. This starts nothing."""
     phases.check(check(options), None, partial(provider, settings))
     await check_store(settings)
     store = open_store(settings)
@@ -112,13 +112,13 @@ async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
 async def checked(
     settings: Settings, options: RunOptions, found: selection.Selection
 ) -> CheckedRun:
-    """The request for these instances, and what is known of them."""
+    """The request for these instances, with their calibration."""
     store = open_store(settings)
     request = build(options, found)
     refs, marked = await instances_of(store, request, found)
     sandbox = phases.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = marks.notes(found.dataset, sandbox, refs, marked)
-    if given_address(settings) is None:  # else the workers are elsewhere
+    if given_address(settings) is None:  # otherwise the workers run on other machines
         await interpreters.check([await catalog.load(store, ref) for ref in refs])
     await selection.keep_list(store, request.run_id, found)
     joins = await store.exists(keys.run(request.run_id))
@@ -129,7 +129,7 @@ async def checked(
 
 
 async def _check_images(settings: Settings, planned: CheckedRun) -> None:
-    """Raises: ConfigurationError for a row whose tree is in an image that its sandbox cannot run."""
+    """Raises: ConfigurationError for a row whose image its sandbox provider cannot run."""
     store, rollout = open_store(settings), planned.request.rollout_request("any/instance")
     for ref in planned.refs:
         instance = await catalog.load(store, ref)
@@ -139,7 +139,7 @@ async def _check_images(settings: Settings, planned: CheckedRun) -> None:
 
 
 async def _with_current(store: Store, request: RunRequest) -> RunRequest:
-    """What the command line does not give stays as it is in the run."""
+    """Fields that the command line does not give keep the run's current value."""
     current = await current_request(store, request.run_id)
     kept = {
         name: getattr(current, name)
@@ -152,15 +152,15 @@ async def _with_current(store: Store, request: RunRequest) -> RunRequest:
 async def check_same(
     settings: Settings, store: Store, request: RunRequest, refs: Sequence[str]
 ) -> None:
-    """Refuse at once what the run's first activity would refuse, or a joined run would not hear of.
+    """Refuse now a request that the run's first activity would refuse; a joined run never gets it.
 
-    Raises: ConfigurationError with what differs.
+    Raises: ConfigurationError, which names the differences.
     """
     rollout = request.rollout_request("any/instance")
     engine: Mapping[str, str] = {}
     if (
         needs_model(rollout.agent) and given_address(settings) is None
-    ):  # else the engines are elsewhere
+    ):  # otherwise the engines run on other machines
         state = lifecycle.running(settings)
         engine = state.engine_settings if state is not None else engine_settings(settings)
     asked = await identity.identity_of(settings, store, rollout, refs, engine)
@@ -172,11 +172,11 @@ def make_ready(
 ) -> None:
     """Check sandbox providers and engine; start a stack if none runs.
 
-    `joins`: the run has begun, so its rollouts wait for an engine that cannot be reached now.
+    `joins`: the run has begun, so an engine that does not answer is only a warning.
     `samples`: False if no agent will call a model.
     """
     if given_address(settings) is not None:
-        return  # a cluster has its own hosts and engines; its workers check them
+        return  # a cluster's workers check its hosts and engines
     rollout = request.rollout_request("any/instance")
     agent = rollout.agent
     harness = registry.load("agent", registry.AGENTS, agent)()
@@ -240,16 +240,16 @@ async def follow_to_the_end(
 
 
 class Ended(NamedTuple):
-    """A run's episodes. `stopped`: that its budget ended it, in one sentence; empty: it did not."""
+    """A run's episodes. `stopped`: a sentence if its budget ended it, otherwise empty."""
 
     episodes: list[EpisodeRef]
     stopped: str = ""
 
 
 async def to_the_end(settings: Settings, handle: RunHandle, *, notify: str = "") -> Ended:
-    """Follow a run; at Ctrl-C say how to follow it again.
+    """Follow a run; at Ctrl-C print how to follow it again.
 
-    `notify`: a shell command for its end, and for when it waits for a person.
+    `notify`: a shell command to run when the run ends or waits for a person.
     """
     try:
         with follow.shown() as show:
@@ -293,7 +293,7 @@ def show_results(
 
 
 def tell_where(settings: Settings, connection: Connection, run_id: str) -> None:
-    """Where a run is seen, in the browser and with Temporal's own command."""
+    """Print where to see a run: in the browser and with the `temporal` command."""
     if connection.ui_url:
         say(f"Web UI: {connection.link(f'run/{run_id}')}")
     if viewer := viewer_link(settings, run_id):

@@ -1,4 +1,4 @@
-"""Tells a person that a run has ended or waits, by a command of theirs."""
+"""Runs the user's --notify command when a run has ended or waits for a person."""
 
 import asyncio
 import os
@@ -10,9 +10,9 @@ LIMIT_S = 60.0
 
 
 async def notified(command: str, run_id: str, told: str) -> None:
-    """Run the shell command with `RUN_ID` and `RUN_TEXT`; empty: do nothing.
+    """Run the shell command with `RUN_ID` and `RUN_TEXT`; do nothing if it is empty.
 
-    A command that fails is a warning: the run's own result stands.
+    A failing command causes a warning and does not change the run's result.
     """
     if not command:
         return

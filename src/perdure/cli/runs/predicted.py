@@ -1,4 +1,4 @@
-"""A run that grades patches from elsewhere: its instances, its request, the patches in the store."""
+"""Plans a run that grades another program's patches: finds instances, stores the patches."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ def plan(
 ) -> launch.CheckedRun:
     """Check everything and put the patches into the store, unless it is a dry run.
 
-    Raises: ConfigurationError for a patch of an instance that SOURCE lacks.
+    Raises: ConfigurationError for a patch whose instance is not in SOURCE.
     """
     given = read_predictions(file)
     models = {one.model for one in given}
@@ -84,7 +84,7 @@ async def _plan(
 
 
 async def _refs(store: Store, found: selection.Selection) -> dict[str, str]:
-    """Instance id -> reference."""
+    """Maps each instance id to its reference."""
     refs = await catalog.refs(store, found.dataset) if found.refs is None else found.refs
     return {ref.split("/", 1)[1]: ref for ref in refs}
 

@@ -59,7 +59,7 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
 async def log(
     settings: Settings, run_ids: Sequence[str], tensorboard: Path | None, wandb: str | None
 ) -> list[Path]:
-    """Write curves by other tools' clients; where they lie. Raises: MissingDependency."""
+    """Write curves with TensorBoard's or W&B's client; return paths. Raises: MissingDependency."""
     store, written = store_to_read(settings), []
     for run_id in dict.fromkeys(run_ids):
         run = await facts.read_facts(store, run_id)
@@ -89,7 +89,7 @@ async def _report(
 
 
 async def _stopped(store: Store, run_id: str) -> str:
-    """Why its budget ended it, as its manifest says; empty before its end."""
+    """Why the budget ended the run, from its manifest; empty before the run ends."""
     try:
         manifest = json.loads((await store.get(keys.manifest(run_id))).data)
     except (NotFound, ValueError):
@@ -98,7 +98,7 @@ async def _stopped(store: Store, run_id: str) -> str:
 
 
 async def _request(store: Store, run_id: str) -> RunRequest | None:
-    """None: its rollouts were started by hand."""
+    """None if the run's rollouts were started by hand."""
     try:
         return await current_request(store, run_id)
     except NotFound:
@@ -106,7 +106,7 @@ async def _request(store: Store, run_id: str) -> RunRequest | None:
 
 
 def _graded_in(request: RunRequest | None) -> str:
-    """The kind of sandbox; empty: any."""
+    """The sandbox provider that grades; empty means any."""
     if request is None:
         return ""
     return phases.place(request.rollout_request("any/instance"), None, "grade").provider
@@ -135,8 +135,7 @@ def print_text(made: Made) -> None:
 
 
 def print_links(settings: Settings, made: Made) -> None:
-    """Where the Web UI lists what failed, and the viewer shows the run, if they are known; no connection
-    is needed."""
+    """Print links to the Web UI's failed workflows and the viewer, if known. It opens no connection."""
     from perdure.cli.connection import failed_link, known_ui, viewer_link
     from perdure.client.server import given_server
 
@@ -150,7 +149,7 @@ def print_links(settings: Settings, made: Made) -> None:
 
 
 def write_page(made: Made, path: Path) -> None:
-    """Raises: MissingDependency without matplotlib."""
+    """Raises: MissingDependency if matplotlib is not installed."""
     from perdure.reports.page import page
     from perdure.reports.plots import plots
 

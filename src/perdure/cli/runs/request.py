@@ -1,4 +1,4 @@
-"""Turns a command line into a RunRequest; checks every option before anything starts."""
+"""Turns a command line into a RunRequest and checks every option before anything starts."""
 
 import hashlib
 import json
@@ -39,15 +39,15 @@ class RunOptions:
     limit: int | None = None
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     of_run: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of RunRequest that do not decide what it is: budget, start_jitter_s, priority. What is not
-    given, here and above, stays as it is in a run that exists."""
+    """Fields of RunRequest that are not part of its identity: budget, start_jitter_s, priority. In a
+    run that exists, a field that is not given, here or above, keeps its value."""
     skip_bad_rows: bool = False
 
 
 def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """`["sampling.temperature=0.7"]` -> `{"sampling": {"temperature": 0.7}}`, merged into `named`.
 
-    A value that does not parse as JSON is text. Raises: ConfigurationError.
+    A value that is not JSON is taken as text. Raises: ConfigurationError.
     """
     fields: dict[str, Any] = dict(named)
     for assignment in assignments:
@@ -67,7 +67,7 @@ def fields_of(assignments: Sequence[str], named: Mapping[str, JsonValue]) -> dic
 
 
 def retried(more: Sequence[str], fewer: Sequence[str]) -> list[str] | None:
-    """`retry_on` of a rollout; None: as by default. Raises: ConfigurationError."""
+    """`retry_on` of a rollout; None means the default. Raises: ConfigurationError."""
     if both := set(more) & set(fewer):
         raise ConfigurationError(f"--retry-on and --no-retry-on both name {min(both)}: keep one")
     default = RolloutRequest.model_fields["retry_on"].default
@@ -78,7 +78,7 @@ def retried(more: Sequence[str], fewer: Sequence[str]) -> list[str] | None:
 def budget_of(
     settings: Settings, tokens: int | None, dollars: float | None, prices: Path | None, model: str
 ) -> Budget | None:
-    """What the run may buy; None: no limit. Raises: ConfigurationError if the price is not known."""
+    """The run's budget; None means no limit. Raises: ConfigurationError if the price is unknown."""
     if tokens is None and dollars is None:
         return None
     price = None
@@ -96,7 +96,7 @@ def budget_of(
 
 
 def check(options: RunOptions) -> RolloutRequest:
-    """Check all names and fields of the rollouts before any instance is read; return one request.
+    """Check all names and fields of the rollouts before any instance is read; return one rollout.
 
     Raises: ConfigurationError.
     """
@@ -112,7 +112,7 @@ def check(options: RunOptions) -> RolloutRequest:
 
 
 def build(options: RunOptions, source: Selection) -> RunRequest:
-    """The request for a checked command line. Raises: pydantic.ValidationError (the run's id)."""
+    """The request for a checked command line. Raises: pydantic.ValidationError for a bad run id."""
     short = source.refs is not None and len(source.refs) <= SHORT_LIST
     request = dict(
         run_id=options.run_id or _run_id(options, source),
@@ -131,9 +131,9 @@ def build(options: RunOptions, source: Selection) -> RunRequest:
 async def instances_of(
     store: Store, request: RunRequest, source: Selection
 ) -> tuple[list[str], dict[str, Mark]]:
-    """The instances that the run's first activity will select, and what calibration says of them.
+    """The instances that the run's first activity will select, and the calibration of all matches.
 
-    A dataset's quarantined rows are left out of the list, not of what is said. Raises:
+    A dataset's quarantined rows are missing from the list, not from the marks. Raises:
     ConfigurationError.
     """
     refs = list(await catalog.refs(store, source.dataset) if source.refs is None else source.refs)
@@ -171,8 +171,8 @@ def _rollout(options: RunOptions) -> dict[str, JsonValue]:
 
 
 def _run_id(options: RunOptions, source: Selection) -> str:
-    """Depends only on options that may not change, so that the same command joins the run; `--new` adds
-    the time."""
+    """Made only from options that may not change, so that the same command joins the run. `--new`
+    adds the time."""
     asked = [
         *(source.digest, options.agent, options.limit),
         *(list(options.include), list(options.exclude), options.fields),

@@ -1,4 +1,4 @@
-"""A run's results, read from the store."""
+"""Reads a run's results from the store."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,10 @@ from perdure.types import EpisodeRef
 
 
 async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
-    """One reference per finished rollout, by instance and sample; stderr names unreadable episodes."""
+    """One reference per finished rollout, sorted by instance and sample.
+
+    Prints unreadable episodes on stderr.
+    """
     found, unreadable = await scan_run_as(store, run_id, lambda episode: episode.ref(store.url))
     for one in unreadable:
         click.echo(f"error: {one}", err=True)
@@ -19,7 +22,7 @@ async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
 
 
 def document(run_id: str, episodes: Sequence[EpisodeRef], stopped: str = "") -> dict[str, Any]:
-    """What `perdure run --wait --json` prints."""
+    """The document that `perdure run --wait --json` prints."""
     rows = [_row(episode) for episode in episodes]
     return {"run_id": run_id, "rollouts": rows, **({"stopped": stopped} if stopped else {})}
 

@@ -1,5 +1,4 @@
-"""The instances that `perdure run SOURCE` names: a dataset, one instance, a file, a folder or a hub
-dataset."""
+"""Finds the instances of SOURCE: a dataset, one instance, a file, a folder or a hub dataset."""
 
 import difflib
 import hashlib
@@ -30,14 +29,14 @@ FILES = (".jsonl", ".json", ".parquet")
 ALIASES = {
     name: f"swe-bench-{name}" for name in ("lite", "multilingual", "multimodal", "pro", "verified")
 }
-"""Short names of published sets; a dataset of the store with such a name goes first."""
+"""Short names of published sets. A dataset of that name in the store takes precedence."""
 SHORT_LIST = 200
-"""A longer list of references is put into the store instead of the request."""
+"""A longer list of references goes into the store instead of the request."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The instances of a source. `refs` None: the whole dataset. `digest` changes with the content."""
+    """The instances of a source. `refs` None: the whole dataset. `digest` depends on the content."""
 
     label: str
     dataset: str
@@ -47,13 +46,13 @@ class Selection:
 
 
 class NoneChosen(ConfigurationError):
-    """No row of the source is wanted."""
+    """--include and --exclude select no row of the source."""
 
 
 async def resolve(store: Store, source: str, choice: Choice = ALL) -> Selection:
     """Find the instances, importing a file, a folder or a published dataset first.
 
-    Raises: ConfigurationError (no such source; names those there are), InstanceError (one of the
+    Raises: ConfigurationError (no such source; it lists the known ones), InstanceError (one of the
     chosen rows is bad).
     """
     if not source:
@@ -77,7 +76,7 @@ async def resolve(store: Store, source: str, choice: Choice = ALL) -> Selection:
 
 
 async def keep_list(store: Store, run_id: str, source: Selection) -> None:
-    """Put a long list of references where the run looks for it first; a joined run keeps its list."""
+    """Store a long list of references where the run looks first. A joined run keeps its list."""
     if source.refs is not None and len(source.refs) > SHORT_LIST:
         listed = json.dumps(list(source.refs), indent=0).encode()
         await store.put_if_absent(keys.run_instances(run_id), listed)
@@ -93,7 +92,7 @@ def check_row(instance: Instance) -> None:
 
 
 async def _dataset(store: Store, name: str, choice: Choice) -> Selection:
-    """A dataset of the store; one that a recipe publishes is imported at its first use."""
+    """A dataset in the store. A public set is imported at its first use."""
     if name in ALIASES and not await catalog.refs(store, name):
         name = ALIASES[name]
     published = published_as(name)
@@ -109,7 +108,7 @@ async def _dataset(store: Store, name: str, choice: Choice) -> Selection:
 
 
 async def _without_quarantined(store: Store, dataset: str, choice: Choice) -> Choice:
-    """A limit that is still met when a run leaves out the dataset's quarantined rows."""
+    """Raise the limit by the number of quarantined rows, which a run leaves out."""
     if choice.limit is None:
         return choice
     known = await calibration.records(store, await catalog.refs(store, dataset))
@@ -118,7 +117,7 @@ async def _without_quarantined(store: Store, dataset: str, choice: Choice) -> Ch
 
 
 def published_as(name: str) -> PublicSet | None:
-    """The rows that the recipe of this dataset names; None where it has none."""
+    """The public rows that this dataset's recipe names; None if it names none."""
     try:
         root = find_root()
     except MissingDependency:  # a bare wheel has no recipes
@@ -159,10 +158,10 @@ async def _imported(store: Store, source: str, choice: Choice) -> Selection:
 def _judged(
     source: str, report: ImportReport, rows: Sequence[ImportedRow], choice: Choice
 ) -> tuple[str, ...]:
-    """What to say of the bad rows among the chosen ones; the others do not matter.
+    """Notes about bad rows among the chosen ones. Other rows do not matter.
 
-    Raises: InstanceError where one of them is bad and may not be skipped; ConfigurationError where
-    no row is usable; NoneChosen.
+    Raises: InstanceError if a chosen row is bad and may not be skipped; ConfigurationError if no row
+    is usable; NoneChosen.
     """
     asked = [row for row in rows if choice.wants(row.instance_id)]
     if rows and not asked:
@@ -183,7 +182,7 @@ def _judged(
 
 
 def bad_rows(problems: Sequence[str]) -> str:
-    """An error message: the first problem, how many more there are, and the option that skips them."""
+    """An error message with the first problem, the number of others and the option that skips them."""
     more = len(problems) - 1
     others = f" (and {more} more bad row{'s' if more > 1 else ''})" if more else ""
     leaves = f"--skip-bad-rows leaves {'them' if more else 'it'} out"

@@ -1,4 +1,4 @@
-"""The current step of an open rollout, as Temporal knows it: running, retried after a failure, waiting.
+"""The current step of an open rollout, asked from Temporal: running, retried or waiting.
 
 The store has the finished steps.
 """
@@ -19,7 +19,7 @@ from perdure.client.api import CODE_FAILS, FAILING
 from perdure.client.rollouts import heartbeat_of, oldest_open
 
 QUIET = timedelta(seconds=1)
-"""After which a rollout's workflow counts as served by no worker."""
+"""If a rollout's workflow does not answer a query for this long, we say that no worker answers."""
 FAILED = "; the last one: "
 WAITS = ": waits for "
 DOES = ": busy with "
@@ -30,11 +30,11 @@ OF_ITS_HOST = (
     "play this run?)"
 )
 SHOWN = 5
-"""Rollouts of a run to show: most wait for the same thing."""
+"""How many rollouts of a run to show: most wait for the same thing."""
 
 
 async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIET) -> str:
-    """One line for a running rollout; empty when it is closed or unknown."""
+    """One line for a running rollout; empty if it is closed or unknown."""
     handle = client.get_workflow_handle(workflow_id)
     try:
         described = await handle.describe()
@@ -58,7 +58,7 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
 
 
 async def _failure(client: Client, step: PendingActivityInfo) -> str:
-    """The message of the last try's failure; empty when there was none."""
+    """The message of the last failed try; empty if no try failed."""
     if not step.HasField("last_failure"):
         return ""
     error = await client.data_converter.decode_failure(step.last_failure)

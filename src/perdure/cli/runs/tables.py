@@ -1,4 +1,4 @@
-"""Runs as rich tables: the live view, the rollouts of a run, the results."""
+"""Rich tables of runs: the live view, the rollouts of a run, the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,14 +29,14 @@ OUTCOME_STYLES = {
     "expired": "dim",
 }
 GOOD, BAD, HELD = "green", "red", "yellow"
-"""What every colour says: a bar that is all right; rollouts without a verdict; it waits."""
+"""Colors of the bar: all right; rollouts without a verdict; the run waits."""
 GOING = ("starting", "running", "finishing", "done")
 LIVE_ROWS = 12
 
 
 @dataclass(frozen=True)
 class View:
-    """One look at a run. `rate`: rollouts finished per second since the first look; 0 = none yet."""
+    """A snapshot of a run. `rate`: rollouts finished per second since the first one; 0 = none yet."""
 
     progress: RunStatus
     rollouts: Sequence[RolloutInfo]
@@ -55,7 +55,7 @@ class View:
 
 
 def live(view: View) -> RenderableType:
-    """A bar, the counts, what runs now and what just finished."""
+    """A bar, the counts, the running rollouts and the newest finished ones."""
     progress = view.progress
     head = Table.grid(padding=(0, 1))
     style = bar_style(view)

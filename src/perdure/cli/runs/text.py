@@ -1,4 +1,4 @@
-"""Runs as text: progress on one line, why rollouts failed, times. Imports no rich."""
+"""Runs as text: progress on one line, reasons of failures, times. Does not import rich."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ def progress_line(progress: RunStatus) -> str:
 
 
 def stopped(progress: RunStatus) -> str:
-    """That the budget ended the run, and the fix; empty: it did not, or nothing was left to play."""
+    """A sentence if the budget ended the run, with the fix. Empty if every rollout has a verdict."""
     left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
     if not progress.stopped or progress.state != "done" or not left:
         return ""
@@ -43,7 +43,7 @@ def _counts(progress: RunStatus) -> str:
 
 
 def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
-    """One line for each rollout without a reward, saying why."""
+    """One line for each rollout without a reward, with the reason."""
     return [
         f"{e.instance_id} #{e.sample_index}: {e.failure.boundary.value}: {e.failure.message}"
         for e in episodes
@@ -52,7 +52,7 @@ def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
 
 
 def differences(episodes: Sequence[EpisodeRef]) -> list[str]:
-    """One line for each rollout whose official verdict the twins do not confirm."""
+    """One line for each rollout whose official verdict differs from the twins' verdict."""
     return [
         f"{e.instance_id} #{e.sample_index}: officially {e.official.value}, but {e.outcome.value}"
         for e in episodes
@@ -68,6 +68,6 @@ def clock(seconds: float) -> str:
 
 
 def mean_reward(episodes: Iterable[EpisodeRef]) -> float | None:
-    """The mean of all rewards there are; a failed rollout has none and does not count as 0."""
+    """The mean of all rewards. A failed rollout has none and does not count as 0."""
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None

@@ -4,7 +4,7 @@ import click
 
 
 def _name(_context: click.Context, _argument: click.Parameter, text: str) -> str:
-    """`host:port` of what was given: that itself, or the URL that `add` took."""
+    """Returns `host:port` from `host:port` or from the URL that `add` took."""
     from perdure.engines.state import name_of
 
     try:

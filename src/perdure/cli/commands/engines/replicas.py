@@ -1,4 +1,4 @@
-"""`perdure engines up | down | logs`: replicas of an engine that Ray keeps running."""
+"""`perdure engines up | down | logs`: engine replicas that Ray keeps running."""
 
 import asyncio
 import json
@@ -86,8 +86,8 @@ if TYPE_CHECKING:
 def up(model: str, ray_address: str, wait: bool, as_json: bool, **options: Any) -> None:
     """Keep N replicas of an engine running on Ray.
 
-    Run it again to change the settings. Exit code 1: a replica was given up; the reason is printed,
-    and `perdure engines logs` prints the end of its log.
+    Run it again to change the settings. Exit code 1: the manager gave up on a replica. The reason
+    is printed; `perdure engines logs` prints the end of the replica's log.
     """
     settings = load_settings()
     status = asyncio.run(_up(settings, model, ray_address, wait, options))
@@ -139,7 +139,7 @@ async def _up(
 
 
 def _tell(status: "PoolStatus", told: set[str]) -> None:
-    """Say what has changed for replicas that are not ready: a start may take minutes."""
+    """Print changes of replicas that are not ready: a start may take minutes."""
     for one in status.replicas:
         line = f"replica {one.index} {one.state}{f': {one.reason}' if one.reason else ''}"
         if one.state != "ready" and line not in told:
@@ -173,7 +173,7 @@ def _plan(settings: Settings, model: str, options: dict[str, Any]) -> "EnginePla
 
 
 def _proxy_keys(settings: Settings, listen: str) -> "KeyHashes | None":
-    """The keys that an engine asks for; None on loopback, which other machines cannot reach."""
+    """The keys that the engine requires; None on loopback, which other machines cannot reach."""
     from perdure.engines.proxy import engine_keys, key_hashes
     from perdure.home import load_secret
 
@@ -186,7 +186,7 @@ def _proxy_keys(settings: Settings, listen: str) -> "KeyHashes | None":
 @ADDRESS
 @json_option
 def down(ray_address: str, as_json: bool) -> None:
-    """End all replicas and the Ray node that `up` started. Engines that were added stay."""
+    """Stop all replicas and the Ray node that `up` started. Engines added by `add` stay."""
     settings = load_settings()
     asyncio.run(_down(settings, ray_address))
     from perdure.serving import cluster
@@ -219,7 +219,7 @@ async def _down(settings: Settings, address: str) -> None:
 
 
 def print_replicas(status: "PoolStatus") -> None:
-    """One line for each replica, those that are being stopped last."""
+    """Print one line per replica; those that are being stopped come last."""
     for one in (*status.replicas, *status.leaving):
         click.echo(f"replica {one.index}  {one.state:<12}{one.engine:<24}{one.reason}".rstrip())
     if status.dashboard:
@@ -231,7 +231,7 @@ def print_replicas(status: "PoolStatus") -> None:
 @click.option("-n", "--lines", type=click.IntRange(1), default=100, metavar="N", show_default=True)
 @ADDRESS
 def logs(replica: int, lines: int, ray_address: str) -> None:
-    """The end of a replica's log; of its last start if it does not run."""
+    """Print the end of a replica's log; if it is not running, the log of its last start."""
     settings = load_settings()
     log = asyncio.run(_log_end(settings, replica, ray_address))
     click.echo(b"\n".join(log.splitlines()[-lines:]))

@@ -1,4 +1,4 @@
-"""`perdure engines list | add | drain | remove`: the engines that the gateways of this home use."""
+"""`perdure engines list | add | drain | remove`: the engines that this home's gateways use."""
 
 import asyncio
 import contextlib
@@ -14,13 +14,13 @@ from perdure.settings.load import load_settings
 from perdure.stack import lifecycle
 
 SILENT_S = 60.0
-"""The engine manager writes its status every few seconds; after this long it must have ended."""
+"""The engine manager writes its status every few seconds. After this silence it must have ended."""
 
 
 @click.command(name="list")
 @json_option
 def list_(as_json: bool) -> None:
-    """Every engine of the pool, and every replica that Ray should run."""
+    """List every engine of the pool and every replica that Ray should run."""
     from perdure.cli.commands.engines.replicas import print_replicas
     from perdure.serving.status import read_status
     from perdure.stack.engines import home_roster, home_roster_key
@@ -61,7 +61,7 @@ def list_(as_json: bool) -> None:
 
 
 def _names(urls: str) -> set[str] | None:
-    """The engines in `URL=WEIGHT,URL`; None for a scripted engine, whose port is chosen at start."""
+    """Engines named in `URL=WEIGHT,URL`; None for a scripted engine, whose port is chosen at start."""
     from perdure.engines.state import name_of
 
     if urls.startswith("scripted:"):
@@ -116,10 +116,10 @@ def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool)
 )
 @json_option
 def drain(name: str, deadline: float, as_json: bool) -> None:
-    """Give an engine no new sessions, then remove it.
+    """Give an engine no new sessions, and remove it when its sessions have ended.
 
-    It is removed when its sessions have ended. Those that are open at the deadline continue on
-    other engines. A drained replica is replaced.
+    Sessions that are still open at the deadline continue on other engines. A drained replica is
+    replaced.
     """
     from perdure.engines.roster import drain_engine
     from perdure.stack.engines import home_roster
@@ -135,7 +135,7 @@ def drain(name: str, deadline: float, as_json: bool) -> None:
 @NAME
 @json_option
 def remove(name: str, as_json: bool) -> None:
-    """Remove an engine now; its calls continue on other engines. A removed replica is replaced."""
+    """Remove an engine now. Its calls continue on other engines; a removed replica is replaced."""
     from perdure.engines.roster import remove_engine
     from perdure.stack.engines import home_roster
 
