@@ -1,1 +1,1 @@
-"""The wire formats that agents and hosted engines speak, one file per format."""
+"""The protocols that agents and hosted engines speak, one file each."""

@@ -1,7 +1,7 @@
 """Anthropic Messages: request bytes -> ModelRequest, Answer -> one message or one stream of events.
 
-Owns the wire form, its errors, and what Claude Code says of itself: which agent asks, and when it
-asks for something other than its next step. Unknown fields are accepted and ignored.
+Owns the wire form, its errors, and the marks of Claude Code: which agent calls, and whether it asks for
+something other than its next step. Unknown fields are accepted and ignored.
 """
 
 import json
@@ -17,11 +17,11 @@ from perdure.types import Purpose
 AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_HEADER = "x-claude-code-parent-agent-id"
 COMPACTION_START = "CRITICAL: Respond with TEXT ONLY"
-"""How Claude Code's instruction to summarise begins; the request has no other mark."""
+"""The start of Claude Code's instruction to summarize. The request has no other mark."""
 BILLING_START = "x-anthropic-billing-header"
-"""A system block about the client that differs in each version; the model does not get it."""
+"""A system block about the client that differs in each version. It is not shown to the model."""
 NOTHING_VISIBLE = "[no visible output]"
-"""Claude Code drops a reply without text or tool use and repeats the request for ever."""
+"""Claude Code drops a reply without text or tool use, and repeats the request forever."""
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 STATUS = {503: 529}
 ERROR_TYPES = {
@@ -42,7 +42,7 @@ NOT_SHOWN = "[{kind} not shown: this model reads text]"
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, and how its answer is framed."""
+    """A parsed request, which frames its answer."""
 
     request: ModelRequest
     stream: bool
@@ -55,7 +55,7 @@ class ParsedRequest:
 
 
 def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """Raises: Refused (400) naming the field and what it must be."""
+    """Raises: Refused (400), which names the field and what it must be."""
     body = BODIES.read(raw, "messages", headers)
     messages = [*_system(body), *_messages(body)]
     tools = [_tool(tool) for tool in body.objects("tools", MAX_TOOLS)]
@@ -79,7 +79,7 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 def _chat_body(
     body: Fields, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The request in the form that hosted engines take."""
+    """The request as a Chat Completions body, for hosted engines."""
     chat = {"model": body.text("model"), "messages": messages, **_sampling(body)}
     if (most := body.integer("max_tokens", 1, 1 << 31)) is not None:
         chat["max_tokens"] = most
@@ -119,7 +119,7 @@ def _sampling(body: Fields) -> dict[str, Any]:
 
 
 def _purpose(body: Fields) -> Purpose:
-    """Read from certain marks only, so that a main request is never taken for a side request."""
+    """Decided only by unambiguous marks, so that a step never counts as a side request."""
     output = body.object("output_config").object("format")
     if body.get("tools") == [] and output.get("type") == "json_schema":
         return Purpose.SIDE
@@ -180,7 +180,7 @@ def _content(message: Fields) -> list[Fields]:
 
 
 def _user(message: Fields) -> Iterator[dict[str, Any]]:
-    """Tool results as messages of their own, texts between them as one user message."""
+    """One message for each tool result, and one user message for the texts between them."""
     blocks = _content(message)
     texts: list[str] = []
     for block in blocks:
@@ -219,7 +219,7 @@ def _tool_result(block: Fields) -> dict[str, Any]:
 
 
 def _result_text(block: Fields) -> str:
-    """A text that tells the model of a picture, so that a picture does not end the rollout."""
+    """The block as text. A note replaces an image, so that an image does not end the rollout."""
     kind = block.text("type")
     if kind == "text":
         return block.optional_text("text") or ""
@@ -259,7 +259,7 @@ def _tool_use(block: Fields) -> dict[str, Any]:
 
 
 def _tool(tool: Fields) -> dict[str, Any]:
-    """A tool that is built into Anthropic's models comes without a schema: only its name is used."""
+    """A function tool. Anthropic's built-in tools come without a schema, so they take any parameters."""
     name, kind = tool.text("name"), tool.optional_text("type") or "custom"
     description = tool.optional_text("description")
     if description is None:
@@ -273,7 +273,7 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _stop_reason(answer: Answer) -> str:
-    """A complete tool call is made, even if sampling was cut off after it."""
+    """`tool_use` if there is a complete call, even if sampling was cut off after it."""
     if answer.message.get("tool_calls"):
         return "tool_use"
     if answer.stop_sequence is not None:
@@ -282,7 +282,7 @@ def _stop_reason(answer: Answer) -> str:
 
 
 def _blocks(answer: Answer) -> list[dict[str, Any]]:
-    """Thinking, text, tool use, in the order in which clients echo them."""
+    """Thinking, text and tool use, in the order in which clients send them back."""
     message, blocks = answer.message, []
     if thinking := message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thinking, "signature": ""})
@@ -297,7 +297,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Any object is accepted: the agent itself checks the input against the tool's schema."""
+    """The arguments as an object. The agent checks them against the tool's schema."""
     try:
         value = read_json(arguments or "{}")
     except (ValueError, RecursionError):
@@ -322,7 +322,7 @@ def _message(
 
 
 def _input_usage(answer: Answer) -> dict[str, Any]:
-    """Token counts, from which Claude Code decides when to compact."""
+    """Token counts, by which Claude Code decides when to compact."""
     return {
         "input_tokens": _tokens(answer, "prompt_tokens"),
         "cache_creation_input_tokens": 0,
@@ -365,7 +365,7 @@ def _json(value: Any) -> bytes:
 
 
 def token_count(count: int) -> bytes:
-    """The answer of `POST /v1/messages/count_tokens`."""
+    """The answer to `POST /v1/messages/count_tokens`."""
     return _json({"input_tokens": count})
 
 
@@ -391,7 +391,7 @@ def _error(refused: Refused) -> dict[str, Any]:
 
 
 def _error_text(refused: Refused) -> str:
-    """Claude Code compacts its history only if the error for a long prompt has exactly this text."""
+    """Claude Code compacts its history only if the error for a long prompt has this exact text."""
     if isinstance(refused, ContextExhausted):
         return f"prompt is too long: {refused.prompt_tokens} tokens > {refused.limit} maximum"
     if refused.code == "context_length_exceeded":

@@ -1,7 +1,7 @@
-"""What a dialect is: a wire format of agents, read and written by one module.
+"""The contract of a dialect, a module that reads and writes one protocol of agents.
 
-A new dialect is one module with these names and one line in `app.DIALECTS`. Sessions, keys and limits
-are handled outside.
+A new dialect is one module with these names and one line in `app.DIALECTS`. The gateway handles
+sessions, keys and limits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from perdure.errors import PerdureError
 from perdure.types import Purpose
 
 MAIN = "main"
-"""The chain of the agent itself; a sub-agent's is named by its harness's agent id."""
+"""The main agent's chain. A sub-agent's chain has the name that its harness gives it."""
 
 
 class Refused(PerdureError):
-    """A call that is answered with an error of the dialect; the same call would fail again.
+    """A call that the gateway answers with an error in the caller's dialect. Repeating it would not help.
 
     Example:
         Refused(400, "context_length_exceeded", "This model's maximum context length is ...")
@@ -30,7 +30,7 @@ class Refused(PerdureError):
 
 
 class ContextExhausted(Refused):
-    """The context budget is used up; each dialect writes the error that its clients recognise.
+    """The context budget is used up. Each dialect writes the error that its clients recognize.
 
     `prompt_tokens` and `limit` are counts of tokens.
     """
@@ -49,13 +49,14 @@ class ContextExhausted(Refused):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """One model call in the gateway's own message form. It is the same for all dialects.
+    """One model call in the gateway's own message form, which is the same for all dialects.
 
-    `messages`: dicts with role (system, user, assistant, tool), content (text) and, where given,
-    reasoning_content, tool_calls, tool_call_id, name. System messages may be anywhere, and
-    are rendered at their position. `tools`: OpenAI function tools. `body` is the request as an OpenAI
-    Chat Completions body: hosted engines get it, and tool choice and response format are read from it. `chain`, `parent_chain` and `purpose` come from
-    the client's own marks (headers, forms of the request), never from guesses.
+    `messages`: dicts with role (system, user, assistant, tool), content (text) and, if given,
+    reasoning_content, tool_calls, tool_call_id, name. A system message may have any position and is
+    rendered there. `tools`: OpenAI function tools. `body`: the request as an OpenAI Chat Completions
+    body, which hosted engines get and which holds tool choice and response format. `chain`,
+    `parent_chain` and `purpose` come from marks that the client sets (headers, forms of the request),
+    never from guesses.
     """
 
     model: str
@@ -71,7 +72,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the agent gets, in a neutral form that each dialect frames as one JSON object or a stream.
+    """The agent's answer in a neutral form, which each dialect frames as one JSON object or a stream.
 
     Example:
         Answer("chatcmpl-...", 1763700000, "policy",
@@ -86,11 +87,11 @@ class Answer:
     finish_reason: str
     usage: dict[str, Any]
     stop_sequence: str | None = None
-    """The stop text of the request that ended it. `message` ends before it."""
+    """The request's stop text that ended the answer. `message` ends before it."""
 
 
 class ParsedCall(Protocol):
-    """One model call as parsed from the wire; it frames its own answer."""
+    """One parsed model call, which frames its own answer."""
 
     @property
     def request(self) -> ModelRequest: ...
@@ -103,24 +104,24 @@ class ParsedCall(Protocol):
         ...
 
     def events(self, answer: Answer) -> bytes:
-        """The answer as one complete event stream; the same answer gives the same bytes."""
+        """The answer as one complete event stream. The same answer gives the same bytes."""
         ...
 
 
 class Dialect(Protocol):
-    """Modules implement it: `anthropic`, `openai_chat`, `openai_responses`."""
+    """Implemented by the modules `anthropic`, `openai_chat` and `openai_responses`."""
 
     @property
     def PING(self) -> bytes:
-        """Bytes that keep an open stream alive until its answer comes."""
+        """Bytes that keep an open stream alive until its answer is ready."""
         ...
 
     def parse(self, raw: bytes, headers: Mapping[str, str]) -> ParsedCall:
-        """`headers` by lower-case name. Raises: Refused (400) naming the field."""
+        """`headers`: by lower-case name. Raises: Refused (400), which names the field."""
         ...
 
     def status(self, refused: Refused) -> int:
-        """The HTTP status that makes this dialect's clients react as intended."""
+        """The HTTP status to which this dialect's clients react as intended."""
         ...
 
     def error(self, refused: Refused) -> bytes:
@@ -128,9 +129,9 @@ class Dialect(Protocol):
         ...
 
     def error_event(self, refused: Refused) -> bytes:
-        """The last event of a stream whose headers were sent before the call failed."""
+        """The last event of a stream that had sent its headers before the call failed."""
         ...
 
     def models(self, names: Sequence[str]) -> bytes:
-        """The answer of `GET /v1/models`, for display only: requests may name any model."""
+        """The answer to `GET /v1/models`. It is for display only: requests may name any model."""
         ...

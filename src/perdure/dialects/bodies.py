@@ -1,8 +1,8 @@
 """A cache of request bodies: agents send their whole history each time, and only its end is new.
 
-Owns recognising, byte for byte, the part of a body that its sender sent before. That part is not parsed,
-checked or translated again, and nothing walks its messages one by one. `fields` reads a body of an
-unusual form as a whole.
+Finds, byte for byte, the part of a body that its sender has sent before. That part is not parsed, checked
+or translated again, and its messages are not visited one by one. `fields` reads a body of an unusual form
+as a whole.
 """
 
 import json
@@ -23,13 +23,13 @@ from perdure.dialects.fields import (
 )
 
 KEPT_BYTES = 64 << 20
-"""Bytes of bodies kept; the senders that were silent for longest are dropped first. What was parsed and
-translated from them usually takes twice as much again."""
+"""Bytes of bodies in the cache. The least recently seen senders are dropped first. Parsed and translated
+messages usually take twice as much in addition."""
 KEPT_HISTORIES = 8
-"""Histories kept of one sender: parallel sub-agents share the key of their session."""
+"""Histories kept per sender. Parallel sub-agents share the key of their session."""
 ENDS = 4
-"""A history replaces another if it repeats all but this many of its last messages: clients change marks
-near the end of a history."""
+"""A history replaces another one if it repeats all but this many of its last messages. Clients change
+marks near the end of a history."""
 SPACE = re.compile("[ \t\n\r]*")
 DECODER = json.JSONDecoder(**STRICT)
 
@@ -37,8 +37,8 @@ Translate = Callable[[Fields], list[dict[str, Any]]]
 
 
 class Messages(list[dict[str, Any]]):
-    """Messages as they were sent, with the translations of as many as are translated. All requests that
-    repeat a message share its object and its translation: never change them."""
+    """Messages as they were sent, and the translations of the leading ones. Requests that repeat a message
+    share its object and its translation, so callers must not change them."""
 
     def __init__(self, wire: Iterable[dict[str, Any]] = ()) -> None:
         super().__init__(wire)
@@ -46,7 +46,7 @@ class Messages(list[dict[str, Any]]):
         self.counts = [0]
         """How many of `translations` belong to the first 0, 1, 2, ... messages."""
         self.translate: Translate | None = None
-        """What translated them: two dialects may read the same list."""
+        """The function that translated them, because two dialects may read the same list."""
 
     def beginning(self, length: int) -> "Messages":
         """A copy of the first `length` messages."""
@@ -60,9 +60,9 @@ class Messages(list[dict[str, Any]]):
 def translated(
     body: Fields, listed: str, most: int, translate: Translate
 ) -> Sequence[dict[str, Any]]:
-    """The results of `translate` for a list of at most `most` messages. It is called once per message,
-    and again after it raised."""
-    body.items(listed, most)  # refuses what is no list, or too long
+    """The results of `translate` for a list of at most `most` messages. `translate` is called once per
+    message, and again if it raised."""
+    body.items(listed, most)  # refuses a value that is not a list, or too long a list
     wire = body.get(listed) or ()
     messages = wire if type(wire) is Messages else Messages(wire)
     if messages.translate is not translate:
@@ -76,15 +76,15 @@ def translated(
 
 
 class Part(NamedTuple):
-    """The fields before or after the messages; their meaning does not depend on the bytes that follow."""
+    """The fields before or after the messages. Their meaning does not depend on the bytes that follow."""
 
     data: bytes
     fields: dict[str, Any]
 
 
 class Shared(NamedTuple):
-    """What a body repeats of a history: its head and so many leading messages, which end at byte `end`.
-    `messages`: -1 when it begins differently."""
+    """The part of a history that a body repeats: its head, and `messages` leading messages, which end at
+    byte `end`. `messages` is -1 if the head differs."""
 
     messages: int
     end: int
@@ -95,24 +95,24 @@ NOTHING = Shared(-1, 0)
 
 @dataclass(frozen=True)
 class History:
-    """One body, read."""
+    """One parsed body."""
 
     raw: bytes
     head: dict[str, Any]
     """The fields before the messages."""
     messages: Messages
     ends: list[int]
-    """Where the head ends, then where each message ends: the bytes between belong to the message and the
-    `[` or `,` before it."""
+    """The positions at which the head ends and each message ends. A message's bytes include the `[` or
+    `,` before it."""
     tail: Part
 
     def shared(self, raw: bytes) -> Shared:
-        """Halves the rest at each step, so few comparisons find the first message that differs."""
+        """Find the first message that differs, by binary search."""
         own, ends = memoryview(self.raw), self.ends
         if not raw.startswith(own[: ends[0]]):
             return NOTHING
         same, most = 0, len(self.messages)
-        end = most  # usually all are there
+        end = most  # usually the body repeats all of them
         while same < most:
             if raw.startswith(own[ends[same] : ends[end]], ends[same]):
                 same = end
@@ -132,7 +132,7 @@ class Bodies:
         self._weight = 0
 
     def read(self, raw: bytes, listed: str, headers: Mapping[str, str]) -> Fields:
-        """`listed`: the field that holds the messages. Raises: Refused, as `read_body`."""
+        """`listed`: the field that has the messages. Raises: Refused, like `read_body`."""
         check_size(raw)
         sender = f"{listed} {headers.get('authorization')} {headers.get('x-api-key')}"
         known, shared = _closest(self._known.get(sender, ()), raw)
@@ -158,7 +158,7 @@ def _weight(histories: list[History]) -> int:
 
 
 def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, Shared]:
-    """The history of which `raw` repeats the most messages, and what it repeats."""
+    """The history of which `raw` repeats the most messages, and the repeated part."""
     best, most = None, NOTHING
     for history in histories:
         if (shared := history.shared(raw)) > most:
@@ -167,7 +167,7 @@ def _closest(histories: Iterable[History], raw: bytes) -> tuple[History | None, 
 
 
 def _read(raw: bytes, listed: str, known: History | None, shared: Shared) -> History:
-    """Raises: ValueError, RecursionError when the body does not have the usual form."""
+    """Raises: ValueError, RecursionError if the body does not have the usual form."""
     if known is None:
         return _read_all(raw, listed)
     start, tail = shared.end, known.tail
@@ -204,7 +204,7 @@ def _append(
 
 
 class _Reader:
-    """Reads a body from its start, or from the end of a message; `json` reads the values.
+    """Parses a body from its start, or from the end of a message; `json` parses the values.
 
     Every method raises: ValueError, RecursionError.
     """
@@ -224,7 +224,7 @@ class _Reader:
         return Part(data, encodable(fields, data))
 
     def messages(self, *, opening: str, end: bool = False) -> list[tuple[bytes, dict[str, Any]]]:
-        """The messages up to the end of their list, which is the end of the text when `end`."""
+        """The messages up to the end of their list. `end`: whether the text ends with the last message."""
         found: list[tuple[bytes, dict[str, Any]]] = []
         while self._sign() != ("" if end else "]") or opening == "[":
             start = self._at
@@ -237,7 +237,7 @@ class _Reader:
         return found
 
     def tail(self, listed: str) -> Part:
-        """From the end of the list to the end of the body."""
+        """All fields from the end of the list to the end of the body."""
         start = self._at
         self._expect("]")
         fields: dict[str, Any] = {}
@@ -252,7 +252,7 @@ class _Reader:
         return Part(data, encodable(fields, data))
 
     def _sign(self) -> str:
-        """The next character that is no space; "" at the end."""
+        """The next character that is not white space; "" at the end."""
         at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]  # always matches
         return self._text[at : at + 1]
 

@@ -1,6 +1,6 @@
-"""Reads untrusted JSON: the work is bounded, and every error names its field.
+"""Reads untrusted JSON with bounded work; every error names its field.
 
-Owns sizes, nesting, text that cannot be encoded, and types. Dialects know what the fields mean.
+Checks sizes, nesting, types, and text that cannot be encoded. Dialects know what the fields mean.
 """
 
 import json
@@ -14,7 +14,7 @@ from perdure.dialects.base import Refused
 
 MAX_DEPTH = 100
 MAX_VALUES = 500_000
-"""Values of one body: 200 turns of history hold about 5,000."""
+"""Values in one body; 200 turns of history have about 5,000."""
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
@@ -30,9 +30,9 @@ def bad(param: str, problem: str) -> Refused:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object and its path in the body; every read checks the type.
+    """A JSON object and its path in the body. Every read checks the type.
 
-    Null is read as absent. Reads raise: Refused (400) naming the field and what it must be.
+    Null counts as absent. Reads raise: Refused (400), which names the field and what it must be.
     """
 
     values: dict[str, Any]
@@ -87,7 +87,7 @@ class Fields:
         return value
 
     def texts(self, key: str, most: int) -> list[str]:
-        """A list of at most `most` non-empty texts; one text is a list of one."""
+        """A list of at most `most` non-empty texts. A single text counts as a list of one."""
         value = self.get(key)
         texts = [value] if isinstance(value, str) else value
         if texts is None:
@@ -97,14 +97,14 @@ class Fields:
         return texts
 
     def object(self, key: str) -> "Fields":
-        """An object; empty when absent."""
+        """An object; empty if absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.bad(key, "must be an object")
         return Fields(value or {}, self.name(key))
 
     def items(self, key: str, most: int = MAX_VALUES) -> Iterator[tuple[str, Any]]:
-        """The items of a list with their names; none when absent."""
+        """The items of a list, with their paths; none if absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, list):
             raise self.bad(key, "must be a list")
@@ -113,7 +113,7 @@ class Fields:
         return ((f"{self.name(key)}[{i}]", item) for i, item in enumerate(value or ()))
 
     def objects(self, key: str, most: int = MAX_VALUES) -> Iterator["Fields"]:
-        """The objects of a list; none when absent."""
+        """The objects of a list; none if absent."""
         return (as_fields(item, path) for path, item in self.items(key, most))
 
 
@@ -128,9 +128,9 @@ def as_fields(value: Any, path: str) -> Fields:
 
 
 def read_body(raw: bytes) -> Fields:
-    """The body of a request: an object of bounded depth and size, every text encodable.
+    """The body of a request: an object of bounded depth and size, with only encodable text.
 
-    Clients cut strings between the halves of a surrogate pair; such a half becomes U+FFFD.
+    Clients may cut a string between the halves of a surrogate pair; a lone half becomes U+FFFD.
     """
     check_size(raw)
     try:
@@ -161,11 +161,12 @@ def _finite(text: str) -> float:
 
 
 STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
-"""Options that make `json` refuse what the standard does not allow."""
+"""Options that make `json` refuse values that the standard does not allow."""
 
 
 def check_size(raw: bytes) -> None:
-    """Refuse a body with too many values before parsing it: tiny values take 100 times their bytes."""
+    """Refuse a body with too many values before parsing it: tiny values take 100 times their size in
+    memory."""
     if len(raw) <= 2 * MAX_VALUES or _marks(raw) <= MAX_VALUES:
         return  # a value takes at least two bytes: itself and a separator
     quotes = raw.count(b'"') - raw.count(rb"\"") + raw.count(rb'\\"')
@@ -174,12 +175,12 @@ def check_size(raw: bytes) -> None:
 
 
 def _marks(raw: bytes) -> int:
-    """An upper bound for the number of values: each opens a container or follows one of these signs."""
+    """An upper bound for the number of values: each one is a container or follows one of these signs."""
     return sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def check_depth(body: dict[str, Any]) -> None:
-    """Refuse deep nesting. Goes level by level, so that it works at any depth."""
+    """Refuse deep nesting. Works level by level instead of by recursion, so any depth is safe."""
     level: list[Any] = [body]
     for _ in range(MAX_DEPTH):
         level = [
@@ -211,7 +212,7 @@ def _encodable(value: Any) -> Any:
 
 
 def name_header(headers: Mapping[str, str], name: str) -> str:
-    """A header with a name ("" when absent), checked against `NAME`."""
+    """A header whose value must match `NAME`; "" if absent."""
     value = headers.get(name, "").strip()
     if value and not NAME.fullmatch(value):
         raise Refused(
@@ -221,8 +222,8 @@ def name_header(headers: Mapping[str, str], name: str) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Text blocks as one text, separated by newlines.
+    """Join text blocks with newlines.
 
-    Clients end a block with a newline when they merge it with the next one, and drop it otherwise.
+    Clients add a newline to a block when they merge it with the next one, and drop it otherwise.
     """
     return "\n".join([*(text.removesuffix("\n") for text in texts[:-1]), *texts[-1:]])

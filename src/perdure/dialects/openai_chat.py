@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: request bytes -> ModelRequest, Answer -> JSON or one well-formed stream.
 
-Owns the wire form and its errors. Unknown fields are ignored, because every client sends some. A field
-that is used is checked, and the error for a bad one names it.
+Owns the wire form and its errors. Unknown fields are ignored, because every client sends some. Fields in
+use are checked, and an error names its field.
 """
 
 import json
@@ -47,7 +47,7 @@ PING = b": ping\n\n"
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, and how its answer is framed."""
+    """A parsed request, which frames its answer."""
 
     request: ModelRequest
     stream: bool
@@ -61,7 +61,7 @@ class ParsedRequest:
 
 
 def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> ParsedRequest:
-    """Raises: Refused (400) naming the field and what it must be."""
+    """Raises: Refused (400), which names the field and what it must be."""
     body = BODIES.read(raw, "messages", headers)
     stream_options = body.object("stream_options")
     if body.get("n") not in (None, 1):
@@ -83,9 +83,9 @@ def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Pars
 
 
 def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
-    """opencode runs a sub-agent in its own session, and names the parent session.
+    """Chain and parent chain. opencode runs a sub-agent in a separate session and names the parent.
 
-    The session headers of other clients say no more than the session key does.
+    Session headers of other clients add nothing to the session key.
     """
     if not name_header(headers, OPENCODE_PARENT):
         return MAIN, ""
@@ -94,7 +94,7 @@ def _origin(headers: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any]]) -> Purpose:
-    """Read from certain marks only: agents without tools exist, and their steps are trained."""
+    """Decided only by unambiguous marks, because some agents have no tools and their steps are trained."""
     if body.get("tools"):
         return Purpose.STEP
     if OPENCODE_SESSION in headers and found[0]["role"] == "system":
@@ -107,8 +107,8 @@ def _purpose(body: Fields, headers: Mapping[str, str], found: list[dict[str, Any
 
 
 def _purpose_of_opencode(system: str) -> Purpose:
-    """opencode's title and summary agents are known by their system texts; `reasoning_effort` is no
-    mark, because it depends on how the model is configured."""
+    """System texts identify opencode's title and summary agents. `reasoning_effort` does not, because it
+    depends on how the model is configured."""
     if system.startswith(OPENCODE_TITLE):
         return Purpose.SIDE
     return Purpose.COMPACTION if system.startswith(OPENCODE_SUMMARY) else Purpose.STEP
@@ -167,7 +167,7 @@ def _content(fields: Fields, key: str, *, in_result: bool = False) -> str:
 
 
 def _part(part: Any, param: str, in_result: bool) -> str:
-    """A text that tells the model of a picture, so that a picture does not end the rollout."""
+    """The part as text. A note replaces an image, so that an image does not end the rollout."""
     if isinstance(part, str):
         return part
     for name in ("text", "refusal"):
@@ -274,11 +274,11 @@ def status(refused: Refused) -> int:
 
 
 def error_event(refused: Refused) -> bytes:
-    """The error as a chunk of the stream, which clients raise."""
+    """The error as a chunk of the stream, which clients raise as an exception."""
     return b"data: " + error(refused) + b"\n\n"
 
 
 def models(names: Sequence[str]) -> bytes:
-    """The list of `GET /v1/models`, for display only: requests may name any model."""
+    """The answer to `GET /v1/models`. It is for display only: requests may name any model."""
     data = [{"id": name, "object": "model", "created": 0, "owned_by": "perdure"} for name in names]
     return json.dumps({"object": "list", "data": data}).encode()

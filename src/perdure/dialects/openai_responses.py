@@ -1,7 +1,7 @@
 """OpenAI Responses: request bytes -> ModelRequest, Answer -> one response or one stream of events.
 
-Owns the wire form as codex uses it: items, tools in namespaces, and reasoning, which clients send back
-in items. Nothing is stored for the client: every request must carry its whole input.
+Owns the wire form as codex uses it: items, namespaced tools, and reasoning items that clients send back.
+The gateway stores nothing for the client, so every request must carry its whole input.
 """
 
 import base64
@@ -22,9 +22,9 @@ PARENT_HEADER, SESSION_HEADER = "x-codex-parent-thread-id", "session-id"
 TURN_HEADER = "x-codex-turn-metadata"
 KIND_PURPOSES = {"compact": Purpose.COMPACTION, "memory_consolidation": Purpose.SIDE}
 PING = b'event: keepalive\ndata: {"type": "keepalive"}\n\n'
-"""An event, because codex's timeout ignores comments."""
+"""An event instead of a comment, because comments do not reset codex's timeout."""
 OURS = "perdure1:"
-"""Marks the reasoning that the gateway puts into `encrypted_content`, which clients send back unread."""
+"""Marks reasoning that the gateway puts into `encrypted_content`, which clients send back unchanged."""
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 MEDIA = ("input_image", "input_file", "input_audio")
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -38,17 +38,17 @@ error, models = openai_chat.error, openai_chat.models
 
 
 class Tool(NamedTuple):
-    """A tool as the client names it; the model knows it by one flat name."""
+    """A tool as the client names it. The model knows it by one flat name."""
 
     name: str
     namespace: str = ""
     custom: bool = False
-    """Takes free text, which the model gives as the argument `input`."""
+    """Whether it takes free text, which the model gives as the argument `input`."""
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, and how its answer is framed. `tools`: by the name that the model knows."""
+    """A parsed request, which frames its answer. `tools`: by the name that the model knows."""
 
     request: ModelRequest
     stream: bool
@@ -64,7 +64,7 @@ class ParsedRequest:
 
 
 def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
-    """Raises: Refused (400) naming the field and what it must be."""
+    """Raises: Refused (400), which names the field and what it must be."""
     body = BODIES.read(raw, "input", headers)
     for name in ("previous_response_id", "conversation"):
         if body.get(name) is not None:
@@ -93,7 +93,7 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 
 
 def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Chain, parent chain and purpose. codex names the kind of its sub-agent, the thread and the purpose."""
+    """Chain, parent chain and purpose, from codex's headers for sub-agent kind, thread and purpose."""
     kind = name_header(headers, KIND_HEADER)
     purpose = KIND_PURPOSES.get(kind, Purpose.STEP)
     if _request_kind(headers) == "compaction":
@@ -109,10 +109,10 @@ def _origin(headers: Mapping[str, str]) -> dict[str, Any]:
 
 def _request_kind(headers: Mapping[str, str]) -> Any:
     """The kind that codex's metadata names. A compaction by the main agent has no other mark, because it
-    runs in the thread that it summarises."""
+    runs in the thread that it summarizes."""
     try:
         metadata = read_json(headers.get(TURN_HEADER, ""))
-    except (ValueError, RecursionError):  # metadata of another client
+    except (ValueError, RecursionError):  # the metadata is another client's
         return None
     return metadata.get("request_kind") if isinstance(metadata, dict) else None
 
@@ -126,7 +126,7 @@ def _sampling(body: Fields) -> dict[str, Any]:
 
 
 def _tool_choice(body: Fields, has_tools: bool) -> dict[str, Any]:
-    """In the form of Chat Completions."""
+    """The tool choice as Chat Completions writes it."""
     choice = body.get("tool_choice")
     if choice is None or not has_tools:
         return {}
@@ -139,7 +139,7 @@ def _tool_choice(body: Fields, has_tools: bool) -> dict[str, Any]:
 
 
 def _response_format(body: Fields) -> dict[str, Any]:
-    """In the form of Chat Completions."""
+    """The response format as Chat Completions writes it."""
     wished = body.object("text").object("format")
     if wished.get("type") != "json_schema":
         return {"response_format": wished.values} if wished.values else {}
@@ -156,7 +156,7 @@ def _instructions(body: Fields) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    """Items as messages: adjacent items of one answer become one assistant message."""
+    """Items as messages. Adjacent items of one answer become one assistant message."""
     if isinstance(text := body.get("input"), str):
         return [{"role": "user", "content": text}]
     messages: list[dict[str, Any]] = []
@@ -171,14 +171,15 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
 
 
 def _goes_on(last: dict[str, Any], item: dict[str, Any]) -> bool:
-    """An answer is reasoning, then text, then calls; an item out of this order begins a new answer."""
+    """Whether the item continues the answer `last`. An answer is reasoning, then text, then calls; an
+    item out of this order begins a new answer."""
     if last["role"] != "assistant" or "reasoning_content" in item:
         return False
     return "tool_calls" in item or not (last["content"] or "tool_calls" in last)
 
 
 def _merged(answer: dict[str, Any], item: dict[str, Any]) -> dict[str, Any]:
-    """A new message: later requests share both."""
+    """A new message, because later requests share the two given ones."""
     calls = [*answer.get("tool_calls", ()), *item.get("tool_calls", ())]
     text = answer["content"] or item["content"]
     return answer | {"content": text} | ({"tool_calls": calls} if calls else {})
@@ -225,7 +226,7 @@ def _content(item: Fields, key: str, *, in_result: bool = False) -> str:
 
 
 def _part(part: Fields, in_result: bool) -> str:
-    """A text that tells the model of a picture, so that a picture does not end the rollout."""
+    """The part as text. A note replaces an image, so that an image does not end the rollout."""
     kind = part.text("type")
     if kind in TEXT_PARTS:
         return part.optional_text("text") or ""
@@ -237,7 +238,7 @@ def _part(part: Fields, in_result: bool) -> str:
 
 
 def _reasoning(item: Fields) -> str:
-    """Reasoning as it was sampled here, or the summary that the client kept of another model's."""
+    """Reasoning that this gateway sampled, or the text that the client kept of another model's."""
     sealed = item.optional_text("encrypted_content") or ""
     if sealed.startswith(OURS):
         try:
@@ -251,7 +252,7 @@ def _reasoning(item: Fields) -> str:
 
 
 def _named_tools(body: Fields) -> Iterator[tuple[Tool, Fields]]:
-    """Tools that the client runs. Those built into OpenAI's service do not exist here."""
+    """Tools that the client runs. Tools that are built into OpenAI's service are left out."""
     for fields in body.objects("tools", MAX_TOOLS):
         match fields.text("type"):
             case "function":
@@ -287,7 +288,7 @@ def _suffix(answer: Answer) -> str:
 
 
 def _items(answer: Answer, tools: Mapping[str, Tool]) -> Iterator[dict[str, Any]]:
-    """The answer as items: reasoning, text, calls; always at least one visible item."""
+    """The answer as items: reasoning, text, calls. At least one of them is visible."""
     message, suffix = answer.message, _suffix(answer)
     if reasoning := message.get("reasoning_content"):
         part = {"type": "reasoning_text", "text": reasoning}
@@ -376,8 +377,8 @@ def _events(answer: Answer, items: list[dict[str, Any]]) -> Iterator[dict[str, A
         place = {"item_id": item["id"], "output_index": index}
         yield from ({**event, **place} for event in _inner_events(item))
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    # codex reads `response.incomplete` as a broken stream and repeats the request, so the event says
-    # `completed`, and only `status` says incomplete.
+    # codex takes `response.incomplete` for a broken stream and repeats the request. So the event says
+    # `completed`, and only `status` says `incomplete`.
     yield {"type": "response.completed", "response": _response(answer, items)}
 
 
@@ -421,7 +422,7 @@ def _json(value: Any) -> bytes:
 
 
 def status(refused: Refused) -> int:
-    """codex stops at once on 429 and repeats the request on 503."""
+    """503 instead of 429: codex gives up at once on 429, but repeats the request on 503."""
     return 503 if refused.status == 429 else refused.status
 
 

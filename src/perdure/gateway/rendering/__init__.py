@@ -1,1 +1,1 @@
-"""Messages to token ids and back, by each model's own format."""
+"""Converts messages to token ids and back, in each model's own format."""

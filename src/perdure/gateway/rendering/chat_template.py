@@ -1,8 +1,8 @@
-"""Any model's message format, from its own chat template and the notation of its family.
+"""Any model's message format, made from its own chat template and the notation of its family.
 
-Owns messages -> ids by the Jinja template, and sampled ids -> message by the notation. Later turns are
-bridged from the recorded ids: only what follows the last answer is rendered. If the boundary of that part
-in the template's output is not certain, the prompt is rendered in full.
+The Jinja template turns messages into ids; the notation turns sampled ids into a message. Later turns are
+bridged from the recorded ids, so only the part after the last answer is rendered. If it is not certain
+where that part begins in the template's output, the whole prompt is rendered.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 class ChatTemplate:
-    """A `MessageFormat` over any chat template.
+    """A `MessageFormat` for any chat template.
 
     Example:
         chat = ChatTemplate(tokenizer, JinjaTemplate(text), Found(Hermes(), False), ["<|im_end|>"])
@@ -41,14 +41,14 @@ class ChatTemplate:
         found: Found,
         stop_tokens: Sequence[str],
     ) -> None:
-        """`stop_tokens`: those that end an answer."""
+        """`stop_tokens`: the tokens that end an answer."""
         self._tokenizer = tokenizer
         self._template = template
         self._stops = tuple(stop_tokens)
         self._arguments_as_text = found.arguments_as_text
         self.notation: Notation = found.notation
 
-    # --- what MessageFormat asks ---------------------------------------------------------------
+    # --- MessageFormat -------------------------------------------------------------------------
 
     def get_stop_token_ids(self) -> list[int]:
         return [self._tokenizer.convert_tokens_to_ids(token) for token in self._stops]
@@ -72,7 +72,7 @@ class ChatTemplate:
         *,
         tools: list[Any] | None = None,
     ) -> list[int] | None:
-        """The recorded ids, then what the template writes after an answer. None: this is not certain."""
+        """The recorded ids, then the template's text after an answer. None if that is not certain."""
         if not previous_prompt_ids or not new_messages:
             return None
         if any(message["role"] == "assistant" for message in new_messages):
@@ -108,7 +108,7 @@ class ChatTemplate:
     def _text(
         self, messages: Sequence[Message], offered: list[Any] | None, add_generation_prompt: bool
     ) -> str:
-        """The rendered text, with marks in what a message only spells. `offered`: tools, marked."""
+        """The rendered text, with marks in spelled-out control tokens. `offered`: tools, marked."""
         given = [marked(message, self._tokenizer.control) for message in self._prepared(messages)]
         return late_system.rendered(
             given,
@@ -122,8 +122,8 @@ class ChatTemplate:
         return offered
 
     def _prepared(self, messages: Sequence[Message]) -> Iterator[Message]:
-        """The messages as the template expects them: arguments in its form, ids in the family's, and a
-        tool result with the name of its function."""
+        """The messages as the template expects them: arguments in its form, ids in the family's form, and
+        the function's name in each tool result."""
         known: dict[str, tuple[str, str]] = {}
         for message in messages:
             if message["role"] == "tool":
@@ -145,7 +145,7 @@ class ChatTemplate:
         if self._arguments_as_text:
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             return {**function, "arguments": text}
-        # arguments that are not JSON, or already an object, are passed on unchanged
+        # Arguments that are not JSON, or that are already an object, stay unchanged.
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             return {**function, "arguments": json.loads(arguments)}
         return function
@@ -155,8 +155,8 @@ class ChatTemplate:
     def _joined(
         self, prompt: list[int], completion: list[int], close: str, rest: str
     ) -> str | None:
-        """What follows the recorded answer, where the template writes `close` behind one. None: its end
-        contradicts that."""
+        """The text that follows the recorded answer, if the template ends answers with `close`. None if
+        the recorded answer ended in a way that contradicts this."""
         stops = self.get_stop_token_ids()
         last = completion[-1] if completion else None
         if last not in stops:
@@ -164,7 +164,7 @@ class ChatTemplate:
             lacks = self.notation.closing(reasoning_open=read.reasoning_complete is False)
             return lacks + close + rest
         if completion.count(last) > 1:
-            return None  # it sampled past an end of turn, which no template describes
+            return None  # the model sampled past an end of turn, which no template renders
         ended_by = self._stops[stops.index(last)]
         if ended_by == close or close not in self.notation.openers:
             return rest
@@ -173,9 +173,9 @@ class ChatTemplate:
     def _after_answer(self, new: list[Message], tools: list[Any] | None) -> tuple[str, str] | None:
         """The token that closes an answer, and the text from there to the next generation.
 
-        It is rendered after two different made-up conversations. If the results differ, they depend on
-        more than the new messages, and there is no bridge. If the template moves or drops a system
-        message, that message is rendered as a user message.
+        The new messages are rendered after two different made-up conversations. If the results differ,
+        the text depends on more than the new messages, and bridging fails. If the template moves or drops
+        a system message, that message is rendered as a user message.
         """
         offered = self._offered(tools)
         for told in (new, [late_system.as_user(message) for message in new]):
@@ -186,7 +186,7 @@ class ChatTemplate:
         return None
 
     def _says_all(self, text: str, messages: list[Message]) -> bool:
-        """Whether `text` contains every message, in order, as it is or as JSON."""
+        """Whether `text` contains every message in order, verbatim or as JSON."""
         position = 0
         for message in messages:
             content = marked(message["content"], self._tokenizer.control).strip()
@@ -217,7 +217,7 @@ class ChatTemplate:
         return None
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the template opened the reasoning, so that the answer only closes it."""
+        """Whether the prompt already opened the reasoning, so that the answer only closes it."""
         tail = self._tokenizer.decode(prompt_ids[-self.looks_back :])
         return self.notation.opens_reasoning(tail)
 
@@ -232,7 +232,7 @@ def _unmarked_call(call: ParsedToolCall) -> ParsedToolCall:
 
 
 def _under(result: Message, known: dict[str, tuple[str, str]]) -> Message:
-    """A tool result under the id and the name of the call that it answers."""
+    """A tool result with the id and the name of the call that it answers."""
     call_id, name = known.get(
         result.get("tool_call_id") or "", (result.get("tool_call_id"), result.get("name"))
     )
@@ -241,8 +241,8 @@ def _under(result: Message, known: dict[str, tuple[str, str]]) -> Message:
 
 
 def _answers_before(new: Sequence[Message], sentinel: str) -> Iterator[Message]:
-    """Answers that these messages may follow. It makes the calls that tool results answer; a template
-    that takes one call at a time gets one."""
+    """Made-up answers that these messages may follow, with a call for each tool result. The second has
+    one call, for templates that accept only one at a time."""
     results = [message for message in new if message["role"] == "tool"]
     if not results:
         yield {"role": "assistant", "content": sentinel}
@@ -263,7 +263,7 @@ def _call_before(result: Message, sentinel: str) -> dict[str, Any]:
 
 
 def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
-    """The template published beside a model's weights. Raises: TemplateError, ConfigurationError."""
+    """The message format from a model's folder. Raises: TemplateError, ConfigurationError."""
     config = published(folder, "tokenizer_config.json")
     text = _template_text(folder, config.get("chat_template"))
     if text is None:
@@ -278,7 +278,8 @@ def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
 
 
 def _template_text(folder: Path, given: Any) -> str | None:
-    """From its own file, or from the configuration: one text, or several by name (`tool_use` first)."""
+    """The template from its own file, or from the configuration, which has one text or several by name
+    (`tool_use` first)."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text("utf-8")
@@ -289,6 +290,6 @@ def _template_text(folder: Path, given: Any) -> str | None:
 
 
 def _generation_stops(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    """All tokens that end an answer; some models end tool calls with a token of their own."""
+    """The end tokens of generation_config.json. Some models end tool calls with a separate token."""
     ids = published(folder, "generation_config.json").get("eos_token_id", [])
     return [tokenizer.decode([token_id]) for token_id in (ids if isinstance(ids, list) else [ids])]

@@ -1,4 +1,4 @@
-"""The message format of the served model: its tokenizer, its template, and how it writes tool calls."""
+"""The served model's message format: its tokenizer, its template, and its notation for tool calls."""
 
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,20 +14,20 @@ from perdure.gateway.rendering.tokenizer_setting import PACKAGED
 from perdure.gateway.rendering.tokenizers import Tokenizer, load_tokenizer
 
 QWEN3 = Path(__file__).with_name("qwen3")
-"""What is published beside the packaged tokenizer."""
+"""The folder with the chat template for the packaged tokenizer."""
 
 
 class MessageFormat(Protocol):
-    """Messages <-> ids of one model."""
+    """Converts messages to ids, and ids to messages, for one model."""
 
     @property
     def notation(self) -> Notation:
-        """How it writes reasoning and calls."""
+        """How the model writes reasoning and tool calls."""
         ...
 
     @property
     def looks_back(self) -> int:
-        """Ids at the end of a prompt that tell whether it opened the answer's reasoning."""
+        """How many ids at a prompt's end show whether the prompt opened the answer's reasoning."""
         ...
 
     def get_stop_token_ids(self) -> list[int]: ...
@@ -50,7 +50,7 @@ class MessageFormat(Protocol):
         *,
         tools: list[Any] | None = None,
     ) -> list[int] | None:
-        """The recorded ids, then the new messages. None: what follows the answer is not certain."""
+        """The recorded ids, then the new messages. None if it is not certain what follows the answer."""
         ...
 
     def parse_response(
@@ -70,10 +70,10 @@ class Format(NamedTuple):
 
 
 def load_format(name: str, notation: str = AUTO) -> Format:
-    """The tokenizer that PERDURE_ENGINE__TOKENIZER names and the message format of its model.
+    """The tokenizer that PERDURE_ENGINE__TOKENIZER names, and the message format of its model.
 
-    A model is read by its own chat template, whatever its name. `notation`: PERDURE_ENGINE__NOTATION.
-    Raises: ConfigurationError when the folder has no template, or its calls cannot be read.
+    The chat template decides the format, not the model's name. `notation`: PERDURE_ENGINE__NOTATION.
+    Raises: ConfigurationError if the folder has no template, or if no notation reads its tool calls.
     """
     tokenizer = load_tokenizer(name)
     if name == PACKAGED and notation not in (AUTO, Hermes.name):

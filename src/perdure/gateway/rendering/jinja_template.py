@@ -1,4 +1,4 @@
-"""Jinja as chat templates expect it (transformers' documentation, "Chat templates")."""
+"""A Jinja environment as chat templates expect it (see "Chat templates" in transformers' docs)."""
 
 import json
 from datetime import datetime
@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateError(ValueError):
-    """The template refuses these messages; the message is the template's own."""
+    """The template refused the messages. The text is the template's own."""
 
 
 class JinjaTemplate:
@@ -20,7 +20,7 @@ class JinjaTemplate:
     """
 
     def __init__(self, text: str, variables: dict[str, Any] | None = None) -> None:
-        """Raises: TemplateError when `text` is not valid Jinja."""
+        """Raises: TemplateError if `text` is not valid Jinja."""
         self.text = text
         self._variables = variables or {}
         try:
@@ -29,7 +29,7 @@ class JinjaTemplate:
             raise TemplateError(f"line {error.lineno}: {error.message}") from error
 
     def render(self, **given: Any) -> str:
-        """Raises: TemplateError, also when the template fails on values that it does not expect."""
+        """Raises: TemplateError, also if the template fails on values that it does not expect."""
         try:
             return self._template.render(**self._variables, **given)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:

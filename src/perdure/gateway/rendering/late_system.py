@@ -1,7 +1,7 @@
-"""A system message that does not come first, for models whose format does not allow one.
+"""Handles system messages after the first message, for models whose format does not allow them.
 
-Owns the one rule: it becomes a user message at the same position. Clients send such notes between turns
-and keep them after a compaction; moving or dropping one would show the model another history.
+The rule is that such a message becomes a user message at the same position. Clients send these notes
+between turns and keep them after a compaction. Moving or dropping one would change the history.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def as_user(message: Message) -> Message:
 def rendered(messages: list[Message], render: Callable[[list[Message]], T]) -> T:
     """The result of `render`. If it refuses the messages, late system messages become user messages.
 
-    Raises: what `render` raises, if that does not help.
+    Raises: any error of `render` that this does not cure.
     """
     try:
         return render(messages)

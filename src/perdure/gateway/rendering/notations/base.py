@@ -1,7 +1,7 @@
-"""What a notation is: how sampled text becomes reasoning, text and tool calls, and back.
+"""The contract of a notation, which parses sampled text into reasoning, text and tool calls.
 
-A call that does not parse keeps its text and the reason, and is never repaired. Renders nothing: that is
-the model's own chat template.
+A call that does not parse keeps its text and the reason; it is never repaired. A notation renders
+nothing; the model's own chat template does.
 """
 
 import ast
@@ -29,27 +29,28 @@ class Split(NamedTuple):
 
 
 class Notation(ABC):
-    """One family's way to write an answer. Stateless; a family overrides what differs."""
+    """How one family of models writes an answer. Stateless; a family overrides what differs."""
 
     name: ClassVar[str]
-    """As PERDURE_ENGINE__NOTATION names it: vLLM's name for the same parser, where it has one."""
+    """The value of PERDURE_ENGINE__NOTATION: vLLM's name, if vLLM has the same parser."""
     stops: ClassVar[tuple[str, ...]] = ()
     """Tokens that end an answer, besides those that the model's folder names."""
     ends: ClassVar[tuple[str, ...]] = ()
-    """Tokens that the template writes behind an answer in the history, but that do not stop the model."""
+    """Tokens that the template writes after an answer in the history, but that do not stop the model."""
     openers: ClassVar[tuple[str, ...]] = ()
-    """Stop tokens that open the next message, in templates that write nothing behind an answer."""
+    """Stop tokens that open the next message, in templates that write nothing after an answer."""
     has_ids: ClassVar[bool] = False
-    """Whether the model writes an id of its own into each call, and reads it at the result."""
+    """Whether the model writes its own id into each call, and expects it in the result."""
     think: ClassVar[tuple[str, str]] = ("<think>", "</think>")
-    """What opens and closes the reasoning."""
+    """The texts that open and close the reasoning."""
 
     @abstractmethod
     def split(self, text: str, tools: Tools) -> Split:
         """Separate the calls from the text around them."""
 
     def read(self, text: str, tools: Tools, *, opened: bool) -> ParsedResponse:
-        """An answer before its stop token. `opened`: the prompt opened the reasoning already."""
+        """Parse an answer without its stop token. `opened`: whether the prompt already opened the
+        reasoning."""
         reasoning, complete, rest = self._reasoning(text, opened)
         content, calls = self.split(rest, tools)
         return ParsedResponse(
@@ -60,15 +61,15 @@ class Notation(ABC):
         )
 
     def opens_reasoning(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so opened the reasoning."""
+        """Whether a prompt with this end opened the reasoning."""
         return prompt_end.rstrip().endswith(self.think[0])
 
     def closing(self, *, reasoning_open: bool) -> str:
-        """What an answer that was cut off lacks before the token that ends it."""
+        """The text that a truncated answer lacks before the token that ends it."""
         return self.think[1] if reasoning_open else ""
 
     def call_id(self, sampled_or_minted: str, name: str, position: int) -> str:
-        """The id of a call as the template accepts it. `position`: calls of the conversation before it."""
+        """A call's id in the form that the template accepts. `position`: how many calls precede it."""
         return sampled_or_minted
 
     def history(self, message: Message) -> Message:
@@ -92,7 +93,7 @@ def bad(raw: str, status: ToolCallParseStatus) -> ParsedToolCall:
 
 
 def object_of(text: str) -> dict[str, Any] | None:
-    """A JSON object; None if it is none."""
+    """The JSON object in a text; None if the text is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -101,7 +102,7 @@ def object_of(text: str) -> dict[str, Any] | None:
 
 
 def named_call(raw: str, name: str, arguments: str) -> ParsedToolCall:
-    """A call whose arguments are a JSON object in a text."""
+    """A call whose arguments are JSON text."""
     if not name:
         return bad(raw, ToolCallParseStatus.MISSING_NAME)
     parsed = object_of(arguments)
@@ -111,7 +112,7 @@ def named_call(raw: str, name: str, arguments: str) -> ParsedToolCall:
 
 
 def json_call(raw: str, text: str) -> ParsedToolCall:
-    """A call written as `{"name": ..., "arguments": {...}}`; Llama says `parameters`."""
+    """A call written as `{"name": ..., "arguments": {...}}`. Llama writes `parameters`."""
     parsed = object_of(text)
     if parsed is None:
         return bad(raw, ToolCallParseStatus.INVALID_JSON)
@@ -142,7 +143,7 @@ def _with_id(item: Any) -> ParsedToolCall:
 
 
 def offered(tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and parameter schemas of each tool."""
+    """The name and the parameter schemas of each tool."""
     for tool in tools or ():
         declared = tool.get("function", tool)
         properties = (declared.get("parameters") or {}).get("properties")
@@ -150,14 +151,15 @@ def offered(tools: Tools) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parameters_of(function: str, tools: Tools) -> dict[str, Any]:
-    """Parameter -> its JSON schema, as the tool declares it."""
+    """The JSON schema of each parameter, as the tool declares it."""
     return next((schemas for name, schemas in offered(tools) if name == function), {})
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A value that is written without quotes, by the type that the tool declares for it.
+    """Parse an unquoted value according to the type that the tool declares for it.
 
-    Verbatim where only a string is allowed; else JSON, else a Python literal, else verbatim.
+    It stays verbatim if only a string is allowed. Otherwise it is read as JSON, then, if the declared
+    types exclude strings, as a Python literal. If nothing parses, it stays verbatim.
     """
     kinds = _kinds(schema)
     if kinds == {"string"}:

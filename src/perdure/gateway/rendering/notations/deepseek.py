@@ -1,4 +1,4 @@
-"""DeepSeek's calls, between tokens of their own.
+"""DeepSeek's notation, which puts calls between special tokens.
 
 V3, R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a newline and a block of fenced JSON.
 V3.1, V3.2-Exp: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.

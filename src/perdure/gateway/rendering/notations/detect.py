@@ -1,7 +1,7 @@
-"""Which notation a model writes, found by what its chat template writes.
+"""Detects a model's notation from its chat template.
 
-The template renders a made-up call; the notation that reads exactly this call back is the
-model's. So a renamed or fine-tuned checkpoint is found, and a template whose calls no notation reads is
+The template renders a made-up call, and the notation that parses exactly this call is the model's. So
+detection does not depend on the checkpoint's name, and a template whose calls no notation parses is
 refused before an agent starts.
 """
 
@@ -57,10 +57,10 @@ class Found:
 
 
 def detect(template: JinjaTemplate, asked: str, stops: Sequence[str]) -> Found:
-    """`asked`: the value of the setting; `stops`: the tokens that the folder names as ends.
+    """`asked`: the value of the setting; `stops`: the end tokens that the folder names.
 
-    Raises: ConfigurationError naming the setting, if the template's calls cannot be read or it does not
-    show tools to the model.
+    Raises: ConfigurationError, which names the setting, if no notation reads the template's calls or if
+    the template does not show tools to the model.
     """
     if asked not in (AUTO, *NOTATIONS):
         raise ConfigurationError(f"{SETTING} is {asked!r}: use {AUTO}, {', '.join(NOTATIONS)}")
@@ -79,7 +79,7 @@ def detect(template: JinjaTemplate, asked: str, stops: Sequence[str]) -> Found:
 
 
 def _likely_first(text: str) -> list[Notation]:
-    """All notations; those whose reasoning marks occur in the template before others of a family."""
+    """All notations; first those whose reasoning marks occur in the template."""
     return sorted(READABLE, key=lambda one: one.think[0] not in text)
 
 
@@ -98,7 +98,7 @@ def _check_shows_tools(template: JinjaTemplate) -> None:
 
 
 def _forced(template: JinjaTemplate, notation: Notation) -> Found:
-    """Trusts the setting; only asks the template in which form it takes arguments."""
+    """Trust the setting; only find out in which form the template takes arguments."""
     for as_text in (False, True):
         try:
             _render(template, [_user(), _called(notation, as_text)], generate=False)
@@ -124,7 +124,7 @@ def _reads_back(
 
 
 def _end(answer: str, stop: str) -> int:
-    """Where a stop token ends the call: behind its arguments, not in the header before it."""
+    """The position of the first stop token after the call's arguments; -1 if there is none."""
     return answer.find(stop, answer.find(ARGUMENTS["path"])) if stop else -1
 
 

@@ -1,6 +1,6 @@
 """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`: GLM-4.5, 4.6, 4.7, 5.
 
-The template writes nothing behind an answer: the model stops at the token that opens the next message.
+The template writes nothing after an answer: the model stops at the token that opens the next message.
 """
 
 import re

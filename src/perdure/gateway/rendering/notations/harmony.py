@@ -1,7 +1,7 @@
 """Channels: gpt-oss. An answer is one or more messages: `<|channel|>NAME<|message|>TEXT<|end|>`.
 
 `analysis` is reasoning, `final` and preambles in `commentary` are text, and a message `to=functions.NAME`
-is a call whose body is JSON. Read from the text, so that no vocabulary is downloaded. Format:
+is a call whose body is JSON. Parses the decoded text, so that no vocabulary is downloaded. Format:
 https://cookbook.openai.com/articles/openai-harmony
 """
 
@@ -59,7 +59,7 @@ class Harmony(Notation):
         return ""
 
     def history(self, message: Message) -> Message:
-        """The template reads `thinking`, and refuses it beside text in a message with calls."""
+        """Adds `thinking`, which the template reads; it refuses a message with thinking, text and calls."""
         thought = message.get("reasoning_content")
         if not thought or (message.get("tool_calls") and message.get("content")):
             return message

@@ -14,7 +14,7 @@ class Hermes(Notation):
     stops = ("<|im_end|>", "<|endoftext|>")
 
     def _reasoning(self, text: str, opened: bool) -> tuple[str | None, bool, str]:
-        """A call ends reasoning that nothing else closes: the model often forgets `</think>`."""
+        """A call also ends the reasoning, because the model often omits `</think>` before it."""
         reasoning, complete, rest = super()._reasoning(text, opened)
         if complete or reasoning is None or (at := reasoning.find(_OPENING)) < 0:
             return reasoning, complete, rest

@@ -1,6 +1,6 @@
-"""`<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` within a block of its own.
+"""`<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>` inside a block.
 
-MiniMax M2, M2.1, M2.5: the block is `<minimax:tool_call>`, and the tool's schema gives a value its type.
+MiniMax M2, M2.1, M2.5: the block is `<minimax:tool_call>`, and the tool's schema gives a value's type.
 DeepSeek V3.2: every tag carries `｜DSML｜`, and `string="true"` or `"false"` gives the type.
 """
 

@@ -1,8 +1,8 @@
 """`<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:N<|tool_call_argument_begin|>{...}
 <|tool_call_end|><|tool_calls_section_end|>`: Kimi K2, K2 0905, K2 Thinking, K2.5.
 
-`functions.NAME:N` is also the id of the call, N counts the calls of the conversation, and a tool result
-names it. So results are shown under the id that the model gave, not under the one that agents see.
+`functions.NAME:N` is also the call's id, where N counts the calls of the conversation. A tool result
+repeats the id. So a result is rendered with the id that the model gave, not the one that agents see.
 """
 
 import re

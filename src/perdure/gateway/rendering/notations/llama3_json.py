@@ -1,5 +1,5 @@
-"""`{"name": ..., "parameters": {...}}` as the whole answer: Llama 3.1, 3.2, 3.3, and Llama 4 by Meta's
-template. Calls beside each other are separated by `;`."""
+"""`{"name": ..., "parameters": {...}}` as the whole answer: Llama 3.1, 3.2, 3.3, and Llama 4 with Meta's
+template. `;` separates parallel calls."""
 
 import json
 
@@ -25,7 +25,7 @@ class Llama3Json(Notation):
 
 
 def _objects(text: str) -> list[ParsedToolCall]:
-    """The calls of a text that holds nothing else."""
+    """The calls of a text that consists only of calls; otherwise none."""
     calls, at = [], 0
     while at < len(text):
         try:

@@ -1,6 +1,6 @@
-"""`[TOOL_CALLS]` before a JSON list, or before `NAME[ARGS]{...}`, once for each call: Mistral, Devstral.
+"""`[TOOL_CALLS]` before a JSON list, or before each `NAME[ARGS]{...}`: Mistral, Devstral.
 
-Templates of the first form want ids of nine letters or digits, and show results under them.
+Templates of the first form require ids of nine letters or digits, and show results under these ids.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class Mistral(Notation):
 
 
 class Magistral(Mistral):
-    """Mistral's models that reason between `[THINK]` and `[/THINK]`."""
+    """Mistral models that reason between `[THINK]` and `[/THINK]`."""
 
     name = "mistral_think"
     think = ("[THINK]", "[/THINK]")

@@ -1,5 +1,5 @@
 """`<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`: Nemotron Nano v2, Llama-Nemotron.
-Nemotron 3 writes as Qwen3-Coder does."""
+Nemotron 3 uses the notation of Qwen3-Coder."""
 
 import re
 

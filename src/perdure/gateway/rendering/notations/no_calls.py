@@ -1,4 +1,4 @@
-"""No tool calls: for models whose agents work in plain text, by setting only."""
+"""No tool calls, for models whose agents work in plain text. Never detected, only set."""
 
 from perdure.gateway.rendering.notations.base import Notation, Split, Tools
 

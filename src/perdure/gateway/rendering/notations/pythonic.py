@@ -1,6 +1,6 @@
-"""`[NAME(KEY="VALUE"), NAME()]` as the whole answer: Llama 4 and Llama 3.2 by vLLM's templates.
+"""`[NAME(KEY="VALUE"), NAME()]` as the whole answer: Llama 4 and Llama 3.2 with vLLM's templates.
 
-The text is parsed as Python's syntax and never run; arguments must be literals.
+The text is parsed as Python syntax and never run. Arguments must be literals.
 """
 
 import ast
@@ -11,7 +11,7 @@ from perdure.gateway.rendering.parsed_response import ParsedToolCall
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _LONGEST = 1 << 20
-"""Characters; Python's parser is not given more."""
+"""The most characters that Python's parser gets."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -41,7 +41,7 @@ def _calls(text: str) -> list[ParsedToolCall]:
 
 
 def _call(element: ast.expr, text: str) -> ParsedToolCall:
-    """Raises: ValueError if it is no call with literal keyword arguments."""
+    """Raises: ValueError if it is not a call with literal keyword arguments."""
     if not isinstance(element, ast.Call) or element.args:
         raise ValueError("no call")
     arguments: dict[str, Any] = {}
@@ -54,7 +54,7 @@ def _call(element: ast.expr, text: str) -> ParsedToolCall:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """`true`, `false` and `null` as Python's own constants."""
+    """Reads `true`, `false` and `null` as Python's constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         known = node.id in _JSON_NAMES

@@ -1,7 +1,7 @@
 """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`: Qwen3-Coder,
 Qwen3.5 and later, Nemotron 3.
 
-Qwen3-Coder often leaves out the opening `<tool_call>`, as vLLM's parser knows too.
+Qwen3-Coder often omits the opening `<tool_call>`. vLLM's parser also accepts this.
 """
 
 import re
