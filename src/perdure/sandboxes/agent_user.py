@@ -1,7 +1,7 @@
 """The user that commands run as inside a sandbox: its ids, its home folder, its variables."""
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""PATH of commands in a sandbox, and of the host's programs that make one."""
+"""PATH of commands in a sandbox, and of the host programs that create one."""
 
 USER_ID = 1000
 HOME = "/home/agent"
@@ -15,4 +15,4 @@ ENVIRONMENT = {
     "USER": "agent",
 }
 ROOT_VARIABLES = {"USER": "root", "LOGNAME": "root"}
-"""What differs where commands run as root of the instance's own image."""
+"""Variables that differ when commands run as root of the instance's own image."""

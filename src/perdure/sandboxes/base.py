@@ -27,7 +27,7 @@ class Network(StrEnum):
     HOST = "host"
     """The host's network: for building environments, never for agents or grading."""
     INDEX = "index"
-    """Of builds: loopback, and on it a proxy to the package index. Whoever builds makes the proxy."""
+    """For builds: loopback, and on it a proxy to the package index that the builder starts."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What to boot. `tree` appears at `workdir`; commands may write there, the original stays as it is."""
+    """What to boot. `tree` appears at `workdir`; commands write to a copy of it."""
 
     workdir: str
     tree: Path | None = None
@@ -53,7 +53,7 @@ class SandboxSpec:
     gateway: Path | None = None
     """Host path of the gateway's unix socket. Commands reach it at `Sandbox.gateway_url`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """At least `run`, `rollout` and `attempt`: the reaper finds the owner by them."""
+    """At least `run`, `rollout` and `attempt`, by which the reaper finds the owner."""
     ttl_s: float = 3600.0
 
 
@@ -67,7 +67,7 @@ class Exec:
     user: str | None = None
     stdin: bytes | None = None
     timeout_s: float | None = None
-    """The whole process tree is killed after this many seconds, watched or not."""
+    """The whole process tree is killed after this many seconds, even if no worker watches it."""
 
 
 class ExecState(StrEnum):
@@ -91,9 +91,8 @@ class ExecStatus:
     signal: int | None = None
     seconds: float | None = None
     host_lacked: Literal["", "disk", "processes", "memory"] = ""
-    """What its host lacked while it ran, although the sandbox had not used up its own share. So a
-    write, a fork or a whole process may have failed through no fault of its code, and its result
-    proves nothing."""
+    """What its host ran out of while the sandbox was within its own limits. A write, a fork or a
+    process may have failed for that reason, so the result proves nothing."""
 
     @property
     def ok(self) -> bool:
@@ -114,7 +113,7 @@ class ExecResult(NamedTuple):
 
 @dataclass(frozen=True)
 class SandboxInfo:
-    """A sandbox as `list` sees it, in any state."""
+    """A sandbox as `list` reports it, in any state."""
 
     identity: str
     provider: str
@@ -125,7 +124,7 @@ class SandboxInfo:
 
 
 def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str:
-    """Deterministic name of one sandbox, `[a-z0-9-]{1,63}`, the same for every try of an activity.
+    """Deterministic name of one sandbox, `[a-z0-9-]{1,63}`, the same in every activity attempt.
 
     Example: identity_of("r1", "rollout/r1/click-8.1.3/0", "agent", 1) -> "p-3f1c...-agent-1"
     """
@@ -134,7 +133,7 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
 
 
 def shown_shortage(status: ExecStatus) -> str:
-    """What the host refused to a command, and what to do about it."""
+    """What the host refused to a command, and the fix."""
     if status.host_lacked == "disk":
         return "the disk under it was full: make room there"
     what = "a process" if status.host_lacked == "processes" else "memory"
@@ -142,7 +141,7 @@ def shown_shortage(status: ExecStatus) -> str:
 
 
 def check_host(sandbox: "Sandbox", status: ExecStatus) -> None:
-    """Raises: RetryHere if the host refused the command something: its result then proves nothing."""
+    """Raises: RetryHere if the host refused the command a resource: its result proves nothing."""
     if status.host_lacked:
         raise RetryHere(
             f"while a command ran in sandbox {sandbox.identity!r}, {shown_shortage(status)}",
@@ -160,7 +159,7 @@ class Sandbox(ABC):
     identity: str
     workdir: str
     tmp: str = "/tmp"
-    """A folder for temporary files, which goes with the sandbox."""
+    """A folder for temporary files. It is removed with the sandbox."""
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
     users: ClassVar[Sequence[str]] = ("agent",)
@@ -170,14 +169,17 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def start(self, exec_id: str, command: Exec) -> None:
-        """Start once, detached. For a known exec_id it does nothing; another argv is a ConfigurationError."""
+        """Start once, detached. A known exec_id starts nothing.
+
+        Raises: ConfigurationError for a known exec_id with another argv.
+        """
 
     @abstractmethod
     async def extend(self, exec_id: str, timeout_s: float) -> None:
         """Let a command that was started with a time limit run until `timeout_s` after its start.
 
-        It only ever moves the limit later, and nothing happens if the command is over. Raises:
-        NotFound; SandboxLost.
+        The limit only moves later. If the command is over, nothing happens. Raises: NotFound;
+        SandboxLost.
         """
 
     @abstractmethod
@@ -197,23 +199,23 @@ class Sandbox(ABC):
     async def next_output(
         self, exec_id: str, offset: int, limit: int = 1 << 24, *, wait_s: float
     ) -> bytes:
-        """Standard output as `output` returns it. If the sandbox `waits_inside`, it returns when there is
-        something, when the command is over, or after `wait_s` seconds."""
+        """Standard output as `output` returns it. If the sandbox `waits_inside`, it returns when there
+        are bytes, when the command is over, or after `wait_s` seconds."""
         return await self.output(exec_id, "stdout", offset, limit)
 
     @abstractmethod
     async def signal(self, exec_id: str, signum: int) -> None:
         """Signal the command's whole process tree. If the command is over, this succeeds.
 
-        SIGKILL also ends what a finished command left running in the background."""
+        SIGKILL also ends background processes that a finished command left."""
 
     @abstractmethod
     async def end_all(self) -> None:
-        """SIGKILL every process that commands started, whichever command it was. The sandbox lives on."""
+        """SIGKILL every process that any command started. The sandbox itself stays alive."""
 
     @abstractmethod
     async def put(self, path: str, data: bytes | Path, *, mode: int = 0o644) -> None:
-        """Upload bytes or a host file under a temporary name, verify, rename. Makes parent folders."""
+        """Upload bytes or a host file under a temporary name, verify, rename. Creates parent folders."""
 
     @abstractmethod
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
@@ -221,7 +223,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def touch(self, ttl_s: float) -> None:
-        """Set the deadline to `ttl_s` seconds from now, also if it was later."""
+        """Set the deadline to `ttl_s` seconds from now, even if it was later."""
 
     @abstractmethod
     async def kill(self) -> None:
@@ -254,10 +256,10 @@ class Sandbox(ABC):
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> ExecResult:
-        """Run to the end (the simple call of the users' documents 002 and 004).
+        """Run a command to its end (the simple call of the users' documents 002 and 004).
 
         A string runs under `bash -c`. With `check`, an exit code other than 0 raises RuntimeError.
-        A command that fails while its host's disk is full raises RetryHere.
+        A command that fails while its host lacks disk, processes or memory raises RetryHere.
         """
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         status, out, err = await self._to_end(Exec(argv, env or {}, cwd, user, timeout_s=timeout))
@@ -269,7 +271,7 @@ class Sandbox(ABC):
         return ExecResult(status, out, err)
 
     async def _to_end(self, command: Exec) -> ExecResult:
-        """Start it and return when it is over."""
+        """Start it, and return its result when it is over."""
         exec_id = f"x-{uuid4().hex}"
         await self.start(exec_id, command)
         status = await self.wait(exec_id)
@@ -280,7 +282,7 @@ class Sandbox(ABC):
     async def write_file(
         self, path: str, content: bytes | str | Path, user: str | None = None
     ) -> None:
-        """`content`: text, bytes or a file of the host. `user`: its owner, the agent's by default.
+        """`content`: text, bytes or a file of the host. `user`: the file's owner, by default the agent.
 
         Raises: ConfigurationError for a user that the sandbox lacks.
         """
@@ -328,7 +330,7 @@ class SandboxProvider(ABC):
     """Fields of Limits that the provider enforces. A request that sets another is refused."""
     networks: frozenset[Network] = frozenset(Network)
     account_caps: AccountCaps | None = None
-    """The caps of an account unless the settings name others. None: there is no account, or it needs no
+    """The account's caps, unless the settings name others. None: there is no account, or it needs no
     queue."""
     waits_at_caps: bool = True
     """`create` waits for a while when the account is at its caps. False: it raises RateLimited at once,
@@ -337,7 +339,7 @@ class SandboxProvider(ABC):
     @property
     def sees_host(self) -> bool:
         """Sandboxes run this host's programs and may get its writable folders and a unix socket. False
-        if they get copies, even where they are processes of this host."""
+        if they get copies, even if they are processes of this host."""
         return self.host_bound
 
     @property
@@ -347,7 +349,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        """A live sandbox of this identity. If one exists, it is adopted; there are never two.
+        """A live sandbox of this identity. An existing one is adopted; there are never two.
 
         Raises: SandboxLost when the sandbox of that identity has died (use a new generation);
         MissingDependency; ConfigurationError; RetryHere, as RateLimited when the account is at its
@@ -356,7 +358,7 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     async def attach(self, identity: str) -> Sandbox:
-        """Raises: NotFound when it was never made, SandboxLost when it is dead."""
+        """Raises: NotFound when it was never created, SandboxLost when it is dead."""
 
     @abstractmethod
     async def list(self, labels: Mapping[str, str] | None = None) -> Sequence[SandboxInfo]:
@@ -368,4 +370,4 @@ class SandboxProvider(ABC):
 
     @abstractmethod
     def check(self) -> Sequence[str]:
-        """What is missing on this host: one line with the fix for each; empty when it is ready."""
+        """What this host lacks, one line with the fix for each; empty if the provider is ready."""

@@ -16,7 +16,7 @@ KEY_VARIABLE = "PERDURE_E2B__METADATA_IMAGE_KEY"
 
 
 def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | None:
-    """The template, snapshot or image that this provider has for an image, by the JSON file
+    """The template, snapshot or image that this provider uses for `image`, from the JSON file
     `image_map`: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
@@ -32,8 +32,8 @@ def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | 
 
 
 def routing_tags(image: str | None, file: Path | None, key: str) -> dict[str, str]:
-    """Tags to give a sandbox at its creation, the image among them under `key`; empty without a
-    file. A gateway that finds the image of a sandbox by its metadata asks for them.
+    """Tags for a new sandbox, with the image under `key`; empty without a file. A gateway that reads
+    a sandbox's image from its metadata needs them.
 
     Raises: ConfigurationError naming the variable and the fix.
     """
@@ -79,7 +79,7 @@ def mirrored(name: str, mirror: str) -> str:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Registry and the rest, as Docker reads a name."""
+    """The registry and the rest of a name, as Docker parses it."""
     first, slash, rest = name.partition("/")
     if slash and ("." in first or ":" in first or first == "localhost"):
         return first, rest

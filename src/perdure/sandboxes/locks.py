@@ -1,4 +1,4 @@
-"""A lock between processes of this host, held as a file."""
+"""A file lock between processes of this host."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ def _try_lock(path: Path) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(path).st_ino == os.fstat(fd).st_ino:  # otherwise its last owner removed it
+        if os.stat(path).st_ino == os.fstat(fd).st_ino:  # otherwise its last holder removed it
             return fd
     except (BlockingIOError, FileNotFoundError):
         pass

@@ -13,7 +13,7 @@ from perdure.sandboxes.base import Network, SandboxProvider
 from perdure.types import Instance, Limits, Phase, PhaseName, RolloutRequest
 
 INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
-"""Of the sandbox in which an environment is built, once for all rollouts."""
+"""Limits of the sandbox that builds an environment, once for all rollouts."""
 PHASES: tuple[PhaseName, ...] = ("environment", "agent", "grade")
 
 Providers = Callable[[str], SandboxProvider]
@@ -21,7 +21,7 @@ Providers = Callable[[str], SandboxProvider]
 
 @dataclass(frozen=True)
 class PhasePlacement:
-    """What one phase gets. `provider` is empty for an environment that any provider may build."""
+    """Where one phase runs. `provider` is empty for an environment that any provider may build."""
 
     provider: str
     limits: Limits
@@ -30,7 +30,7 @@ class PhasePlacement:
 
 @dataclass(frozen=True)
 class _Fields:
-    """What is set for one phase: by the request and by the instance."""
+    """The fields that the request and the instance set for one phase."""
 
     phase: PhaseName
     request: Phase

@@ -24,8 +24,8 @@ from perdure.sandboxes.locks import locked
 MIRROR_VARIABLE = "PERDURE_SANDBOX__IMAGE_MIRROR"
 PULL_TIMEOUT_S = 1200.0
 LIMIT_PASSES_S = 60.0
-"""Seconds to wait after a registry's rate limit that names no time. Registries count over minutes or
-hours, so an earlier try only adds to the count. A full disk is left alone for as long."""
+"""Seconds to wait after a registry's rate limit that names no time, or after a full disk. Registries
+count over minutes or hours, so an earlier pull only adds to the count."""
 
 FULL_DISK = ("no space left on device", "disk quota exceeded")
 TOO_MANY = ("toomanyrequests", "too many requests", "rate limit")
@@ -59,20 +59,20 @@ Pull = Callable[[str], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Puller:
-    """What a person does about the program that pulls."""
+    """Advice in error messages about the program that pulls."""
 
     log_in: str
-    """How it learns the credentials of `{registry}`."""
+    """How to give it the credentials of `{registry}`."""
     storage: str
     """Where it keeps images."""
 
 
 class PullFailed(PerdureError):
-    """What the program that pulls said."""
+    """The message is what the program that pulls printed."""
 
 
 class Pulls:
-    """The pulls of one process. `locks`: the folder that it shares with the host's other processes."""
+    """The pulls of one process. `locks`: the lock folder that all processes of this host share."""
 
     def __init__(self, locks: Path, mirror: str, puller: Puller) -> None:
         self._locks = locks
@@ -81,7 +81,7 @@ class Pulls:
         self._running: dict[str, asyncio.Task[str]] = {}
 
     async def present(self, name: str, find: Find, pull: Pull) -> str:
-        """The id of the image. All who ask for it while it is pulled get that pull's image or error.
+        """The id of the image. Callers that ask for it during a pull get that pull's image or error.
 
         `pull` raises PullFailed. Raises: InstanceError when the registry does not have the image;
         ConfigurationError when it refuses the credentials; ControlPlaneError when it does not answer
@@ -112,15 +112,15 @@ class Pulls:
     def _ended(self, name: str, pulling: asyncio.Task[str]) -> None:
         del self._running[name]
         if not pulling.cancelled():
-            pulling.exception()  # those who waited may all be gone
+            pulling.exception()  # no caller may be left to retrieve it
 
 
 def refused(name: str, said: str, puller: Puller, *, asked: str = "") -> PerdureError:
-    """The error of a failed pull of `name`, by what a repetition can change.
+    """The error for a failed pull of `name`; its type says whether a retry can help.
 
-    `asked`: its name in the row, if a mirror's was pulled.
+    `asked`: the image's name in the row, if a mirror's name was pulled.
     """
-    words = said.lower().replace("permission denied", "")  # a disk says that, no registry
+    words = said.lower().replace("permission denied", "")  # from the disk, not from a registry
 
     def says(phrases: Sequence[str]) -> bool:
         return any(phrase in words for phrase in phrases)
@@ -158,7 +158,7 @@ def _seconds(words: str) -> float:
 
 
 def printed(command: Sequence[str], what: str) -> str:
-    """What a program that handles images printed. Raises: RetryHere with its error."""
+    """The output of a program that handles images. Raises: RetryHere with its error."""
     try:
         done = subprocess.run(
             command,
@@ -179,7 +179,7 @@ def printed(command: Sequence[str], what: str) -> str:
 
 
 def last_error(stderr: str) -> str:
-    """The last line, or podman's last error, which may have several."""
+    """The last line, or podman's last error, which may span several lines."""
     lines = stderr.strip().splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("Error: ")]
     return " ".join(line.strip() for line in lines[starts[-1] if starts else -1 :])

@@ -17,7 +17,7 @@ from perdure.types import Frozen
 OWNER_LABELS = frozenset({"run", "rollout"})
 ORPHANED = "orphaned"
 AT_ONCE = 8
-"""Sandboxes that a sweep looks at together: on a starved host, each takes seconds to end."""
+"""Sandboxes that a sweep handles at once: on an overloaded host, each takes seconds to kill."""
 
 log = structlog.get_logger()
 
@@ -28,7 +28,7 @@ class Owner(StrEnum):
     ALIVE = "alive"
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """Nobody has heard of it: it may be another deployment's, or be started again."""
+    """No record of it exists: it may belong to another deployment, or start again."""
 
 
 OwnerOf = Callable[[SandboxInfo], Awaitable[Owner]]
@@ -53,14 +53,15 @@ class Sweep:
     orphaned: Orphaned
     """Called before an orphan is killed."""
     grace_s: float
-    """How old the sandbox of an unknown owner becomes."""
+    """Age in seconds at which a sandbox with an unknown owner is killed."""
     now: float
 
     async def over(self, providers: Iterable[SandboxProvider]) -> SweepReport:
-        """Kill what has expired, what has an ended owner, and what has had an unknown one for too long.
+        """Kill sandboxes that have expired, whose owner has ended, or whose owner is still unknown
+        after the grace period.
 
         A sandbox without owner labels ends only by its own deadline. If one cannot be killed, the
-        sweep goes on with the others.
+        sweep continues with the others.
         """
         fates: list[str] = []
         for provider in providers:
@@ -92,7 +93,7 @@ class Sweep:
             if reason == ORPHANED:
                 await self.orphaned(info)
             await provider.kill(info.identity)
-        except (PerdureError, OSError, ValueError) as error:  # of this one; the others are swept
+        except (PerdureError, OSError, ValueError) as error:  # this sandbox's; the others are swept
             log.warning("sandbox not swept", identity=info.identity, reason=repr(error))
             return "failed"
         return "killed"

@@ -1,5 +1,5 @@
 """What the containers of `docker` and `kubernetes` share: first process, capabilities, system-call
-filter, uploads, and the signs of an image without python3.
+filter, uploads, and how to recognize an image without python3.
 """
 
 import base64
@@ -13,11 +13,12 @@ from perdure.sandboxes.guest.sandbox import FOLDER, GuestSandbox
 from perdure.sandboxes.host.keeper import seccomp
 
 DEADLINE = f"{FOLDER}/deadline"
-"""File inside that holds the unix time at which the first process ends the sandbox."""
+"""File inside that holds the time at which the first process ends the sandbox, on two clocks: unix
+time and the container's monotonic time."""
 ROOT = "0:0"
 """User and group id."""
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
-"""What the guest program may do. Commands have no capabilities."""
+"""Capabilities of the guest program. Commands have none."""
 MACHINES = ("x86_64", "aarch64")
 NO_PROGRAM = (
     "executable file not found",
@@ -29,10 +30,10 @@ NO_PROGRAM = (
 
 
 class ContainerSandbox(GuestSandbox):
-    """Commands run as `agent`, or as root of the instance's own image; without capabilities."""
+    """Commands run without capabilities, as `agent` or as root of the instance's own image."""
 
     _variables: Mapping[str, str]
-    """The image's."""
+    """The image's environment variables."""
 
     def _environment(self) -> Mapping[str, str]:
         return self._variables
@@ -45,16 +46,16 @@ class ContainerSandbox(GuestSandbox):
 
     @abstractmethod
     async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
-        """Upload and run a line that uses it, in one call."""
+        """Upload `data` and run a shell line that uses it, in one call."""
 
 
 def init_command(ttl_s: float) -> tuple[str, ...]:
-    """The arguments of `python3` for a container's first process, which ends it at its deadline."""
+    """Arguments of `python3` for the first process, which ends its container at the deadline."""
     return "-I", "-c", source_of("container_init.py"), str(ttl_s), DEADLINE
 
 
 def source_of(name: str) -> str:
-    """The text of a program that runs inside."""
+    """The source of a program that runs inside the sandbox."""
     return resources.files("perdure.sandboxes.guest.inside").joinpath(name).read_text()
 
 

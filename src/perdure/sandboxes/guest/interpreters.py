@@ -27,7 +27,7 @@ def is_interpreter(folder: Path) -> bool:
 
 
 def _interpreters(environment: Path) -> Iterable[Path]:
-    """The path that the environment names and, if that is a link, the path it leads to."""
+    """The path that the environment names and, if that is a link, its target."""
     try:
         lines = (environment / "pyvenv.cfg").read_text().splitlines()
     except (FileNotFoundError, NotADirectoryError):

@@ -14,7 +14,7 @@ from perdure.durable_files import publish_file
 from perdure.sandboxes.guest.interpreters import is_interpreter
 
 NOT_OF_AN_INTERPRETER = ("site-packages", "test", "__pycache__", "idlelib", "config-3")
-"""Parts of an interpreter that are not sent: packages installed in it, tests, build files."""
+"""Parts of an interpreter that are not packed: packages installed in it, tests, build files."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Pack:
 
 
 def pack(folder: Path, cache: Path) -> Pack:
-    """A gzipped tar of `folder`, without owners. Blocks. If it is killed, only a draft is left."""
+    """A gzipped tar of `folder`, without owners. Blocks. If it is killed, only a draft remains."""
     key = _fingerprint(folder)
     for found in cache.glob(f"{key}-*.tgz"):
         if not found.stat().st_size:  # damaged by a power cut
@@ -54,7 +54,7 @@ def _write(folder: Path, target: Path) -> None:
 
 
 def _contents(folder: Path) -> Iterator[Path]:
-    """Everything below, in a fixed order. Of an interpreter only what programs need: a fiftieth."""
+    """Everything below, in a fixed order. Of an interpreter, only what programs need, a fiftieth."""
     skipped = NOT_OF_AN_INTERPRETER if is_interpreter(folder) else ()
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(skipped))

@@ -1,7 +1,7 @@
-"""Repeats calls to a service that makes sandboxes, while their failure is transient.
+"""Repeats calls to a sandbox service that fail for a transient reason.
 
-The sandbox's identity and the guest's records make every call safe to repeat. Each provider's
-`failures` turns the errors of its service into ours.
+The sandbox's identity and the guest's records make every call safe to repeat. Each provider maps
+its service's errors to those of Perdure in a module of its own.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from perdure.errors import ControlPlaneError, PerdureError, RateLimited, Sandbox
 T = TypeVar("T")
 
 PAUSE_S = (0.1, 8.0)
-"""The first and the longest pause between two tries."""
+"""The first and the longest pause between two calls."""
 PATIENCE_S = 45.0
-"""Seconds after which it gives up. Then Temporal retries, more slowly."""
+"""Seconds after which it gives up. Then Temporal retries, at longer intervals."""
 READS_LAG_S = 2.0
 """Seconds until a service's reads show what it has created."""
 
@@ -66,13 +66,13 @@ async def confirmed(look: Callable[[], Awaitable[T]]) -> T:
 
 
 def was_refused(error: PerdureError) -> bool:
-    """The service or a proxy said when to come back. That says nothing about the sandbox, and any
-    request before that time would be refused too."""
+    """Whether the service or a proxy said when to retry. That says nothing about the sandbox, and
+    any earlier request would be refused too."""
     return isinstance(error, ControlPlaneError) and error.retry_after is not None
 
 
 def retry_after(headers: Mapping[str, Any]) -> float | None:
-    """Seconds, from `Retry-After` or `Retry-After-<throttler>`; their value may be a date."""
+    """Seconds, from `Retry-After` or `Retry-After-<throttler>`. Either may hold a date."""
     for name, value in headers.items():
         if name.lower().startswith("retry-after"):
             text = str(value).strip()
@@ -86,7 +86,7 @@ def retry_after(headers: Mapping[str, Any]) -> float | None:
 
 
 class Silences:
-    """Since when running sandboxes, according to their service, have not answered."""
+    """Since when sandboxes that their service reports as running have not answered."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
@@ -95,7 +95,7 @@ class Silences:
         self._since.pop(sandbox_id, None)
 
     def lasts(self, sandbox_id: str) -> float:
-        """Seconds since the first call for this sandbox."""
+        """Seconds of silence; the first call for a sandbox starts the clock."""
         now = time.monotonic()
         return now - self._since.setdefault(sandbox_id, now)
 

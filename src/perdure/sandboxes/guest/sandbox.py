@@ -1,7 +1,7 @@
 """What sandboxes on other hosts share: a guest program inside them runs commands and handles files.
 
 The guest keeps durable records, so every order may be repeated after a lost answer. Trees and mounts
-are packed once and uploaded. Each provider defines how an order gets in.
+are packed once and uploaded. Each provider defines how an order reaches the guest.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ PROGRAMS = (
 )  # fmt: skip
 """Files of `guest/inside` that are installed together."""
 PYTHON = "exec python3 -I -S -c"
-"""Without the packages of the image."""
+"""`-I -S`: without the image's site-packages."""
 CALL = (
     f"{PYTHON} 'import sys; sys.argv[1:] = sys.stdin.read().split(); "
     f'sys.path.insert(0, "{FOLDER}"); import guest_entry; guest_entry.main()\''
@@ -72,8 +72,8 @@ sys.path.insert(0, "{FOLDER}")
 import guest_entry
 guest_entry.main()
 """
-"""Its argument is the guest's files; its standard input is that of CALL. Files with the same text are
-not replaced."""
+"""Its argument holds the guest's files. It reads the order from standard input, as CALL does. Files
+with the same text are not replaced."""
 MARK = "perdure-answer:"
 INLINE_BYTES = 60_000
 """Longer orders are uploaded: a service may pass the line as one argument, and the kernel limits an
@@ -91,24 +91,24 @@ class GuestSandbox(Sandbox):
     waits_inside = True
     users = ("agent", "root")
     service: ClassVar[str]
-    """Its name in messages."""
+    """The service's name in messages."""
     room: ClassVar[int] = 0
-    """Bytes of a disk of its own that no command can use: they are free once `end_all` has ended them.
-    0: the disk is shared, or a file of it counts as memory."""
+    """Bytes of the sandbox's own disk that commands cannot use. `end_all` frees them. 0: the disk
+    is shared, or its files count as memory."""
 
     def __init__(self, identity: str, workdir: str, *, packs: Path) -> None:
         """`packs`: the folder of this host that caches archives."""
         self.identity, self.workdir, self._packs = identity, workdir, packs
         self._unanswered = False
-        """The last call had no answer, perhaps because the guest is missing or of another version."""
+        """The last call got no answer. The guest may be missing or of another version."""
         self._is_new = False
         """No command has run in it yet, so a missing program is missing in its image."""
 
     @abstractmethod
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """Run one shell line as root and return what it printed. It may wait for `extra_s` by design.
+        """Run one shell line as root and return its output. The line may wait `extra_s` seconds.
 
-        Raises: ControlPlaneError when it may be repeated; SandboxLost; ConfigurationError.
+        Raises: ControlPlaneError when the call may be repeated; SandboxLost; ConfigurationError.
         """
 
     @abstractmethod
@@ -198,7 +198,7 @@ class GuestSandbox(Sandbox):
     # -- set-up -----------------------------------------------------------------------------------
 
     async def set_up(self, spec: SandboxSpec) -> None:
-        """Bring everything that the spec asks for. It may run repeatedly and in several workers."""
+        """Upload everything that the spec asks for. May run repeatedly and in several workers."""
         mounts = sorted(self._sent(spec), key=lambda mount: mount.target.count("/"))
         targets = [mount.target for mount in mounts]
         targets += [spec.workdir] if spec.tree is not None else []
@@ -226,7 +226,7 @@ class GuestSandbox(Sandbox):
     async def _begin(
         self, targets: Sequence[str], settings: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Install the guest and ask which targets are missing. If none are, this is the whole set-up."""
+        """Install the guest and ask which targets are missing. If none is, the set-up is done."""
         order = {"op": "begin", "targets": targets, "settings": settings}
         line = _line(_installing(), _argument(order))
         if len(line) > INLINE_BYTES and settings is not None:
@@ -247,7 +247,7 @@ class GuestSandbox(Sandbox):
             await self.put(mount.target, mount.source, mode=mode)
 
     def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
-        """The mounts to upload: all, except those that are there already."""
+        """The mounts to upload: all, except those that the sandbox already has."""
         return spec.mounts
 
     def _environment(self) -> Mapping[str, str]:
@@ -264,7 +264,7 @@ class GuestSandbox(Sandbox):
         await again(lambda: self._deliver("unpack", packed.path, **order))
 
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
-        """Upload it and let the guest check and use it. An incomplete upload is sent again."""
+        """Upload `data` for the guest to verify and use. An incomplete upload is sent again."""
         staged = f"{FOLDER}/staged/{uuid4().hex}"
         command = _line(self._caller(), _argument({"op": op, "staged": staged, **order}))
         printing = self._write_and_print(op, staged, data, command)
@@ -292,7 +292,7 @@ class GuestSandbox(Sandbox):
         if len(argument) > INLINE_BYTES:
             try:
                 staged = await self._upload(json.dumps(call).encode())
-            except DiskTooSmall as error:  # everything that we bring was there before
+            except DiskTooSmall as error:  # the set-up fitted: commands filled the disk
                 raise DiskFull(
                     f"sandbox {self.identity!r} has no disk space left: {error}"
                 ) from error
@@ -345,7 +345,7 @@ class GuestSandbox(Sandbox):
         return answer
 
     def _answer_in(self, what: str, said: str) -> dict[str, Any]:
-        """Only the guest's marked line is an answer. Exit codes and ends of streams are hints."""
+        """Only the guest's marked line is an answer. Exit codes and closed streams are hints."""
         for line in reversed(said.splitlines()):
             if line.startswith(MARK):
                 with contextlib.suppress(ValueError):
@@ -372,7 +372,7 @@ class GuestSandbox(Sandbox):
 
 
 def _installing() -> str:
-    """As CALL, but first installs the guest if it is missing or of another version."""
+    """CALL that first installs the guest if it is missing or of another version."""
     folder = resources.files("perdure.sandboxes.guest.inside")
     programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
     packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
@@ -380,7 +380,7 @@ def _installing() -> str:
 
 
 def _line(caller: str, argument: str) -> str:
-    """A shell line. `echo` is built in, so the order is in no process's arguments."""
+    """A shell line. The shell runs `echo` itself, so no process's arguments hold the order."""
     return f"echo {argument} | {caller}"
 
 

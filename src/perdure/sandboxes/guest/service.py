@@ -1,5 +1,5 @@
 """What providers of sandboxes on other hosts share: scopes, cancelled creates, checks of a spec, and
-calls by the SDK of a service.
+calls through a service's SDK.
 
 Several deployments may share one account of a service. A *scope* says which one owns a sandbox.
 """
@@ -53,7 +53,7 @@ log = structlog.get_logger()
 class ServiceProvider(SandboxProvider):
     runs_images = True
     request_s = REQUEST_S
-    """How long one call may take."""
+    """Seconds that one call may take."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -62,7 +62,7 @@ class ServiceProvider(SandboxProvider):
         self._key_works = False
 
     def _missing_package(self, package: str) -> list[str]:
-        """What `check` says of it, if it is not installed."""
+        """The line for `check` if the package is not installed."""
         try:
             metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -97,8 +97,8 @@ class ServiceProvider(SandboxProvider):
             raise
 
     async def _call_off(self, making: asyncio.Task[Sandbox], identity: str) -> None:
-        """Kill what the create may have made. If it appears later, it has its identity, labels and
-        deadline: the next try adopts it, or the reaper kills it."""
+        """Kill the sandbox that the create may have made. One that appears later has its identity,
+        labels and deadline: the next activity attempt adopts it, or the reaper kills it."""
         await asyncio.wait([making], timeout=CALLED_OFF_S)
         making.cancel()
         try:
@@ -115,7 +115,7 @@ class ServiceProvider(SandboxProvider):
 
     @property
     def _is_unused(self) -> bool:
-        """This host never made a sandbox here, so there is nothing to sweep."""
+        """This host never created a sandbox at this service, so there is nothing to sweep."""
         return not self.root.exists() and not self._named_scope
 
     @abstractmethod
@@ -153,7 +153,7 @@ class ServiceProvider(SandboxProvider):
 
     @property
     def _scope(self) -> str:
-        """The deployment. Sandboxes of others are never adopted, listed or killed."""
+        """The deployment's scope. Sandboxes of other scopes are never adopted, listed or killed."""
         if self._named_scope:
             return self._named_scope
         path = self.root / "scope"
@@ -168,10 +168,10 @@ class ServiceProvider(SandboxProvider):
 
 
 class SdkProvider(ServiceProvider):
-    """A service with accounts, called by its SDK."""
+    """A service with accounts, called through its SDK."""
 
     account_variables: ClassVar[Sequence[str]]
-    """Variables of the environment that say which account it is."""
+    """Environment variables that identify the account."""
 
     @property
     def account(self) -> str:
@@ -184,7 +184,7 @@ class SdkProvider(ServiceProvider):
 
     @abstractmethod
     def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
-        """The SDK's error as one of ours. `key_works`: the API key was accepted before."""
+        """The SDK's error as one of ours. `key_works`: the service accepted the API key before."""
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -208,7 +208,7 @@ class SdkSandbox(GuestSandbox):
 
     @abstractmethod
     async def _is_there(self, error: Exception, found: PerdureError, *, in_sandbox: bool) -> bool:
-        """Whether the sandbox lives although a call failed with `error`, which we read as `found`.
+        """Whether the sandbox is alive after a call failed with `error`, which we read as `found`.
 
         Raises: SandboxLost.
         """
@@ -221,8 +221,8 @@ class SdkSandbox(GuestSandbox):
     async def _once(
         self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
     ) -> T:
-        """Raises SandboxLost only if the control plane agrees, because proxies may be wrong, or if nothing
-        has answered for long.
+        """Raises SandboxLost only if the control plane confirms it, because proxies may be wrong,
+        or after a long silence.
 
         `in_sandbox`: the sandbox answers this call, rather than the service.
         """

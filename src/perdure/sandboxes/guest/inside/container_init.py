@@ -1,7 +1,8 @@
 """Runs as the first process of a container: reaps orphans, and exits at the deadline.
 
-The container's Python gets it as text, with the seconds until the deadline and the file in which the
-guest renews it. Standard library only. When it exits, everything in the container ends.
+The container's Python gets this file as text, with the seconds until the deadline and the file in
+which the guest renews it. Standard library only. When it exits, the kernel ends all other processes
+of the container.
 """
 
 import os
@@ -18,7 +19,7 @@ def main(seconds: float, deadline: str) -> None:
     end = time.monotonic() + seconds
     folder = os.path.dirname(deadline)
     os.chmod(folder, 0o700)
-    if os.geteuid() == 0:  # otherwise all processes run as one user, and no owner would help
+    if os.geteuid() == 0:  # otherwise all processes run as one user: no owner would protect it
         os.chown(folder, RECORDS_OWNER, RECORDS_OWNER)
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     while time.monotonic() < end:

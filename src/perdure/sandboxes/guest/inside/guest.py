@@ -33,8 +33,8 @@ BRINGING = ("begin", "place", "ready", "unpack")
 
 
 def answer(argument: str) -> str:
-    """What is printed for one order: `call:` and the order in base64 or, if it is too long for a
-    command line, `order:` and the name of a file that holds it."""
+    """Execute one order and return the line to print. `argument`: `call:` and the order in base64
+    or, if that is too long for a command line, `order:` and the name of a file that holds it."""
     name, _, encoded = argument.partition(":")
     data = base64.b64decode(encoded)
     if name == "order":
@@ -52,8 +52,8 @@ def answer(argument: str) -> str:
 
 
 def refusal(op: str, code: int | None) -> str:
-    """The kind of refusal. Commands may use up processes (busy) or the disk (full); a disk too small
-    for what we bring is a configuration error (os)."""
+    """The kind of refusal. Commands may use up processes (busy) or the disk (full). A disk too
+    small for our uploads is a configuration error (os)."""
     if code in files.PASSING:
         return "busy"
     return "full" if code in files.FULL and op not in BRINGING else "os"
@@ -62,7 +62,7 @@ def refusal(op: str, code: int | None) -> str:
 def begin(targets: list[str], settings: Answer | None) -> Answer:
     """The first step of the set-up, and the last if none of `targets` is missing.
 
-    `settings`: the order of `ready`, unless it comes in a call of its own.
+    `settings`: the order of `ready`, unless the host sends it in a separate call.
     """
     if os.path.exists(files.state("ready")):
         return {"ready": True}
@@ -74,7 +74,7 @@ def begin(targets: list[str], settings: Answer | None) -> Answer:
 
 
 def unpack(staged: str, target: str, sha256: str, agent_owned: bool) -> Answer:
-    """Unpack an uploaded archive at `target`, once. `agent_owned`: it belongs to the agent."""
+    """Unpack an uploaded archive at `target`, once. `agent_owned`: the agent owns its files."""
     import tarfile  # imported late: few calls need it
 
     with files.locked("setup"):
@@ -88,7 +88,7 @@ def unpack(staged: str, target: str, sha256: str, agent_owned: bool) -> Answer:
         with tarfile.open(staged) as tar:
             tar.extraction_filter = lambda member, path: (
                 member
-            )  # the archive is ours; Python 3.14's default filter would change it
+            )  # the archive is ours; Python 3.14's default filter would change its members
             for member in tar:
                 member.uid, member.gid = files.owner() if agent_owned else (0, 0)
                 member.uname = member.gname = ""
@@ -99,7 +99,7 @@ def unpack(staged: str, target: str, sha256: str, agent_owned: bool) -> Answer:
 
 
 def unpacked(target: str) -> bool:
-    """Whether it is there, also as a read-only folder that the template brings."""
+    """Whether `target` is there, unpacked or as a read-only folder of the template."""
     if os.path.exists(files.state("unpacked", hashlib.sha256(target.encode()).hexdigest())):
         return True
     return os.path.isdir(target) and bool(os.listdir(target)) and not os.access(target, os.W_OK)
@@ -115,9 +115,8 @@ def ready(  # noqa: PLR0917
 ) -> Answer:
     """The last step of the set-up: save what every later command needs.
 
-    `room`: bytes of the disk that are kept until `end_all`.
-
-    `seal`: commands get no capability, and the system-call filter of this machine if it has one.
+    `room`: bytes of the disk to reserve until `end_all`. `seal`: system-call filters by machine.
+    With it, commands have no capabilities and run under the filter of this machine, if there is one.
     """
     with files.locked("setup"):
         for path in (workdir, home):
@@ -131,7 +130,7 @@ def ready(  # noqa: PLR0917
 
 
 def touch(ttl: float) -> Answer:
-    """The sandbox ends `ttl` seconds from now, if its first process enforces that."""
+    """Set the deadline to `ttl` seconds from now, for a first process that enforces it."""
     files.replace(files.state("deadline"), f"{time.time() + ttl} {time.monotonic() + ttl}".encode())
     return {}
 

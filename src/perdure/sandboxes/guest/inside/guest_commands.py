@@ -1,6 +1,6 @@
 """The guest's operations on commands: start, wait, read their output, signal them.
 
-Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+Runs inside a remote sandbox with `guest`. Standard library only, Python 3.7 or later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def start(  # noqa: PLR0917
     stdin: str | None,
     timeout: float | None,
 ) -> Answer:
-    """Start once. A known id is left alone; with another argv it is refused."""
+    """Start once. A known id starts nothing; with another argv it is refused."""
     folder = files.state("execs", exec_id)
     if not os.path.isdir(folder):
         draft = files.state("execs", "." + str(os.getpid()) + os.urandom(4).hex())
@@ -65,7 +65,7 @@ def start(  # noqa: PLR0917
 
 
 def run(seconds: float, **order: Any) -> Answer:
-    """Start, wait, and return the beginning of its output: one call for a short command."""
+    """Start, wait, and return the beginning of the output: one call for a short command."""
     start(**order)
     found = dict(wait(order["exec_id"], seconds))
     if found["state"] != "running":
@@ -75,7 +75,7 @@ def run(seconds: float, **order: Any) -> Answer:
 
 
 def extend(exec_id: str, timeout: float) -> Answer:
-    """Move its time limit later, counted from its start."""
+    """Move the command's time limit later; `timeout` counts from its start."""
     records.extend(records.known(exec_id), timeout)
     return {}
 
@@ -94,7 +94,7 @@ def poll(exec_id: str) -> Answer:
 
 
 def wait(exec_id: str, seconds: float) -> Answer:
-    """Poll in the sandbox, where it is cheap, until it is over or `seconds` have passed."""
+    """Poll in the sandbox, where it is cheap, until the command is over or `seconds` pass."""
     finish, pause = time.monotonic() + seconds, 0.001
     while True:
         found = poll(exec_id)
@@ -106,7 +106,7 @@ def wait(exec_id: str, seconds: float) -> Answer:
 
 
 def abandoned(folder: str) -> bool:
-    """Whether it can never start. We make the pid file, so that no supervisor can."""
+    """Whether the command can never start. Makes the pid file, so that no supervisor can."""
     if time.monotonic() - records.order_of(folder)["made"] < supervisor.LAUNCH_GRACE_S:
         return False
     try:
@@ -118,7 +118,7 @@ def abandoned(folder: str) -> bool:
 
 
 def send_signal(exec_id: str, signum: int) -> Answer:
-    """Signal the whole tree. SIGKILL also ends what a finished command left running."""
+    """Signal the whole process tree. SIGKILL also ends processes that a finished command left."""
     folder = records.known(exec_id)
     process = records.process_of(folder)
     over = records.result_of(folder) is not None
@@ -146,7 +146,7 @@ def send_signal(exec_id: str, signum: int) -> Answer:
 
 
 def end_all() -> Answer:
-    """Kill all that commands started, whichever command it was. Then nothing can take the room."""
+    """Kill every process that any command started, then free the reserved disk space."""
     while True:
         pids = [pid for pid in left() if pid != os.getpid()]
         if not pids:
@@ -158,8 +158,8 @@ def end_all() -> Answer:
 
 
 def left() -> list[int]:
-    """In a container of ours: all but its first process, supervisors, the resident and processes from
-    outside. Elsewhere others may run beside commands: only what belongs to one."""
+    """Processes to kill. In a container of ours: all but its first process, supervisors, the
+    resident and processes from outside. Elsewhere other programs may run: those of commands only."""
     supervisors = []
     for name in os.listdir(files.state("execs")) if os.path.isdir(files.state("execs")) else []:
         folder = files.state("execs", name)
@@ -182,7 +182,7 @@ def tree(folder: str, process: tuple[int, str]) -> list[int]:
 
 
 def output(exec_id: str, stream: str, offset: int, limit: int, seconds: float = 0.0) -> Answer:
-    """A byte range of an output. Waits up to `seconds` while there is none and some may come."""
+    """A byte range of an output. Waits up to `seconds` for bytes while the command runs."""
     finish, pause = time.monotonic() + seconds, 0.004
     while time.monotonic() < finish and records.size(records.known(exec_id), stream) <= offset:
         if poll(exec_id)["state"] != "running":

@@ -1,4 +1,4 @@
-"""Runs inside a remote sandbox at every call. If there is a resident guest, hands it the order.
+"""Runs inside a remote sandbox at every call, and hands the order to the resident guest.
 
 The *resident* is a process that has loaded `guest`. It forks for each order, which takes a tenth of
 the time that a new interpreter needs to start. The resident is optional. If it is missing, dead,
@@ -23,7 +23,7 @@ LARGEST_ORDER = 1 << 20
 
 
 def main() -> None:
-    """Carry out the order in `sys.argv[1]`, and print the answer."""
+    """Execute the order in `sys.argv[1]` and print the answer."""
     try:
         answer = _asked(sys.argv[1])
     except TimeoutError:
@@ -45,7 +45,7 @@ def _print(answer: str) -> None:
 
 
 def _asked(order: str) -> "str | None":
-    """The resident's answer. None: carry the order out here, even if that repeats it.
+    """The resident's answer. None: execute the order here, even if that repeats it.
 
     Raises: TimeoutError when the resident does not take the order.
     """
@@ -124,11 +124,11 @@ def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, 
         connection, _ = listener.accept()
         if _version() != born:
             os.unlink(SOCKET)
-            os.close(lock)  # before this caller continues, because it starts the next one
+            os.close(lock)  # before this caller continues, because it starts the next resident
             return
         try:
             pid = os.fork()
-        except OSError:  # no process left; the caller tries it itself
+        except OSError:  # no free process: the caller executes the order itself
             pid = -1
         if pid == 0:
             try:

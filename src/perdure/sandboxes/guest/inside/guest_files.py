@@ -1,6 +1,6 @@
 """Files of the sandbox, verified and put in place by rename, and files of the guest itself.
 
-Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+Runs inside a remote sandbox with `guest`. Standard library only, Python 3.7 or later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Refused(Exception):
 
 
 def hold_room(size: int) -> None:
-    """Space that commands cannot use up, for what follows them. A disk without it is not refused."""
+    """Reserve disk space for what runs after the commands. A fuller disk is accepted."""
     try:
         with open(state("room"), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -53,7 +53,7 @@ def free_room() -> None:
 def place(
     path: str, sha256: str, mode: int, data: str | None = None, staged: str | None = None
 ) -> Answer:
-    """Put verified bytes at `path`, by rename: those of the uploaded file `staged`, or else `data`."""
+    """Put verified bytes at `path` by rename: the uploaded file `staged` or, without it, `data`."""
     path = os.path.join(meta()["workdir"] if os.path.exists(state("ready")) else "/", path)
     if staged is not None and not os.path.exists(staged):
         verify(path, sha256)  # an earlier call did it, and its answer was lost
@@ -81,7 +81,7 @@ def place(
 
 
 def bring(staged: str, draft: str) -> None:
-    """Rename or, if they are on two disks, copy."""
+    """Rename the file or, across file systems, copy it."""
     try:
         os.rename(staged, draft)
     except OSError as error:
@@ -93,7 +93,7 @@ def bring(staged: str, draft: str) -> None:
 
 
 def read(path: str, offset: int, limit: int) -> Answer:
-    """A byte range with its digest, and the size of the whole."""
+    """A byte range with its digest, and the size of the whole file."""
     base = meta()["workdir"] if os.path.exists(state("ready")) else "/"
     fd = os.open(os.path.join(base, path), os.O_RDONLY | os.O_NONBLOCK)
     with open(fd, "rb") as file:
@@ -129,7 +129,7 @@ def verify(path: str, sha256: str) -> None:
 
 
 def owner() -> tuple[int, int]:
-    """uid and gid of the agent: PERDURE_OWNER, else this process's own; for root, those of `user`."""
+    """uid and gid of the agent: PERDURE_OWNER, or this process's own; for root, those of `user`."""
     said = os.environ.get("PERDURE_OWNER")
     if said:
         uid, _, gid = said.partition(":")

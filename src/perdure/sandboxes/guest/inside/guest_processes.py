@@ -1,6 +1,6 @@
 """Finds and kills processes of the sandbox.
 
-Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+Runs inside a remote sandbox with `guest`. Standard library only, Python 3.7 or later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 
 def slaughter(pid: int) -> None:
-    """Kill every descendant of `pid`, in rounds: the next one meets what forked during this one."""
+    """Kill every descendant of `pid`, in rounds: each kills what forked during the previous one."""
     while True:
         pids = below(pid)
         if not pids:
@@ -33,7 +33,7 @@ def below(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         stat = stat_of(entry) if entry.isdigit() else None
         if stat is not None:
-            # a process whose first thread has ended reads as dead while its other threads go on
+            # a process whose first thread has ended shows as a zombie while other threads run
             lives = stat[0] not in "ZX" or int(stat[17]) > 1
             children.setdefault(int(stat[1]), []).append((int(entry), lives))
     found, queue = [], [pid]

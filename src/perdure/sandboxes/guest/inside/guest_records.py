@@ -3,10 +3,10 @@
     execs/<id>/order     the command; the folder appears whole, by rename
     execs/<id>/pid       pid and start time of the supervisor; made once, so the command runs once
     execs/<id>/cause     why it was killed, written by the process that killed it
-    execs/<id>/room      space for the result, so that a command that fills the disk has one
+    execs/<id>/room      space reserved for the result, because the command may fill the disk
     execs/<id>/rc        the result, by rename; without it and without the supervisor: lost
 
-Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+Runs inside a remote sandbox with `guest`. Standard library only, Python 3.7 or later.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def extend(folder: str, timeout: float) -> None:
 
 
 def extended(folder: str) -> float:
-    """Seconds after its start until which the command may run, if its limit was moved; else 0."""
+    """The moved time limit, in seconds after the command's start; 0 if it was never moved."""
     try:
         with open(os.path.join(folder, "limit")) as file:
             return float(file.read())
@@ -90,7 +90,7 @@ def hold_room(folder: str) -> None:
 
 
 def save_result(folder: str, result: Answer) -> None:
-    """In the room that was kept for it: written in place, then renamed."""
+    """Write the result into the space reserved for it, then rename the file."""
     room = os.path.join(folder, "room")
     with open(room, "r+b") as file:
         file.write(json.dumps(result).encode().ljust(ROOM))
@@ -98,7 +98,7 @@ def save_result(folder: str, result: Answer) -> None:
 
 
 def claim(folder: str, cause: str) -> None:
-    """Write why it is killed. The first cause stays. On a full disk there is none."""
+    """Write why the command is killed. The first cause stays. On a full disk there is none."""
     try:
         with open(os.path.join(folder, "cause"), "x") as file:
             file.write(cause)

@@ -1,6 +1,6 @@
 """The process that starts one command, watches it, and writes its result.
 
-Runs inside a remote sandbox beside `guest`. Standard library only, Python 3.7 or later.
+Runs inside a remote sandbox with `guest`. Standard library only, Python 3.7 or later.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MOST_FILES = 64
 """Descriptors below this number are closed: the process that called us may have them open."""
 PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 24, 36, 38
 OOM_COUNTS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
-"""Of this sandbox's own cgroup, v2 and v1, where it has one."""
+"""Files of this sandbox's own cgroup, v2 and v1, if it has one."""
 
 
 def launch(folder: str) -> None:
-    """Fork a supervisor. If several race, only the one that makes the pid file goes on."""
+    """Fork a supervisor. If several race, only the one that makes the pid file continues."""
     reading, writing = os.pipe()
     if os.fork() == 0:  # it outlives its parent, which only answers the order
         try:
@@ -68,7 +68,7 @@ def supervise(folder: str) -> None:
     # orphans of the command, in any session, become children of this process
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.write(guard, f"{os.getpid()} {processes.start_time(os.getpid())}\n".encode())
-    os.closerange(3, MOST_FILES)  # the caller's too
+    os.closerange(3, MOST_FILES)  # also those of the caller
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # `watch` waits for it
     order, settings, began, ooms = (
         records.order_of(folder),
@@ -127,8 +127,8 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
 
 
 def bound_capabilities() -> None:
-    """No program that this process executes gets capabilities, even as root. Out of memory, it is
-    killed before the guest."""
+    """No program that this process executes gets capabilities, even as root. If memory runs out,
+    the kernel kills it before the guest."""
     import ctypes
 
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -168,7 +168,7 @@ def fail(what: str, error: OSError, code: int) -> NoReturn:
 def watch(  # noqa: PLR0917
     folder: str, child: int, began: float, ooms: int, timeout: float | None, output: int
 ) -> None:
-    """Write the result when the first process ends, and go on until no process of it is left."""
+    """Write the result when the command's first process ends; return when none of them is left."""
     written = False
     ended = ""  # a full disk has no other record of the cause
     while True:
