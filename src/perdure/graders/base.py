@@ -1,4 +1,4 @@
-"""The grader contract: a fresh sandbox, a captured diff, one verdict.
+"""The grader contract: a fresh sandbox and a captured diff give one verdict.
 
 The host supplies and parses everything hidden: tests, lists, gold patch. No grader believes what
 the agent or the code under test reports about itself.
@@ -11,7 +11,7 @@ from perdure.types import Grade, Instance
 
 
 class Graded(NamedTuple):
-    """The verdict and the raw output of the test run, kept beside it."""
+    """The verdict, and the raw output of the test run."""
 
     grade: Grade
     log: bytes
@@ -25,18 +25,18 @@ class Grader(Protocol):
     version: ClassVar[int]
 
     def validate(self, instance: Instance) -> None:
-        """Everything the protocol needs is in the row.
+        """Check that the row has everything the protocol needs, before any sandbox boots.
 
-        Raises: InstanceError naming the field and the fix; called before any sandbox boots.
+        Raises: InstanceError naming the field and the fix.
         """
         ...
 
     async def grade(
         self, sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
     ) -> Graded:
-        """Apply `patch` (empty = the base as it is) in a fresh sandbox, run the hidden tests.
+        """Apply `patch` (empty: the unpatched base) in a fresh sandbox and run the hidden tests.
 
-        Every verdict, timeouts and tampering included, is returned.
+        Returns every verdict, timeouts and tampering included.
         Raises: SandboxLost, RetryHere (infrastructure: grade again in a new sandbox),
         InstanceError (the row's own tests cannot be applied).
         """

@@ -1,8 +1,8 @@
 """Proves an instance before it costs GPU time: the gold patch resolves it, the unpatched base does
 not.
 
-If a row lacks test lists, they are computed from the difference between both. The caller makes the
-sandboxes, so that calibration runs in the same kind of sandbox as grading.
+If a row lacks test lists, calibration computes them from the difference between the two. The caller
+makes the sandboxes, so calibration runs in the same kind of sandbox as grading.
 """
 
 import asyncio
@@ -45,12 +45,12 @@ async def calibrate(
     twins: int = 5,
     timeout_s: float | None = None,
 ) -> Calibrated:
-    """Compute FAIL_TO_PASS and PASS_TO_PASS by running, prove them with the grader, and choose at most
-    so many twins for each FAIL_TO_PASS test.
+    """Compute FAIL_TO_PASS and PASS_TO_PASS by running the tests, prove the lists with the grader, and
+    choose at most `twins` twins for each FAIL_TO_PASS test.
 
     F2P: failed or missing in every run of the base, passed in every run of gold.
-    P2P: passed in every run of both. Every other test is in no list.
-    Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
+    P2P: passed in every run of both. Every other test is in neither list.
+    Raises: InstanceError saying why the instance is unfit; any error of the sandboxes.
     """
     validate_suite(instance)
     limit_s = timeout_s or instance.grading.timeout_s
@@ -85,9 +85,9 @@ async def verify(
     twins: int = 5,
     timeout_s: float | None = None,
 ) -> Calibrated:
-    """Prove the lists (or the `eval_cmd`) of a row, which stay unchanged, and choose its twins.
+    """Prove a row's lists (or its `eval_cmd`) without changing them, and choose its twins.
 
-    Raises: InstanceError saying why the instance is unfit; what the sandboxes raise.
+    Raises: InstanceError saying why the instance is unfit; any error of the sandboxes.
     """
     grading = instance.grading
     grader: Grader = EvalCmdGrader() if grading.protocol == "eval_cmd" else SwebenchGrader()
@@ -117,7 +117,7 @@ async def _with_twins(
 
 
 class _Passed(NamedTuple):
-    """The ids that passed, one set for each run."""
+    """The test ids that passed, one set per run."""
 
     gold: list[set[str]]
     nop: list[set[str]]
@@ -127,7 +127,7 @@ class _Passed(NamedTuple):
 async def _passed(
     instance: Instance, make_sandbox: MakeSandbox, runs: int, limit_s: float
 ) -> _Passed:
-    """Raises: InstanceError after the first run that leaves no test for FAIL_TO_PASS."""
+    """Raises: InstanceError as soon as no test can be in FAIL_TO_PASS."""
     gold: list[set[str]] = []
     nop: list[set[str]] = []
     longest = 0.0
@@ -162,9 +162,9 @@ async def _suite(
 
 
 async def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
-    """Ids that passed in a run. Only the unpatched base may end early; then no test has passed.
+    """The test ids that passed in a run. Only the unpatched base may end early; then none passed.
 
-    Raises: InstanceError when the run cannot be believed.
+    Raises: InstanceError when the run cannot be trusted.
     """
     try:
         return await read(passed_in, suite, instance.ref)
@@ -181,7 +181,7 @@ def passed_in(suite: SuiteRun, ref: str) -> set[str]:
     if suite.canary is None and invalid_by_protocol(suite, reading.statuses):
         return set()
     if suite.canary and reading.canary_status is TestStatus.MISSING and code != 0:
-        return set()  # collection failed: the base lacks what the hidden tests import
+        return set()  # collection failed: the base lacks a module that the hidden tests import
     if forged := tampering.distrust(reading, code, ()):
         raise InstanceError(f"{ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}")
     passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
@@ -211,8 +211,7 @@ def _nothing_fixed(instance: Instance, gold: Sequence[set[str]], run: TestRun) -
 async def _prove(
     grader: Grader, instance: Instance, make_sandbox: MakeSandbox, limit_s: float, run: str
 ) -> float:
-    """Require that gold resolves and the unpatched base does not; return the seconds of the longer
-    run."""
+    """Require that gold resolves and the unpatched base does not. Return the longer run's seconds."""
 
     async def grade(patch: bytes, purpose: str) -> tuple[Outcome, str, float]:
         async with await make_sandbox(f"{purpose}-{run}") as sandbox:

@@ -1,4 +1,4 @@
-"""Reasons not to believe a test run: the canary, and the junit file beside the log.
+"""Detects forged test results: by a canary test, and by comparing the log with the junit file.
 
 The canary is a test with a random name that must fail, in the same invocation as the hidden tests.
 If code forges all results (by a hook, a patched runner or an early exit), the canary passes or is
@@ -27,7 +27,7 @@ _FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 
 @dataclass(frozen=True)
 class CanaryTest:
-    """The test that must fail: its name appears in the id of every runner."""
+    """The test that must fail. Every runner's test id contains its name."""
 
     name: str
     path: str
@@ -42,8 +42,8 @@ class CanaryTest:
 
 @dataclass(frozen=True)
 class Reading:
-    """A finished run's output, parsed. `junit` is None for runners that write none, `canary` for
-    runners that take none."""
+    """The parsed output of a finished run. `junit` is None for runners that write no junit file,
+    `canary` for runners to which Perdure cannot add a test."""
 
     canary: CanaryTest | None
     canary_status: TestStatus
@@ -52,10 +52,10 @@ class Reading:
 
 
 def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest | None]:
-    """The row's test command with a canary and, where the runner can, a junit file added. Runners
-    of other languages than Python have neither: their command runs as it is.
+    """The row's test command with a canary and, if the runner can write one, a junit file. Runners of
+    languages other than Python get neither: their command is unchanged.
 
-    Raises: InstanceError when the command is not a call of the log parser's runner.
+    Raises: InstanceError when the command does not call the log parser's runner.
     """
     command = (grading.test_cmd or "").rstrip().rstrip(";")
     before, newline, line = command.rpartition("\n")
@@ -69,8 +69,8 @@ def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest
 
 
 def distrust(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> str | None:
-    """Why a finished run is `tampered`; None if it is believed. A difference counts only if the log
-    is *better* than junit: the other direction cannot raise a score.
+    """Why a finished run is `tampered`; None if it is trusted. A difference counts only if the log is
+    *better* than junit, because the other direction cannot raise a score.
     """
     canary, junit = reading.canary, reading.junit
     if canary is None:
@@ -91,12 +91,12 @@ def distrust(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> s
     return None
 
 
-# --- one function a runner: (what to append, the canary, where junit will be) -------------------
+# --- one function per runner: (words to append, the canary, the path of the junit file) ---------
 
 _Added = tuple[str, CanaryTest, str]
 
 _PYTEST_CALL = re.compile(r"(?:^|[\s/;&])(?:pytest|py\.test|tox)(?:\s|$)")
-_TAKES_VALUE = frozenset(  # of pytest's options
+_TAKES_VALUE = frozenset(  # pytest's options with a separate value
     [
         "-c",
         "-k",
@@ -129,8 +129,7 @@ def _pytest(line: str, grading: Grading, junit: str) -> _Added:
     named = [_file_of(word) for word in _arguments(words) if "/" in word or ".py" in word]
     folder = _folder(named, grading)
     canary = _canary(folder, _keywords(words), "def {name}():\n    assert {check}\n")
-    # Without paths, pytest collects by its configuration; adding one path would make it the only
-    # one.
+    # Without paths, pytest collects by its configuration. An added path would then be the only one.
     path = shlex.quote(canary.path) if named else ""
     suffix = f"-rA -o junit_family=xunit1 --junitxml={shlex.quote(junit)} {path}"
     return suffix.rstrip(), canary, junit
@@ -143,7 +142,7 @@ def _sympy(line: str, grading: Grading, junit: str) -> _Added:
 
 
 def _django(line: str, grading: Grading, junit: str) -> _Added:
-    """Labels are modules below tests/: `admin_views.tests` -> `admin_views.test_<canary>`."""
+    """Test labels are modules below tests/: `admin_views.tests` -> `admin_views.test_<canary>`."""
     label = next((w for w in reversed(_words(line)) if re.fullmatch(r"[a-z_]\w*(\.\w+)*", w)), "")
     app = label.split(".")[0]
     if not app:
@@ -161,7 +160,7 @@ _ADD: dict[Runner, Callable[[str, Grading, str], _Added]] = {
 
 
 def _canary(folder: str, keywords: str, template: str) -> CanaryTest:
-    """It fails because a digest differs, so its text does not reveal that it must fail."""
+    """A test that fails because a digest differs, so its text does not reveal that it must fail."""
     seed, name = token_hex(8), f"test_{keywords}{token_hex(5)}"
     wrong = hashlib.sha256(f"not {seed}".encode()).hexdigest()[:16]
     check = f'__import__("hashlib").sha256(b"{seed}").hexdigest()[:16] == "{wrong}"'
@@ -170,7 +169,7 @@ def _canary(folder: str, keywords: str, template: str) -> CanaryTest:
 
 
 def _folder(named: list[str], grading: Grading) -> str:
-    """In the folder of the first test that the command names, so that the same configuration
+    """The canary's folder: that of the first test in the command, so that the same configuration
     applies."""
     if named:
         return posixpath.dirname(named[0]) if named[0].endswith(".py") else named[0]
@@ -203,7 +202,7 @@ def _file_of(word: str) -> str:
 
 
 def _keywords(words: list[str]) -> str:
-    """With `-k EXPRESSION` only matching names run: begin the canary's with the first that does."""
+    """With `-k EXPRESSION` pytest runs only matching names. Begin the canary's with the first name."""
     for option, value in pairwise(words):
         if option == "-k":
             wanted = re.sub(r"\bnot\s+\w+", "", value)

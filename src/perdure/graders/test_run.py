@@ -1,7 +1,6 @@
-"""In a fresh sandbox: apply the diff, put the hidden tests in place, run a command.
+"""In a fresh sandbox, applies the diff, writes the hidden tests and runs a command.
 
-The host reads exit codes, which the provider reports, and output, which `tampering.py` judges. The
-protocols give the verdict.
+The provider reports exit codes, `tampering.py` checks the output, and the protocols give the verdict.
 """
 
 import io
@@ -28,7 +27,7 @@ from perdure.types import Instance, SourceKind
 
 
 class Refusal(IntEnum):
-    """Why the tests never started: the exit code of the setup, which runs no hostile code."""
+    """Why the tests did not start: the exit code of the setup, which runs no hostile code."""
 
     UPLOAD = 91
     NO_REPOSITORY = 92
@@ -39,17 +38,17 @@ class Refusal(IntEnum):
 
 
 class LostDuringTests(SandboxLost):
-    """The sandbox was lost while code under test ran in it, which may have ended it."""
+    """The sandbox was lost while code under test ran in it, and that code may have caused it."""
 
 
 class SilentDuringTests(LostDuringTests):
-    """The sandbox gave no answer while code under test ran in it, which may have used up its processes;
-    or its service is away."""
+    """The sandbox did not answer while code under test ran in it. That code may have used up its
+    processes, or the sandbox service is down."""
 
 
 @dataclass(frozen=True)
 class TestRun:
-    """How it went. With a `refusal`, `log` is what git said and nothing was run."""
+    """The result of a run. With a `refusal`, no test ran and `log` is the output of git."""
 
     __test__ = False  # a noun of grading, not a pytest class
 
@@ -60,28 +59,28 @@ class TestRun:
 
     @property
     def refusal_text(self) -> str:
-        """git's last words, in one line."""
+        """The last lines of git's output, joined into one."""
         return "; ".join(last_lines(self.log, 3))[:500]
 
 
 def last_lines(log: bytes, count: int) -> list[str]:
-    """Of the last 8 KiB: hostile code may have written any number of lines of any length."""
+    """At most `count` lines of the last 8 KiB: hostile code may write any number of any length."""
     return log.rstrip()[-8192:].decode("utf-8", "replace").strip().splitlines()[-count:]
 
 
 @dataclass(frozen=True)
 class Command:
-    """What to run, in the workdir, after the diff and the hidden tests are in place."""
+    """What to run in the workdir once the diff is applied and the hidden tests are written."""
 
     shell: str
     extra_files: Mapping[str, bytes]
-    """Path below the workdir -> content; written last, so that it replaces files of the diff."""
+    """Path below the workdir -> content. Written last, so these replace files of the diff."""
     junit_path: str = ""
-    """Where the runner writes its junit file; empty when it writes none."""
+    """Where the runner writes its junit file; empty if it writes none."""
 
 
 NOT_STARTED = (125, 126)
-"""Exit codes by which a host sandbox says on stderr that it could not start a command."""
+"""Exit codes of a host sandbox that could not start a command; stderr then says why."""
 
 
 def scratch_folder(sandbox: Sandbox) -> str:
@@ -98,10 +97,11 @@ async def run_tests(
     scratch: str,
     timeout_s: float,
 ) -> TestRun:
-    """`patch` was filtered; its failure to apply is a result. `timeout_s` bounds the tests.
+    """Run the tests for at most `timeout_s`. `patch` is already filtered; if it does not apply, that is
+    a result.
 
-    Raises: InstanceError when the row's own tests or `pre_commands` fail on the base tree;
-    LostDuringTests; RetryHere, SandboxLost when the sandbox failed.
+    Raises: InstanceError when the row's test patch does not apply to the base tree, or its
+    `pre_commands` fail; LostDuringTests; RetryHere, SandboxLost when the sandbox failed.
     """
     upload = _upload(instance, patch, command, posixpath.basename(scratch))
     setup = await _run(sandbox, [_SETUP, "grade", scratch], upload, _SETUP_LIMIT_S)
@@ -114,7 +114,7 @@ async def run_tests(
         raise LostDuringTests(str(error)) from error
     except RateLimited:
         raise
-    except ControlPlaneError as error:  # repeated for a while already
+    except ControlPlaneError as error:  # the provider has already retried
         raise SilentDuringTests(str(error)) from error
     if run.status.code in NOT_STARTED and (run.junit or b"").startswith(b"sandbox: cannot "):
         raise LostDuringTests(last_lines(run.junit or b"", 1)[0])
@@ -122,15 +122,18 @@ async def run_tests(
 
 
 def _after_mark(stderr: bytes | None, scratch: str) -> bytes | None:
-    """Removes what bash printed while it started, such as a warning about a missing locale."""
+    """Remove what bash printed at its start, such as a warning about a missing locale."""
     return (stderr or b"").partition(f"{scratch}\n".encode())[2] or None
 
 
 async def _run(
     sandbox: Sandbox, script: list[str], stdin: bytes, timeout_s: float, *, ends_rest: bool = False
 ) -> TestRun:
-    """`junit` is all of stderr. `ends_rest`: what it left running ends before its output is read;
-    `pre_commands` may leave a service for the tests."""
+    """Run one script; `junit` of the result is all of stderr.
+
+    `ends_rest` kills processes that the script left running before its output is read. Setup does not
+    set it, because `pre_commands` may start a service for the tests.
+    """
     exec_id = f"grade-{token_hex(8)}"
     argv = ["bash", "-c", *script]
     await sandbox.start(exec_id, Exec(argv, cwd=sandbox.workdir, stdin=stdin, timeout_s=timeout_s))
@@ -147,11 +150,11 @@ async def _run(
 
 _SETUP_LIMIT_S = 300.0
 _GRACE_S = 60.0
-"""If a provider has not ended a command this long after its limit, the command counts as lost."""
+"""A command that the provider has not ended this long after its limit counts as lost."""
 
-# Two execs, because tests can truncate files that they may write. Only the exit code of an exec
-# that has run none of their code can tell a defective row from a hostile diff. If something does not
-# apply, the row's test patch is tried on HEAD. If it fits there, the diff is the cause.
+# Setup and tests are two execs. Tests can truncate files that they may write, so only the exit code
+# of an exec that runs no hostile code can tell a defective row from a hostile diff. If a patch does
+# not apply, the setup tries the row's test patch on HEAD. If it applies there, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1
@@ -204,7 +207,7 @@ exit $code
 
 
 def _upload(instance: Instance, patch: bytes, command: Command, folder: str) -> bytes:
-    """A tar with one folder that does not exist yet."""
+    """A tar of one folder, which must not exist in the sandbox."""
     grading = instance.grading
     tests = parse(grading.test_patch)
     known = {file.old_path for file in tests if not file.added}
@@ -224,7 +227,7 @@ def _upload(instance: Instance, patch: bytes, command: Command, folder: str) -> 
 
 
 def _pre_commands(instance: Instance) -> bytes:
-    """An image's have run before (`image_setup`)."""
+    """Empty for an image: `image_setup` has already run its commands."""
     in_image = instance.source.kind is SourceKind.IMAGE
     return b"" if in_image else "\n".join(instance.grading.pre_commands).encode()
 

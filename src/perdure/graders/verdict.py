@@ -1,6 +1,8 @@
-"""From statuses to a verdict: lookups by published id, the pass rules of each list, the rewards; and the
-verdicts that every protocol shares: the patch was refused, does not apply, or the provider killed the
-tests."""
+"""Turns statuses into a verdict: looks up published ids, applies each list's pass rule, computes rewards.
+
+It also gives the verdicts that all protocols share: the filter refused the patch, the patch does not
+apply, or the provider killed the tests.
+"""
 
 import hashlib
 import re
@@ -27,7 +29,7 @@ EvalType = Literal["pass_and_fail", "fail_only"]
 
 
 class Score(NamedTuple):
-    """The statuses of both lists, and the verdict that follows."""
+    """The statuses of both lists, and the verdict that follows from them."""
 
     fail_to_pass: dict[str, TestStatus]
     pass_to_pass: dict[str, TestStatus]
@@ -36,7 +38,7 @@ class Score(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Which tests decided, in one line."""
+        """The tests that failed, in one line; empty if RESOLVED."""
         failed = failing(self.fail_to_pass, self.pass_to_pass)
         more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
         return "" if self.outcome is Outcome.RESOLVED else "; ".join(failed[:3]) + more
@@ -59,8 +61,9 @@ def score(
     eval_type: EvalType = "pass_and_fail",
     may_xfail: bool = True,
 ) -> Score:
-    """RESOLVED or UNRESOLVED from the statuses of a run that is believed. `may_xfail`: the hidden
-    tests use xfail. Otherwise an xfail came from the code under test, which can call
+    """RESOLVED or UNRESOLVED, from the statuses of a run that is trusted.
+
+    `may_xfail`: the hidden tests use xfail. Otherwise an xfail comes from code under test that calls
     `pytest.xfail()`, and counts as skipped.
     """
     f2p = {test: status_of(test, statuses) for test in fail_to_pass}
@@ -88,8 +91,8 @@ def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
 
 
 def names_of(test: str, statuses: Mapping[str, TestStatus]) -> list[str]:
-    """The tests of a run that a published id names. An id with more `[` than `]` was cut at a
-    space: it names every test that begins with it.
+    """The tests of a run that a published id names. An id with more `[` than `]` was cut at a space,
+    so it names every test that begins with it.
     """
     if test in statuses or test.count("[") <= test.count("]"):
         return [test] if test in statuses else []
@@ -104,7 +107,7 @@ def _passes(status: TestStatus, passes: frozenset[TestStatus], eval_type: EvalTy
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a protocol finds, before it becomes a Grade."""
+    """A protocol's result, from which `make_grade` makes a Grade."""
 
     outcome: Outcome
     reason: str = ""
@@ -113,7 +116,8 @@ class Verdict:
 
 
 def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
-    """The verdict if the filter has already decided. An empty patch is run on the base."""
+    """The verdict if the filter has already decided; None if the tests must run. Tests also run for an
+    empty patch, on the base."""
     if filtered.tampered:
         return Verdict(Outcome.TAMPERED, filtered.tampered)
     if filtered.unparsable:
@@ -132,9 +136,10 @@ def judge_refusal(run: TestRun) -> Verdict:
 
 
 def judge_killed(run: TestRun) -> Verdict | None:
-    """The verdict on tests that were ended from outside; None if they ended by themselves. These
-    are verdicts, not infrastructure failures: the sandbox is sized for the tests, so the code under
-    test exhausted it or killed its runner. A retry would let hostile code wait for a lucky run.
+    """The verdict on tests that the provider killed; None if they ended by themselves.
+
+    These are verdicts, not infrastructure failures: the sandbox is sized for the tests, so the code
+    under test exhausted it or killed its runner. A retry would give hostile code more tries.
     """
     if run.status.state is not ExecState.KILLED:
         return None
@@ -154,7 +159,7 @@ def last_line(run: TestRun) -> str:
 
 
 def first_error(run: TestRun) -> str:
-    """The first of the last lines that names an error; the last one where none does."""
+    """The first of the last 200 lines that names an error; the last line if none does."""
     found = (line for line in last_lines(run.log, 200) if _ERROR.search(line))
     return next(found, last_line(run)).removeprefix("E ").strip()[:200]
 
@@ -166,7 +171,7 @@ def make_grade(
     filtered: FilteredPatch,
     run: TestRun | None = None,
 ) -> Grade:
-    """The verdict with everything needed to audit it."""
+    """The verdict, with everything that an audit needs."""
     score = verdict.score
     return Grade(
         outcome=verdict.outcome,

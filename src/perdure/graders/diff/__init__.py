@@ -1,1 +1,1 @@
-"""A diff on its way from the agent's tree to the grader: taken, read, filtered."""
+"""Takes a diff out of the agent's tree, parses it, and filters it for the grader."""

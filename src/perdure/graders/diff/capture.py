@@ -1,8 +1,8 @@
 """Takes the agent's change out of its sandbox as bytes.
 
-It trusts nothing that the agent could write: not its `.git`, its configuration, its index. What cannot
-be part of a diff is left out and recorded. If no diff can be formed, the answer is `refused`, and the
-caller decides whose fault that is. The caller kills the agent first, and stores the bytes afterwards.
+It trusts nothing that the agent could write: not `.git`, its configuration or its index. It leaves out
+and records what no diff can hold. If it can form no diff, it returns `refused`, and the caller decides
+whose fault that is. The caller kills the agent first, and stores the bytes afterwards.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, check_host
 
 CAPTURED_BYTES = 10 << 20
-"""Largest diff that `capture` keeps, unless the settings give another number."""
+"""Default limit on the bytes of a captured diff; a setting can change it."""
 MAX_FILES = 2000
 BASE_GIT = "/opt/perdure/base.git"
-"""Where a local sandbox should see the pristine git directory of its base, read-only: with
+"""Where a local sandbox mounts the pristine git directory of its base, read-only. With
 `Mount(tree / ".git", BASE_GIT)` in its spec, `capture(sandbox, BASE_GIT)` uploads nothing."""
 
 MODES = ("plain", "repair")
 _LIMIT_S = 300.0
 LONGEST_S = len(MODES) * _LIMIT_S
-"""Seconds after which `capture` has an answer."""
+"""`capture` returns within this many seconds."""
 _MOST_SAID = 100
-"""Entries of `CapturedPatch.dropped`."""
+"""Most entries of `CapturedPatch.dropped`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CapturedPatch:
     data: bytes
     files: int = 0
     ignored_files: int = 0
-    """Files that .gitignore kept out; counted, not captured."""
+    """Files that .gitignore excludes; counted, not captured."""
     too_large: bool = False
     dropped: tuple[str, ...] = ()
     """What no diff can hold, as `reason: path`; at most 100 entries."""
@@ -50,15 +50,15 @@ class CapturedPatch:
     """Why no diff could be formed."""
 
     def with_data(self, data: bytes) -> "CapturedPatch":
-        """The same, with the bytes that an earlier writer already stored."""
+        """The same capture, with the bytes that an earlier activity attempt already stored."""
         return replace(self, data=data)
 
 
 async def prepare_capture(sandbox: Sandbox) -> str:
-    """Copy `.git` aside before the agent starts, and return where: the `base_git` of `capture`.
+    """Copy `.git` before the agent starts, and return the copy's path: the `base_git` of `capture`.
 
-    Only for sandboxes whose repository is not known on the host (it came with an image). The agent
-    could still destroy the copy on purpose, but it would only lose its own change.
+    Only for sandboxes whose repository came with an image and is unknown to the host. An agent that
+    destroys the copy on purpose loses only its own change.
     Raises: InstanceError when the image has no git, or no repository at the workdir.
     """
     argv = ["bash", "-c", capture_script.PREPARE, "prepare", f".perdure-base-{uuid4().hex}"]
@@ -82,8 +82,8 @@ async def capture(
 
     `base_git`: the pristine git directory of the base tree, as a `Path` on this host (uploaded
     now), or as a `str` inside the sandbox: a read-only mount (cheapest), or `prepare_capture`'s.
-    None falls back to the objects and the HEAD of the sandbox's own repository: an agent that
-    commits, or removes it, is then misread.
+    None falls back to the objects and the HEAD of the sandbox's own repository. The diff is then
+    wrong if the agent committed, or removed the repository.
     Raises: SandboxLost when the sandbox is gone, or the host's own base cannot be read; RetryHere
     when the host's disk is full.
     """
@@ -94,7 +94,7 @@ async def capture(
     for mode in MODES:
         try:
             taken = await _take(sandbox, order, mode)
-        except DiskFull as error:  # without a place for the diff there is none
+        except DiskFull as error:  # there is no room to write the diff
             return CapturedPatch(b"", refused=str(error)[:500])
         if taken.base_is_unreadable and (upload is not None or where == BASE_GIT):
             raise SandboxLost(
@@ -110,7 +110,7 @@ async def capture(
 
 
 async def _looked_at(taken: "_Taken", max_files: int, *, may_drop: bool) -> CapturedPatch | str:
-    """The capture, or what is wrong with it."""
+    """The capture, or why it cannot be used."""
     files = taken.changed if taken.too_large else count_files(taken.data)
     if taken.too_large or files > max_files:
         return CapturedPatch(b"", files, taken.ignored_files, True, taken.dropped)
@@ -128,8 +128,8 @@ _GITLINK = b"160000"
 
 
 def _without_gitlinks(diff: bytes) -> tuple[bytes | str, int, tuple[str, ...]]:
-    """Runs among untrusted readers. A diff without them, or what is wrong with it; the number of its
-    files; the paths of gitlinks, which no diff can carry."""
+    """The diff without gitlinks, or why it is malformed; its number of files; the gitlinks' paths.
+    Call this through `read`. A diff cannot hold the content of a gitlink."""
     try:
         files = parse(diff)
     except MalformedDiff as error:
@@ -158,7 +158,7 @@ class _Taken:
     data: bytes = b""
     ignored_files: int = 0
     changed: int = 0
-    """Files, as git's status tells."""
+    """Files that `git status` reports as changed."""
     too_large: bool = False
     dropped: tuple[str, ...] = ()
     problem: str = ""
@@ -170,7 +170,7 @@ async def _take(sandbox: Sandbox, order: _Order, mode: str) -> _Taken:
     name = f".perdure-capture-{uuid4().hex}"
     limits = (str(order.max_bytes), str(order.max_files))
     argv = ["bash", "-c", capture_script.CAPTURE, "capture", sandbox.workdir, order.base, name, mode, capture_script.ASIDE, *limits]  # fmt: skip
-    # Not in the workdir: the agent may have closed it.
+    # The cwd is not the workdir, because the agent may have removed its permissions.
     await sandbox.start(
         name[1:], Exec(argv, cwd="/", stdin=order.upload or b"", timeout_s=_LIMIT_S)
     )
@@ -200,7 +200,7 @@ _LARGEST_RECORD = 1 << 20
 
 @dataclass(frozen=True)
 class _Record:
-    """What the script says at its end, after what git said."""
+    """What the script prints at its end, after git's own output."""
 
     said: bytes
     ignored_files: int = 0
@@ -209,7 +209,7 @@ class _Record:
 
 
 def _read_record(stderr: bytes, name: str) -> _Record:
-    """Never fails: in an image, the agent may have replaced git or bash."""
+    """Accepts any bytes: in an image, the agent may have replaced git or bash."""
     said, mark, record = stderr.rpartition(f"\n{name}\n".encode())
     counts, _, entries = record[:_LARGEST_RECORD].partition(b"\0")
     if not mark or not (numbers := re.fullmatch(rb"(\d{1,9}) (\d{1,9})", counts)):
@@ -229,7 +229,7 @@ def _why(status: ExecStatus, said: bytes) -> str:
 
 
 def _pack(git_dir: Path) -> bytes:
-    """The parts of a git directory that tell the base commit, as an uncompressed tar."""
+    """The parts of a git directory that define the base commit, as an uncompressed tar."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for part in ("HEAD", "packed-refs", "refs", "info", "index", "objects"):

@@ -4,8 +4,8 @@ ASIDE = ".git.perdure-aside"
 BASE_IS_UNREADABLE, TOO_MUCH = 3, 4
 """Exit codes of `CAPTURE`."""
 
-# Files in the sandbox's TMPDIR disappear with it, even if /tmp is the host's. The variable comes
-# from the spec or the image, never from the agent. A folder inside the tree would be captured.
+# Files in the sandbox's TMPDIR disappear with the sandbox, even if /tmp is the host's. The variable
+# comes from the spec or the image, never from the agent. `git` would capture a folder in the tree.
 _TEMPORARY = """
 temporary=${TMPDIR:-/tmp}
 [ -w "$temporary" ] || chmod u+rwx "$temporary" 2>/dev/null
@@ -21,13 +21,13 @@ mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
 """
 )
 
-# One exec. Starting processes is most of what a capture costs, so a small change starts few. A private
-# git directory has our own configuration: the agent's hooks, filters, fsmonitor and textconv are never
-# looked up. Starting from the pristine
-# index spares re-hashing: a file is only taken as unchanged while its ctime is, and ctime cannot
-# be set. FIFOs go first, because git would wait for ever for a .gitignore that is one. `repair` is
-# the second try: nested repositories move aside, attributes mean nothing, what git refuses is left
-# out. Exit codes: 3 the base cannot be read, 4 too much.
+# The capture is one exec. Most of its cost is starting processes, so a small change starts few.
+# A private git directory holds our own configuration, so git never looks up the agent's hooks,
+# filters, fsmonitor or textconv. Git starts from the pristine index and so hashes few files: it takes
+# a file as unchanged only if its ctime is, and no process can set a ctime. FIFOs are removed first,
+# because git would block for ever on a .gitignore that is a FIFO. `repair` is the second try: it moves
+# nested repositories away, disables attributes, and leaves out what git refuses.
+# Exit codes: 3 the base cannot be read, 4 the change is too large.
 CAPTURE = (
     r"""
 tree=$1 base=$2 name=$3 mode=$4 aside=$5 max_bytes=$6 max_files=$7

@@ -1,9 +1,9 @@
-"""A strict, byte-level reader of git diffs. It returns one part per file, keeps every byte and
+"""A strict, byte-level parser of git diffs. It returns one part per file, keeps every byte and
 guesses nothing.
 
-It is strict because this reader and `git apply` must agree on which files a patch touches: a diff
-that it cannot read never reaches `git apply`. `patch.py` judges the result. Hostile code decides
-what the diff says, so the time is linear in its length.
+It is strict because it and `git apply` must agree on which files a patch touches: a diff that it
+cannot parse never reaches `git apply`. `patch.py` judges the result. Hostile code writes the diff,
+so parsing takes time linear in its length.
 """
 
 import re
@@ -20,7 +20,7 @@ class MalformedDiff(ValueError):
 
 @dataclass(frozen=True)
 class FileDiff:
-    """One file's part of a diff. `raw` of all parts, joined, gives the input back.
+    """One file's part of a diff. Joining the `raw` of all parts gives the input.
 
     Example:
         FileDiff(raw=b"diff --git a/x b/x\\n...", old_path=b"x", new_path=b"x", modes={b"100644"})
@@ -30,7 +30,7 @@ class FileDiff:
     old_path: bytes
     new_path: bytes
     modes: frozenset[bytes] = frozenset()
-    """Every mode the part names, old and new."""
+    """Every mode that the part names, old and new."""
     added: bool = False
     deleted: bool = False
     moved: bool = False
@@ -50,7 +50,7 @@ class FileDiff:
 
 
 def parse(diff: bytes) -> list[FileDiff]:
-    """Split a diff into its files.
+    """Split a diff into one part per file.
 
     Raises: MalformedDiff.
     """
@@ -62,17 +62,17 @@ def parse(diff: bytes) -> list[FileDiff]:
 
 
 def paths_of(diff: bytes) -> frozenset[bytes]:
-    """Every path a diff names, old and new. Raises: MalformedDiff."""
+    """Every path that a diff names, old and new. Raises: MalformedDiff."""
     return frozenset(path for file in parse(diff) for path in file.paths)
 
 
 def count_files(diff: bytes) -> int:
-    """How many parts `parse` would find, without the cost of it."""
+    """How many parts `parse` would find, counted without parsing."""
     return diff.count(b"\ndiff --git ") + diff.startswith(b"diff --git ")
 
 
 class _Reader:
-    """The current line with its newline, and where it starts."""
+    """A cursor over lines: the current line with its newline, and where it starts."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -113,7 +113,7 @@ class _Header:
     modes: list[bytes] = field(default_factory=list)
     seen: set[bytes] = field(default_factory=set)
     new_mode: bytes = b""
-    """Mode of the file after the change; empty when not named or removed."""
+    """The file's mode after the change; empty if the diff names none or removes the file."""
 
 
 _LONGEST_TITLE = 4 * 2 * 4096  # two paths of PATH_MAX bytes, each quoted
@@ -187,13 +187,13 @@ def _name_paths(reader: _Reader, header: _Header, title: bytes) -> None:
 
 
 def _split_title(reader: _Reader, title: bytes, old_path: bytes | None) -> tuple[bytes, bytes]:
-    """The halves of `a/X b/Y`. Names may hold spaces, so what the title means decides: a quoted name
+    """The halves of `a/X b/Y`. Names may hold spaces, so three rules find the split: a quoted name
     ends at its quote, the old name of a rename is known, and otherwise both names are equal."""
     if title.startswith(b'"'):
         at = _closing_quote(reader, title) + 1
     elif old_path is not None:
         at = len(b"a/" + old_path)
-    elif title.endswith(b'"'):  # an unquoted name holds no quote
+    elif title.endswith(b'"'):  # an unquoted name contains no quote
         at = title.index(b'"') - 1
     else:
         at = len(title) // 2
@@ -207,7 +207,7 @@ class _Body:
     """The facts about one part that the filter needs."""
 
     is_kept: bool = False
-    """The added lines are needed: they are the target of a symlink."""
+    """Keep the added lines: they are the target of a symlink."""
     added: list[bytes] = field(default_factory=list)
     partial: bool = False
     """The diff has context lines."""
@@ -287,7 +287,7 @@ def _hunk(reader: _Reader, old: int, new: int, body: _Body) -> None:
 
 
 def _binary(reader: _Reader) -> None:
-    """One or two blocks (forward, and reverse), each ended by an empty line."""
+    """One or two blocks (forward and reverse); an empty line ends each."""
     blocks = 0
     while _BINARY_SIZE.fullmatch(reader.peek()):
         reader.take()
@@ -312,7 +312,7 @@ def _closing_quote(reader: _Reader, title: bytes) -> int:
 
 
 def _unquoted(reader: _Reader, name: bytes) -> bytes:
-    """git's C-style quoting, undone. A name without quotes is itself."""
+    """Undo git's C-style quoting. A name without quotes is returned unchanged."""
     if not name.startswith(b'"'):
         return name
     inner = name[1:-1]

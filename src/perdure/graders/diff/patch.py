@@ -1,4 +1,4 @@
-"""Decides on the host which files of a captured diff enter grading."""
+"""Decides on the host which files of a captured diff are graded."""
 
 import os
 import posixpath
@@ -24,25 +24,25 @@ from perdure.limited_process import Unparsable, read
 from perdure.types import Instance
 
 MAX_BYTES = 64 << 20
-"""Largest diff that is graded. No setting raises this limit."""
+"""Graders refuse a larger diff. No setting raises this limit."""
 MAX_FILES = 2000
-"""Most files of a diff that is graded."""
+"""Graders refuse a diff of more files."""
 
 
 @dataclass(frozen=True)
 class FilteredPatch:
-    """What may be graded, and what was left out. `refused` and `tampered` end the grading."""
+    """What may be graded, and what the filter dropped. `refused` and `tampered` end the grading."""
 
     data: bytes
     dropped_paths: tuple[str, ...] = ()
     flagged_paths: tuple[str, ...] = ()
     signals: tuple[str, ...] = ()
     refused: str | None = None
-    """Why `git apply` must not get it: an `apply_failed`."""
+    """Why `git apply` must not get the diff; the outcome is `apply_failed`."""
     unparsable: str | None = None
-    """Why it could not be read."""
+    """Why the diff could not be parsed."""
     tampered: str | None = None
-    """Something that no capture produces, so the agent forged it: a `tampered`."""
+    """Content that no capture produces, so the agent forged it; the outcome is `tampered`."""
     was_empty: bool = False
     """The agent changed nothing. If this is False and `data` is empty, the filter dropped every
     file."""
@@ -57,8 +57,8 @@ async def filtered(patch: bytes, instance: Instance) -> FilteredPatch:
 
 
 def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
-    """Drop whole files that would decide the tests instead of passing them, and symlinks that leave
-    the tree.
+    """Drop whole files that would control the tests instead of passing them, and symlinks that point
+    out of the tree.
 
     Raises: InstanceError when the row's own `patch` or `test_patch` is not a git diff.
     """
@@ -93,20 +93,20 @@ def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What of a diff may stay, by the row."""
+    """The row's rules for which files of a diff are kept."""
 
     gold: frozenset[bytes]
-    """Files of the reference fix: no rule about names drops them."""
+    """Files of the reference fix; no rule about names drops them."""
     hidden: frozenset[bytes]
     """Files of the hidden tests."""
     listed: frozenset[bytes]
-    """Files that the row's lists name: an agent's own version would change what their tests ask."""
+    """Test files that the row's lists name; the agent's version could weaken their tests."""
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
     @cached_property
     def scope(self) -> tuple[bytes, ...]:
-        """The folders in which the reference fix changes something."""
+        """The folders in which the reference fix changes files."""
         return tuple({posixpath.join(posixpath.dirname(path), b"") for path in self.gold})
 
 
@@ -134,7 +134,7 @@ def _shown(paths: Iterable[bytes]) -> tuple[str, ...]:
 
 
 def _forged(file: FileDiff) -> str | None:
-    """The path is one that git never writes into a diff of its own tree."""
+    """Why the file has a path that git never writes into a diff of its own tree."""
     for path in file.paths:
         shown = path.decode("utf-8", "backslashreplace")
         parts = path.lower().split(b"/")
@@ -158,12 +158,14 @@ def _unfit(file: FileDiff) -> str | None:
 
 
 def _stays_inside(file: FileDiff) -> bool:
-    """Each link is judged alone. Its own folder is real, because git writes nothing through a link,
-    and what it names stays inside by this same rule. So `..` may only come first: after a name, which
-    may itself be a link, it would leave from wherever that leads.
+    """Whether a symlink points into the tree; each link is checked alone.
+
+    Its own folder is no link, because git writes nothing through one, and this same rule keeps other
+    links inside. So `..` may only come first: after a name that is itself a link, it would start from
+    that link's target.
     """
     target = file.link_target
-    if target is None:  # a moved link changes no content; anything else we cannot read
+    if target is None:  # a moved link changes no content; any other target is unreadable
         return file.moved and not file.binary
     if target.startswith(b"/") or b"\0" in target or b"\n" in target:
         return False
@@ -176,14 +178,14 @@ def _stays_inside(file: FileDiff) -> bool:
 
 _UP = b".."
 
-# Files that test runners (and `git apply`) read for themselves: dropped, unless gold changes them.
+# Configuration that test runners (and `git apply`) read: dropped, unless gold changes the file.
 _RUNNER_FILES = frozenset(
     b"conftest.py pytest.ini .pytest.ini pytest.toml .pytest.toml tox.ini setup.cfg pyproject.toml "
     b"sitecustomize.py usercustomize.py .gitattributes".split()
 )
 _RUNNER_SUFFIXES = (b".pth", b".egg-link")
 _METADATA_SUFFIXES = (b".egg-info", b".dist-info")
-# At the root of the repository these shadow the test runner itself.
+# At the root of the repository, these shadow the test runner itself.
 _RUNNER_MODULES = frozenset(b"pytest _pytest pluggy py unittest pytest.py pluggy.py py.py unittest.py".split())  # fmt: skip
 
 
@@ -202,7 +204,7 @@ def _is_dropped(file: FileDiff, rules: _Rules) -> bool:
 
 
 def _is_wanted(path: bytes, rules: _Rules) -> bool:
-    """By the row's globs, which mean what they mean to `git apply`: `*` also matches `/`."""
+    """Whether the row's globs keep the path. As in `git apply`, `*` also matches `/`."""
     name = os.fsdecode(path)
     if any(fnmatchcase(name, glob) for glob in rules.exclude):
         return False
@@ -210,7 +212,7 @@ def _is_wanted(path: bytes, rules: _Rules) -> bool:
 
 
 def _collides(path: bytes, tests: frozenset[bytes]) -> bool:
-    """The path is a hidden test, a parent folder of one, or below one."""
+    """The path is a hidden test, or a parent or a child of one."""
     return any(
         path == test or test.startswith(path + b"/") or path.startswith(test + b"/")
         for test in tests
@@ -233,7 +235,7 @@ _FLAGGED_SUFFIXES = (b".cfg", b".ini", b".toml", b".sh", b".so", b".pyd", b".pyc
 
 
 def _is_flagged(path: bytes, rules: _Rules) -> bool:
-    """Applied, but outside what a fix usually touches: configuration, build, compiled files, and
+    """The file is applied, but a fix rarely touches it: configuration, build and compiled files, and
     folders in which the reference fix changes nothing."""
     if path in rules.gold:
         return False

@@ -1,4 +1,4 @@
-"""What a diff says about itself: signs of a cheat for people who audit grades. They decide nothing."""
+"""Signs of cheating in a diff, for people who audit grades. They change no verdict."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,9 +12,9 @@ _MACHINERY = re.compile(
 )
 _MOST = 50
 _LONGEST_LINE = 4096
-"""A word that stands further from the beginning of its line is not found."""
+"""A word further from the beginning of its line is not found."""
 _OWN_TEST = re.compile(rb"(?:^|/)(?:test_[^/]*|[^/]*_test)\.py$")
-"""A test of the agent's own may name all of these, and is not run."""
+"""Test files that the agent writes may name these words; the grader does not run them."""
 
 
 def signals_in(files: Iterable[FileDiff]) -> tuple[str, ...]:
@@ -29,7 +29,7 @@ def signals_in(files: Iterable[FileDiff]) -> tuple[str, ...]:
 
 
 def _added_words(raw: bytes) -> Iterator[bytes]:
-    """Without a list of lines: a diff may have many millions."""
+    """Searches without splitting into lines: a diff may have many millions."""
     for match in _MACHINERY.finditer(raw):
         earliest = max(0, match.start() - _LONGEST_LINE)
         start = raw.rfind(b"\n", earliest, match.start()) + 1 or earliest

@@ -1,1 +1,1 @@
-"""The repository and the tree that come with an image."""
+"""Prepares the repository and the tree that come with an image."""

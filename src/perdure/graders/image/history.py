@@ -1,7 +1,8 @@
-"""Leaves one state of a repository that came with an image: its base, without past and future.
+"""Reduces a repository that came with an image to its base, without earlier or later commits.
 
-Such a repository is often a full clone, whose later commits hold the fix. A new git directory gets only
-what is listed here, so an unknown hiding place is left out too. Needs bash, git and find in the sandbox.
+Such a repository is often a full clone whose later commits hold the fix. Only the parts listed here are
+copied into a new git directory, so unknown hiding places are lost too. The sandbox needs bash, git and
+find.
 """
 
 from perdure.errors import InstanceError
@@ -11,10 +12,10 @@ LIMIT_S = 600.0
 
 
 async def cut_history(sandbox: Sandbox, base_commit: str | None) -> None:
-    """Before hostile code runs: remove all commits but HEAD, and those between `base_commit` and HEAD.
+    """Before hostile code runs, remove all commits except `base_commit` to HEAD.
 
-    Commit ids, the index and the working tree stay as they are. Doing it twice changes nothing; one that
-    was interrupted is completed. Repositories inside the tree and submodules are cut to their HEAD.
+    Commit ids, the index and the working tree do not change. A second call changes nothing, or completes
+    an interrupted first one. Nested repositories and submodules keep only their HEAD.
     Raises: InstanceError when there is no repository at the workdir, or it cannot be rewritten.
     """
     argv = ["bash", "-c", _SCRIPT, "cut", base_commit or ""]
@@ -27,9 +28,10 @@ async def cut_history(sandbox: Sandbox, base_commit: str | None) -> None:
         )
 
 
-# A commit named in `shallow` has no parents for git, so that its id and its diffs stay the same.
-# Entries move one by one, because an overlay cannot rename a folder of a lower layer. `cut.done` is a
-# complete new git directory inside the old one, `cut.last` what is left to move when the old one is gone.
+# Git treats a commit named in `shallow` as one without parents, so its id does not change. Entries
+# move one by one, because an overlay cannot rename a folder of a lower layer. `cut.done` is a complete
+# new git directory inside the old one; `cut.last` holds the entries still to move after the old ones
+# are removed.
 _SCRIPT = r"""
 set -u
 unset "${!GIT_@}"

@@ -1,4 +1,4 @@
-"""Sets an image's tree to the base state of its row, in the agent's and in the grader's sandbox alike."""
+"""Sets an image's tree to its row's base state, in the agent's sandbox and in the grader's."""
 
 import io
 import shlex
@@ -13,9 +13,9 @@ LIMIT_S = 600.0
 
 
 async def set_up_image(sandbox: Sandbox, instance: Instance) -> None:
-    """Before any hostile code runs: `environment.remove`, `grading.pre_commands`, then the history.
+    """Before hostile code runs, apply `environment.remove` and `grading.pre_commands`, then cut history.
 
-    Raises: InstanceError naming the field that the image does not fit; SandboxLost.
+    Raises: InstanceError naming the field that fails in the image; SandboxLost.
     """
     paths, commands = instance.environment.remove, instance.grading.pre_commands
     if paths:
@@ -26,10 +26,10 @@ async def set_up_image(sandbox: Sandbox, instance: Instance) -> None:
 
 
 async def with_committed_tests(sandbox: Sandbox, instance: Instance) -> Instance:
-    """The instance whose `grading.files` holds the tests of `grading.tests_from`, in the place of its
+    """The instance with the tests of `grading.tests_from` in `grading.files`, which replace its
     `test_patch`. Call it in the grader's sandbox, before `set_up_image` removes their commit.
 
-    Raises: InstanceError where the image has no such commit or paths; SandboxLost.
+    Raises: InstanceError if the image lacks the commit or the paths; SandboxLost.
     """
     tests = instance.grading.tests_from
     if tests is None:

@@ -1,1 +1,1 @@
-"""Graders of single datasets' protocols; `swebench` and `eval_cmd` beside this room are the general ones."""
+"""Graders, one per protocol: `swebench` and `eval_cmd` are general, the others serve one dataset."""

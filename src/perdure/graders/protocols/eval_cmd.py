@@ -1,4 +1,4 @@
-"""Grades by one command: exit code 0 in the workdir means resolved.
+"""Grades by one command, run in the workdir: exit code 0 means resolved.
 
 This is the weakest protocol. It has no canary, so code under test that exits early with 0 counts as
 resolved. It does not check that other tests still pass. If a row has test lists, use `swebench`.

@@ -1,6 +1,6 @@
-"""What every protocol does with a diff: filter it, run something on what is left, judge the output.
+"""The steps that all protocols share: filter the diff, apply it, run a command, judge the output.
 
-A protocol says what runs and how its output is judged (`plan`); the verdicts that all share are here.
+A protocol's `plan` gives the command and the judge. This module gives the verdicts that all share.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ class Plan:
 
     command: Command
     judge: Callable[[TestRun], Awaitable[Verdict]]
-    """Of tests that ended by themselves. Raises: Unparsable."""
+    """Judges tests that ended by themselves. Raises: Unparsable."""
 
 
 class ProtocolGrader(ABC):
@@ -44,14 +44,14 @@ class ProtocolGrader(ABC):
 
     @abstractmethod
     def plan(self, instance: Instance, scratch: str) -> Plan:
-        """What to run, with `scratch` as the grader's own folder in the sandbox."""
+        """What to run. `scratch` is the grader's own folder in the sandbox."""
 
     async def prepared(self, sandbox: Sandbox, instance: Instance) -> Instance:
-        """Changes the sandbox, or learns from it, before the diff is read. Raises: InstanceError."""
+        """Prepare the sandbox, or read from it, before the diff is filtered. Raises: InstanceError."""
         return instance
 
     def kept(self, run: TestRun) -> tuple[bytes, bytes | None]:
-        """The log and the junit file that stay with the grade."""
+        """The log and the junit file to store with the grade."""
         return run.log, run.junit
 
     async def grade(

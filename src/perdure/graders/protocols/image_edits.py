@@ -1,4 +1,4 @@
-"""What an image's own set-up changed in its tree, so that it is not taken for the agent's change."""
+"""Finds changes that an image's own setup made in its tree, so that they do not count as the agent's."""
 
 import glob
 import os
@@ -13,11 +13,11 @@ _STATUS = (
 
 
 async def without_image_edits(sandbox: Sandbox, instance: Instance) -> Instance:
-    """The instance whose `patch_exclude` also names the files that differ from the base commit in the
-    image itself. A diff of such a file holds the image's change too, so it is dropped as a whole, and
-    the grade's `dropped_paths` say so. Call it before anything is applied.
+    """The instance whose `patch_exclude` also names the files in which the image differs from the base
+    commit. A diff of such a file contains the image's change too, so the filter drops the whole file and
+    lists it in the grade's `dropped_paths`. Call this before applying anything.
 
-    Raises: InstanceError when git cannot tell; SandboxLost.
+    Raises: InstanceError when `git status` fails; SandboxLost.
     """
     if instance.source.kind is not SourceKind.IMAGE:
         return instance

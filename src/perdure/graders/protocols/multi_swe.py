@@ -1,8 +1,8 @@
-"""Grades as Multi-SWE-bench does: three stages (as it is, with the tests, with tests and fix), of which
-the row holds the results of the first two. Logs are read by the publisher's own parser of the repository.
+"""Grades as Multi-SWE-bench does, in three stages: the base, the base with tests, and both with the fix.
+The row holds the results of the first two. The publisher's own parser for the repository reads the logs.
 
-A test counts as fixed only if it passes in the third stage; a skipped one has not passed. Tests that
-passed earlier may be missing, but none may fail.
+A test counts as fixed only if it passes in the third stage; a skipped test has not passed. Tests that
+passed in an earlier stage may be missing, but none may fail.
 """
 
 import importlib.metadata
@@ -27,7 +27,7 @@ from perdure.types import Grading, Instance, Outcome, TestStatus
 
 PACKAGE = "multi-swe-bench"
 LARGEST_LOG = 16 << 20
-"""Bytes that are given to the publisher's expressions."""
+"""The publisher's regular expressions read at most this many bytes, the last of the log."""
 
 
 class MultiSweGrader(ProtocolGrader):
@@ -74,7 +74,7 @@ def judge(found: Statuses, grading: Grading, last: str = "") -> Verdict:
 
 @dataclass(frozen=True)
 class PublishedParser(LogParser):
-    """Reads a run of calibration, whose code is not hostile, by the publisher's class."""
+    """Reads the log of a calibration run, whose code is not hostile, with the publisher's class."""
 
     def statuses(self, log: bytes) -> Statuses:
         return parsed(self.name, log)
@@ -87,7 +87,7 @@ def parsed(repository: str, log: bytes) -> Statuses:
         result = _parser(repository).parse_log(text)
     except (MemoryError, InstanceError):
         raise
-    except Exception as error:  # the log decides what an expression of theirs trips over
+    except Exception as error:  # a log can make the publisher's parser raise anything
         raise Unparsable(f"{PACKAGE}: {type(error).__name__}: {str(error)[:200]}") from error
     passed = dict.fromkeys(result.passed_tests, TestStatus.PASSED)
     return passed | dict.fromkeys(result.failed_tests, TestStatus.FAILED)
@@ -95,8 +95,8 @@ def parsed(repository: str, log: bytes) -> Statuses:
 
 @cache
 def _parser(repository: str) -> Any:
-    """The publisher's class for a repository. Its package would import 2,000 modules, so only the one
-    that registers the repository is loaded. Raises: InstanceError."""
+    """The publisher's class for a repository. The whole package would import 2,000 modules, so this loads
+    only the one that registers the repository. Raises: InstanceError."""
     spec = importlib.util.find_spec("multi_swe_bench")
     assert spec is not None
     assert spec.submodule_search_locations

@@ -1,8 +1,8 @@
 """Grades as Harbor does: `/tests/test.sh` writes a number into `/logs/verifier/reward.txt`.
 
 Harbor tests the sandbox in which the agent worked. Perdure tests a fresh one with the agent's diff,
-so what the agent changed outside the repository does not count. Code under test can write the file
-too: like `eval_cmd`, this protocol only suits tasks whose tests guard themselves.
+so changes outside the repository do not count. Code under test can write the reward file too: like
+`eval_cmd`, this protocol suits only tasks whose tests guard themselves.
 """
 
 import json
@@ -20,7 +20,7 @@ from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards
 
 SCRIPT = f"{FOLDER}/test.sh"
-"""`grading.files` has the tests below FOLDER; they move to /tests."""
+"""`grading.files` has the tests below FOLDER; the command moves them to /tests."""
 LOGS = "/logs/verifier"
 
 
@@ -34,7 +34,7 @@ class RewardFileGrader(ProtocolGrader):
             raise InstanceError(f"{instance.ref}: lacks `tests/test.sh`, which writes the reward")
 
     async def prepared(self, sandbox: Sandbox, instance: Instance) -> Instance:
-        """Raises: InstanceError where the sandbox cannot make the task's folders."""
+        """Raises: InstanceError if the sandbox cannot make the task's folders."""
         await _make_folders(sandbox, instance)
         return instance
 
@@ -42,12 +42,12 @@ class RewardFileGrader(ProtocolGrader):
         return Plan(_command(scratch), _judged)
 
     def kept(self, run: TestRun) -> tuple[bytes, bytes | None]:
-        """The reward file is no junit file."""
+        """Drops `run.junit`, which here holds the reward file."""
         return run.log, None
 
 
 async def _make_folders(sandbox: Sandbox, instance: Instance) -> None:
-    """While nothing hostile has run: a failure is the sandbox's."""
+    """Runs before hostile code, so a failure is the sandbox's."""
     done = await sandbox.exec(f"rm -rf /tests {LOGS}; mkdir -p /tests {LOGS}")
     if not done.status.ok:
         said = done.stderr.decode("utf-8", "replace").strip()
@@ -78,7 +78,7 @@ async def _judged(run: TestRun) -> Verdict:
 
 
 def reward_of(text: bytes) -> float | None:
-    """A number, or the `reward` of an object, or its only value. Call this through `read`."""
+    """A JSON number, or an object's `reward` or only value. Call this through `read`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

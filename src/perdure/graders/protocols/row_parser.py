@@ -1,7 +1,7 @@
-"""A row's own parser: a program that reads what the tests printed, so what hostile code printed.
+"""Runs a row's own parser: a program that reads what the tests, and so hostile code, printed.
 
-It runs on the worker, confined by bubblewrap: it sees this Python, the output and nothing else, no
-network, no variable, no other file of the host.
+It runs on the worker, confined by bubblewrap. It sees this Python, the system's programs and the test
+output, but no network, no environment variable and no other file of the host.
 """
 
 import json
@@ -19,9 +19,9 @@ from perdure.sandboxes.host.programs import program as program_of_host
 from perdure.types import TestStatus
 
 INSIDE = "/output"
-"""The folder with the streams, and the only one in which it can write."""
+"""The folder with both streams; the parser can write only here."""
 _STARTED = "started"
-"""A file that shows that bubblewrap has done its part."""
+"""This file exists once bubblewrap has started the parser."""
 
 
 def check() -> None:
@@ -30,11 +30,11 @@ def check() -> None:
 
 
 def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestStatus]:
-    """What the row's parser finds. Call this through `read`.
+    """The statuses that the row's parser finds. Call this through `read`.
 
-    PASSED wins over another status of the same name, and a skipped test counts as missing: both are
-    the publisher's rules. Raises: Unparsable when the parser gives no result; RetryHere when it
-    cannot be confined.
+    By the publisher's rules, PASSED wins over another status of the same test, and a skipped test
+    counts as missing. Raises: Unparsable when the parser gives no result; RetryHere when bubblewrap
+    cannot start it.
     """
     with TemporaryDirectory() as folder:
         place = Path(folder)

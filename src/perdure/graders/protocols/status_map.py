@@ -1,7 +1,7 @@
-"""Grades as R2E-Gym does: every test has exactly the status that it has after the reference fix.
+"""Grades as R2E-Gym does: every test must have the status that it has with the reference fix.
 
 A test that failed there must fail again, and no test may be missing or new. A test's key is its id
-without the file. The run is guarded like that of `swebench`.
+without the file. The run has the same guards as a run of `swebench`.
 """
 
 from collections.abc import Mapping
@@ -53,8 +53,8 @@ def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Verdict:
 
 
 def _unconfirmed(reading: tampering.Reading) -> str:
-    """A test that passed by the log and not by junit. Ids are never cut here, so each is looked up
-    once: hostile code may print any number."""
+    """A test that passed in the log but not in junit; empty if there is none. Each id is looked up
+    once, because these ids are never cut and hostile code may print any number of them."""
     for test, said in reading.statuses.items():
         written = reading.junit.get(test) if reading.junit is not None else said
         if said in verdict.F2P_PASSES and written not in verdict.F2P_PASSES:
@@ -63,7 +63,7 @@ def _unconfirmed(reading: tampering.Reading) -> str:
 
 
 def compared(statuses: Statuses, expected: Mapping[str, str]) -> Verdict:
-    """The verdict on a run that is believed; `partial` is the part of the tests that match."""
+    """The verdict on a run that is trusted; `partial` is the fraction of tests that match."""
     found = by_key(statuses)
     wrong = [
         f"{key} {found.get(key, TestStatus.MISSING)} instead of {status}"

@@ -1,4 +1,4 @@
-"""Grades by lists: FAIL_TO_PASS must pass, PASS_TO_PASS must go on passing (SWE-bench and kin)."""
+"""Grades by lists, as SWE-bench does: FAIL_TO_PASS must pass, PASS_TO_PASS must still pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class SuiteRun:
 
     run: TestRun
     canary: CanaryTest | None
-    """None: Perdure cannot add a test to the runs of this log parser."""
+    """None if Perdure cannot add a test to this log parser's runner."""
     writes_junit: bool
     parser: LogParser = field(default_factory=LogParser)
 
@@ -52,7 +52,7 @@ class SwebenchGrader(ProtocolGrader):
 def planned(
     instance: Instance, scratch: str, judge: Callable[[SuiteRun, Rules], Verdict], rules: Rules
 ) -> Plan:
-    """The row's guarded test command, and `judge` on what it leaves, in another process."""
+    """The row's guarded test command; `judge` reads its output in another process."""
     command, canary = tampering.guarded_command(instance.grading, scratch)
     parser = parser_of(instance)
 
@@ -63,7 +63,7 @@ def planned(
 
 
 def validate_suite(instance: Instance) -> None:
-    """All that running the hidden tests needs; the lists may still be missing (calibration).
+    """Check that the hidden tests can run. The lists may be missing, because calibration computes them.
 
     Raises: InstanceError naming the field and the fix.
     """
@@ -83,7 +83,7 @@ def validate_suite(instance: Instance) -> None:
 async def run_suite(
     sandbox: Sandbox, instance: Instance, patch: bytes, *, timeout_s: float
 ) -> SuiteRun:
-    """Run the row's test command, guarded, on the base tree plus `patch` (already filtered).
+    """Run the row's guarded test command on the base tree with `patch`, which is already filtered.
 
     Raises: InstanceError, RetryHere, SandboxLost.
     """
@@ -94,7 +94,7 @@ async def run_suite(
 
 
 def reading_of(suite: SuiteRun) -> Reading:
-    """The output of a finished run, parsed. Hostile code wrote it: call this through `read`.
+    """Parse the output of a finished run. Hostile code wrote it: call this through `read`.
 
     Raises: Unparsable.
     """
@@ -107,7 +107,7 @@ def reading_of(suite: SuiteRun) -> Reading:
 
 
 def _junit(run: TestRun, parser: LogParser) -> JunitReport:
-    """If the junit file is absent or unusable, it confirms no test."""
+    """The junit report. It is empty if the file is absent or unusable, and then confirms no test."""
     try:
         return parse_junit(run.junit or b"", parser.rename)
     except UnusableJunit:
@@ -115,8 +115,8 @@ def _junit(run: TestRun, parser: LogParser) -> JunitReport:
 
 
 def invalid_by_protocol(suite: SuiteRun, statuses: Statuses) -> str:
-    """Why swebench 5 would not believe this run; empty if it would. Its rules of `get_logs_eval`:
-    a run without results must say that it ran, and only a failure explains an exit code."""
+    """Why swebench 5 would reject this run; empty if it would not. Its rules are in `get_logs_eval`:
+    a run without results must say that it ran, and only a failed test explains an exit code."""
     if not statuses and not suite.parser.ran(suite.run.log):
         return f"no test result, and nothing says that the tests ran: {last_line(suite.run)}"
     failed = {TestStatus.FAILED, TestStatus.ERROR} & set(statuses.values())
@@ -144,8 +144,7 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
     if reading.canary_status is TestStatus.MISSING and not claims:
-        # The run ended before the last test without forgery: the diff broke collection or crashed
-        # the runner.
+        # The run ended early and claims no success: the diff broke collection or crashed the runner.
         reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)

@@ -1,8 +1,8 @@
-"""Grades as SWE-bench Pro does: the row's script runs the tests, its parser names those that passed.
+"""Grades as SWE-bench Pro does: the row's script runs the tests, and its parser names those that passed.
 
-The publisher runs the parser in the sandbox, where code under test can replace its result; here
-`row_parser` runs it on the worker. It reads a log and nothing else, so without twins code under test
-that prints results is believed: the row's script decides what runs, so a canary cannot be added.
+The publisher runs the parser in the sandbox, where code under test can replace its result. Here
+`row_parser` runs it on the worker. The row's script decides what runs, so Perdure cannot add a canary:
+without twins, code under test that prints false results is trusted.
 """
 
 import shlex
@@ -52,13 +52,13 @@ class SweproGrader(ProtocolGrader):
 
 
 def both_streams(run: TestRun) -> bytes:
-    """In one log: stdout, then stderr."""
+    """stdout, then stderr, in one log."""
     return run.log + (_STDERR + run.junit if run.junit else b"")
 
 
 @dataclass(frozen=True)
 class RowParser(LogParser):
-    """Reads `both_streams` of a run of calibration, whose code is not hostile, by the row's program."""
+    """Reads `both_streams` of a calibration run, whose code is not hostile, with the row's program."""
 
     program: str = ""
 
@@ -68,7 +68,7 @@ class RowParser(LogParser):
 
 
 def command(parser: OutputParser, scratch: str) -> Command:
-    """The script's stderr takes the way of a junit file: the parser needs both streams apart."""
+    """Returns the script's stderr in place of a junit file: the parser needs the streams separate."""
     stderr = f"{scratch}/stderr.log"
     lines = [f"exec 2>{shlex.quote(stderr)}", f"set -- {shlex.quote(parser.arguments)}", parser.run]
     return Command("\n".join(lines), {}, junit_path=stderr)

@@ -1,1 +1,1 @@
-"""What a test run printed and wrote, as one status per test."""
+"""Turns the output of a test run into one status per test."""

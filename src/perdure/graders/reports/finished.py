@@ -1,8 +1,8 @@
-"""Whether a test session came to its own end: the runner's closing summary, its counts and its exit code.
+"""Whether a test session ended by itself: checks the runner's summary, its counts and its exit code.
 
-For runners whose only report is the log. A log that was cut has no summary, so lines that are printed
-before an early exit are worth nothing. swebench's parsers believe a test's last line, so lines that are
-printed later must not contradict the runner's tracebacks.
+For runners whose only report is the log. A log that was cut has no summary, so results that code prints
+before an early exit do not count. swebench's parsers use a test's last line, so lines that code prints
+later must not contradict the runner's tracebacks.
 """
 
 import re
@@ -10,16 +10,16 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 _TAIL = 64 << 10
-"""Bytes of the log in which the summary is looked for. Tracebacks come before it."""
+"""The summary is searched for in this many last bytes of the log. Tracebacks precede it."""
 _FAILED = 1
-"""The exit code of pytest, unittest, django and sympy when a test failed, as the canary does."""
+"""Exit code of pytest, unittest, django and sympy when a test fails, as the canary always does."""
 
 
 def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection[str]) -> str:
-    """Why a session that claims success did not end by itself, or contradicts itself; empty if neither.
+    """Why a session that claims success was cut or contradicts itself; empty if it was not and does not.
 
-    `parser`: the row's, with or without `parse_log_`. `tests`: those that it says have passed; the
-    canary has run beside them.
+    `parser`: the row's, with or without `parse_log_`. `tests`: those that the log says passed; the
+    canary ran with them.
     """
     if exit_code != _FAILED:
         return f"exit code {exit_code}: a runner that ends by itself gives 1 when a test fails"
@@ -37,7 +37,7 @@ def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection
 
 def _sympy(tail: str, expected: int) -> str:
     """`== tests finished: 3 passed, 1 failed, in 0.1 seconds ==`, then `DO *NOT* COMMIT!`. The summary
-    may be broken in two lines."""
+    may span two lines."""
     _, found, rest = tail.rpartition("tests finished: ")
     counts, ended, after = rest.partition(" seconds")
     if not found or not ended or "DO *NOT* COMMIT!" not in after:
@@ -66,7 +66,7 @@ _HEADINGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(
         "django": re.compile(rb"^(FAIL|ERROR): ([^\n]{1,400})$", re.MULTILINE),
     }
 )
-"""The lines above a failure's traceback, and the test that they name: the runner's last word on it."""
+"""The lines above a failure's traceback, and the test that they name."""
 _SUMMARIES: Mapping[str, Callable[[str, int], str]] = MappingProxyType(
     {"sympy": _sympy, "django": _django}
 )

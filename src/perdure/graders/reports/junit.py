@@ -1,7 +1,7 @@
-"""From pytest's junit file to one status per test, under the keys that pytest derives from ids.
+"""Reads pytest's junit file: one status per test, under the keys that pytest derives from ids.
 
-Hostile code can write this file, so its size and depth are bounded, DTDs are refused, no tree is
-built of it, and a result counts only if the log agrees.
+Hostile code can write this file. So the parser bounds its size and depth, refuses DTDs and builds no
+tree, and a result counts only if the log agrees.
 """
 
 import re
@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 
 
 class UnusableJunit(ValueError):
-    """The file is not one that pytest wrote to its end."""
+    """The file is not a complete junit file of pytest."""
 
 
 class JunitReport:
@@ -35,12 +35,12 @@ class JunitReport:
             self._by_name[name].append(place)
 
     def get(self, test: str) -> TestStatus | None:
-        """The status of a test id from the log; None if the file lacks it."""
+        """The status of a test, given its id in the log; None if the file lacks it."""
         place, name = _key(test)
         name = self._rename(name)
         if (place, name) in self._statuses:
             return self._statuses[place, name]
-        # The log's paths start at the working directory, junit's at pytest's rootdir.
+        # Paths in the log start at the working directory, paths in junit at pytest's rootdir.
         similar = [p for p in self._by_name[name] if _tail_of(p, place) or _tail_of(place, p)]
         return self._statuses[similar[0], name] if len(similar) == 1 else None
 
@@ -66,7 +66,7 @@ def parse_junit(data: bytes, rename: Callable[[str], str] = str) -> JunitReport:
 
 
 class _Cases:
-    """Collects the status of each `testcase` while the file is read."""
+    """Collects the status of each `testcase` while expat reads the file."""
 
     def __init__(self, rename: Callable[[str], str]) -> None:
         self.found: dict[Key, TestStatus] = {}
@@ -94,7 +94,7 @@ class _Cases:
 
 
 _MEANINGS = ("error", "failure", "skipped")
-"""Elements in a test case, in the order in which they count."""
+"""Elements of a test case; the first one present gives the status."""
 
 
 def _meaning(name: str, attributes: dict[str, str]) -> TestStatus:
@@ -112,7 +112,7 @@ def _key(test: str) -> Key:
 
 
 def _escaped(name: str) -> str:
-    """Characters that XML cannot hold, as pytest writes them: `#x1B`."""
+    """Replace characters that XML cannot hold as pytest does: `#x1B`."""
     return re.sub(
         r"[^\t\n\r\x20-\x7e\x80-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]",
         lambda match: f"#x{ord(match[0]):02X}" if ord(match[0]) <= 0xFF else f"#x{ord(match[0]):04X}",

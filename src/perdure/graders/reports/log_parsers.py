@@ -1,11 +1,11 @@
-"""From a test run's log to one status per test id.
+"""Reads a test run's log: one status per test id.
 
-Rows name their parser `parse_log_...`: these are swebench's own, so that a verdict is its verdict.
-`pytest` is Perdure's, for rows that name none: it keeps ids whole, and the worse of two results
-counts. `verdict.py` decides what a status is worth.
+Rows name their parser `parse_log_...`. These are swebench's own, so verdicts equal swebench's.
+`pytest` is Perdure's parser, for rows that name none: it keeps whole ids, and the worse of two results
+counts. `verdict.py` decides which statuses pass.
 
-Hostile code writes the log. swebench's expressions can take long on such a log, so they run in the
-limited process of `untrusted`, and of a line only the first 8 KiB are read.
+Hostile code writes the log, and swebench's regular expressions can take long on it. So parsers run in
+`perdure.limited_process`, and read only the first 8 KiB of a line.
 """
 
 import importlib.metadata
@@ -28,9 +28,9 @@ Statuses = dict[str, TestStatus]
 Runner = Literal["pytest", "django", "sympy", ""]
 
 OWN = "pytest"
-"""Perdure's parser, and the default of a row."""
+"""Perdure's parser, the default for a row."""
 LONGEST_LINE = 8 << 10
-"""Bytes of a line that are read."""
+"""Bytes of a line that parsers read."""
 PACKAGE = "swebench"
 
 _BADNESS = (
@@ -52,7 +52,7 @@ def worst(statuses: Iterable[TestStatus]) -> TestStatus:
 
 @dataclass(frozen=True)
 class LogParser:
-    """How one family of test runners reports. It may be sent to another process."""
+    """Reads the logs of one family of test runners. It can be pickled for another process."""
 
     name: str = OWN
     instance_id: str = ""
@@ -61,7 +61,7 @@ class LogParser:
 
     @property
     def runner(self) -> Runner:
-        """The runner whose log this is, if Perdure knows how to add a test to its command."""
+        """The runner that writes these logs; empty if Perdure cannot add a test to its command."""
         if self.name == OWN:
             return "pytest"
         if _published()[self.name].__module__ != "swebench.harness.log_parsers.python":
@@ -69,7 +69,7 @@ class LogParser:
         return _OTHER_PYTHON.get(self.name, "pytest")
 
     def statuses(self, log: bytes) -> Statuses:
-        """Every test that the log names. Raises: Unparsable."""
+        """The status of every test that the log names. Raises: Unparsable."""
         text = _ENDS_OF_LONG_LINES.sub(rb"\1", log).decode("utf-8", "replace")
         return _own_statuses(text) if self.name == OWN else self._published_statuses(text)
 
@@ -81,24 +81,24 @@ class LogParser:
             found = _published()[self.name](text, spec)
         except MemoryError:
             raise
-        except Exception as error:  # the log decides what an expression of theirs trips over
+        except Exception as error:  # a log can make swebench's parsers raise anything
             raise Unparsable(f"{self.name}: {type(error).__name__}: {str(error)[:200]}") from error
-        # A line such as pip's `ERROR: no such option` gives the status `ERROR:`: no test's.
+        # A line such as pip's `ERROR: no such option` gives `ERROR:`, which is no test's status.
         return {test: TestStatus(said) for test, said in found.items() if said in _STATUSES}
 
     def rename(self, name: str) -> str:
-        """A test's name in junit as this parser writes it."""
+        """Translate a test's name in junit to the name that this parser gives it."""
         if self.name == OWN:
             return name
         published = _published()
         parse = published[self.name]
         if parse is published["parse_log_pytest_v2"]:
             return " ".join(name.split())
-        word = (name.split() or [""])[0]  # the others end an id at its first space
+        word = (name.split() or [""])[0]  # the other parsers end an id at its first space
         return _short_path(word) if parse is published["parse_log_pytest_options"] else word
 
     def ran(self, log: bytes) -> bool:
-        """swebench's own test for a log without results: whether a suite says that it ran."""
+        """swebench's check for a log without results: whether a test suite says that it ran."""
         _published()
         from swebench.harness.grading import SUITE_RAN
 
@@ -106,7 +106,7 @@ class LogParser:
 
 
 def parser_of(instance: Instance) -> LogParser:
-    """Raises: InstanceError naming the parsers that are known; MissingDependency."""
+    """Raises: InstanceError naming the known parsers; MissingDependency."""
     name = instance.grading.log_parser
     if name != OWN and name not in _published():
         known = ", ".join([OWN, *sorted(_published())])
@@ -131,8 +131,8 @@ _ENDS_OF_LONG_LINES = re.compile(rb"([^\n]{%d})[^\n]+" % LONGEST_LINE)
 
 @cache
 def _published() -> dict[str, Callable[[str, Any], dict[str, str]]]:
-    """swebench's table of parsers. Importing its package as usual would import docker, modal and
-    1,500 more modules; a package without code in their place leaves the parsers as they are.
+    """swebench's table of parsers. A plain import of its package would load docker, modal and 1,500 more
+    modules. An empty `swebench.harness` package avoids this and does not affect the parsers.
 
     Raises: MissingDependency.
     """
@@ -174,8 +174,8 @@ _STATUS = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) +(?!\[\d+\] )(\
 
 
 def _own_statuses(text: str) -> Statuses:
-    """The `-rA` summary: `FAILED tests/a.py::test_b[x y] - message`. If a log names a test twice,
-    the worse status counts. The time is linear in the length of the log."""
+    """Reads pytest's `-rA` summary: `FAILED tests/a.py::test_b[x y] - message`. If the log names a test
+    twice, the worse status counts. It takes time linear in the length of the log."""
     found: Statuses = {}
     for line in _lines(text):
         match = _STATUS.fullmatch(line.rstrip())
@@ -189,7 +189,8 @@ def _own_statuses(text: str) -> Statuses:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines with a status or a colour, without the colours: 64 MB of other lines cost little."""
+    """Lines that contain a status or a color, with the color removed. Skipping 64 MB of other lines is
+    cheap."""
     end = -1
     while match := _MARK.search(text, end + 1):
         start = text.rfind("\n", end + 1, match.start()) + 1 or end + 1
@@ -200,7 +201,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _without_message(rest: str) -> str:
-    """Cut ` - message`; inside the brackets of a parametrised id that text is part of the id."""
+    """Cut ` - message`, except inside the brackets of a parametrized id."""
     opened, dash = rest.find("["), rest.find(" - ")
     if dash < 0:
         return rest
@@ -211,5 +212,5 @@ def _without_message(rest: str) -> str:
 
 
 def _how_to_install() -> str:
-    """Without --no-deps it brings 80 packages."""
+    """Without --no-deps, pip would install 80 packages."""
     return command_for_packages("--no-deps", "swebench==5.0.2", "unidiff")

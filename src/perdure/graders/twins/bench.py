@@ -1,4 +1,4 @@
-"""Runs of calibration: the row's own test command, on gold and on the base, with files of ours."""
+"""Runs the row's own test command for calibration, on gold and on the base, with added files."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Bench:
-    """Runs the row's own test command, on gold and on the base, with files of ours in place."""
+    """Runs the tests of one instance, and counts the sandboxes that it used."""
 
     def __init__(self, instance: Instance, make_sandbox: MakeSandbox, limit_s: float) -> None:
         self.instance = instance
@@ -50,7 +50,7 @@ class Bench:
         return suite.ran(run)
 
     async def in_sandbox(self, purpose: str, script: str) -> bytes:
-        """What a script prints, on gold with the hidden tests in place."""
+        """The output of a script, run on gold with the hidden tests in place."""
         command = Command(script, {})
         self.runs += 1
         async with await self._make(f"twins-{purpose}") as sandbox:
@@ -68,8 +68,8 @@ class Bench:
 
 
 class _Suite(NamedTuple):
-    """A row's tests: how they are run, and how that run is read. Tracebacks have Python's own style,
-    because pytest parses the whole file for each of another."""
+    """The command of a row's tests, and how to read its run. Tracebacks use Python's own style: for
+    any other style, pytest parses the whole file for each traceback."""
 
     command: Command
     ran: Callable[[TestRun], SuiteRun]
@@ -93,7 +93,7 @@ _NATIVE = "export PYTEST_ADDOPTS=--tb=native\n"
 
 
 def _of_multi_swe(instance: Instance) -> _Suite:
-    """As `_of_swepro`, with the publisher's parser. Its scripts also name a style themselves."""
+    """As `_of_swepro`, with the publisher's parser. Its scripts also set a style, which is replaced."""
     parser = multi_swe.PublishedParser(instance.grading.log_parser)
     own = re.sub(r"--tb=\w+", "--tb=native", instance.grading.test_cmd or "")
     edit = "sed -i 's/--tb=[a-z]*/--tb=native/g' /home/fix-run.sh 2>/dev/null\n"
@@ -102,7 +102,7 @@ def _of_multi_swe(instance: Instance) -> _Suite:
 
 
 def _of_swepro(instance: Instance, scratch: str) -> _Suite:
-    """The row's script chooses its runner; if that is pytest, it gets the style by a variable."""
+    """The row's script chooses its runner. If that is pytest, a variable sets the traceback style."""
     assert instance.grading.parser is not None
     program = instance.grading.parser.program
     command = swepro.command(instance.grading.parser, scratch)

@@ -1,7 +1,7 @@
-"""Calibration: the twins that fail under gold, and under the base as the test itself fails there.
+"""Calibration: chooses twins that fail under gold, and that fail under the base as their test does.
 
-Copies of all candidates run beside their test, in the same sandboxes that grade. What they show must be
-the same in all runs. The chosen ones then run once in the place of their test.
+Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave the
+same in all runs. Each chosen twin then runs once in place of its test.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from perdure.instances.calibrated import MakeSandbox
 from perdure.types import Grading, Instance, TestStatus, Twin
 
 SCREENED = 14
-"""Candidates of one test that are run."""
+"""Most candidates of one test that calibration runs."""
 
 _FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 _BY_ASSERTION = frozenset(("AssertionError", "Failed"))
@@ -36,16 +36,16 @@ _BROKEN = frozenset(("NameError", "ImportError", "SyntaxError", "UnboundLocalErr
 
 @dataclass(frozen=True)
 class ChosenReport:
-    """What became of each FAIL_TO_PASS test."""
+    """The result for each FAIL_TO_PASS test."""
 
     twins: dict[str, int] = field(default_factory=dict)
-    """Id -> how many twins were proven; absent: none."""
+    """Id -> number of proven twins; absent if there are none."""
     weak: tuple[str, ...] = ()
-    """Ids all of whose twins a reader could recognise."""
+    """Ids for which a reader could recognize every twin."""
     without: dict[str, str] = field(default_factory=dict)
     """Id -> why it has no twin."""
     runs: int = 0
-    """Sandboxes that were used."""
+    """Number of sandboxes used."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ async def choose_twins(
     runs: int = 3,
     timeout_s: float | None = None,
 ) -> Chosen:
-    """At most `wanted` twins for each FAIL_TO_PASS test of an instance whose lists are known.
+    """Choose at most `wanted` twins for each FAIL_TO_PASS test. The instance's lists must be complete.
 
-    A test without a twin is no error: the report says why. Two sandboxes are used at a time.
-    Raises: InstanceError if `test_patch` or the tests' output cannot be read; what sandboxes raise.
+    A test without a twin is no error: the report says why. This uses two sandboxes at a time.
+    Raises: InstanceError if `test_patch` or the tests' output cannot be read; any error of the sandboxes.
     """
     bench = Bench(instance, make_sandbox, timeout_s or instance.grading.timeout_s)
     plain = instance.model_copy(
@@ -99,12 +99,12 @@ async def choose_twins(
 
 
 _Plan = dict[Target, list[Copy]]
-"""The copies of each function that run."""
+"""The copies to run of each function."""
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """A test function and the candidates that are left of it."""
+    """A test function and its remaining candidates."""
 
     target: Target
     left: tuple[Candidate, ...]
@@ -130,7 +130,7 @@ class _Tried:
 
 
 def _screened(target: Target) -> _Tried:
-    """Clean candidates; if there are none, weak ones."""
+    """The candidates to run: clean ones first, then weak ones."""
     by: dict[Lint, list[Candidate]] = {kind: [] for kind in Lint}
     for one in candidates(target.source, target.function):
         by[lint(target.source, one)[0]].append(one)
@@ -140,7 +140,7 @@ def _screened(target: Target) -> _Tried:
 
 
 async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
-    """The Python files that the test patch changes, and why the last of them is left out."""
+    """The Python files that the test patch changes, and why the last unreadable one was skipped."""
     try:
         added = {p: n for p, n in added_lines(grading.test_patch).items() if p.endswith(".py")}
     except MalformedDiff as error:
@@ -160,7 +160,7 @@ async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
 
 
 async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
-    """Without pairs of classes of which one is a subclass of the other, or that cannot be compared."""
+    """Drop candidates that exchange two classes of which one is a subclass of the other, or unknown."""
     pairs = {
         (one.target.source.path, *candidate.needs_unrelated)
         for one in tried
@@ -183,7 +183,8 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
 
 
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
-    """Those that fail under gold by their own expectation, and under the base as the test does."""
+    """Keep candidates that fail under gold by their own expectation, and under the base as the test
+    does."""
     plan = {
         one.target: [Copy(one.target.function), *(_copy(c) for c in one.left)]
         for one in tried
@@ -214,7 +215,7 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
 
 
 def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
-    """All ids fail. A comparison fails by its assertion, `raises` by anything but a broken test."""
+    """All its ids fail: a comparison by its assertion, `raises` by anything but a broken test."""
     if not shown.statuses or shown.statuses - _FAILING:
         return False
     kinds = {kind for kind, _ in shown.failures}
@@ -224,7 +225,8 @@ def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
 
 
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:
-    """Without twins that pass in the base after an exchange of a literal that does not make their test pass."""
+    """Drop twins that pass in the base after an exchange of a literal that does not make their test
+    pass."""
     spare = [replace(one, left=one.left[: wanted + 2]) for one in tried]
     plan: _Plan = {}
     owners: dict[Copy, Candidate | None] = {}
@@ -261,7 +263,7 @@ async def _copies(
     purpose: str,
     plan: _Plan,
 ) -> dict[Copy, Behaviour]:
-    """What the copies show in one run of the test files with all of them."""
+    """Run the test files once with all copies, and return how each copy behaved."""
     files: dict[str, bytes] = {}
     places: dict[Copy, Place] = {}
     for source in dict.fromkeys(target.source for target in plan):
@@ -278,7 +280,7 @@ async def _copies(
 
 
 async def _proven(bench: Bench, plain: Instance, twins: list[Twin]) -> list[Twin]:
-    """Those that fail in the place of their test, under gold and base, and disturb no other test."""
+    """Keep twins that fail in place of their test, under gold and base, and break no other test."""
     proven: list[Twin] = []
     rounds = [
         [pool[number] for pool in pools(twins) if number < len(pool)]

@@ -1,5 +1,5 @@
-"""From the grades of the runs of a pair to one grade: what the row's own protocol says of the originals,
-and whether the twins confirm it."""
+"""Combines the grades of a pair's runs into one: the row's own protocol judges the originals, and the
+twins confirm that verdict or not."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -21,14 +21,14 @@ class Ran(NamedTuple):
 
 
 def is_decided(first: Ran) -> bool:
-    """Whether the other run of a pair could change neither verdict nor rewards."""
+    """Whether a pair's second run could change neither the verdict nor the rewards."""
     if first.grade.outcome not in _RAN or not first.grade.fail_to_pass:
-        return True  # tampered, timed out, killed: no test results are believed
+        return True  # tampered, timed out or killed: no test result counts
     return not first.run.twinned and first.grade.outcome is Outcome.UNRESOLVED
 
 
 def unverified(grade: Grade, reason: str) -> Grade:
-    """The grade of the one run of an instance, whose tests have no twins."""
+    """The grade of a single run, of an instance without twins."""
     checked = Verification(state="unverified", reason=reason)
     resolved = grade.outcome is Outcome.RESOLVED
     update = {"official": grade.outcome, "verification": checked if resolved else None}
@@ -36,10 +36,10 @@ def unverified(grade: Grade, reason: str) -> Grade:
 
 
 def combined(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The grade after one pair or more; a single run if that has decided.
+    """The grade after one or more pairs, or after a single run that decided.
 
-    `outcome` and `rewards` are those of the verified verdict: a FAIL_TO_PASS test passes only if every
-    original of it passed and every twin of it failed.
+    `outcome` and `rewards` follow the verified verdict: a FAIL_TO_PASS test passes only if each of its
+    originals passed and each of its twins failed.
     """
     official = _official(instance, runs)
     if official.outcome is not Outcome.RESOLVED:
@@ -67,13 +67,13 @@ def official_only(grade: Grade) -> Grade:
 
 
 def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The row's protocol on the originals of the first pair; PASS_TO_PASS of its first run."""
+    """The row's protocol, applied to the originals of the first pair and PASS_TO_PASS of its first run."""
     first, *others = runs[:2]
     if first.grade.outcome not in _RAN or not others:
         return first.grade
     second = others[0]
     if second.grade.outcome not in _RAN and first.run.twinned:
-        return second.grade  # its originals were not run to their end
+        return second.grade  # its originals did not run to their end
     f2p = {
         test: (second if test in first.run.twinned else first).grade.fail_to_pass.get(
             test, TestStatus.MISSING
@@ -128,7 +128,7 @@ def _originals_that_failed(later: Sequence[Ran]) -> list[str]:
 
 
 class _Doubt(NamedTuple):
-    """Why an officially resolved patch is not believed."""
+    """Why the twins do not confirm an officially resolved patch."""
 
     state: Literal["exposed", "unverified"]
     outcome: Outcome

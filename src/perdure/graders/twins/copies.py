@@ -1,4 +1,4 @@
-"""A test file with copies of its tests, so that one run tries many twins: `test_x` and `test_x__t7`."""
+"""Copies tests within their file, so that one run tries many twins: `test_x` and `test_x__t7`."""
 
 import ast
 import re
@@ -12,12 +12,12 @@ from perdure.graders.twins.mutate import Candidate
 from perdure.graders.twins.source import Edit, Function, Source
 
 MOST_EXCHANGES = 16
-"""Exchanges that are tried on one twin."""
+"""Most exchanges that calibration tries on one twin."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A function with some of its lines exchanged; line -> text."""
+    """A function with some of its lines replaced; line -> text."""
 
     function: Function
     lines: tuple[tuple[int, bytes], ...] = ()
@@ -26,7 +26,7 @@ class Copy:
 def with_copies(
     source: Source, copies: Sequence[Copy], prefix: str
 ) -> tuple[bytes, dict[Copy, Place]]:
-    """The file with each copy behind its function, and where each copy is."""
+    """The file with each copy after its function, and the place of each copy."""
     after: defaultdict[int, list[tuple[Copy, bytes, str]]] = defaultdict(list)
     for number, copy in enumerate(copies):
         name = f"{copy.function.name}__{prefix}{number}"
@@ -56,10 +56,10 @@ def _text(source: Source, copy: Copy, name: str) -> bytes:
 
 
 def exchanges(source: Source, function: Function, twin: Candidate | None) -> list[Copy]:
-    """The function (or a twin of it) with one literal exchanged for another of the test.
+    """The function (or a twin of it) with one literal exchanged for another literal of the file.
 
-    A forger who runs these in the base finds what makes a twin pass there. If only the twin has such an
-    exchange, and the test has none, it gives itself away.
+    A forger can run these in the base to find an exchange that makes a test pass there. If only the
+    twin has such an exchange, the forger recognizes it.
     """
     changed = {twin.line: twin.after} if twin is not None else {}
     edits = _spread(_edits(source, function, frozenset(changed)))

@@ -1,8 +1,8 @@
-"""The host's coin: for each grading, which twins are drawn and which run holds which original.
+"""Flips the host's coin: for each grading, draws the twins and the run that holds each original.
 
-A pair of runs looks the same from inside: each is the row's own grading with another `test_patch`, and
-each F2P test with twins is the original in one of both and a twin in the other. Code that forges can
-learn neither the coin nor the order.
+Both runs of a pair look the same from inside: each is the row's own grading with another `test_patch`.
+Each F2P test with twins is the original in one run and a twin in the other. Code that forges results
+can learn neither the coin nor the order.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from perdure.types import Instance, Twin
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the hidden tests: the instance as its grader gets it, and the twins in it."""
+    """A run of the hidden tests: the instance that its grader gets, and the twins in it."""
 
     instance: Instance
     twins: tuple[Twin, ...] = ()
@@ -31,7 +31,7 @@ Pair = tuple[Run, Run]
 
 
 def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[Pair]:
-    """So many pairs of runs, in the order in which they run. Empty: the instance has no twins.
+    """Draw `pairs` pairs of runs, in the order in which they run; none if the instance has no twins.
 
     Raises: InstanceError if a twin does not fit the instance's test patch.
     """
@@ -55,7 +55,7 @@ def _run(instance: Instance, twins: Sequence[Twin]) -> Run:
 
 
 def pools(twins: Sequence[Twin]) -> list[list[Twin]]:
-    """The twins of each test function; they are of the same ids."""
+    """The twins of each test function, which have the same ids."""
     found: dict[tuple[str, ...], list[Twin]] = {}
     for twin in twins:
         found.setdefault(twin.tests, []).append(twin)

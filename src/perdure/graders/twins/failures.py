@@ -1,7 +1,7 @@
-"""How tests failed: the exception and the line of the test file, from a run that calibration made.
+"""Finds how tests failed in a calibration run: the exception and the line of the test file.
 
-pytest's junit file says it for each test; other runners print Python's tracebacks. A line of the test
-file tells which function failed, so every copy of a test has lines of its own.
+pytest's junit file has this for each test; other runners print Python's tracebacks. The line of the
+test file identifies the function that failed, because every copy of a test has its own lines.
 """
 
 import posixpath
@@ -17,7 +17,7 @@ from perdure.types import TestStatus
 
 
 class Place(NamedTuple):
-    """A function of a file, by its lines."""
+    """A function of a file, with its first and last line."""
 
     path: str
     name: str
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 class Behaviour(NamedTuple):
-    """What a function did: the statuses of all its ids, and each (exception, line) of its failures.
+    """How a function behaved: the statuses of all its ids, and each (exception, line) of its failures.
     Lines count from the function's first."""
 
     statuses: frozenset[TestStatus]
@@ -37,7 +37,7 @@ NOT_RUN = Behaviour(frozenset(), frozenset())
 
 
 def behaviours(suite: SuiteRun, places: Sequence[Place]) -> dict[Place, Behaviour]:
-    """Call this through `read`. A place without ids is NOT_RUN."""
+    """The behavior of each place; NOT_RUN for a place without ids. Call this through `read`."""
     statuses: defaultdict[str, set[TestStatus]] = defaultdict(set)
     for test, status in reading_of(suite).statuses.items():
         statuses[named(test).name].add(status)
@@ -53,7 +53,7 @@ def behaviours(suite: SuiteRun, places: Sequence[Place]) -> dict[Place, Behaviou
 
 
 def _lines(text: str, places: Sequence[Place]) -> Iterator[tuple[Place, int]]:
-    """The last line of each function that a traceback names."""
+    """For each function that a traceback names, the last line named."""
     found: dict[Place, int] = {}
     for file in {place.path for place in places}:
         base = re.escape(posixpath.basename(file))
@@ -83,7 +83,7 @@ def _kind(message: str) -> str:
 
 
 def _tracebacks(log: bytes) -> Iterator[tuple[str, str]]:
-    """Python's own: from `Traceback` to the first line that is not indented."""
+    """Python's own tracebacks, from `Traceback` to the first line that is not indented."""
     frames: list[str] | None = None
     for line in log.decode("utf-8", "replace").splitlines():
         if line.startswith("Traceback (most recent call last)"):

@@ -1,4 +1,4 @@
-"""Which test function a published test id names, for the ids of pytest, unittest, django and sympy."""
+"""Finds the test function that a published id names, for ids of pytest, unittest, django and sympy."""
 
 import re
 from collections import defaultdict
@@ -9,7 +9,7 @@ from perdure.graders.twins.source import Function, Source
 
 
 class Named(NamedTuple):
-    """What an id says; empty where it does not say."""
+    """The parts of an id; empty if the id lacks one."""
 
     path: str
     owner: str
@@ -17,7 +17,7 @@ class Named(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A function that FAIL_TO_PASS tests, and no others, run."""
+    """A function that only FAIL_TO_PASS tests run."""
 
     source: Source
     function: Function
@@ -40,7 +40,7 @@ def named(test: str) -> Named:
 def targets(
     sources: Sequence[Source], fail_to_pass: Iterable[str], pass_to_pass: Iterable[str]
 ) -> tuple[list[Target], dict[str, str]]:
-    """The functions to make twins of, and for each other FAIL_TO_PASS id why it can have none."""
+    """The functions to make twins of, and why each other FAIL_TO_PASS id can have none."""
     reasons: dict[str, str] = {}
     tests: defaultdict[tuple[Source, Function], list[str]] = defaultdict(list)
     for test in fail_to_pass:
@@ -64,7 +64,8 @@ def targets(
 
 
 def matching(sources: Sequence[Source], test: str) -> list[tuple[Source, Function]]:
-    """The functions that an id may name. A class that inherits its tests has another name."""
+    """The functions that an id may name. The id of an inherited test names the subclass, so if no owner
+    matches, functions of any class count."""
     path, owner, name = named(test)
     found = [
         (source, function)
@@ -77,5 +78,5 @@ def matching(sources: Sequence[Source], test: str) -> list[tuple[Source, Functio
 
 
 def _same_path(said: str, path: str) -> bool:
-    """Ids may be relative to another folder than the tree, and django's to `tests/`."""
+    """Compare by suffix: an id's path may be relative to a subfolder, such as django's `tests/`."""
     return not said or f"/{path}".endswith(f"/{said}") or f"/{said}".endswith(f"/{path}")

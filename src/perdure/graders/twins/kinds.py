@@ -1,5 +1,8 @@
-"""Which protocols can have twins: those that give the status of each test of a test patch. Which have a
-canary test: those whose command Perdure can tell to run one more file."""
+"""Which protocols can have twins or a canary test.
+
+Twins need a protocol that gives the status of each test of a test patch. A canary test needs a command
+to which Perdure can add a file.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -27,7 +30,7 @@ _NO_CANARY: Mapping[str, str] = MappingProxyType(
 
 
 def why_no_canary(grading: Grading) -> str | None:
-    """Why no test that must fail is added to the run; None if one is."""
+    """Why the run gets no canary test; None if it gets one."""
     if grading.protocol == "swebench" and not LogParser(grading.log_parser).runner:
         return "its runner takes no file of Python"
     return _NO_CANARY.get(grading.protocol)
@@ -49,4 +52,4 @@ def _is_python(test_patch: bytes) -> bool:
     try:
         return any(path.endswith(b".py") for path in paths_of(test_patch))
     except MalformedDiff:
-        return True  # calibration says what is wrong with it
+        return True  # calibration reports the malformed diff

@@ -1,7 +1,7 @@
-"""Twins that a reader would recognise without running anything.
+"""Finds twins that a reader would recognize without running them.
 
-`refused` ones are never used. `weak` ones are used only for a test that has no others: a forger who
-judges by such a rule recognises them, but one who does not is still found.
+Calibration never uses `refused` twins, and prefers clean ones to `weak` ones. A forger who knows such a
+rule recognizes weak twins, but they still catch a forger who does not.
 """
 
 import ast
@@ -19,7 +19,7 @@ class Lint(StrEnum):
 
 
 def lint(source: Source, candidate: Candidate) -> tuple[Lint, str]:
-    """The worst thing about a candidate, and what it is."""
+    """The candidate's worst flaw and its description."""
     function = candidate.function
     twin = ast.parse(source.function_text(function, (candidate.line, candidate.after)))
     if _repeats(twin) - _repeats(ast.parse(source.function_text(function))):
@@ -40,7 +40,7 @@ def lint(source: Source, candidate: Candidate) -> tuple[Lint, str]:
 
 
 def _repeats(tree: ast.AST) -> set[tuple[int, str]]:
-    """Line and source of each element of a set, or key of a dict, that an equal one precedes."""
+    """Line and source of each set element or dict key that repeats an earlier one."""
     found = set()
     for node in ast.walk(tree):
         parts = node.elts if isinstance(node, ast.Set) else ()
@@ -59,7 +59,7 @@ def _stutters(line: bytes) -> bool:
 
 
 def _fits(test: bytes, old: bytes, new: bytes) -> int:
-    """How many words of the names occur in the test: of the new one less of the old one."""
+    """How many more words of the new name than of the old one occur in the test."""
     text = re.sub(rb"\b(?:%s|%s)\b" % (re.escape(old), re.escape(new)), b"", test).lower()
     return _found(new, text) - _found(old, text)
 
@@ -73,5 +73,5 @@ def _found(name: bytes, text: bytes) -> int:
 
 
 def _inner(expression: bytes) -> bytes:
-    """Without quotes: the same text may be written with others."""
+    """The expression without quotes, because the same text may be written with other quotes."""
     return expression.strip(b"\"'")

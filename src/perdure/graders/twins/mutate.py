@@ -1,8 +1,8 @@
 """Changes one expectation of a test, on one line that the test patch adds.
 
 Every rule is exclusive: for one result of the code under test, the test and its twin cannot both pass.
-So a twin can never fail a correct fix that differs from gold. `match=`, `in` and `>` are changed to an
-equality that contradicts them, never to another of their kind. Lines keep their number.
+So a twin can never fail a correct fix that differs from gold. `match=`, `in` and `>` become an equality
+that contradicts them, because another check of their kind could also pass. Line numbers do not change.
 """
 
 import ast
@@ -15,12 +15,12 @@ from perdure.graders.twins import wording
 from perdure.graders.twins.source import Edit, Function, Source
 
 MOST = 24
-"""Candidates of one function."""
+"""Most candidates of one function."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A line of the test file and what replaces it; `rank` orders candidates, 0 is the best."""
+    """A line of the test file and its replacement. `rank` orders candidates; 0 is the best."""
 
     function: Function
     line: int
@@ -29,10 +29,10 @@ class Candidate:
     rule: str
     rank: int
     old: bytes
-    """The expression that was exchanged, and its replacement."""
+    """The exchanged expression; `new` is its replacement."""
     new: bytes
     needs_unrelated: tuple[str, str] | None = None
-    """Two class names of the file; the twin is exclusive only if neither is a subclass of the other."""
+    """Two class names; the twin is exclusive only if neither is a subclass of the other."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def candidates(source: Source, function: Function) -> list[Candidate]:
 
 
 def _spread(found: Iterable[Candidate]) -> list[Candidate]:
-    """By rank; within a rank, lines take turns."""
+    """Sort by rank; within a rank, alternate between lines."""
     turn: Counter[tuple[int, int]] = Counter()
     order: list[tuple[int, int, int, Candidate]] = []
     for one in found:
@@ -134,7 +134,7 @@ _OPPOSITES: dict[type[ast.cmpop], bytes] = {
 def _equal(
     source: Source, function: Function, left: ast.expr, right: ast.expr
 ) -> Iterator[_Change]:
-    """`X == L`: one leaf of the side that is all literals. The other side is never touched."""
+    """`X == L`: change one leaf of the side that is all literals. The other side is never changed."""
     for side in (right, left):
         if _is_literal(side):
             yield from _leaves(source, function, side, "literal", 0)
@@ -168,7 +168,7 @@ def _leaves(
 
 
 def _leaf_nodes(side: ast.expr) -> Iterator[ast.expr]:
-    """Constants, attributes such as those of an enum, and containers that are empty."""
+    """Constants, attributes such as enum members, and empty containers."""
     if isinstance(side, ast.Constant | ast.Attribute):
         yield side
     elif isinstance(side, ast.List | ast.Tuple | ast.Set) and side.elts:
@@ -193,7 +193,7 @@ def _leaf_nodes(side: ast.expr) -> Iterator[ast.expr]:
 def _whole(
     source: Source, function: Function, side: ast.expr, value: ast.expr
 ) -> Iterator[_Change]:
-    """`X == name`, and `name` is a literal: another literal instead. Changes the shape of the line."""
+    """`X == name`, where `name` holds a literal: use another literal. This changes the line's shape."""
     place = source.place(side)
     if place is None or not isinstance(value, ast.Constant):
         return
@@ -203,7 +203,7 @@ def _whole(
 
 
 def _other_parameter(source: Source, function: Function, side: ast.expr) -> Iterator[_Change]:
-    """Parameters of a parametrised test are constants of the test: if gold fails, they differ."""
+    """Parameters of a parametrized test are constants of it. If the twin fails under gold, they differ."""
     place = source.place(side)
     for name in function.parameters:
         if place is not None and name != _name(side):
@@ -218,7 +218,7 @@ def _other_attribute(source: Source, side: ast.Attribute) -> Iterator[_Change]:
 
 
 def _not_contained(source: Source, function: Function, test: ast.Compare) -> Iterator[_Change]:
-    """`L in X` -> `X == M`, where M does not contain L: no value of X satisfies both."""
+    """`L in X` -> `X == M`, where M does not contain L, so no value of X satisfies both."""
     left, right = test.left, test.comparators[0]
     whole, other = source.place(test), source.text(right)
     assert isinstance(left, ast.Constant)
@@ -297,7 +297,7 @@ def _called(source: Source, function: Function, call: ast.Call) -> Iterator[_Cha
 
 
 def _other_class(source: Source, node: ast.expr, rule: str) -> Iterator[_Change]:
-    """`raises(A)` -> `raises(B)`. If one is a subclass of the other, both can be right."""
+    """`raises(A)` -> `raises(B)`. If one is a subclass of the other, both can pass."""
     place, name = source.place(node), source.text(node)
     if place is None or name is None or not isinstance(node, ast.Name | ast.Attribute):
         return
@@ -308,7 +308,7 @@ def _other_class(source: Source, node: ast.expr, rule: str) -> Iterator[_Change]
 
 
 def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator[_Change]:
-    """`match="a b"` -> `match="^a c$"`: a text that satisfies it lacks the old one."""
+    """`match="a b"` -> `match="^a c$"`. A text that matches the new pattern does not match the old one."""
     assert isinstance(node, ast.Constant)
     place = source.place(node)
     if place is None:
@@ -319,7 +319,8 @@ def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator
 
 
 def _handed_on(source: Source, function: Function) -> Iterator[_Change]:
-    """`check(x, [Data(b"1")])`, and the file's own `check` asserts: a constant of the last argument."""
+    """`check(x, [Data(b"1")])`, where the file's own `check` asserts: change a constant of the last
+    argument."""
     for node in ast.walk(function.node):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
             last = node.value.args[-1]
@@ -360,7 +361,7 @@ def _name(node: ast.expr) -> str | None:
 
 
 def _is_literal(node: ast.expr) -> bool:
-    """Nothing of it depends on the code under test."""
+    """No part of it depends on the code under test."""
     if isinstance(node, ast.Constant):
         return node.value is not Ellipsis
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -379,7 +380,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _is_constructed(node: ast.expr) -> bool:
-    """Made of literals and of calls of classes, by their spelling."""
+    """Made of literals and calls of classes, which are known by their capital letter."""
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
         return bool(node.elts) and all(map(_is_part, node.elts))
     if isinstance(node, ast.Dict):

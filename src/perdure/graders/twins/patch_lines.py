@@ -1,4 +1,4 @@
-"""The added lines of a test patch: their numbers, and the patch with some of them exchanged."""
+"""Numbers the lines that a test patch adds, and exchanges some of them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ _INDEX = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+(?: \d+)?\n", re.MULTILINE)
 
 
 def added_lines(test_patch: bytes) -> dict[str, frozenset[int]]:
-    """Path -> numbers (1-based) of the lines that the patch adds to a text file.
+    """Path -> numbers (1-based) of the lines that the patch adds to each text file.
 
     Raises: MalformedDiff.
     """
@@ -25,10 +25,10 @@ def added_lines(test_patch: bytes) -> dict[str, frozenset[int]]:
 
 
 def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
-    """The patch that puts these twins in place. Index lines are left out, because they hold the digest
-    of a file, which would tell a twin from its test.
+    """The test patch with these twins. It has no index lines, because they hold the digest of a file,
+    which would reveal a twin.
 
-    Raises: InstanceError if a twin is of another test patch.
+    Raises: InstanceError if a twin belongs to another test patch.
     """
     parts = []
     missing = set(twins)
@@ -60,7 +60,7 @@ def _without_index(file: FileDiff) -> bytes:
     if file.binary:
         return file.raw
     head, hunk, rest = file.raw.partition(b"\n@@ ")
-    # The mode in an index line says nothing new: a change of it has lines of its own.
+    # Nothing is lost with the mode in an index line: separate lines give a change of mode.
     return _INDEX.sub(b"", head + b"\n") + hunk[1:] + rest if hunk else file.raw
 
 
@@ -69,7 +69,7 @@ def _path(file: FileDiff) -> str:
 
 
 def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each line of a file's part with its newline; its number in the new file if it is added, else 0."""
+    """Each line of a file's part with its newline, and its number in the new file; 0 if not added."""
     number = old_left = new_left = 0
     for line in _split(raw):
         if old_left <= 0 and new_left <= 0:
@@ -89,6 +89,6 @@ def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
 
 
 def _split(raw: bytes) -> list[bytes]:
-    """By newlines alone: a carriage return is content."""
+    """Split only at newlines: a carriage return is content."""
     lines = raw.split(b"\n")
     return [line + b"\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])

@@ -1,4 +1,4 @@
-"""Asks the sandbox of a calibration: the hidden tests' files, and which classes are related."""
+"""Queries a calibration sandbox for the hidden test files, and for which classes are related."""
 
 import base64
 import json
@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 
 InSandbox = Callable[[str, str], Awaitable[bytes]]
-"""Purpose and script -> what it prints, on gold with the hidden tests in place."""
+"""Purpose and script -> the script's output, on gold with the hidden tests in place."""
 
 Pair = tuple[str, str, str]
-"""Path of the test file, and two names as the file writes them."""
+"""Path of the test file, and two class names as that file writes them."""
 
 _MARK = b"perdure-answer "
 
@@ -48,7 +48,7 @@ print("\nperdure-answer " + json.dumps(answers), flush=True)
 
 
 async def read_files(in_sandbox: InSandbox, paths: Sequence[str]) -> dict[str, bytes]:
-    """Those of the files that are there."""
+    """The contents of those files that exist."""
     lines = [f'printf "%s\\n" "$(base64 -w0 -- {shlex.quote(path)})"' for path in paths]
     answers = (await in_sandbox("sources", "\n".join(lines))).split(b"\n")
     found = {p: base64.b64decode(a) for p, a in zip(paths, answers, strict=False) if a}
@@ -56,7 +56,8 @@ async def read_files(in_sandbox: InSandbox, paths: Sequence[str]) -> dict[str, b
 
 
 async def unrelated(in_sandbox: InSandbox, pairs: Sequence[Pair]) -> frozenset[Pair]:
-    """The pairs of which neither class is a subclass of the other. What cannot be asked is related."""
+    """The pairs in which neither class is a subclass of the other. If the sandbox cannot tell, they count
+    as related."""
     script = f"python -c {shlex.quote(_PROGRAM)} {shlex.quote(json.dumps(pairs))}"
     for line in reversed((await in_sandbox("classes", script)).splitlines()):
         if line.startswith(_MARK):

@@ -1,4 +1,4 @@
-"""Runs the pairs of a grading, each run in a sandbox of its own, and stops when nothing can change."""
+"""Runs the pairs of a grading, each run in its own sandbox, and stops once the result is decided."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -11,11 +11,11 @@ from perdure.graders.twins.kinds import why_no_canary, why_no_twins
 from perdure.types import Grade, Instance, Outcome
 
 GradeOnce = Callable[[Instance], Awaitable[Graded]]
-"""Grades the patch as an instance says, in a fresh sandbox."""
+"""Grades the patch against an instance, in a fresh sandbox."""
 
 
 class Verified(NamedTuple):
-    """The grade of a patch, and every run behind it in order."""
+    """The grade of a patch, and every run behind it, in order."""
 
     grade: Grade
     runs: tuple[Graded, ...]
@@ -28,10 +28,10 @@ async def verified(
     *,
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified:
-    """One run if the instance has no twins or `pairs` is 0, else up to two for each pair. `without`:
-    FAIL_TO_PASS test -> why calibration found no twin of it.
+    """Grade in one run if the instance has no twins or `pairs` is 0, otherwise in up to two per pair.
 
-    Raises: InstanceError if twins do not fit the test patch; what `grade_once` raises.
+    `without`: FAIL_TO_PASS test -> why calibration found no twin for it.
+    Raises: InstanceError if twins do not fit the test patch; any error of `grade_once`.
     """
     drawn = draw(instance, pairs)
     if not drawn:

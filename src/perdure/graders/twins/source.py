@@ -1,4 +1,4 @@
-"""A test file: its functions, the lines that the test patch adds, and places of expressions in bytes."""
+"""Models a test file: its functions, the lines that the test patch adds, and where expressions are."""
 
 import ast
 import builtins
@@ -12,7 +12,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes [start, end) of a line (1-based) become `text`."""
+    """Replaces bytes [start, end) of a line (1-based) with `text`."""
 
     line: int
     start: int
@@ -25,7 +25,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Function:
-    """A test function of a file. `owner` is its class, empty for a function of the module."""
+    """A test function of a file. `owner` is its class; empty for a function of the module."""
 
     name: str
     owner: str
@@ -88,9 +88,9 @@ def _is_use(node: ast.AST, name: str) -> bool:
 
 
 class Source:
-    """A Python test file after the test patch. Columns and places are bytes of UTF-8.
+    """A Python test file with the test patch applied. Columns and places count bytes of UTF-8.
 
-    Raises: ValueError if it is not Python that this interpreter reads, or not UTF-8.
+    Raises: ValueError if it is not UTF-8, or not Python that this interpreter can parse.
     """
 
     def __init__(self, path: str, data: bytes, added: frozenset[int]) -> None:
@@ -108,7 +108,7 @@ class Source:
         return self._lines[number - 1]
 
     def function_text(self, function: Function, twin: tuple[int, bytes] | None = None) -> bytes:
-        """The function alone, as Python that parses; with `twin`, a line of it is another."""
+        """The function alone, as Python that parses; `twin` replaces one of its lines."""
         lines = self._lines[function.first - 1 : function.last]
         if twin is not None:
             lines[twin[0] - function.first] = twin[1]
@@ -124,7 +124,7 @@ class Source:
 
     @cached_property
     def texts_and_values(self) -> tuple[tuple[int, Any, bytes], ...]:
-        """Line, value and spelling of every constant that is on one line."""
+        """Line, value and source text of every constant that is on one line."""
         constants = [n for n in ast.walk(self.tree) if isinstance(n, ast.Constant) and n.value]
         return tuple((n.lineno, n.value, text) for n in constants if (text := self.text(n)))
 
@@ -135,7 +135,7 @@ class Source:
 
     @cached_property
     def asserting(self) -> frozenset[str]:
-        """Functions of the file that are no tests and contain an `assert`."""
+        """Names of the file's functions that contain an `assert`."""
         return frozenset(
             node.name
             for node in ast.walk(self.tree)
@@ -146,7 +146,7 @@ class Source:
     # -- places ----------------------------------------------------------------------------------
 
     def place(self, node: ast.AST) -> Edit | None:
-        """Where an expression is, if it is on one line. Its parentheses are not part of it."""
+        """Where an expression is, without its parentheses; None if it spans several lines."""
         line, end_line = getattr(node, "lineno", 0), getattr(node, "end_lineno", 0)
         if not line or line != end_line:
             return None
@@ -157,13 +157,13 @@ class Source:
         return None if place is None else self.line(place.line)[place.start : place.end]
 
     def end_of(self, node: ast.AST) -> tuple[int, int] | None:
-        """Line and column behind an expression, if its statement ends there."""
+        """Line and column after an expression; None if its statement does not end there."""
         line, column = getattr(node, "end_lineno", 0), getattr(node, "end_col_offset", 0)
         rest = self.line(line)[column:].split(b"#")[0].strip()
         return None if rest else (line, column)
 
     def operator(self, left: ast.expr, right: ast.expr) -> Edit | None:
-        """What is between two operands, if nothing but the operator is."""
+        """Where the text between two operands is; None if it has parentheses or spans lines."""
         if left.end_lineno != right.lineno or left.end_col_offset is None:
             return None
         place = Edit(right.lineno, left.end_col_offset, right.col_offset)
@@ -171,7 +171,7 @@ class Source:
         return None if b"(" in between or b")" in between else place
 
     def last_name(self, node: ast.expr) -> Edit | None:
-        """`self.assertTrue` -> where `assertTrue` is."""
+        """Where the last name of a dotted one is: `assertTrue` in `self.assertTrue`."""
         place = self.place(node)
         if place is None or not isinstance(node, ast.Attribute):
             return None
@@ -180,7 +180,7 @@ class Source:
     # -- names -----------------------------------------------------------------------------------
 
     def attributes_like(self, node: ast.Attribute) -> list[bytes]:
-        """Other attributes of the same name that the file uses: `Color.RED` -> `Color.BLUE`."""
+        """Other attributes of the same object that the file uses: `Color.RED` -> `Color.BLUE`."""
         base = ast.dump(node.value)
         found = {
             one.attr: self.text(one)
@@ -193,7 +193,7 @@ class Source:
         return [text for name in near if (text := found[name]) is not None]
 
     def classes_like(self, node: ast.expr, *, exceptions: bool) -> list[bytes]:
-        """Classes that could be in its place: of the file first, then builtins."""
+        """Classes that could replace it: those of the file first, then builtins."""
         if isinstance(node, ast.Attribute):
             return [text for text in self.attributes_like(node) if _is_class(text, exceptions)]
         assert isinstance(node, ast.Name)
@@ -205,14 +205,14 @@ class Source:
 
     @cached_property
     def _attributes(self) -> tuple[tuple[ast.Attribute, str], ...]:
-        """Those of names and of other attributes, with what they are attributes of."""
+        """Attributes of names and of other attributes, each with a dump of its object."""
         found = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)]
         plain = [n for n in found if isinstance(n.value, ast.Name | ast.Attribute)]
         return tuple((n, ast.dump(n.value)) for n in plain)
 
     @cached_property
     def _bound(self) -> list[str]:
-        """Names that the module's own top level imports or defines."""
+        """Names that the module imports, and classes that it defines, at its top level."""
         found = []
         for node in self.tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,4 +1,4 @@
-"""Plausible wrong literals: those of the same test first, of the same type and the nearest length."""
+"""Finds plausible wrong literals: of the same type and nearest length, those of the same test first."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from perdure.graders.twins.source import Edit, Function, Source
 
 LONGEST = 200
-"""Bytes of a literal that is taken in place of another."""
+"""A literal of more bytes never replaces another."""
 
 _WORD = re.compile(rb"(?<![\\\w])[A-Za-z]{3,}(?!\w)")
 _TOKEN = re.compile(rb"[bBrRuU]{0,2}(?:'(?:[^'\\\n]|\\.)+'|\"(?:[^\"\\\n]|\\.)+\")")
@@ -16,7 +16,7 @@ _NUMBER = re.compile(rb"(?<![\\\w.])\d{1,6}(?![\w.])")
 
 
 def replacements(source: Source, function: Function, leaf: ast.expr) -> Iterator[Edit]:
-    """Edits that make another value of a literal, the most plausible first."""
+    """Edits that change the value of a literal, the most plausible first."""
     place = source.place(leaf)
     if not isinstance(leaf, ast.Constant):
         if place is not None:
@@ -48,7 +48,7 @@ def _other_value(value: Any) -> tuple[bytes, ...]:
 def _other_text(
     source: Source, function: Function, leaf: ast.Constant, place: Edit | None
 ) -> Iterator[Edit]:
-    """Another word or number within the text, then another text as a whole."""
+    """Exchange a word or number in the text, or the whole text. Short texts are exchanged whole first."""
     inner = [*_within(source, function, leaf)]
     whole: list[Edit] = []
     if place is not None and _is_one_token(source.text(leaf) or b""):
@@ -65,12 +65,12 @@ def _other_text(
 
 
 def _shape(text: bytes) -> tuple[bool, bool, bool]:
-    """Whether it is in capitals, has blanks, has other signs: what a reader sees first."""
+    """Whether it is uppercase, has spaces, has punctuation: what a reader notices first."""
     return text.isupper(), b" " in text, re.search(rb"[^\w\s\"'-]", text) is not None
 
 
 def _within(source: Source, function: Function, leaf: ast.Constant) -> Iterator[Edit]:
-    """One word or number of the text, on any of its lines, is another of the same length."""
+    """Exchange one word or number of the text, on any of its lines, for one of about the same length."""
     words = _words(source, function)
     for line in range(leaf.lineno, (leaf.end_lineno or leaf.lineno) + 1):
         start = leaf.col_offset if line == leaf.lineno else 0
@@ -89,7 +89,7 @@ def _within(source: Source, function: Function, leaf: ast.Constant) -> Iterator[
 
 
 def _words(source: Source, function: Function) -> list[bytes]:
-    """Of the texts of the function first, then of the file."""
+    """Words in the strings of the function first, then of added lines, then of the rest of the file."""
     found: list[tuple[int, bytes]] = []
     for line, value, _ in source.texts_and_values:
         if isinstance(value, str):
@@ -99,8 +99,7 @@ def _words(source: Source, function: Function) -> list[bytes]:
 
 
 def of_type(source: Source, function: Function, kind: type) -> list[bytes]:
-    """Literals of this type as they are written: of the function, then of added lines, then of the
-    file."""
+    """Source texts of literals of this type: of the function, then of added lines, then of the file."""
     found: list[tuple[int, bytes]] = []
     for line, value, text in source.texts_and_values:
         fits = kind not in (str, bytes) or _is_one_token(text)
@@ -118,7 +117,7 @@ def _distance(source: Source, function: Function, line: int) -> int:
 def texts_unlike(
     source: Source, function: Function, leaf: ast.Constant
 ) -> Iterator[tuple[bytes, Any]]:
-    """Source and value of texts that a text could be mistaken for."""
+    """Source and value of other strings that could plausibly replace this one."""
     written = source.text(leaf)
     if written is None or not _is_one_token(written):
         return
@@ -136,11 +135,11 @@ def texts_unlike(
 
 
 def anchored(text: bytes, old: object, new: object) -> bytes | None:
-    """The literal `text` as `^...$`, if the pattern `old` is not found in what that matches."""
+    """The literal `text` as `^...$`; None if the pattern `old` could match a text that this matches."""
     if not isinstance(old, str) or not isinstance(new, str) or text[:1] not in (b'"', b"'"):
         return None
     if re.escape(new).replace("\\ ", " ") != new:
-        return None  # only texts without special characters mean themselves
+        return None  # only a text without special characters matches itself
     try:
         if re.search(old, new) or re.search(old, new + "\n"):
             return None
@@ -150,5 +149,5 @@ def anchored(text: bytes, old: object, new: object) -> bytes | None:
 
 
 def _is_one_token(text: bytes) -> bool:
-    """Not several literals side by side, which Python joins, and not in triple quotes."""
+    """One literal: not several adjacent ones, which Python joins, and not in triple quotes."""
     return _TOKEN.fullmatch(text) is not None
