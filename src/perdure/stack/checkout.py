@@ -1,4 +1,4 @@
-"""Where the root folders workers/, workflows/ and activities/ are; the wheel does not contain them."""
+"""Finds the root folders workers/, workflows/ and activities/, which the wheel does not contain."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ NEEDED = ("workers/__main__.py", "workflows/__init__.py", "activities/__init__.p
 
 
 def find_root() -> Path:
-    """The checkout to run service processes from: this folder or one above it, else the folder of the
-    editable install.
+    """The checkout that service processes run from: the current folder or one above it, otherwise the
+    folder of the editable install.
 
-    Raises: MissingDependency saying how to get one.
+    Raises: MissingDependency, which says how to get a checkout.
     """
     here = Path.cwd()
     installed = Path(str(perdure.__file__)).resolve().parents[2]

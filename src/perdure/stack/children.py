@@ -1,7 +1,7 @@
 """One supervised process: starts it, restarts it with growing pauses, stops it for good.
 
-A child dies with its supervisor (PDEATHSIG) and writes to one log file. It leads its own process
-group, so that Ctrl-C in a terminal reaches only the supervisor.
+A child gets SIGTERM when its supervisor dies (PDEATHSIG) and writes to one log file. It leads its own
+process group, so that Ctrl-C in a terminal reaches only the supervisor.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ LOG_BYTES = 32 << 20
 """A larger log is copied to `<name>.log.1` and truncated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 STEADY_S = 60.0
-"""A child that ran this long is restarted after the first, short pause again."""
+"""After a child has run this long, its next restart again waits only the first, short pause."""
 
-# Asks the kernel for SIGTERM when the parent dies, then replaces itself with the real program. This
-# is no preexec_fn, because the supervisor has threads: Python code between fork and exec may deadlock.
+# Asks the kernel for SIGTERM when the parent dies, then replaces itself with the real program. We use
+# no preexec_fn, because the supervisor has threads: Python code between fork and exec may deadlock.
 _LAUNCH = (
     "import ctypes,os,sys;"
     "ctypes.CDLL(None).prctl(1,15,0,0,0);"
@@ -37,7 +37,7 @@ _LAUNCH = (
 
 
 def ends_with_us(argv: Sequence[str]) -> list[str]:
-    """The command of a process to which the kernel sends SIGTERM when this one dies."""
+    """Wraps a command so that the kernel sends its process SIGTERM when this process dies."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *argv]
 
 
@@ -51,7 +51,7 @@ class ChildSpec:
     cwd: Path | None = None
     grace_s: float = 5.0
     inherits: tuple[int, ...] = ()
-    """File descriptors of listening sockets; the child gets them under the same numbers."""
+    """File descriptors of listening sockets. The child gets them under the same numbers."""
 
 
 class Child:
@@ -63,7 +63,7 @@ class Child:
         self.state: ChildState | None = None
         self.exits = 0
         self.refused = False
-        """It ended with the exit code for wrong settings or arguments: a restart would end the same way."""
+        """It ended with the exit code for wrong settings or arguments, so a restart would fail too."""
         self._changed = changed
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -77,7 +77,7 @@ class Child:
         self._keeper = asyncio.create_task(self._keep(), name=f"keep {self.spec.name}")
 
     async def stop(self) -> None:
-        """Send SIGTERM, after `grace_s` SIGKILL; return when the process group is gone."""
+        """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone."""
         self._stopping = True
         async with self._spawning:  # wait for a start in progress, then stop that process too
             process = self._process
@@ -93,24 +93,24 @@ class Child:
             await asyncio.gather(self._keeper, return_exceptions=True)
 
     def write_stacks(self) -> None:
-        """Ask it to write the stack of each thread to its log. It must have configured our logging."""
+        """Ask the process to log the stack of each thread. It must have configured our logging."""
         if self._process is not None and self._process.returncode is None:
             os.kill(self._process.pid, STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """Kill a process that hangs; it is then started again."""
+        """Kill a process that hangs; the keeper task then restarts it."""
         if self._process is not None and self._process.returncode is None:
             _signal(self._process.pid, signal.SIGKILL)
 
     def rotate(self) -> None:
-        """Copy the log and truncate it: the child keeps the file open and appends to it."""
-        with contextlib.suppress(OSError):  # the disk is full: try again later
+        """Copy a large log and truncate it: the child keeps the file open and appends to it."""
+        with contextlib.suppress(OSError):  # the disk is full; we try again later
             if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
                 shutil.copyfile(self.log, self.log.with_suffix(".log.1"))
                 os.truncate(self.log, 0)
 
     def log_end(self, lines: int = 3) -> str:
-        """The end of its log, for an error message."""
+        """The last lines of its log, for an error message."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -160,7 +160,7 @@ class Child:
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
             self.rotate()
-            # If the disk is full or no process can be made, try again after the next pause.
+            # If the disk is full or the process limit is reached, try again after the next pause.
             with contextlib.suppress(OSError):
                 await self._spawn(_ending(code))
 

@@ -1,8 +1,8 @@
-"""Temporal's codec server: shows people's tools what payloads say, with this home's keys.
+"""Temporal's codec server: decrypts payloads for the web UI and the `temporal` command.
 
-The web UI in a browser sends `POST <endpoint>/decode`; the `temporal` command `/encode` too. Only who
-knows the token is answered, and browsers only on pages of the UI's origin. Owns the answers; the codec
-is `perdure.client.encryption`.
+The web UI sends `POST <endpoint>/decode` from the browser; the `temporal` command also sends
+`/encode`. A request needs the token, and one from a browser must come from the UI's origin. The codec
+and this home's keys are in `perdure.client.encryption`.
 """
 
 import hashlib
@@ -23,22 +23,22 @@ from perdure.errors import PerdureError
 
 MAX_BODY = 16 << 20
 HEADERS = ("authorization", "content-type", "x-namespace")
-"""What the web UI sends with its request."""
+"""Headers that the web UI sends."""
 
 
 def codec_token(secret: bytes) -> str:
-    """Opens the codec server of a home; derived, so that a link stays valid across restarts."""
+    """The access token of a home's codec server. It is derived, so links survive restarts."""
     return hmac.new(secret, b"codec server", hashlib.sha256).hexdigest()
 
 
 def origin_of(ui_url: str) -> str:
-    """What a browser calls the origin of the UI's pages."""
+    """The origin that a browser sends from the UI's pages."""
     found = urlsplit(ui_url)
     return f"{found.scheme}://{found.netloc}"
 
 
 def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starlette:
-    """The token may stand in the path, because the UI has no other place for one, or be a bearer."""
+    """The token comes as a bearer token, or in the path, because the UI can send it nowhere else."""
 
     async def convert(request: Request) -> Response:
         origin = request.headers.get("origin")

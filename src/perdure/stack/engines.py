@@ -1,4 +1,4 @@
-"""Whether the settings or the roster of this home name an engine."""
+"""Checks the engines that the settings or this home's roster name."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ NO_ENGINE = (
 def check_engine(engine: str, agent: str) -> None:
     """Connect to the engines in `URL=WEIGHT,URL`; one that accepts is enough.
 
-    Raises: ConfigurationError when there is none, GatewayUnavailable when none accepts.
+    Raises: ConfigurationError if no engine is named, GatewayUnavailable if none accepts.
     """
     if not engine:
         raise ConfigurationError(NO_ENGINE.format(agent=agent))
@@ -51,10 +51,10 @@ def check_engine(engine: str, agent: str) -> None:
 
 
 def check_same_engine(settings: Settings, state: StackState) -> None:
-    """Refuse engine settings of this command that the running stack was not started with.
+    """Refuse engine settings of this command that differ from those of the running stack.
 
-    A stack with a scripted policy was given it by name, whatever the variables say. What this command
-    leaves at its default is not asked for. Raises: ConfigurationError with what differs.
+    A stack with a scripted policy is not compared: --engine named it, whatever the variables say. A
+    setting at its default is not compared either. Raises: ConfigurationError with the differences.
     """
     if state.engine.startswith(SCRIPTED):
         return
@@ -74,10 +74,10 @@ def check_same_engine(settings: Settings, state: StackState) -> None:
 
 
 def check_key(settings: Settings, engine: str) -> None:
-    """Ask the engines in `URL=WEIGHT,URL` for their models with the key of the settings.
+    """Ask the engines in `URL=WEIGHT,URL` for their models, with the key of the settings.
 
-    Raises: ConfigurationError when one refuses it, naming the variable. The key is sent only to the
-    engine of the settings.
+    The key is sent only to the engine that the settings name. Raises: ConfigurationError, which names
+    the variable, if an engine refuses the key.
     """
     if not engine.startswith("http") or engine != named_engine(settings).url:
         return
@@ -88,13 +88,13 @@ def check_key(settings: Settings, engine: str) -> None:
 
 
 def key_digest(settings: Settings) -> str:
-    """Of the engine's key, for the stack's state, which never has the key itself; empty: no key is set."""
+    """A keyed digest of the engine's key: the stack's state never holds the key. Empty: no key is set."""
     key = environment.named(named_engine(settings).key_variable)
     return _digest(load_secrets(settings).newest, key) if key else ""
 
 
 def _has_another_key(settings: Settings, state: StackState) -> bool:
-    """Whether this command has a key, and the stack was started with another one or with none."""
+    """Whether this command has a key and the stack was started with another one or with none."""
     if state.engine_key is None:
         return False
     key = environment.named(named_engine(settings).key_variable)
@@ -107,7 +107,7 @@ def _digest(secret: bytes, key: str) -> str:
 
 
 def forget_scripted(settings: Settings, state: StackState | None) -> None:
-    """Take the scripted engine of a stack that has ended out of the roster: nothing will answer there."""
+    """Remove the scripted engine of an ended stack from the roster: nothing answers there any more."""
     if state is None or not state.engine.startswith(SCRIPTED):
         return
     url = state.engine_settings.get("url", "")
@@ -117,7 +117,7 @@ def forget_scripted(settings: Settings, state: StackState | None) -> None:
 
 
 def home_roster(settings: Settings) -> StoredRoster:
-    """The engines of this home, as gateways, the engine manager and `perdure engines` share them."""
+    """The roster that gateways, the engine manager and `perdure engines` of this home share."""
     return StoredRoster(open_store(settings), home_roster_key(settings))
 
 
@@ -126,16 +126,16 @@ def home_roster_key(settings: Settings) -> str:
 
 
 def any_added(settings: Settings) -> bool:
-    """Whether the roster has engines that no gateway's settings named."""
+    """Whether the roster has engines that did not come from a gateway's settings."""
     return bool(_added(settings))
 
 
 def none_ready(settings: Settings) -> bool:
-    """Whether none of them is ready; a gateway that starts later may still find one ready."""
+    """Whether none of those engines is ready. A gateway that starts later may still find one ready."""
     return not any(record.serves for record in _added(settings))
 
 
 def _added(settings: Settings) -> list[EngineRecord]:
-    """Only the gateway whose settings name an engine uses that engine, so those are left out."""
+    """Leaves out engines from settings: only the gateway with those settings uses them."""
     roster = asyncio.run(home_roster(settings).read())
     return [one for one in roster.engines if not one.removed and not one.from_settings]

@@ -1,4 +1,4 @@
-"""Turns an exception into one line that says what is wrong and what to do."""
+"""Turns an exception into one line that says what went wrong and how to fix it."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ FULL = "the disk under {} is full: free space there, then give the same command 
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Exit code and one line for any exception."""
+    """The exit code and one line for any exception."""
     from pydantic import ValidationError
 
     from perdure.types.faults import faults
@@ -35,7 +35,7 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def _full_disk(error: BaseException | None) -> str | None:
-    """The file for which there was no room. Copies of folders report all that they could not write."""
+    """The file that the full disk had no room for. shutil.Error lists every file of a failed copy."""
     while error is not None:
         if isinstance(error, shutil.Error) and os.strerror(errno.ENOSPC) in str(error):
             return str(error.args[0][0][1])

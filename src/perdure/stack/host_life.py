@@ -1,8 +1,8 @@
-"""The process that shows a host's signs of life, seen from the other processes of its home.
+"""Starts, finds and ends the process that shows a host's signs of life.
 
-It runs `python -m workers.host.life`, one per home; `workers/host/README.md` draws what it does. Workers
-start it. Locks tell who is there: the kernel releases them when a process dies, and a stopped process keeps
-its own.
+Workers start one per home, `python -m workers.host.life`; `workers/host/README.md` draws what it does.
+File locks show which processes exist: the kernel releases a lock when its process dies, and a stopped
+process (SIGSTOP) keeps its lock.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from perdure.stack.processes import identify, stop
 WORKERS, LIFE = "workers.lock", "life.lock"
 STOP_GRACE_S = 10.0
 LOOK_S = 2.0
-"""Seconds between two looks for the process."""
+"""Seconds between two checks for the process."""
 
 
 @contextlib.contextmanager
 def worker_is_here(settings: Settings) -> Iterator[None]:
-    """Within, this home has a worker."""
+    """Marks, inside the context, that this home has a worker."""
     with _open(settings, WORKERS) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
@@ -40,7 +40,7 @@ def has_worker(settings: Settings) -> bool:
 
 @contextlib.contextmanager
 def life_is_here(settings: Settings) -> Iterator[bool]:
-    """Within, this home has the process. False: it has another one already."""
+    """Marks, inside the context, that this is the home's process. False: another one exists already."""
     with _open(settings, LIFE) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,11 +54,11 @@ def life_is_here(settings: Settings) -> Iterator[bool]:
 
 
 async def keep_alive(settings: Settings) -> None:
-    """For a worker: start the process whenever this home has none.
+    """Run in a worker: start the process whenever this home has none.
 
-    One that was started counts before it shows itself: on a busy host that takes a while.
+    A started process counts before it takes the lock, which takes a while on a busy host.
     """
-    import structlog  # not at the top: commands import this module and do not log
+    import structlog  # not at the top: commands import this module but do not log
 
     log = structlog.get_logger("perdure.life")
     started: subprocess.Popen[bytes] | None = None
@@ -89,7 +89,7 @@ def _start(settings: Settings) -> "subprocess.Popen[bytes]":
 
 
 def end(settings: Settings) -> bool:
-    """End the process, after the home's sandboxes. False: there was none."""
+    """End the process; call this after the home's sandboxes have ended. False: there was none."""
     process, _ = _found(settings)
     if process is None:
         return False
@@ -98,10 +98,10 @@ def end(settings: Settings) -> bool:
 
 
 def _end_of_another_server(settings: Settings) -> bool:
-    """Kill the process if it shows the signs of life to another Temporal address than these settings name.
+    """Kill the process if it reports to another Temporal address than these settings name.
 
-    It may outlive its stack because sandboxes are left. No goodbye: the next process continues its term,
-    and the sandboxes stay.
+    It outlives its stack while sandboxes exist. It gets no chance to say goodbye, so that the next
+    process continues its term and the sandboxes stay.
     """
     process, address = _found(settings)
     if process is None or address == (given_address(settings) or ""):
@@ -112,7 +112,7 @@ def _end_of_another_server(settings: Settings) -> bool:
 
 
 def _found(settings: Settings) -> tuple[ProcessId | None, str]:
-    """The process and the Temporal address that it was given."""
+    """The process and the Temporal address that it reports to."""
     if not _is_locked(settings, LIFE):
         return None, ""
     with _open(settings, LIFE) as file:

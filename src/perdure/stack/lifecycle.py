@@ -20,7 +20,7 @@ from perdure.stack.processes import stop
 from perdure.stack.state import StackState
 
 STOP_GRACE_S = 75.0
-"""Longer than the workers need to hand over and Temporal needs to end."""
+"""Longer than workers need to hand over their activities and Temporal needs to end."""
 SAME_HOME_PAUSE_S = 0.1
 
 Say = Callable[[str], None]
@@ -31,15 +31,16 @@ class StackFailed(PerdureError):
 
 
 def running(settings: Settings) -> StackState | None:
-    """The state of this home's stack; None when no supervisor runs."""
+    """The state of this home's stack; None if no supervisor runs."""
     state = stack_state.read(settings)
     return state if state is not None and state.alive else None
 
 
 def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, bool]:
-    """Wait for a ready stack, starting it if none runs. Returns its state, and whether we started it.
+    """Start a stack if none runs, and wait until it is ready.
 
-    Raises: ConfigurationError, MissingDependency, StackFailed.
+    Returns its state and whether this call started it. Raises: ConfigurationError, MissingDependency,
+    StackFailed.
     """
     find_root()
     started = running(settings) is None and _start(settings, engine, tell)
@@ -52,7 +53,8 @@ def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, b
 
 
 def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) -> list[str]:
-    """Stop the supervisor, children that outlived it, and sandboxes; return the names of all stopped."""
+    """Stop the supervisor, children that outlived it, and sandboxes. Returns the names of what it
+    stopped."""
     state = stack_state.read(settings)
     stopped = []
     if state is not None:
@@ -77,7 +79,7 @@ def shut_down(settings: Settings, tell: Say, *, keep_sandboxes: bool = False) ->
 def _start(settings: Settings, engine: str, tell: Say) -> bool:
     """Spawn a detached supervisor and follow its report until it is ready or has failed.
 
-    False: another command has started one meanwhile.
+    False: another command has started one in the meantime.
     """
     from perdure.stack import preflight as beforehand
 
@@ -130,12 +132,12 @@ def relay(event: dict[str, Any], tell: Say) -> None:
 
 
 def _ready(settings: Settings) -> StackState:
-    """Wait until the state says ready: another `perdure up` may be starting this stack right now."""
+    """Wait until the state is ready: another `perdure up` may be starting this stack right now."""
     while True:
         state = running(settings)
         if state is not None and state.status == "ready":
             return state
-        # A supervisor writes its state some time after it has taken the lock.
+        # A supervisor takes the lock first and writes its state later.
         if state is None and not stack_state.is_locked(settings):
             raise StackFailed(f"the stack in {settings.home} stopped: see its logs")
         time.sleep(SAME_HOME_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Serves an HTTP application of a command until the command ends."""
+"""Serves a command's HTTP application until the command ends."""
 
 import asyncio
 import contextlib
@@ -10,12 +10,12 @@ from starlette.types import ASGIApp
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
-    """Serve until the context ends; gives the port. Raises: OSError when the port is occupied."""
+    """Serve until the context ends; yield the port. Raises: OSError if the port is taken."""
     import uvicorn
 
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family) as listener:
-        # httptools, which uvicorn would prefer, bounds no head.
+        # uvicorn would prefer httptools, which does not limit the size of a request's head.
         config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off")
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

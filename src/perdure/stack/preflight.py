@@ -1,4 +1,4 @@
-"""Checks before any part of a stack starts what would make its start fail.
+"""Checks, before any part of a stack starts, for problems that would make its start fail.
 
 Each check is cheap and raises the error that the part itself would raise minutes later.
 """
@@ -14,12 +14,12 @@ from perdure.stack import ports
 from perdure.storage.preflight import check_store
 
 TEMPORAL_S = 10.0
-"""Seconds to wait for a server of the user's own, which may have been started a moment ago."""
+"""Seconds to wait for the user's own server, which may have been started a moment ago."""
 PAUSE_S = 0.2
 
 
 def check(settings: Settings, engine: str, tell: Callable[[str], None]) -> None:
-    """`engine`: the value of --engine. A store that has worked is waited for.
+    """`engine`: the value of --engine. A store that does not answer but has worked before is a warning.
 
     Raises: ConfigurationError, MissingDependency.
     """
@@ -47,7 +47,7 @@ async def _temporal_answers(settings: Settings) -> None:
     from perdure.client.connection import connect
     from perdure.telemetry import temporal_runtime
 
-    # A runtime of its own: the process's default is set by the code that connects for good.
+    # We use a separate runtime: the code that connects for good sets the process's default.
     runtime = temporal_runtime(settings.changed(metrics={"port": 0}))
     await retry.again(
         lambda: connect(settings=settings, runtime=runtime),

@@ -1,4 +1,4 @@
-"""Stops processes by pid and start time: the kernel may have given the pid alone to another process."""
+"""Stops processes by pid and start time: the kernel may have given the pid to another process."""
 
 import contextlib
 import os
@@ -10,15 +10,15 @@ from perdure.sandboxes.host.process import ProcessId
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Pid and start time of the process with this pid; None when there is none."""
+    """The pid and start time of the process with this pid; None if there is none."""
     started = procfs.started_at(pid)
     return ProcessId(pid, started) if started else None
 
 
 def stop(process: ProcessId, grace_s: float, *, group: bool = True) -> bool:
-    """Send SIGTERM, after `grace_s` SIGKILL; return when the process is gone. True: SIGKILL was needed.
+    """Send SIGTERM, and SIGKILL after `grace_s`. Return when the process is gone.
 
-    `group`: signal the process group that it leads.
+    `group`: signal the process group that it leads. True: SIGKILL was needed.
     """
     try:
         descriptor = os.pidfd_open(process.pid)

@@ -1,6 +1,6 @@
-"""Whether a part of the stack is up: each check asks the part itself and trusts no clock.
+"""Checks whether a part of the stack is up. Each check asks the part itself.
 
-A `wait_*` returns when the part is up and has no time limit of its own; the caller sets one.
+A `wait_*` returns when the part is up. It has no time limit; the caller sets one.
 """
 
 import asyncio
@@ -13,11 +13,12 @@ from pathlib import Path
 PAUSE_S = 0.05
 SOCKET_TIMEOUT_S = 5.0
 ALIVE, POLLED = "/healthz", "/readyz"
-"""Of a gateway or worker process: its event loop runs; of a worker: the server has seen it poll all its queues."""
+"""Health paths. ALIVE: the event loop of a gateway or worker runs. POLLED: the Temporal server has seen
+the worker poll all its queues."""
 
 
 async def wait_for_http(url: str) -> None:
-    """Return when `url` answers 200."""
+    """Return when `url` answers with 200."""
     while not await answers(url):
         await asyncio.sleep(PAUSE_S)
 
@@ -27,7 +28,7 @@ async def answers(url: str, timeout_s: float = 5.0) -> bool:
 
 
 def _get(url: str, timeout_s: float) -> bool:
-    # No proxy: these are our own addresses, usually loopback.
+    # We use no proxy: these are our own addresses, usually loopback.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=timeout_s) as response:
@@ -37,13 +38,13 @@ def _get(url: str, timeout_s: float) -> bool:
 
 
 async def wait_for_socket(health: Path, path: str = ALIVE) -> None:
-    """Return when the process behind the unix socket `health` answers 200."""
+    """Return when the process behind the unix socket `health` answers with 200."""
     while not await socket_answers(health, path):
         await asyncio.sleep(PAUSE_S)
 
 
 async def socket_answers(health: Path, path: str = ALIVE) -> bool:
-    """Whether one process answers 200: each has a unix socket that no other process accepts on."""
+    """Whether one process answers with 200. Each process has its own unix socket."""
     return await asyncio.to_thread(_get_by_socket, health, path)
 
 

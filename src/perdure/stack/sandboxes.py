@@ -1,4 +1,4 @@
-"""The sandbox providers of a home, configured as its workers configure them."""
+"""The sandbox providers of a home, with the same configuration that its workers use."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from perdure.sandboxes.base import SandboxProvider
 from perdure.settings.tree import Settings
 
 LOOK_S = 5.0
-"""Seconds for a provider to list its sandboxes; `perdure down` does not wait longer."""
+"""Seconds that a provider has to list its sandboxes; `perdure down` does not wait longer."""
 KILL_S = 20.0
 """Seconds to kill one sandbox."""
 
@@ -22,7 +22,7 @@ def provider(settings: Settings, name: str) -> SandboxProvider:
 
 
 def ready_provider(settings: Settings, name: str) -> SandboxProvider:
-    """A provider that works on this host. Raises: MissingDependency with the first fix."""
+    """A provider that works on this host. Raises: MissingDependency with the first problem's fix."""
     found = provider(settings, name)
     if problems := found.check():
         raise MissingDependency(problems[0])
@@ -51,7 +51,7 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
 
 
 async def any_alive(settings: Settings) -> bool:
-    """Whether a sandbox that is bound to this host is alive, in a provider that answers."""
+    """Whether a sandbox that is bound to this host is alive. Providers that do not answer are skipped."""
     for name in home.sandboxes_of(settings.home.absolute()):
         with contextlib.suppress(PerdureError, TimeoutError):
             found = provider(settings, name)

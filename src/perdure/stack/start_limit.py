@@ -1,4 +1,4 @@
-"""The time limit of a start. On a crowded host a start takes minutes, so only idle seconds count."""
+"""The time limit of a start. On a crowded host a start takes minutes, so we count only idle seconds."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -6,15 +6,16 @@ from typing import Any
 
 LOOK_S = 1.0
 IDLE_S = 120.0
-"""Seconds in which no starting part computed, or waited for a core or a disk: then the start has failed."""
+"""The start has failed after this many seconds in which no starting part used or waited for a core or a
+disk."""
 LONGEST_S = 1800.0
-"""For a part that computes for ever."""
+"""The limit for a part that computes forever."""
 
 
 async def limited(
     start: Coroutine[Any, Any, None], works: Callable[[], bool], look_s: float = LOOK_S
 ) -> None:
-    """Await `start`. `works`: whether a part that has not answered yet is at work.
+    """Await `start`. `works` says whether a part that has not answered yet is working.
 
     Raises: TimeoutError.
     """

@@ -1,6 +1,6 @@
-"""`<home>/run/state.json`: what `perdure up` started, and where everything answers.
+"""`<home>/run/state.json`: the processes that `perdure up` started, and their addresses.
 
-Written by the supervisor alone; every command reads it to find the ports that were chosen.
+Only the supervisor writes it. Every command reads it to find the chosen ports.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from perdure.settings.tree import Settings
 LOCK = "supervisor.lock"
 LOCK_TRIES = 20
 LOCK_PAUSE_S = 0.05
-"""A command that looks at the lock holds it for a moment."""
+"""We retry because a command that checks the lock holds it for a moment."""
 
 
 @dataclass(frozen=True)
 class ChildState:
-    """One supervised process. `last_exit`: how the process before it ended, for people."""
+    """One supervised process. `last_exit`: how the previous process ended, as text."""
 
     pid: int
     started: int
@@ -50,13 +50,13 @@ class StackState:
     ui_url: str
     gateway_url: str
     engine: str
-    """The engines behind the gateway, for people."""
+    """The engines behind the gateway, as text."""
     children: Mapping[str, ChildState] = field(default_factory=dict)
     engine_settings: Mapping[str, str] = field(default_factory=dict)
-    """Those of its processes: url, kind, model, tokenizer."""
+    """The engine settings of its processes: url, kind, model, tokenizer."""
     engine_key: str | None = None
-    """A keyed digest of the engine's key; empty when there is none. None: an earlier version wrote this
-    state, and it is not known."""
+    """A keyed digest of the engine's key; empty if there is no key. None: unknown, because an earlier
+    version wrote this state."""
 
     @property
     def supervisor(self) -> ProcessId:
@@ -67,7 +67,7 @@ class StackState:
         return self.supervisor.alive
 
     def survivors(self) -> dict[str, ProcessId]:
-        """Supervised processes that still run, by name."""
+        """The supervised processes that still run, by name."""
         return {name: c.process for name, c in self.children.items() if c.process.alive}
 
 
@@ -99,12 +99,12 @@ def forget(settings: Settings) -> None:
 
 
 class Locked(ConfigurationError):
-    """Another supervisor holds the home."""
+    """Another supervisor holds the lock of this home."""
 
 
 @contextlib.contextmanager
 def locked(settings: Settings) -> Iterator[None]:
-    """Hold the home as its only supervisor. Raises: Locked when another one holds it."""
+    """Lock the home for its only supervisor. Raises: Locked if another one holds the lock."""
     folder = run_folder(settings)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as lock:
@@ -119,7 +119,7 @@ def locked(settings: Settings) -> Iterator[None]:
 
 
 def is_locked(settings: Settings) -> bool:
-    """Whether a supervisor holds the home; it may not have written its state yet."""
+    """Whether a supervisor holds the lock; it may not have written its state yet."""
     with contextlib.suppress(FileNotFoundError), (run_folder(settings) / LOCK).open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

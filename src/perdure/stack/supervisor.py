@@ -1,7 +1,7 @@
 """The process behind `perdure up`: starts the parts of a stack, keeps them running, stops them.
 
-`python -m perdure.stack [--engine E] [--report-fd N]`. One per home: it holds a file lock
-until it ends. Reports each step as a JSON line on the given descriptor.
+`python -m perdure.stack [--engine E] [--report-fd N]`. Each home has at most one: it holds a file lock
+until it ends. It reports each step as a JSON line on the given descriptor.
 """
 
 import argparse
@@ -40,9 +40,9 @@ from perdure.telemetry import configure_logging
 
 CHECK_EVERY_S = 10.0
 STACKS_S = 1.0
-"""Seconds that a hanging part gets to write where each of its threads is, before it is killed."""
+"""Seconds that a hanging part gets to log the stacks of its threads before it is killed."""
 EARLY_EXITS = 3
-"""A part that ends this often before it was ready makes the start fail."""
+"""The start fails when a part has ended this often before it was ready."""
 PORT_TRIES = 3
 FINAL_EVENTS = ("ready", "failed")
 """The report ends with one of these."""
@@ -58,14 +58,14 @@ class StartFailed(PerdureError):
 
 
 class NotPrepared(PerdureError):
-    """Temporal refused what rollouts need of it."""
+    """Temporal refused a change that rollouts need."""
 
 
 class Supervisor:
     """One stack, from its first process to its last."""
 
     def __init__(self, plan: Plan, report: Report, listeners: Sequence[int]) -> None:
-        """`listeners`: descriptors of the gateway's sockets, which outlive its processes."""
+        """`listeners`: descriptors of the gateway's sockets, which outlive the gateway's processes."""
         self.plan = plan
         self.listeners = listeners
         self.report = report
@@ -77,7 +77,7 @@ class Supervisor:
         self._engine_key = key_digest(plan.childrens_settings())
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Start everything, keep it running until `stopping` is set, stop everything.
+        """Start everything, keep it running until `stopping` is set, then stop everything.
 
         Raises: StartFailed, NotPrepared, ConfigurationError.
         """
@@ -100,7 +100,7 @@ class Supervisor:
         await start_limit.limited(self._start_everything(), self._works)
 
     def _works(self) -> bool:
-        """Whether a part that has not answered yet is at work."""
+        """Whether a part that has not answered yet is working."""
         starting = (child.state for name, child in self.children.items() if name not in self._up)
         return any(procfs.works(process.pid) for process in starting if process is not None)
 
@@ -135,7 +135,7 @@ class Supervisor:
             self.report({"event": "warning", "text": prepared["warning"]})
 
     async def _start_own_temporal(self) -> dict[str, str]:
-        """Another process may take a port after we checked it; then start again with other ports."""
+        """Another process may take a port after we have checked it; then we retry with other ports."""
         for _ in range(PORT_TRIES - 1):
             try:
                 return await self._launch_temporal()
@@ -184,10 +184,10 @@ class Supervisor:
     async def _answered(
         self, name: str, wait: Coroutine[Any, Any, Answer], tries: int = EARLY_EXITS
     ) -> Answer:
-        """Wait for the child called `name` and return what `wait` returns.
+        """Wait for the child called `name` and return the result of `wait`.
 
-        Raises: StartFailed when the child ended `tries` times; ConfigurationError when its settings
-        are wrong.
+        Raises: StartFailed if the child has ended `tries` times; ConfigurationError if its settings are
+        wrong.
         """
         waiting = asyncio.create_task(wait)
         try:
@@ -209,7 +209,7 @@ class Supervisor:
         return waiting.result()
 
     async def _keep(self, stopped: "asyncio.Task[Any]") -> None:
-        """Check every part now and then; restart one that hangs."""
+        """Check every part every ten seconds; restart a part that hangs."""
         temporal = functools.partial(readiness.answers, self.plan.temporal_health)
         checks = {"temporal": temporal}
         for name in (*self._gateways(), "worker"):
@@ -228,15 +228,15 @@ class Supervisor:
                     await self._end_hanging(name, child)
 
     async def _end_hanging(self, name: str, child: Child) -> None:
-        if name != "temporal":  # only our own programs write their stacks when they get the signal
+        if name != "temporal":  # only our own programs write their stacks on the signal
             child.write_stacks()
             await asyncio.sleep(STACKS_S)
         child.kill()
 
     async def _stop(self) -> None:
-        """Stop dependents first: workers hand over while Temporal still answers, and gateways finish the
+        """Stop dependents first: workers hand over while Temporal still answers, and gateways finish
         turns in flight while the engine still samples."""
-        with contextlib.suppress(OSError):  # a full disk must not keep anything running
+        with contextlib.suppress(OSError):  # a full disk must not prevent the stop
             self._set_status("stopping")
         for names in (("worker",), self._gateways(), ("engine",), ("temporal",)):
             found = [self.children[name] for name in names if name in self.children]
@@ -275,7 +275,7 @@ class Supervisor:
 
 
 def stop_survivors(settings: Settings) -> list[str]:
-    """Stop processes that a killed supervisor left running; return their names."""
+    """Stop processes that a killed supervisor has left running; return their names."""
     state = stack_state.read(settings)
     survivors = state.survivors() if state is not None else {}
     for process in survivors.values():
@@ -314,7 +314,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
 
 
 def run(engine: str, report: Report) -> int:
-    """Run a stack to its end and return the exit code; a failed start is logged and reported."""
+    """Run a stack until it ends; return the exit code. Logs and reports a failed start."""
     settings = load_settings()
     keep_private(settings)
     configure_logging("supervisor")
@@ -340,7 +340,7 @@ def main() -> int:
 
 
 def _tell(descriptor: int, event: dict[str, Any]) -> None:
-    # The command that started us may have ended, which must not stop the stack.
+    # The command that started us may have ended; that must not stop the stack.
     with contextlib.suppress(OSError):
         os.write(descriptor, json.dumps(event).encode() + b"\n")
         if event["event"] in FINAL_EVENTS:

@@ -1,8 +1,8 @@
-"""`python -m perdure.stack.temporal_setup [--own ADDRESS]`: prepares Temporal for rollouts, and ends.
+"""`python -m perdure.stack.temporal_setup [--own ADDRESS]`: prepares Temporal for rollouts.
 
-Waits until the server answers, registers our search attributes, and prints one line of JSON: the
-namespace, and a warning or nothing. A process of its own, so that the supervisor, which stays, does
-without Temporal's SDK. `--own`: the stack's own server; else the user's.
+It waits until the server answers, registers our search attributes and prints one line of JSON with the
+namespace and a warning, which may be empty. It is a separate process so that the long-running
+supervisor need not load Temporal's SDK. `--own` names the stack's own server; the default is the user's.
 """
 
 import argparse
@@ -37,11 +37,11 @@ from perdure.telemetry import configure_logging, temporal_runtime
 
 PAUSE_S = 0.05
 RETENTION = timedelta(days=7)
-"""By default the dev server keeps closed workflows for a day; resuming by id should work for a week."""
+"""By default the dev server keeps closed workflows for a day. Resuming by id should work for a week."""
 
 
 async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
-    """`own`: the address of the stack's own server. Raises: RPCError when that refuses."""
+    """`own`: the address of the stack's own server. Raises: RPCError if that server refuses."""
     client = await wait_for_temporal(own, settings)
     prepared = {"namespace": client.namespace, "warning": ""}
     try:
@@ -52,13 +52,13 @@ async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
     except RPCError as error:
         if own is not None:
             raise
-        # The user's own server: it may need an operator (infra/temporal).
+        # On the user's own server this may need an operator (infra/temporal).
         prepared["warning"] = f"search attributes: {error}"
     return prepared
 
 
 async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
-    """Try to connect until the server answers. `address`: our own dev server's; None: the user's."""
+    """Try to connect until the server answers. `address`: our own dev server; None: the user's."""
 
     async def connected() -> Client:
         if address is None:
@@ -69,7 +69,7 @@ async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
 
 
 async def register_search_attributes(client: Client) -> list[str]:
-    """Add the missing ones; return their names. Raises: RPCError when that is not allowed."""
+    """Add the missing search attributes; return their names. Raises: RPCError if that is not allowed."""
     missing = await _missing(client)
     if missing:
         types = {name: _value_type(names.SEARCH_ATTRIBUTES[name]) for name in missing}
@@ -121,5 +121,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The SDK's native threads can crash a Python that is tearing down.
+    # The SDK's native threads can crash Python during shutdown.
     os._exit(main())

@@ -1,7 +1,7 @@
-"""Keeps one worker on every node that the plan names, and asks the autoscaler for what waits.
+"""Keeps one worker on every node that fits the plan, and asks the autoscaler for more nodes.
 
-One detached actor per secret, on the head. Ray starts it again with its plan, and it finds the
-workers by their names.
+The manager is one detached actor per secret, on the head node. If it dies, Ray restarts it with its
+plan, and it finds the workers by their names.
 """
 
 import asyncio
@@ -33,15 +33,16 @@ from perdure.types import Frozen
 
 POLL_S = 1.0
 ANSWER_S = 5.0
-"""Seconds that a worker's actor has to answer."""
+"""Timeout for an answer of a worker's actor, in seconds."""
 STOP_S = 30.0
-"""Seconds that the manager has beyond its slowest worker's."""
+"""Seconds that the manager may take to stop, on top of its slowest worker's time."""
 END_S = 90.0
-"""Seconds that a worker has to end: its grace, then its agents' sandboxes. Then its actor is killed."""
+"""Seconds that a worker has to end: its grace period, then its agents' sandboxes. After that the
+manager kills its actor."""
 AGAIN_S = 10.0
-"""Seconds before an actor that Ray gave up is placed again."""
+"""Seconds before the manager places an actor again that Ray has given up."""
 COUNT_S = 10.0
-"""Seconds between two looks at what waits."""
+"""Seconds between two counts of waiting activities."""
 
 log = structlog.get_logger("perdure.on_ray")
 
@@ -51,13 +52,13 @@ class WorkersReport(Frozen):
     absent: tuple[str, ...] = ()
     """Nodes without a worker, with the reason."""
     full: tuple[str, ...] = ()
-    """Nodes that get no worker, because their CPUs have no room for a seat."""
+    """Nodes that get no worker, because their free CPUs are not enough for a seat."""
     waiting: int = 0
     """Boots and gradings that no worker has taken; counted only for the autoscaler."""
 
 
 class NodeActor:
-    """The worker of the node that runs this actor."""
+    """The actor on a node; it runs that node's worker."""
 
     async def __init__(self, node: str, variables: dict[str, str]) -> None:  # type: ignore[misc]  # Ray awaits it
         environment.force(variables)
@@ -78,7 +79,7 @@ class NodeActor:
 
 @dataclass(eq=False)
 class Placed:
-    """The worker of one node, as the manager knows it."""
+    """The manager's record of one node's worker."""
 
     node: Node
     seats: int
@@ -88,12 +89,12 @@ class Placed:
     busy_at: float = field(default_factory=monotonic)
     task: "asyncio.Task[None] | None" = None
     answered: bool = False
-    """Whether Ray has placed the actor, as an answer of it showed."""
+    """The actor has answered once, so Ray has placed it."""
     left: bool = False
 
 
 class WorkersManager:
-    """The actor. Its methods answer at once; its own loop does the work."""
+    """The manager's actor. Its methods answer at once; its own loop does the work."""
 
     async def __init__(self, key: str, plan: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._prefix, self._plan = f"{_name(key)}-", WorkersPlan.model_validate_json(plan)
@@ -120,7 +121,7 @@ class WorkersManager:
         return os.getpid()
 
     async def stop(self, leave: bool) -> None:
-        """End all workers. `leave`: their agents too."""
+        """End all workers, and with `leave` their agents too."""
         self._loop.cancel()
         await asyncio.gather(*(self._end(one, leave) for one in self._placed.values()))
         if self._plan.most_rollouts:
@@ -165,7 +166,7 @@ class WorkersManager:
             await self._scale(nodes)
 
     def _place(self, key: str, node: Node, seats: int) -> Placed:
-        """If an earlier manager has placed it, it is found again."""
+        """Place the node's actor, or find the one that an earlier manager has placed."""
         actor = (
             ray.remote(NodeActor)
             .options(
@@ -208,8 +209,8 @@ class WorkersManager:
         )
 
     async def _end(self, placed: Placed, leave: bool) -> None:
-        """End a worker. Ray may never have placed its actor, which then answers no call and has no worker:
-        it is only killed."""
+        """End a worker. If Ray has never placed its actor, the actor answers no call and has no worker,
+        so it is only killed."""
         placed.left, placed.report, placed.problem = True, None, "it leaves"
         try:
             if not placed.answered:
@@ -241,10 +242,11 @@ class WorkersManager:
         await asyncio.to_thread(request_resources, bundles=bundles, bundle_label_selectors=only)
 
     async def _give_back(self) -> None:
-        """Free the nodes that have been idle for long, except for one, which decides and counts.
+        """Free the nodes that have been idle for `idle_s`, except for one: without any worker, no
+        rollout would reach the queue that is counted.
 
-        Ray takes no node on which an actor was placed again meanwhile. An actor that never answered is
-        not asked: if others hold its CPUs, Ray has not started it, and the call would wait for that.
+        Ray does not remove a node on which an actor has been placed again. We do not ask an actor that
+        never answered: if others hold its CPUs, Ray has not started it, and the call would block.
         """
         idle = [
             key
@@ -262,7 +264,7 @@ class WorkersManager:
 
 
 def start(key: str, plan: WorkersPlan) -> Any:
-    """The manager of this plan. The workers of an earlier plan end first; their agents work on."""
+    """Start the manager of this plan. The workers of an earlier plan end first; their agents go on."""
     stop(key, leave=False)
     return (
         ray.remote(WorkersManager)
@@ -297,7 +299,7 @@ def stop(key: str, *, leave: bool) -> bool:
 
 
 def _held_cpus() -> Counter[str]:
-    """CPUs of each node that placement groups hold, as those of engines do."""
+    """CPUs of each node that placement groups hold; engines have one each."""
     held: Counter[str] = Counter()
     for group in ray.util.placement_group_table().values():
         if group["state"] != "REMOVED":

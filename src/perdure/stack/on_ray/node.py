@@ -1,4 +1,4 @@
-"""The worker of one node: started, and started again when it ends. Knows nothing of Ray."""
+"""Starts the worker of one node and restarts it when it ends. Does not know Ray."""
 
 import asyncio
 import subprocess
@@ -13,12 +13,12 @@ from perdure.stack import host_life, sandboxes
 from perdure.types import Frozen
 
 GRACE_S = 25.0
-"""Seconds between SIGTERM and SIGKILL of a worker: it hands its work over in ten."""
+"""Seconds between SIGTERM and SIGKILL of a worker, which hands its work over in ten."""
 POLL_S = 0.2
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
-"""Between two starts of a worker that ends by itself."""
+"""Pauses between two starts of a worker that ends by itself."""
 STEADY_S = 60.0
-"""A worker that has run for longer did not end because of its start."""
+"""If a worker has run for longer, we assume that it did not fail at its start."""
 
 log = structlog.get_logger("perdure.on_ray")
 
@@ -26,7 +26,7 @@ log = structlog.get_logger("perdure.on_ray")
 class NodeReport(Frozen):
     node: str
     pid: int
-    """Of the worker's supervisor; 0: none runs."""
+    """Pid of the worker's supervisor; 0 if none runs."""
     starts: int
     seats: int
     taken: int
@@ -34,10 +34,10 @@ class NodeReport(Frozen):
 
 
 class NodeWorker:
-    """The worker ends when this process does. Its agents work on, and the home's next worker finds them."""
+    """The worker ends with this process. Its agents go on, and the home's next worker finds them."""
 
     def __init__(self, node: str, settings: Settings) -> None:
-        """The process's variables must give a child the same settings."""
+        """This process's environment must hold the same settings, because the worker inherits it."""
         self._node, self._settings = node, settings
         self._home = settings.home.absolute()
         self._log = self._home / "logs" / "worker.log"
@@ -58,16 +58,16 @@ class NodeWorker:
         )
 
     async def stop(self) -> None:
-        """End the worker; its agents wait for the next one."""
+        """End the worker; its agents go on until the next one finds them."""
         self._keeping.cancel()
         if (child := self._child) is not None and child.stdin is not None:
-            child.stdin.close()  # its supervisor ends it
+            child.stdin.close()  # then its supervisor ends it
             await asyncio.to_thread(child.wait)
 
     async def give_back(self) -> bool:
-        """Leave if no rollout is here. False: one came before the worker had ended, which starts again.
+        """Leave if the node has no rollout. False: a rollout arrived, so the worker starts again.
 
-        Only when nothing polls any more can the answer be final.
+        We stop the worker first: the answer is final only when nothing polls any more.
         """
         await self.stop()
         if self._seats.agents() or await sandboxes.any_alive(self._settings):
@@ -77,7 +77,8 @@ class NodeWorker:
         return True
 
     async def leave(self) -> None:
-        """End the worker and the agents, then say goodbye for the host: its rollouts move at once."""
+        """End the worker and the agents, then say goodbye for the host, so that its rollouts move at
+        once."""
         await self.stop()
         await sandboxes.kill_all(self._settings, log.warning)
         await asyncio.to_thread(host_life.end, self._settings)

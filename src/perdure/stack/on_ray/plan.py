@@ -1,4 +1,4 @@
-"""Which nodes get a worker, how many seats each has, and what the autoscaler is asked for."""
+"""Decides which nodes get a worker, how many seats each has, and what the autoscaler gets asked for."""
 
 import math
 import re
@@ -13,29 +13,29 @@ Node = Mapping[str, Any]
 """One entry of `ray.nodes()`."""
 _VALUE = r"[a-zA-Z0-9](?:[\w.-]{0,61}[a-zA-Z0-9])?"
 SELECTOR = re.compile(rf"!?(?:{_VALUE}|in\({_VALUE}(?:, ?{_VALUE})*\))", re.ASCII)
-"""What Ray allows in a label selector: `v`, `!v`, `in(v, w)` and `!in(v, w)`."""
+"""The label selectors that Ray allows: `v`, `!v`, `in(v, w)` and `!in(v, w)`."""
 
 
 class WorkersPlan(Frozen):
     environment: dict[str, str]
-    """Of each worker: its settings, Temporal's and the store's variables."""
+    """Each worker's variables: its settings, Temporal's and the store's."""
     home: str
     """The home on each node; `{node}` becomes the node's name, `{id}` the end of its id."""
     cpus_per_rollout: float = Field(1.0, gt=0)
-    """A node has as many seats as it has such shares."""
+    """CPUs per seat."""
     spare_cpus: float = Field(0.0, ge=0)
-    """CPUs of each node that workers leave to engines, at least: what placement groups hold is theirs."""
+    """CPUs of each node that workers leave to engines. If placement groups hold more, they keep it."""
     resource: str = ""
-    """Only nodes that offer this custom resource."""
+    """Use only nodes that offer this custom resource."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """Only nodes with such labels: a `SELECTOR` for each key."""
+    """Use only nodes whose labels match: one `SELECTOR` per key."""
     most_rollouts: int = Field(0, ge=0)
-    """The autoscaler is asked for room for as many at most; 0: it is asked for nothing."""
+    """We ask the autoscaler for at most this many rollouts; 0: we ask for nothing."""
     idle_s: float = Field(300.0, ge=0)
-    """Seconds without a rollout after which a node is given back to the autoscaler."""
+    """Seconds without a rollout after which the autoscaler gets a node back."""
 
     def fits(self, node: Node) -> bool:
-        """Whether this node is one of those that get a worker, if its CPUs allow for one."""
+        """Whether this node should get a worker, if its CPUs allow for one."""
         labels = node.get("Labels") or {}
         return bool(
             node["Alive"]
@@ -45,13 +45,13 @@ class WorkersPlan(Frozen):
         )
 
     def seats(self, node: Node, held_cpus: float) -> int:
-        """`held_cpus`: what placement groups hold of the node."""
+        """`held_cpus`: the node's CPUs that placement groups hold."""
         cpus: float = node["Resources"].get("CPU", 0.0)
         free = cpus - max(self.spare_cpus, held_cpus)
         return max(0, math.floor(free / self.cpus_per_rollout + 1e-9))
 
     def no_seat(self, node: Node, held_cpus: float) -> str:
-        """Why the node has no seat, and what changes that."""
+        """Why the node has no seat, with the fix."""
         cpus = node["Resources"].get("CPU", 0.0)
         return (
             f"no seat: of its {cpus:g} CPUs, placement groups (engines) hold {held_cpus:g} and "
@@ -60,16 +60,16 @@ class WorkersPlan(Frozen):
         )
 
     def variables(self, node: Node, seats: int) -> dict[str, str]:
-        """Of the worker on this node."""
+        """The variables of the worker on this node."""
         home = self.home.replace("{node}", node["NodeName"]).replace("{id}", node["NodeID"][-8:])
         return {**self.environment, "PERDURE_HOME": home, "PERDURE_SLOTS__AGENT": str(seats)}
 
     def bundles(self, nodes: int, rollouts: int, seats: int) -> list[dict[str, float]]:
-        """The resources of so many rollouts, and what these nodes keep for engines.
+        """The resources of this many rollouts, plus the CPUs that these nodes keep for engines.
 
-        Nothing while the workers have `seats` enough. Their actors keep their nodes, and Ray may meet a
-        request with a node that is given back, which then stays. One rollout at least: without any
-        worker, no rollout would reach the queue that is counted.
+        Empty while the workers have enough `seats`: their actors keep their nodes, and Ray might answer
+        a request with a node that we are giving back, which would then stay. We ask for at least one
+        rollout: without any worker, no rollout would reach the queue that is counted.
         """
         only = {self.resource: 0.001} if self.resource else {}
         wanted = min(max(rollouts, 1), self.most_rollouts)
@@ -80,7 +80,7 @@ class WorkersPlan(Frozen):
 
 
 def _selects(selector: str, label: str | None) -> bool:
-    """As Ray does: a node without the label passes every `!`."""
+    """Matches as Ray does: a node without the label passes every `!`."""
     terms = selector.removeprefix("!")
     values = terms[3:-1].split(",") if terms.startswith("in(") else [terms]
     return (label in [value.strip() for value in values]) != selector.startswith("!")
