@@ -1,1 +1,1 @@
-"""The stages of a rollout as functions that know nothing of Temporal. The activities call them."""
+"""The stages of a rollout, as functions that do not depend on Temporal. Activities call them."""

@@ -1,4 +1,4 @@
-"""Which rollouts of a run are played again: those that a `PlayAgain` names, by how they ended."""
+"""Selects the rollouts of a run that a `PlayAgain` reruns: by how they ended and by name."""
 
 import fnmatch
 import json
@@ -14,7 +14,7 @@ from perdure.types import MISSING, PlayAgain, RolloutStatus, RunRequest
 
 
 async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
-    """How many rollouts the run was started for; None before it has its list."""
+    """Number of rollouts that the run was started for; None before its instance list is stored."""
     try:
         return len(await instances_of(store, run.run_id)) * run.n_samples
     except NotFound:
@@ -22,13 +22,13 @@ async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
 
 
 async def next_round(store: Store, run_id: str) -> int:
-    """The number that no earlier start of the run has."""
+    """The first round number that no earlier start of the run has used."""
     lists = [key async for key in store.list(keys.lists_again(run_id))]
     return 1 + max((int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in lists), default=0)
 
 
 async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[RolloutAgain]:
-    """The rollouts to play again, in the order of the run's list."""
+    """The rollouts to rerun, in the order of the run's list."""
     episodes, unreadable = await scan_run(store, run.run_id)
     found = {(one.instance_id, one.sample_index): one for one in episodes}
     damaged = {(one.instance_id, one.sample_index) for one in unreadable}
@@ -54,9 +54,9 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
 
 
 async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[RolloutAgain]:
-    """The same as `select`, written down once, so that every try plays the same list.
+    """Like `select`, but stores the list once, so that every try reruns the same rollouts.
 
-    Raises: ConfigurationError if there is nothing to play.
+    Raises: ConfigurationError if the list is empty.
     """
     key = keys.list_again(run.run_id, again.round)
     chosen = await select(store, run, again)
@@ -74,7 +74,7 @@ async def read_list(store: Store, run_id: str, round: int) -> list[RolloutAgain]
 
 
 def asked(again: PlayAgain) -> str:
-    """`outcome failed or missing, named django__*`."""
+    """Example: `outcome failed or missing, named django__*`."""
     parts = [f"outcome {' or '.join(again.outcomes)}"] if again.outcomes else []
     parts += [f"named {' or '.join(again.include)}"] if again.include else []
     parts += ["with a verdict"] if again.start_at == "grade" else []
@@ -82,7 +82,7 @@ def asked(again: PlayAgain) -> str:
 
 
 async def instances_of(store: Store, run_id: str) -> Sequence[str]:
-    """The run's list. Raises: NotFound when its first start listed nothing."""
+    """The run's instance list. Raises: NotFound if its first start stored none."""
     found: list[str] = json.loads((await store.get(keys.run_instances(run_id))).data)
     return found
 

@@ -1,4 +1,4 @@
-"""The agent stage: start the agent once, detached, and watch it; any worker may take over."""
+"""The agent stage: start the agent once, detached, and watch it. Any worker may take over."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ from perdure.types import AgentEnd
 CHECKPOINT = "agent.json"
 
 WATCH_S = 10.0
-"""Seconds between two looks of the watch: heartbeat details, the sandbox's lease, the turn count."""
+"""Seconds between two polls, which update heartbeat details, sandbox TTL and turn count."""
 KILLED_S = 10.0
-"""Seconds to wait for a killed agent to be gone."""
+"""Seconds to wait for a killed agent to exit."""
 STOPPED = "stopped from outside"
 REASON_LIMIT = 300
-"""Characters: a pool may have many engines, each with its own reason."""
+"""Characters. A reason can be long because each engine of a pool adds its own."""
 
 
 async def run_agent(job: Job) -> AgentRun:
@@ -45,7 +45,7 @@ async def _run(job: Job) -> AgentRun:
     if job.spent:
         try:
             return await _stopped(job, session, sandbox)
-        except NotFound:  # it never started
+        except NotFound:  # the agent never started
             return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED)
     try:
         is_started = await _is_started(sandbox)
@@ -65,11 +65,11 @@ async def _run(job: Job) -> AgentRun:
         if job.this_try.is_cancelled_on_purpose():
             await asyncio.shield(_abort(job, session, sandbox))
         elif job.this_try.is_superseded() and not await job.this_try.workflow_may_be_open():
-            # Terminated: no clean-up will come, and the agent would go on buying turns.
+            # A terminated workflow runs no cleanup, and its agent would keep making model calls.
             await asyncio.shield(destroy(job))
         raise
     except SandboxLost:
-        with contextlib.suppress(PerdureError):  # some providers still have what it printed
+        with contextlib.suppress(PerdureError):  # some providers still have the agent's output
             await agent_output.keep(
                 job, await agent_output.collect(sandbox, ExecStatus(ExecState.LOST), artifacts=())
             )
@@ -77,13 +77,13 @@ async def _run(job: Job) -> AgentRun:
 
 
 async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandbox) -> AgentRun:
-    """The handler of the data source runs an agent of its own, in this process, within the budget."""
+    """Run the data source handler's own agent in this process, within the agent's budget."""
     started, end = time.monotonic(), AgentEnd.FINISHED
     kept = asyncio.create_task(_keep_alive(job, session, sandbox))
     try:
         async with asyncio.timeout(job.request.agent_budget_s):
             await handler_hooks.run(job, sandbox)
-    except TimeoutError:  # the budget's: an error of the handler itself is a SandboxLost
+    except TimeoutError:  # the budget ran out; the handler's own errors arrive as SandboxLost
         end = AgentEnd.LIMIT
     finally:
         kept.cancel()
@@ -110,7 +110,7 @@ async def _keep_alive(job: Job, session: AgentSession | None, sandbox: Sandbox) 
         job.services.seats.take(sandbox.identity)
         with contextlib.suppress(
             RetryHere
-        ):  # a control plane or a gateway that is away for a moment
+        ):  # the control plane or the gateway may be unavailable for a moment
             if time.monotonic() - renewed > ttl_s / 4:
                 await sandbox.touch(ttl_s)
                 renewed = time.monotonic()
@@ -119,7 +119,7 @@ async def _keep_alive(job: Job, session: AgentSession | None, sandbox: Sandbox) 
 
 
 async def _is_started(sandbox: Sandbox) -> bool:
-    """Whether an earlier try of this stage started the agent: then this one only watches."""
+    """Whether an earlier try of this stage started the agent. If so, this try only watches."""
     try:
         await sandbox.poll(EXEC_ID)
     except NotFound:
@@ -163,13 +163,13 @@ async def _watch(
             if summary.waiting_seconds > waited:
                 waited = summary.waiting_seconds
                 await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
-            if summary.too_stale or summary.is_hopeless:  # no verdict: the agent need not finish
+            if summary.too_stale or summary.is_hopeless:  # no verdict can follow
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
                 break
     if status.state is ExecState.LOST or status.cause == "sandbox":
         raise SandboxLost(f"sandbox {sandbox.identity} died while the agent was running")
-    if status.host_lacked:  # the agent may have crashed, or given up, for want of it
+    if status.host_lacked:  # the shortage may have made the agent crash or give up
         raise SandboxLost(
             f"while the agent ran in sandbox {sandbox.identity}, {shown_shortage(status)}"
         )
@@ -177,7 +177,7 @@ async def _watch(
 
 
 def _excused(session: SessionSummary) -> float:
-    """Seconds that do not count against its budget; a wait that goes on lasts until the next look."""
+    """Seconds not charged to the agent's budget. An ongoing wait is assumed to last two polls."""
     coming = 2 * WATCH_S if session.waits else 0.0
     return min(session.waiting_seconds + coming, LONGEST_WAIT_S)
 
@@ -186,7 +186,7 @@ async def _conclude(
     job: Job, session: AgentSession | None, sandbox: Sandbox, status: ExecStatus
 ) -> AgentRun:
     summary = await session.close() if session is not None else None
-    await sandbox.signal(EXEC_ID, signal.SIGKILL)  # what it left running could go on writing
+    await sandbox.signal(EXEC_ID, signal.SIGKILL)  # its background processes could still write
     found = await agent_output.collect(
         sandbox, status, job.agent.artifacts, turns=summary.turns if summary else 0
     )
@@ -211,10 +211,10 @@ async def _conclude(
 
 
 async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
-    """An agent that ended before any model call is at fault only if sandboxes work on this host now.
+    """Blame an agent that ended before any model call only if sandboxes work on this host now.
 
-    A metered account's sandboxes run on other hosts, of which a control would tell nothing.
-    Raises: SandboxLost if they do not.
+    The check is skipped for a metered account, whose sandboxes run on other hosts.
+    Raises: SandboxLost if the control sandbox fails.
     """
     never_called = not (run.turns or run.refused or run.unanswered)
     has_control = never_called and run.broke and not job.agent_sandbox.admission.metered
@@ -224,15 +224,15 @@ async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
 
 
 async def _abort(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:
-    """The stage is cancelled. A rollout whose run has used up its budget goes on with what this leaves."""
+    """Stop a cancelled agent. If the run's budget is spent, the workflow still grades its work."""
     try:
         await job.write(CHECKPOINT, await _stopped(job, session, sandbox))
     except PerdureError:
-        return  # evidence of a cancelled agent is optional; its sandbox is destroyed either way
+        return  # evidence of a cancelled agent is optional, and its sandbox is destroyed either way
 
 
 async def _stopped(job: Job, session: AgentSession | None, sandbox: Sandbox) -> AgentRun:
-    """Kill the agent, keep what it left behind. Raises: NotFound if it never started."""
+    """Kill the agent and keep its output and files. Raises: NotFound if it never started."""
     was_over = (await sandbox.poll(EXEC_ID)).done
     await sandbox.signal(EXEC_ID, signal.SIGKILL)
     status = await sandbox.wait(EXEC_ID, KILLED_S)
@@ -243,7 +243,7 @@ async def _stopped(job: Job, session: AgentSession | None, sandbox: Sandbox) -> 
 
 
 def _report(job: Job, session: SessionSummary) -> None:
-    """Turns so far, and what the agent waits for, beside the pending activity in the Web UI."""
+    """Show turns and what the agent waits for next to the pending activity in the Web UI."""
     waits = session.waits
     shown = {"since": round(waits.since), "reason": waits.reason[:REASON_LIMIT]} if waits else None
     job.this_try.report(turns=session.turns, waits=shown)

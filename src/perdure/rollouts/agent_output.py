@@ -1,4 +1,4 @@
-"""What an agent left behind in its sandbox: its output and its files, kept in the store."""
+"""Collects the agent's output and files from its sandbox and keeps them in the store."""
 
 from perdure.agents.base import EXEC_ID, Agent, Evidence
 from perdure.errors import NotFound
@@ -8,13 +8,13 @@ from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.types import AgentEnd
 
 TAIL = 4 << 20
-"""Bytes of each of the agent's output streams that are kept."""
+"""Bytes kept from the end of each output stream."""
 ARTIFACT_LIMIT = 64 << 20
-"""Bytes of one file of the agent's."""
+"""Bytes read of one file of the agent."""
 LINE = 200
-"""Characters of its last line that are shown."""
+"""Characters shown of the last line of output."""
 LAST_LINE = 8 << 10
-"""Bytes in which its last line is looked for."""
+"""Bytes at the end of the output that are searched for its last line."""
 
 
 async def collect(
@@ -41,7 +41,7 @@ async def _files(sandbox: Sandbox, paths: tuple[str, ...]) -> dict[str, bytes]:
 
 
 async def keep(job: Job, evidence: Evidence) -> None:
-    """Into the attempt's `agent/` folder; what an earlier try kept there stays."""
+    """Write to the attempt's `agent/` folder. Files that an earlier try wrote there stay."""
     kept = {"stdout.log": evidence.stdout_tail, "stderr.log": evidence.stderr_tail}
     kept |= {path.rsplit("/", 1)[-1]: data for path, data in evidence.files.items()}
     for name, data in kept.items():
@@ -50,9 +50,9 @@ async def keep(job: Job, evidence: Evidence) -> None:
 
 
 async def end_of(agent: Agent, evidence: Evidence, *, called: bool) -> AgentEnd:
-    """How it ended, by its own rules. If its files are made to be unreadable it met a limit: its diff
-    is graded, so that no agent can discard an episode. `called`: it made a model call, which perhaps
-    got no answer.
+    """How the agent ended, as its own class decides. If its files cannot be parsed, the end is
+    LIMIT and the diff is graded, so that no agent can discard an episode. `called`: the agent made
+    a model call, perhaps without an answer.
 
     Raises: RetryHere.
     """
@@ -64,7 +64,7 @@ async def end_of(agent: Agent, evidence: Evidence, *, called: bool) -> AgentEnd:
 
 
 def detail(end: AgentEnd, evidence: Evidence) -> str:
-    """How the agent ended and its last line of output; empty where it ended well."""
+    """How the agent ended and its last line of output; empty if it finished or gave up."""
     if end in (AgentEnd.FINISHED, AgentEnd.GAVE_UP):
         return ""
     status = evidence.status
@@ -75,12 +75,12 @@ def detail(end: AgentEnd, evidence: Evidence) -> str:
     last = tail.splitlines()[-1:]
     line = last[0].decode("utf-8", "replace") if last else ""
     if len(tail) == LAST_LINE and len(last[0]) == LAST_LINE:
-        line = f"… {line.partition(' ')[2] or line}"  # it begins before what was read
+        line = f"… {line.partition(' ')[2] or line}"  # the line begins before the bytes searched
     return f"{how}; {_shortened(line)}" if line else how
 
 
 def _shortened(line: str) -> str:
-    """Its beginning, which says what failed; cut between two words if there are some."""
+    """The beginning of the line, which says what failed, cut between two words if possible."""
     if len(line) <= LINE:
         return line
     whole = line[:LINE].rpartition(" ")[0]

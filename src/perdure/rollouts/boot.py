@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class BootRecord(Frozen):
-    """`sandbox.json`: which sandbox an attempt had, and where."""
+    """`sandbox.json`: the attempt's sandbox and its host."""
 
     identity: str
     provider: str
@@ -41,13 +41,13 @@ class BootRecord(Frozen):
     booted_at: float
     seconds: float
     base_git: str = ""
-    """The pristine git directory inside the sandbox, against which its diff is taken."""
+    """The pristine git directory inside the sandbox, against which the diff is taken."""
     term: int = 0
-    """The host's term in which it was booted."""
+    """The host's term in which the sandbox was booted."""
     metadata: JsonValue = None
-    """What the handler's `init` returned as such, if it is JSON."""
+    """The metadata that the handler's `init` returned, if it is JSON."""
     round: int = 0
-    """The round of the request: a later one starts with a new attempt."""
+    """The round of the request. A later round starts with a new attempt."""
 
 
 async def boot(job: Job) -> Booted:
@@ -77,8 +77,8 @@ async def boot(job: Job) -> Booted:
                     return _booted(job, uri, earlier)
         except AttemptDamaged as error:
             log.warning("an attempt is passed over", error=str(error))
-        # Its sandbox is gone and it left no diff: evidence, not a start. The same holds for every
-        # attempt of an earlier workflow of this rollout that was cancelled or terminated.
+        # An attempt whose sandbox is gone and that left no diff is only evidence. This also skips
+        # the attempts of earlier workflows of this rollout that were cancelled or terminated.
         job = job.next_attempt()
     record = await _boot_sandbox(job, asked)
     if record is None:
@@ -99,15 +99,14 @@ async def attach(job: Job) -> Sandbox:
 def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
     if job.agent_sandbox.provider.host_bound:
         return Booted(uri=uri, attempt=job.attempt, host=record.host)
-    return Booted(uri=uri, attempt=job.attempt)  # a field that is not set stays out of the history
+    return Booted(uri=uri, attempt=job.attempt)  # an unset field stays out of the history
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
-    """The episode of a rollout that was graded in this round; one that failed or was cancelled may be
-    played again."""
+    """The episode, if the rollout was graded in this round. Failed and cancelled ones may rerun."""
     try:
         episode = await read_episode(job.services.store, job.request)
-    except ValueError as error:  # damaged: its patch is graded again, and a new episode replaces it
+    except ValueError as error:  # damaged: grade its patch again and write a new episode
         log.warning("an episode is passed over", error=str(error))
         return None
     if episode is None or episode.status is not RolloutStatus.GRADED:
@@ -118,9 +117,9 @@ async def _finished(job: Job) -> EpisodeRef | None:
 
 
 async def _last_captured(job: Job) -> int:
-    """The attempt whose patch is graded: the one that the episode is about.
+    """The attempt whose patch is graded: the last attempt of the stored episode.
 
-    Raises: InstanceError if it left no patch.
+    Raises: InstanceError if that attempt left no patch.
     """
     episode = await read_episode(job.services.store, job.request)
     number = len(episode.attempts) if episode is not None else job.attempt
@@ -132,7 +131,7 @@ async def _last_captured(job: Job) -> int:
 
 
 async def _is_captured(job: Job) -> bool:
-    """The agent is done and its diff is in the store: the attempt needs no sandbox any more."""
+    """Whether the agent is done and its diff is stored, so that the attempt needs no sandbox."""
     run = await job.read("agent.json", AgentRun)
     done = run is not None and not run.broke
     return done and await job.services.store.exists(job.key("patch.json"))
@@ -141,7 +140,7 @@ async def _is_captured(job: Job) -> bool:
 async def _may_live(job: Job, record: BootRecord) -> bool:
     provider = job.agent_sandbox.provider
     if provider.host_bound and record.host != job.services.host:
-        # Only that host can tell, and the agent stage runs there, unless the host was lost since.
+        # Only that host can tell. The agent stage runs there, unless the host has been lost since.
         return record.term >= await first_term(job.services.store, record.host)
     try:
         await provider.attach(record.identity)
@@ -151,7 +150,7 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
 
 
 async def rollout_identity(job: Job) -> Identity:
-    """A trainer's engines change with its weights: there the policy version says what samples."""
+    """A request with a policy version omits the reported engine, which changes with each update."""
     request, services = job.request, job.services
     engine = engine_settings(services.settings)
     if job.agent.needs_model and (kind := hosted_kind(engine)):
@@ -165,7 +164,7 @@ async def rollout_identity(job: Job) -> Identity:
 
 
 async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
-    """None: the account has not granted this rollout a sandbox yet."""
+    """None if the account has not granted this rollout a sandbox yet."""
     started = time.monotonic()
     _refuse_what_cannot_run(job)
     await identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
@@ -195,12 +194,12 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
 
 
 def _says(job: Job, what: str) -> None:
-    """Beside the pending activity, with the next heartbeat."""
+    """Show `what` next to the pending activity in the Web UI, with the next heartbeat."""
     job.this_try.report(doing={"what": what, "since": round(time.time())})
 
 
 async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
-    """None: the account has not granted it yet."""
+    """None if the account has not granted it yet."""
     plan = job.agent_sandbox
     if plan.admission.metered and job.permit != job.agent_step:
         await plan.admission.ask(job.agent_step)
@@ -211,21 +210,21 @@ async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
     except RateLimited:
         if not plan.admission.metered:
             raise
-        # An account workflow that heard of the refusal has queued the rollout already.
+        # The account usually queues a refused rollout itself. Asking again changes nothing then.
         await plan.admission.ask(job.agent_step)
         return None
 
 
 async def _init(job: Job, sandbox: Sandbox) -> Initialised | None:
-    """None: the handler has no `init` of its own."""
+    """None if the handler does not override `init`."""
     if type(handler_hooks.handler_of(job)).init is AgentHandler.init:
         return None
     return await handler_hooks.init(job, sandbox)
 
 
 async def init_metadata(job: Job) -> Any:
-    """The metadata that the handler's `init` returned in this attempt: as it was, or as JSON if another
-    process had called `init`."""
+    """The metadata that the handler's `init` returned in this attempt. If another process called
+    `init`, it is the JSON copy."""
     if (made := handler_hooks.remembered(job)) is not None:
         return made.metadata
     record = await job.recall(CHECKPOINT, BootRecord)
@@ -250,7 +249,7 @@ async def _record(
 
 
 def _refuse_what_cannot_run(job: Job) -> None:
-    """Every mistake in the row or the options is named before anything boots."""
+    """Report mistakes in the row or the options before anything boots."""
     services = job.services
     try:
         instance = job.instance
@@ -280,7 +279,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
 
 
 async def base_git_of(job: Job, sandbox: Sandbox, prepared: Prepared) -> str:
-    """Where the pristine git directory is inside. An image's is copied, without its later commits."""
+    """Path of the pristine git directory inside. An image's is copied without later commits."""
     if prepared.tree:
         return BASE_GIT
     await set_up_image(sandbox, job.instance)
@@ -288,5 +287,5 @@ async def base_git_of(job: Job, sandbox: Sandbox, prepared: Prepared) -> str:
 
 
 def pristine_git(prepared: Prepared) -> tuple[Mount, ...]:
-    """The agent owns its own `.git`; the diff is taken against this one."""
+    """Mount a read-only `.git` to take the diff against, because the agent can change its own."""
     return (Mount(prepared.tree / ".git", BASE_GIT),) if prepared.tree else ()

@@ -1,4 +1,4 @@
-"""The capture stage: take the diff as bytes, then end the agent's sandbox."""
+"""The capture stage: take the diff as bytes, then kill the agent's sandbox."""
 
 import hashlib
 
@@ -17,17 +17,17 @@ from perdure.types import PatchRef
 CHECKPOINT = "patch.json"
 
 REFUSALS = 3
-"""Captures that must be refused before that is a verdict."""
+"""Captures in a row that must be refused before the refusal becomes the verdict."""
 LONGEST_S = REFUSALS * (diff.LONGEST_S + CONTROL_S)
-"""Seconds after which the diff is taken or refused."""
+"""Longest time in seconds until the diff is taken or refused."""
 HOST_PAUSE_S = 20.0
-"""Seconds until a capture is repeated for which the host had no room."""
+"""Seconds before a capture is retried when the control failed too."""
 
 
 async def capture(job: Job) -> Captured:
     """Raises: SandboxLost."""
     found = await job.once(CHECKPOINT, PatchRef, _take)
-    # At once: the grading's sandbox needs the room.
+    # Kill the agent's sandbox at once, because the grading sandbox needs its memory.
     identity = job.agent_identity
     await job.agent_sandbox.provider.kill(identity)
     job.services.seats.leave(identity)
@@ -44,7 +44,7 @@ async def capture(job: Job) -> Captured:
 
 async def _take(job: Job) -> PatchRef:
     sandbox = await attach(job)
-    await sandbox.end_all()  # no process of the agent may race the capture, or kill it
+    await sandbox.end_all()  # a process of the agent could race the capture or kill it
     boot = await job.recall("sandbox.json", BootRecord)
     results = await handler_hooks.results_of(job)
     if results is not None and isinstance(results.get("git_patch"), str):
@@ -69,8 +69,8 @@ async def _take(job: Job) -> PatchRef:
 
 
 async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
-    """An agent may leave a tree of which no diff can be taken. That is a verdict only if each capture is
-    refused and a control succeeds.
+    """Take the diff. An agent may leave a tree of which none can be taken. That is a verdict only
+    if every capture is refused and a control in a new sandbox succeeds.
 
     Raises: RetryHere or SandboxLost if the control fails.
     """
@@ -86,7 +86,7 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
                 boundary=Boundary.SANDBOX,
             )
     if plan.admission.metered:
-        # The account may have no room for both, so the control takes the slot of the agent's sandbox.
+        # The account may allow no second sandbox, so the control takes the agent sandbox's slot.
         await plan.provider.kill(sandbox.identity)
         if not await sandboxes_work(job):
             raise SandboxLost(
@@ -105,7 +105,7 @@ def _given(patch: str, max_bytes: int) -> diff.CapturedPatch:
 
 
 async def _hand_over(job: Job, patch: PatchRef) -> str:
-    """The agent's permit goes to the grading, or back. Returns the step to wait for, if any."""
+    """Pass the agent's permit to the grading or release it. Returns the step to await, if any."""
     agents, gradings = job.agent_sandbox.admission, job.grade_sandbox.admission
     if not (agents.metered or gradings.metered):
         return ""

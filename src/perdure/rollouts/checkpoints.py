@@ -1,4 +1,4 @@
-"""One durable result per stage and attempt: the first writer wins, later ones read it back."""
+"""One durable result per stage and attempt. The first writer wins; later writers read it back."""
 
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read(store: Store, key: str, model: type[Model]) -> Model | None:
-    """The checkpoint at `key`, or None when the step has not been done. Raises: AttemptDamaged."""
+    """The checkpoint at `key`, or None if the step is not done. Raises: AttemptDamaged."""
     try:
         stored = await store.get(key)
     except NotFound:
@@ -24,7 +24,7 @@ async def read(store: Store, key: str, model: type[Model]) -> Model | None:
 
 
 async def write(store: Store, key: str, result: Model) -> Model:
-    """Store `result` unless another try was first; return what is stored either way."""
+    """Store `result` unless another try was first. Returns what is stored."""
     if await store.put_if_absent(key, stored_json.encode(result)):
         return result
     winner = await read(store, key, type(result))

@@ -1,5 +1,5 @@
-"""Cleans up after an attempt that ends early: ends its sandboxes, returns their permits, keeps its
-turns."""
+"""Cleans up after an attempt that ends early: kills its sandboxes, releases their permits, closes
+its session."""
 
 import contextlib
 
@@ -24,11 +24,10 @@ async def _kill(plan: SandboxPlan, identity: str) -> None:
 
 
 async def _close_session(job: Job) -> None:
-    """Its turns are evidence: the watcher that should have closed it may be dead."""
+    """Keep the attempt's turns, which are evidence, even if the agent's watcher died."""
     if not await job.services.store.exists(job.key(CHECKPOINT)):
-        return  # the agent never started, so there is no session, and perhaps no gateway
+        return  # no sandbox was booted, so there is no session, and perhaps no gateway
     session = session_of(job)
     if session is not None:
-        # It has no session where the sandbox was booted and the agent not started.
-        with contextlib.suppress(AttemptDamaged):
+        with contextlib.suppress(AttemptDamaged):  # there is no session if the agent did not start
             await session.close()

@@ -1,4 +1,4 @@
-"""The episode stage: gather what the other stages left in the store into one episode."""
+"""The episode stage: assemble one episode from what the other stages stored."""
 
 import asyncio
 import time
@@ -30,10 +30,10 @@ async def _no_journal(session: str) -> None:
 async def emit_episode(
     store: Store, ending: Ending, turns_again: Callable[[str], Awaitable[object]] = _no_journal
 ) -> EpisodeRef:
-    """Needs only the store, so that a rollout whose configuration is wrong has its episode too.
+    """Needs only the store, so that a rollout with a wrong configuration gets an episode too.
 
-    `turns_again`: makes the `turns.parquet` of a session once more, of its journal, or raises NotFound.
-    It is called where that file is gone or damaged, before the journal is deleted.
+    `turns_again`: rebuilds the `turns.parquet` of a session from its journal, or raises NotFound.
+    It is called if that file is missing or damaged, before the journal is deleted.
     """
     earlier = await _earlier(store, ending)
     if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
@@ -53,7 +53,7 @@ async def emit_episode(
 
 
 def _keeps(earlier: Episode, ending: Ending) -> bool:
-    """A verdict stays if the same patch could not be graded again, or the new play was cancelled."""
+    """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled."""
     if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
         return False
     broken_off = ending.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
@@ -61,14 +61,14 @@ def _keeps(earlier: Episode, ending: Ending) -> bool:
 
 
 def _ended(ending: Ending) -> dict[str, Any]:
-    """How this play of the rollout ended; the store keeps the earlier verdict."""
+    """How this workflow run ended. The store keeps the earlier verdict."""
     return {"status": ending.status, "failure": ending.failure, "outcome": None, "reward": None}
 
 
 async def _earlier(store: Store, ending: Ending) -> Episode | None:
     try:
         return await read_episode(store, ending.request)
-    except ValueError:  # unreadable: the new one replaces it
+    except ValueError:  # unreadable: the new episode replaces it
         return None
 
 
@@ -86,7 +86,7 @@ def _bare(ending: Ending) -> EpisodeParts:
 
 
 async def _gathered(store: Store, ending: Ending) -> EpisodeParts:
-    """Without a verdict, if the stored one cannot be read: what else there is stays evidence."""
+    """If the stored grade is unreadable, the episode has no verdict but keeps other evidence."""
     try:
         return await _gather(store, ending)
     except AttemptDamaged as error:
@@ -101,7 +101,7 @@ async def _gathered(store: Store, ending: Ending) -> EpisodeParts:
 
 
 async def _gather(store: Store, ending: Ending) -> EpisodeParts:
-    """Raises: AttemptDamaged if there is no readable grade of a graded rollout."""
+    """Raises: AttemptDamaged if a graded rollout has no readable grade."""
     damaged: list[str] = []
     numbers = range(1, ending.attempts + 1)
     attempts = [await _attempt(store, ending, number, damaged) for number in numbers]
@@ -132,7 +132,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
 
 
 async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:
-    """A checkpoint that decides nothing any more: a damaged one is told, and counts as absent."""
+    """Read a checkpoint that serves only as evidence. A damaged one is listed in `damaged`."""
     try:
         return await checkpoints.read(store, key, model)
     except AttemptDamaged as error:
@@ -141,7 +141,7 @@ async def _evidence(store: Store, key: str, model: type[Model], damaged: list[st
 
 
 async def _grade(store: Store, ending: Ending, folder: str, patch: PatchRef | None) -> Grade | None:
-    """The grade that the workflow's history has, also where a reset workflow has another run id.
+    """The grade that the workflow's history names, even if a reset has changed the run id.
 
     Raises: AttemptDamaged.
     """
@@ -185,8 +185,8 @@ async def _assembled(
     discarded: Mapping[int, Calls],
     turns_again: Callable[[], Awaitable[object]],
 ) -> Assembled:
-    """With the recorded turns; if they are lost, with those of the earlier episode; if there is none,
-    without any, which the episode says."""
+    """Assemble from the recorded turns. If they are lost, use the earlier episode's tokens, then
+    the journal, and otherwise no turns, which the episode says."""
     key = parts.turns_key
     if key is None:
         return await asyncio.to_thread(assemble, parts, None, discarded)
@@ -213,7 +213,7 @@ async def _assembled(
 
 
 async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
-    """With the tokens of the earlier episode of the same attempt, which is only graded again."""
+    """Assemble a regraded attempt from the tokens of its earlier episode, if they are intact."""
     earlier = parts.earlier
     if earlier is None or not earlier.segments or not same_attempt(earlier, parts):
         return None
@@ -237,9 +237,9 @@ async def _data(store: Store, key: str) -> bytes | None:
 async def _discarded(
     store: Store, ending: Ending, parts: EpisodeParts
 ) -> tuple[dict[int, Calls], list[str]]:
-    """The calls of earlier attempts, which count as cost, and which of their files cannot be read.
+    """The calls of earlier attempts, which count as cost, and problems with unreadable files.
 
-    One file at a time: a rollout can have many attempts.
+    Reads one file at a time, because a rollout can have many attempts.
     """
     found: dict[int, Calls] = {}
     unread = []

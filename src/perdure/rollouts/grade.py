@@ -1,4 +1,4 @@
-"""The grade stage: the hidden tests, in a fresh sandbox that no agent has touched."""
+"""The grade stage: run the hidden tests in a fresh sandbox that no agent has touched."""
 
 import hashlib
 import itertools
@@ -32,22 +32,22 @@ from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
 MAX_LOST = 3
-"""Grading sandboxes that may be lost: tests that end their sandbox do so every time."""
+"""Lost grading sandboxes after which grading stops, because some tests always end their sandbox."""
 TOLD_TESTS, TOLD_CHARACTERS = 5, 160
-"""Failing tests that the workflow is told of, and characters of each: all are in the grade."""
+"""Failing tests reported to the workflow, and characters of each. The grade lists all of them."""
 BY_THE_TESTS = "-by-the-tests.txt"
-"""The end of the key of a loss that the code under test caused."""
+"""Suffix of the key that records a loss caused by the code under test."""
 
 
 class GradingSandboxesLost(GiveUp):
-    """The sandboxes of this grading were lost, and perhaps not by the code under test: the rollout
-    ends as failed, without a reward."""
+    """The sandboxes of this grading were lost, and the code under test may not be the cause. The
+    rollout ends as failed, without a reward."""
 
     boundary = Boundary.SANDBOX
 
 
 async def grade(job: Job) -> GradedPatch:
-    """Raises: NotFound where no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost."""
+    """Raises: NotFound if no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost."""
     found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
     await job.grade_sandbox.admission.release()
     resolved = found.outcome is Outcome.RESOLVED
@@ -68,7 +68,7 @@ def checkpoint(workflow_run_id: str) -> str:
 
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
-    """Whether a sandbox is booted for the verdict at all."""
+    """Whether the verdict needs a sandbox."""
     if patch.refused or patch.too_large:
         return False
     if not patch.empty:
@@ -79,9 +79,9 @@ def needs_tests(job: Job, patch: PatchRef) -> bool:
 
 
 def _generation(workflow_run_id: str) -> str:
-    """Differs after a reset, so that a reset workflow grades again.
+    """Part of the run id that changes at a reset, so that a reset workflow grades again.
 
-    The end of the run id: its beginning is the time, and equal for a minute.
+    It is the end of the id: the beginning is a timestamp, which stays equal for a minute.
     """
     return workflow_run_id[-8:] or "0"
 
@@ -122,7 +122,7 @@ async def _grade(job: Job) -> Grade:
 
 
 async def _captured(job: Job, patch: PatchRef) -> bytes:
-    """Raises: AttemptDamaged unless these are the bytes that were captured."""
+    """The captured diff. Raises: AttemptDamaged if it is gone or its bytes have changed."""
     try:
         data = (await job.services.store.get(patch.key)).data
     except NotFound:
@@ -137,7 +137,7 @@ async def _captured(job: Job, patch: PatchRef) -> bytes:
 
 
 async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bool) -> Graded:
-    """One run, or the verdict on tests that end every sandbox.
+    """Run the tests once. If they end every sandbox, return that verdict.
 
     Raises: RetryHere, GradingSandboxesLost.
     """
@@ -154,8 +154,8 @@ async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bo
 async def _run_once(
     job: Job, patch: bytes, instance: Instance, identity: str, *, is_first: bool
 ) -> Graded:
-    """One run in a fresh sandbox. All runs of a grading have one identity, because code inside may
-    see it. Raises: SandboxLost; RateLimited in its first run."""
+    """Run the tests in a fresh sandbox. All runs of a grading share one identity, because code in
+    the sandbox may see it. Raises: SandboxLost; RateLimited in the first run."""
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
     # A sandbox that an earlier try has used is not fresh.
@@ -164,7 +164,7 @@ async def _run_once(
     sandbox = await _created(job, spec, identity, is_first=is_first)
     async with killed_at_the_end(job.this_try, sandbox):
         await plan.admission.started()
-        if spec.tree is None:  # the change under test could look for the fix as well
+        if spec.tree is None:  # the code under test could also search later commits for the fix
             instance = await with_committed_tests(sandbox, instance)
             await set_up_image(sandbox, instance)
         handler = job.services.handler(instance.data_source)
@@ -186,8 +186,8 @@ async def _run_once(
 
 
 async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool) -> Sandbox:
-    """A later sandbox of a grading replaces one that it has killed, in the slot that it holds of a
-    metered account. So it waits here: tried again by Temporal, the runs before it would be lost."""
+    """Create the sandbox. From the second run of a grading on, wait here when a metered account
+    refuses: the grading holds a slot already, and a Temporal retry would lose the earlier runs."""
     plan = job.grade_sandbox
 
     async def create() -> Sandbox:
@@ -217,9 +217,9 @@ async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> Sa
 
 
 async def _after_loss(job: Job, error: SandboxLost) -> Graded:
-    """Counted in the store: Temporal's tries also count workers that were told to stop.
+    """Count losses in the store, because Temporal's count includes tries that a shutdown ended.
 
-    Raises: RetryHere; GradingSandboxesLost if one of the losses may be the infrastructure's.
+    Raises: RetryHere; GradingSandboxesLost if the infrastructure may have caused one of the losses.
     """
     is_theirs = isinstance(error, LostDuringTests) and await _sandboxes_work(job)
     if isinstance(error, SilentDuringTests) and not is_theirs:
@@ -242,8 +242,8 @@ async def _after_loss(job: Job, error: SandboxLost) -> Graded:
 
 
 async def _sandboxes_work(job: Job) -> bool:
-    """Whether the row's own fix (its base, if it has none) gets its verdict in such a sandbox, so that
-    neither sandboxes nor row are the cause of a loss. Raises: RetryHere."""
+    """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
+    sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
     gold = job.instance.gold_patch
     try:
         identity = f"{job.grade_identity}-control"

@@ -1,4 +1,4 @@
-"""Calls the `init` and `run` of a data source's handler, and keeps what they return for later stages."""
+"""Calls `init` and `run` of a data source's handler and keeps their results for later stages."""
 
 import asyncio
 import inspect
@@ -23,11 +23,11 @@ from perdure.sandboxes.base import Sandbox
 RESULTS = "run_results.json"
 STARTED = "run_started"
 LIMITS = ("max_steps", "max_turns", "step_limit")
-"""Names under which agents' options count iterations."""
+"""Agent options that limit the number of iterations."""
 
 
 class Initialised(BaseModel):
-    """What `init` returned, as this process remembers it."""
+    """What `init` returned, in the memory of this process."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
 
@@ -37,7 +37,7 @@ class Initialised(BaseModel):
 
     @property
     def stored_metadata(self) -> JsonValue:
-        """What another process gets of it: None if it is not JSON."""
+        """The metadata that another process can read; None if it is not JSON."""
         try:
             return json.loads(json.dumps(self.metadata)) if self.metadata is not None else None
         except (TypeError, ValueError):
@@ -49,7 +49,7 @@ def handler_of(job: Job) -> AgentHandler:
 
 
 async def init(job: Job, sandbox: Sandbox) -> Initialised:
-    """Raises: HookFailed; ConfigurationError for another answer than three values."""
+    """Raises: HookFailed; ConfigurationError unless `init` returns three values."""
     handler, instance = handler_of(job), job.instance
     options = job.request.agent_options
     limits = (options.get(name) for name in LIMITS)
@@ -78,8 +78,8 @@ def remembered(job: Job) -> Initialised | None:
 async def run(job: Job, sandbox: Sandbox) -> None:
     """Run the handler's own agent, once in this attempt, and keep its results.
 
-    Raises: SandboxLost if it failed, or if an earlier try has started it and left no results: what it did
-    until then is in the sandbox. ConfigurationError for another answer than an object.
+    Raises: SandboxLost if it failed, or if an earlier try started it and left no results: its
+    partial work has changed the sandbox. ConfigurationError unless `run` returns an object.
     """
     handler, store = handler_of(job), job.services.store
     if not await store.put_if_absent(job.key(STARTED), b"\n"):
@@ -104,7 +104,7 @@ async def run(job: Job, sandbox: Sandbox) -> None:
     if not isinstance(results, Mapping):
         raise wrong_answer(handler, "run", "an object such as {'git_patch': ...}", results)
     try:
-        data = json.dumps(dict(results), default=str).encode()  # document 003's own has an Ellipsis
+        data = json.dumps(dict(results), default=str).encode()  # `default`: any value
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
             f"`run` of the handler {handler.name!r} must return an object with text as names: {error}"
@@ -113,7 +113,7 @@ async def run(job: Job, sandbox: Sandbox) -> None:
 
 
 async def results_of(job: Job) -> dict[str, Any] | None:
-    """What the handler's own `run` returned in this attempt. None: the request's agent ran."""
+    """What the handler's own `run` returned in this attempt; None if the request's agent ran."""
     if not runs_own_agent(handler_of(job)) or not await job.services.store.exists(job.key(RESULTS)):
         return None
     found: dict[str, Any] = json.loads((await job.services.store.get(job.key(RESULTS))).data)
@@ -130,7 +130,7 @@ async def _llm_config(job: Job) -> LLMConfig | None:
 
 
 async def _close(runtime: Any, sandbox: Sandbox) -> None:
-    """A runtime of the handler's own. The rollout ends its sandbox itself, after the capture."""
+    """Close a runtime that the handler made. The rollout kills its sandbox after the capture."""
     close = getattr(runtime, "close", None)
     if runtime is sandbox or not callable(close):
         return

@@ -1,8 +1,9 @@
-"""What a run or a rollout is: everything that can change its outcome, kept in the store when it first starts.
+"""The identity of a run or a rollout: everything that can change its outcome.
 
-A later start under the same id must ask for the same; otherwise it is refused with what differs.
-`prepare_run` compares runs, and the boot stage compares rollouts, whichever program starts them. The
-command line compares beforehand, to refuse at once. The endpoint's address may change.
+The first start stores it. A later start under the same id is refused, with the differences, if its
+identity is another. `prepare_run` compares runs and the boot stage compares rollouts, whichever
+program starts them. The command line also compares runs, to refuse at once. The endpoint's address
+may change.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ READS_AT_ONCE = 32
 FIX = "--new starts another run, and so does another --run-id"
 FIX_OF_ROLLOUT = "give another run_id to play this one"
 WORKFLOW_RUN = "workflow_run_id"
-"""The workflow run that kept a rollout's identity: it is never compared with itself."""
+"""The workflow run that stored a rollout's identity. It is never compared with itself."""
 MAKES_A_PATCH = ("agent", "model", "sampling", "policy_version", "max_staleness")
-"""What a grading of a captured patch shares with the rollout that left it: names begin so."""
+"""Prefixes of the fields that a regrade must share with the rollout that made the patch."""
 
 
 async def identity_of(
@@ -36,8 +37,11 @@ async def identity_of(
     refs: Sequence[str],
     engine: Mapping[str, str],
 ) -> Identity:
-    """Of rollouts like this one, of these instances. `engine`: as of `engine_settings`; empty: it is
-    not asked. Raises: ConfigurationError for sampling that a hosted API does not have."""
+    """Identity of rollouts of `request` over the instances `refs`.
+
+    `engine`: from `engine_settings`; if empty, the endpoint is not asked.
+    Raises: ConfigurationError for sampling parameters that a hosted API does not have.
+    """
     if kind := hosted_kind(engine):
         check_hosted_sampling(request.sampling, kind, engine.get("url", ""))
     found = {**of_rollouts(request), **await _instances(store, refs)}
@@ -47,23 +51,23 @@ async def identity_of(
 
 
 async def keep(store: Store, run_id: str, identity: Identity) -> None:
-    """Of a run that starts; the first one stays. Raises: IdentityDiffers, as `check`."""
+    """Store the identity of a run that starts. The first one stays. Raises: IdentityDiffers."""
     data = json.dumps(identity, indent=1).encode()
     if not await store.put_if_absent(keys.run_identity(run_id), data):
         await check(store, run_id, identity)
 
 
 async def check(store: Store, run_id: str, identity: Identity) -> None:
-    """Raises: IdentityDiffers if the run was asked to be another."""
+    """Raises: IdentityDiffers if the run was started with another identity."""
     before = await _kept(store, keys.run_identity(run_id))
     if before is not None:
         refuse(f"run {run_id}", differences(before, identity), FIX)
 
 
 async def keep_rollout(store: Store, request: RolloutRequest, play: str, now: Identity) -> None:
-    """Of a rollout that is about to boot or to be graded; the first one stays. `play`: the workflow run.
+    """Store the identity of a rollout before it boots or is graded. The first one stays.
 
-    Raises: IdentityDiffers, as `check_rollout`.
+    `play`: the workflow run. Raises: IdentityDiffers, like `check_rollout`.
     """
     data = json.dumps({**now, WORKFLOW_RUN: play}, indent=1).encode()
     if not await store.put_if_absent(keys.rollout_identity(request), data):
@@ -71,9 +75,9 @@ async def keep_rollout(store: Store, request: RolloutRequest, play: str, now: Id
 
 
 async def check_rollout(store: Store, request: RolloutRequest, play: str, now: Identity) -> None:
-    """Raises: IdentityDiffers if what the store has of the rollout answers another request.
+    """Raises: IdentityDiffers if the store has this rollout with another identity.
 
-    A grading of a captured patch may have another grader or row: only what made the patch counts.
+    A regrade of a captured patch may use another grader or row: only what made the patch counts.
     """
     before = await _kept(store, keys.rollout_identity(request))
     if before is None or before.pop(WORKFLOW_RUN, "") == play:
@@ -97,7 +101,7 @@ async def _kept(store: Store, key: str) -> Identity | None:
 
 
 async def _instances(store: Store, refs: Sequence[str]) -> Identity:
-    """A digest of each row; a row that is absent fails its rollouts, not the run."""
+    """A digest of each row. A missing row fails its rollouts, not the run."""
     slots = asyncio.Semaphore(READS_AT_ONCE)
 
     async def one(ref: str) -> str:
@@ -113,7 +117,7 @@ async def _instances(store: Store, refs: Sequence[str]) -> Identity:
 
 
 def _agent_version(agent: str) -> str | None:
-    """Digest of the packages that it is installed from; None for one without such a list."""
+    """Digest of the agent's package lock files; None for an agent without them."""
     digest = hashlib.sha256()
     names = [one for one in resources.files("perdure.agents.locks").iterdir() if one.is_file()]
     mine = sorted(

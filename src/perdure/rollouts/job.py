@@ -1,6 +1,6 @@
-"""One attempt of a rollout, resolved once: what every stage needs, handed on from there.
+"""One attempt of a rollout, resolved once, with everything that its stages need.
 
-Owns names, keys and placements of an attempt; the stages do the work.
+Owns the names, keys and placements of an attempt. The stages do the work.
 """
 
 import functools
@@ -29,11 +29,11 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Try(Protocol):
-    """Temporal's try of the activity that runs a stage: the only thing a stage knows of Temporal."""
+    """The activity attempt that runs a stage. A stage sees nothing else of Temporal."""
 
     @property
     def number(self) -> int:
-        """1 for the first try; each retry counts one more."""
+        """1 for the first try, one more for each retry."""
         ...
 
     @property
@@ -41,21 +41,21 @@ class Try(Protocol):
 
     @property
     def play(self) -> str:
-        """One run of the rollout's workflow."""
+        """Id of the workflow run."""
         ...
 
     def now(self) -> float:
-        """Unix seconds by Temporal's clock, so that a host's clock that is wrong ends no rollout."""
+        """Unix seconds by Temporal's clock, so that a wrong host clock ends no rollout."""
         ...
 
     def is_cancelled_on_purpose(self) -> bool:
-        """Inside `except CancelledError`: a person or the workflow cancelled, so undo the work."""
+        """Inside `except CancelledError`: a user or the workflow cancelled, so undo the work."""
         ...
 
     def is_superseded(self) -> bool:
-        """Inside `except CancelledError`: neither the workflow nor the worker's end cancelled it.
+        """Inside `except CancelledError`: neither the workflow nor a worker shutdown cancelled it.
 
-        Its heartbeats came too late, so Temporal may have started another try.
+        Its heartbeats were late, so Temporal may have started another try.
         """
         ...
 
@@ -70,7 +70,7 @@ class Try(Protocol):
 
 @dataclass(frozen=True)
 class SandboxPlan:
-    """Where the sandbox of one phase is made, and the permit it needs."""
+    """Where the sandbox of one phase is created, and the permit it needs."""
 
     placement: PhasePlacement
     provider: SandboxProvider
@@ -79,7 +79,7 @@ class SandboxPlan:
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt of one rollout with all that its stages need."""
+    """One attempt of one rollout, with everything that its stages need."""
 
     services: Services
     this_try: Try
@@ -87,22 +87,22 @@ class Job:
     attempt: int
     workflow_run_id: str
     permit: str
-    """The step for which the account has granted a sandbox; empty: none yet."""
+    """The step for which the account has granted a sandbox; empty if none yet."""
     spent: bool
     """The run's budget is used up."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
     calibration: CalibrationState | None = None
-    """What calibration found about the row in its grading sandboxes. Proved: `instance` has the lists
-    and twins of its record."""
+    """What calibration found about the row in its grading sandboxes. If the row is proved,
+    `instance` has the test lists and twins of the calibration record."""
     without_twin: Mapping[str, str] = field(default_factory=dict)
-    """FAIL_TO_PASS test -> why calibration found no twin of it."""
+    """FAIL_TO_PASS test -> why calibration found no twin for it."""
 
     @classmethod
     async def of(
         cls, services: Services, attempt: Attempt, this_try: Try, *, first: bool = False
     ) -> "Job":
-        """`first`: the rollout's first stage, which reads the row anew.
+        """`first`: this is the rollout's first stage, which reads the row from the store.
 
         Raises: ConfigurationError; InstanceError if the stored row is not an instance.
         """
@@ -133,7 +133,7 @@ class Job:
 
     @functools.cached_property
     def grade_sandbox(self) -> SandboxPlan:
-        """Resolved at its first use. If that fails, the clean-up can still end the agent's sandbox.
+        """Resolved at first use. If that fails, the cleanup can still kill the agent's sandbox.
 
         Raises: ConfigurationError.
         """
@@ -186,19 +186,19 @@ class Job:
         }
 
     def key(self, name: str) -> str:
-        """Of a file that this attempt leaves in the store."""
+        """Store key of a file of this attempt."""
         return f"{keys.attempt(self.request, self.attempt)}/{name}"
 
     async def read(self, name: str, model: type[Model]) -> Model | None:
-        """The checkpoint of this attempt, or None when the step has not been done."""
+        """The checkpoint of this attempt, or None if the step is not done."""
         return await checkpoints.read(self.services.store, self.key(name), model)
 
     async def write(self, name: str, result: Model) -> Model:
-        """Store the checkpoint unless another try was first; return what is stored."""
+        """Store the checkpoint unless another try was first. Returns what is stored."""
         return await checkpoints.write(self.services.store, self.key(name), result)
 
     async def recall(self, name: str, model: type[Model]) -> Model | None:
-        """As `read`, of a checkpoint that is written once: this process reads it once."""
+        """Like `read`, but cached in this process, for a checkpoint that never changes."""
         memory, play, key = self.services.memory, self.this_try.play, self.key(name)
         known = memory.recall(play, key, model)
         if known is None and (known := await self.read(name, model)) is not None:
@@ -208,12 +208,12 @@ class Job:
     async def once(
         self, name: str, model: type[Model], work: Callable[["Job"], Awaitable[Model]]
     ) -> Model:
-        """The checkpoint of this attempt. If there is none, do `work` and store its result."""
+        """The checkpoint of this attempt. If there is none, run `work` and store its result."""
         done = await self.read(name, model)
         return done if done is not None else await self.write(name, await work(self))
 
     async def prepared(self, plan: SandboxPlan) -> Prepared:
-        """The instance's environment for a sandbox of this plan; built if it does not exist."""
+        """The instance's environment for a sandbox of this plan. Builds it if necessary."""
         build = self._placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
         with tracing.span("prepare environment"):

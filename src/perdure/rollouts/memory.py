@@ -1,8 +1,8 @@
-"""What a worker process remembers of the rollouts it plays, so that it reads each thing once.
+"""A worker process's cache for the rollouts it runs, so that it reads each object once.
 
-Only what no later stage may find changed: the row as the rollout's first stage here read it, and the
-record of an attempt's sandbox, which is written once. Nothing is right because of it; another worker
-reads the store.
+It holds only what cannot change between stages: the row as the rollout's first stage read it, the
+record of an attempt's sandbox, and the result of a handler's `init`. Correctness does not depend on
+it: another worker reads the store.
 """
 
 from collections import OrderedDict
@@ -11,13 +11,13 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 MOST = 256
-"""Things remembered. A row is some tens of kilobytes."""
+"""Maximum number of cached objects. A row has some tens of kilobytes."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 class Memory:
-    """By play, which is one workflow run: a rollout that is played again is read again."""
+    """Keyed by `play`, the workflow run, so that a rerun of a rollout reads everything again."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most

@@ -18,78 +18,78 @@ from perdure.types import (
 )
 
 WORKER_EVICTED = "WorkerEvicted"
-"""The worker was told to stop. The workflow dispatches the same work again and counts no
-attempt."""
+"""The worker was told to stop. The workflow dispatches the same work again, in the same attempt."""
 STORE_UNAVAILABLE = "StoreUnavailable"
-"""The store is away: work whose time runs out meanwhile is ordered again."""
+"""The store is unavailable. An activity that times out during the outage is dispatched again."""
 SANDBOX_LOST = "SandboxLost"
 """Boot a new attempt."""
 CALL_UNANSWERED = "CallUnanswered"
-"""The gateway could not answer a model call of the agent. A new attempt replays what is recorded, and goes
-on once the engines are back; such attempts are bounded by time and not counted."""
+"""The gateway could not answer a model call of the agent. A new attempt replays the recorded turns
+and continues once the engines are back. Such attempts are limited by time, not counted."""
 HOST_LOST = "host lost"
-"""Detail of a SandboxLost: nothing that is sent to the sandbox's host will arrive."""
+"""Detail of a SandboxLost: the sandbox's host cannot be reached."""
 IDENTITY_DIFFERS = "IdentityDiffers"
-"""The store has this rollout as another one, so this workflow played nothing."""
+"""The store has this rollout with another identity, so this workflow ran nothing."""
 ACTION_NEEDED = frozenset({"ConfigurationError", IDENTITY_DIFFERS, "MissingDependency"})
-"""Failures that only a person can cure: the run pauses instead of failing every rollout."""
+"""Failures that only a user can fix: the run pauses instead of failing every rollout."""
 
 
 class Attempt(Frozen):
-    """One attempt of one rollout: everything else is derived from it."""
+    """One attempt of one rollout. The stages derive everything else from it."""
 
     request: RolloutRequest
     attempt: int
     workflow_run_id: str = ""
-    """Tells a reset workflow's grading from the one before it."""
+    """Distinguishes the grading of a reset workflow from the one before the reset."""
     permit: str = ""
-    """The step for which a sandbox of a metered account was granted."""
+    """The step for which a metered account granted a sandbox."""
     spent: bool = False
-    """The run's budget is used up: the agent stage only ends its agent."""
+    """The run's budget is used up: the agent stage only stops its agent."""
 
 
 class Booted(Frozen):
-    """A sandbox runs, or the rollout needs none. `host`: only workers of this host reach it; None =
-    any worker."""
+    """A sandbox runs, or the rollout needs none. `host`: only workers of this host can reach it; if
+    None, any worker can."""
 
     host: str | None = None
     attempt: int = 0
-    """The attempt it belongs to: later than the requested one, if that one is used up."""
+    """The attempt that the sandbox belongs to. It is later than the requested one if that is used
+    up."""
     uri: str = ""
-    """Where this rollout's evidence is, for people."""
+    """Where a user finds this rollout's evidence."""
     done: EpisodeRef | None = None
-    """The episode of a rollout that was graded before."""
+    """The episode, if the rollout was graded before."""
     expired: bool = False
     waits_for: str = ""
-    """The step whose permit the account will grant; no sandbox exists yet."""
+    """The step that waits for a permit of the account. No sandbox exists yet."""
 
 
 LONGEST_WAIT_S = 6 * 3600.0
-"""Seconds that an agent's calls may wait for an engine beside its budget."""
+"""Seconds that an agent's calls may wait for an engine in addition to its budget."""
 
 
 class AgentRun(Frozen):
     end: AgentEnd
     turns: int = 0
     turns_sha256: str = ""
-    """Of `turns.parquet`, as the gateway wrote it."""
+    """Digest of `turns.parquet` as the gateway wrote it."""
     tokens: int = 0
     seconds: float = 0.0
     detail: str = ""
     unanswered: str = ""
     """Why the last call of a chain got no answer. Empty if every chain's last call was answered."""
     model: str = ""
-    """Which is said to have made a patch that was given."""
+    """For a patch imported as a prediction: the model that its file names."""
     refused: str = ""
-    """Why the engine answered none of its calls, and the fix; empty if it answered one."""
+    """Why the engine refused the agent's calls, and the fix; empty if it answered one."""
 
     @property
     def broke(self) -> str:
-        """Why there is no verdict; empty: what it left is graded.
+        """Why there is no verdict; empty if the agent's work is graded.
 
-        A call that the gateway could not answer is never the policy's doing, so no end after one is a
-        verdict. Every other end of an agent whose calls were answered is its own doing, however it
-        looks: otherwise a policy could discard an episode that it does not like.
+        The policy never causes a call that the gateway could not answer, so no end after one is a
+        verdict. If its calls were answered, the agent is responsible for every other end, a crash
+        included: otherwise a policy could discard an episode that it does not like.
         """
         if self.refused:
             return f"the first model call was refused: {self.refused}"
@@ -108,7 +108,7 @@ class Captured(Frozen):
     empty: bool
     too_large: bool = False
     waits_for: str = ""
-    """The step whose permit the grading sandbox needs first."""
+    """The step that waits for the grading sandbox's permit."""
     grade_timeout_s: float = 1800.0
     """Seconds for one run of the tests."""
 
@@ -119,10 +119,10 @@ class GradedPatch(Frozen):
     seconds: float = 0.0
     reason: str = ""
     failing: tuple[str, ...] = ()
-    """The first tests that should pass and do not; `failing_count` counts all of them."""
+    """The first tests that should pass and do not. `failing_count` counts all of them."""
     failing_count: int = 0
     stored_as: str = ""
-    """Name of the stored grade, which a reset workflow keeps in its history."""
+    """Name of the stored grade. A workflow's history keeps it across a reset."""
 
 
 class Ending(Frozen):
@@ -137,9 +137,9 @@ class Ending(Frozen):
     started_at: float
     """Unix seconds at which the workflow started."""
     grade: str = ""
-    """Name of the stored grade that the workflow's history has."""
+    """Name of the stored grade, from the workflow's history."""
     bare: bool = False
-    """Without what the stages left: an episode could not be made of that."""
+    """Leave out the evidence of the stages, because an episode with it could not be made."""
 
     def without_evidence(self, failure: Failure) -> "Ending":
         status = RolloutStatus.FAILED if self.status is RolloutStatus.GRADED else self.status
@@ -156,16 +156,17 @@ class PageRequest(Frozen):
     start: int
     stop: int
     round: int = 0
-    """0: a page of the run's instances; else of the rollouts that this round plays again."""
+    """0: a page of the run's instances. Otherwise a page of the rollouts that this round reruns."""
 
 
 class RolloutAgain(Frozen):
-    """A rollout that is played again."""
+    """A rollout that is rerun."""
 
     instance: InstanceRef
     sample_index: int
     round: int
-    """Of its request: the same as before where it continues, a later one where it was graded."""
+    """The round of its request: unchanged if the rollout continues, later if it was graded
+    before."""
 
 
 class Page(Frozen):
@@ -174,32 +175,32 @@ class Page(Frozen):
 
 
 class RunSummary(Frozen):
-    """What RunWorkflow returns: totals; the episodes are listed in the manifest."""
+    """What RunWorkflow returns: totals. The manifest lists the episodes."""
 
     run_id: str
     uri: str
     rollouts: int
-    """Those that were planned: the sum of `by_status`."""
+    """Planned rollouts: the sum of `by_status`."""
     graded: int = 0
     resolved: int = 0
     mean_reward: float | None = None
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
     stopped: str = ""
-    """Why it started no more rollouts: its budget is used up."""
+    """Why the run's budget kept it from starting more rollouts; empty if it did not."""
 
 
 class Term(Frozen):
-    """A host's term: the time in which its sandboxes count."""
+    """A host's term: the period in which its sandboxes are valid."""
 
     host: str
     number: int = 0
     silent_s: float
-    """Without a sign of life for so long, the host loses its term."""
+    """The host loses its term after this many seconds without a heartbeat."""
 
 
 class HostState(Frozen):
-    """What a HostWorkflow knows."""
+    """What a HostWorkflow knows of its host."""
 
     number: int
     lost: bool
@@ -226,16 +227,16 @@ class CalibrationPart(Frozen):
 
 
 class CalibrationRow(Frozen):
-    """One row that is calibrated, and the name of its rollouts."""
+    """One row to calibrate, and the key in the names of its rollouts."""
 
     RUN: ClassVar[str] = "calibration-"
-    """Begins the run ids of calibrations, whose grades use no earlier calibration."""
+    """Prefix of the run ids of calibrations. Their gradings use no earlier calibration."""
 
     instance: InstanceRef
     key: str
-    """Differs if the row or the way of its rollouts differs, so that no old grade is used for it."""
+    """Changes with the row and with how its rollouts run, so that no old grade is reused."""
     state: str = ""
-    """Of the record that the row already has."""
+    """State of the record that the row already has; empty if none can be reused."""
 
     def rollout(self, request: CalibrationRequest, agent: str, number: int) -> RolloutRequest:
         fields = {
@@ -261,24 +262,24 @@ class RowToConclude(Frozen):
 
 
 class Conclusion(Frozen):
-    """What is proved about a row. `state` empty: nothing, because a rollout failed."""
+    """What a calibration proves about a row. `state` is empty if a rollout failed."""
 
     state: str = ""
     reason: str = ""
     may_have_twins: bool = False
-    """It is proved, and its protocol has lists and test sources."""
+    """The row is proved, and its protocol has test lists and test sources."""
 
 
 class RowTwins(Frozen):
     """Counts of FAIL_TO_PASS tests."""
 
     tests: int = 0
-    """With twins."""
+    """Tests with twins."""
     without: int = 0
 
 
 class CalibrationSummary(Frozen):
-    """What CalibrationWorkflow returns; the report in the store has every row."""
+    """What CalibrationWorkflow returns. The report in the store has every row."""
 
     dataset: str
     uri: str
@@ -286,21 +287,22 @@ class CalibrationSummary(Frozen):
     proved: int = 0
     quarantined: int = 0
     undecided: int = 0
-    """Rows whose rollouts failed for other reasons: the same command tries them again."""
+    """Rows whose rollouts failed for other reasons. The same command tries them again."""
     dropped_tests: int = 0
     with_twins: int = 0
-    """Rows of which every FAIL_TO_PASS test has twins."""
+    """Rows whose FAIL_TO_PASS tests all have twins."""
     ceiling: float | None = None
-    """Share of the runs of gold that resolve their row by its own lists: no model reaches more. None,
-    here and below: no row is decided."""
+    """Share of the runs of the gold patch that resolve their row by its own test lists. No model
+    can score higher. None, here and below, if no row is decided."""
     floor: float | None = None
-    """The same of the base without a patch: what an agent that changes nothing is paid."""
+    """The same share without a patch: the reward of an agent that changes nothing."""
     base_passes: float | None = None
-    """Share of the rows with PASS_TO_PASS lists whose base passes all of them in every run."""
+    """Share of the rows with PASS_TO_PASS lists whose base passes all of these tests in every
+    run."""
     why_quarantined: dict[str, str] = Field(default_factory=dict)
-    """Row -> reason; the first ones, here and below."""
+    """Row -> reason. Only the first ones, here and below."""
     why_undecided: dict[str, str] = Field(default_factory=dict)
     why_without_twins: dict[str, str] = Field(default_factory=dict)
-    """Row -> why a FAIL_TO_PASS test of it has no twin: its rewards are `unverified`."""
+    """Row -> why one of its FAIL_TO_PASS tests has no twin. Its rewards are `unverified`."""
     attention: str = ""
-    """Why it stopped before the end: a failure that only a person can cure."""
+    """The failure that stopped the calibration early and that only a user can fix."""

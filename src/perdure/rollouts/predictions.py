@@ -1,7 +1,7 @@
-"""Patches from elsewhere: reads them, and puts each where its rollout's grading looks for it.
+"""Reads patches made by other tools and stores each where its rollout's grading looks for it.
 
-Read are SWE-bench's predictions (a JSON list, JSON lines, or an object by instance id, as
-mini-swe-agent's `preds.json`), and folders of mini-swe-agent's trajectories (`info.submission`).
+It reads SWE-bench predictions (a JSON list, JSON lines, or an object keyed by instance id, such as
+mini-swe-agent's `preds.json`) and folders of mini-swe-agent trajectories (`info.submission`).
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from perdure.types import AgentEnd, PatchRef, RolloutRequest, RunRequest
 
 TRAJECTORIES = "**/*.traj.json"
 LISTS = ("preds.json", "all_preds.jsonl", "preds.jsonl")
-"""Names that a folder's list of predictions may have; its trajectories are not read then."""
+"""Names of prediction files. If a folder has one, its trajectories are not read."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One patch for one instance. Several for an instance are its samples, in order."""
+    """One patch for one instance. Several patches for an instance are its samples, in order."""
 
     instance_id: str
     sample_index: int
@@ -36,7 +36,7 @@ class Prediction:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """The predictions of a file or a folder, in its order.
+    """The predictions of a file or a folder, in order.
 
     Raises: ConfigurationError naming the entry, its field and the fix.
     """
@@ -62,7 +62,7 @@ def read_predictions(path: Path) -> list[Prediction]:
 
 
 def digest_of(predictions: Sequence[Prediction]) -> str:
-    """Changes with any patch."""
+    """A digest that changes if any patch changes."""
     known = [(p.instance_id, p.sample_index, p.patch.hex()) for p in predictions]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
@@ -70,9 +70,9 @@ def digest_of(predictions: Sequence[Prediction]) -> str:
 async def place(
     store: Store, run: RunRequest, refs: Mapping[str, str], predictions: Sequence[Prediction]
 ) -> None:
-    """Write each patch as what the first attempt of its rollout captured. Repeating it changes nothing.
+    """Store each patch as the capture of its rollout's first attempt. The call is idempotent.
 
-    `refs`: instance id -> reference. Raises: ConfigurationError where the run has another patch.
+    `refs`: instance id -> reference. Raises: ConfigurationError if the run has another patch.
     """
     for prediction in predictions:
         request = run.rollout_request(refs[prediction.instance_id], prediction.sample_index)
@@ -131,7 +131,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _of_trajectory(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """mini-swe-agent's trajectory. One that ended without a submission has an empty patch."""
+    """A mini-swe-agent trajectory as a prediction. Without a submission, its patch is empty."""
     info = document["info"] if isinstance(document["info"], dict) else {}
     named = document.get("instance_id") or Path(where).name.removesuffix(".traj.json")
     config = info.get("config") if isinstance(info.get("config"), dict) else {}

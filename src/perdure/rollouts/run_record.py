@@ -1,6 +1,5 @@
-"""What a run was first started with, and each change of its samples, budget, concurrency, quorum or deadline
-since then.
-"""
+"""The first request of a run, and each later change of its samples, budget, concurrency, quorum or
+deadline."""
 
 import json
 import time
@@ -22,14 +21,14 @@ class RunChange(Frozen):
     at: float
     """Unix seconds."""
     by: str = ""
-    """Empty: Temporal's own command, which does not say."""
+    """User and host; empty if the run was started by `temporal`, which does not say."""
     fields: dict[str, JsonValue]
     told: tuple[str, ...]
-    """Old and new values, for people."""
+    """Old and new values, formatted for users."""
 
 
 async def current_request(store: Store, run_id: str) -> RunRequest:
-    """The request as it holds now. Raises: NotFound."""
+    """The first request with all later changes. Raises: NotFound."""
     return _with(await _first_request(store, run_id), await changes_of(store, run_id))
 
 
@@ -51,15 +50,15 @@ def _with(request: RunRequest, changes: Sequence[RunChange]) -> RunRequest:
 
 
 async def changes_of(store: Store, run_id: str) -> list[RunChange]:
-    """In their order; empty for a run that is not known."""
+    """The changes in order; empty for an unknown run."""
     found = sorted([key async for key in store.list(keys.run_changes(run_id))])
     return [RunChange.model_validate_json((await store.get(key)).data) for key in found]
 
 
 async def record(store: Store, now: RunRequest) -> None:
-    """Add what this request changes in the run; nothing if it is the current one, or the first.
+    """Record how this request changes the run. The first request and an equal one change nothing.
 
-    A repeated call adds nothing. A late one does not revert a later change, which has its fields too.
+    The call is idempotent. A request that arrives after a later one changes nothing either.
     """
     try:
         first = await _first_request(store, now.run_id)

@@ -1,4 +1,4 @@
-"""The bookkeeping of a run: lists its instances, hands out pages of them, writes the manifest."""
+"""Bookkeeping of a run: lists its instances, serves pages of the list, writes the manifest."""
 
 import contextlib
 import fnmatch
@@ -41,7 +41,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     await _goes_on(store, run.run_id)
     key = keys.run_instances(run.run_id)
     if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
-        refs = json.loads((await store.get(key)).data)  # the same ones, in the first order
+        refs = json.loads((await store.get(key)).data)  # the same instances, in the stored order
     resolved = {
         "request": run.model_dump(mode="json"),
         "settings": services.settings.model_dump(mode="json"),
@@ -52,7 +52,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
 
 
 async def _goes_on(store: Store, run_id: str) -> None:
-    """The manifest of a run that its budget stopped no longer says so; its end decides that again."""
+    """Clear `stopped` in the manifest of a run that continues. The end of the run sets it again."""
     key = keys.manifest(run_id)
     with contextlib.suppress(NotFound, PreconditionFailed):
         found = await store.get(key)
@@ -63,7 +63,7 @@ async def _goes_on(store: Store, run_id: str) -> None:
 
 
 async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
-    """Raises: ConfigurationError if the run was started as something else."""
+    """Raises: ConfigurationError if the run was started with another identity."""
     settings = services.settings
     rollout = run.rollout_request("any/instance")
     engine = engine_settings(settings) if services.agent(rollout.agent).needs_model else {}
@@ -72,10 +72,10 @@ async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str
 
 
 async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[str]:
-    """The instances that a request names, in order.
+    """The instances that a request selects, in order.
 
-    `proved_in`: of a dataset, leave out the rows that are quarantined in this provider's sandboxes.
-    Raises: ConfigurationError where none is left.
+    `proved_in`: leave out the rows of a dataset that are quarantined in this provider's sandboxes.
+    Raises: ConfigurationError if no instance remains.
     """
     if run.dataset is not None:
         refs = await catalog.refs(store, run.dataset)
@@ -120,7 +120,7 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
         await store.put(key, data, if_match=(await store.get(key)).etag)
     except NotFound:
         await store.put_if_absent(key, data)
-    except PreconditionFailed as error:  # another try: this one reads and writes again
+    except PreconditionFailed as error:  # another try wrote it: let Temporal retry this one
         raise StoreUnavailable(str(error)) from error
     graded = [e for e in episodes if e.reward is not None]
     return RunSummary(
@@ -139,10 +139,10 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
 
 
 async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> str:
-    """Why the run's budget left rollouts without a verdict; empty: none is left, or for another reason."""
+    """Why the budget left rollouts without a verdict; empty if it did not, or if all have one."""
     try:
         run = await run_record.current_request(store, run_id)
-    except NotFound:  # it was refused before it had a list
+    except NotFound:  # the run was refused before it had an instance list
         return ""
     planned = await again.planned_rollouts(store, run) or 0
     ended = [

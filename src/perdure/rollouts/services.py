@@ -1,4 +1,4 @@
-"""What the stages are built with: one of each per worker process, made once."""
+"""The services that stages use: one of each per worker process, created on first use."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ ENGINE_ASKED_EVERY_S = 60.0
 
 
 class Services:
-    """Parts that all stages of a process share; each is made when it is first used."""
+    """Objects that all stages of a process share. Each is created on first use."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -38,10 +38,10 @@ class Services:
         self.home: Path = settings.home.absolute()
         self.tools: Path = self.home / "tools"
         self.held: dict[str, str] = {}
-        """Provider of the agents' sandboxes that this process reached, by their identity."""
+        """Identity -> provider of the agent sandboxes that this process has attached to."""
         self.memory = Memory()
         self.unwritten_away: set[str] = set()
-        """Keys of the notes that the gateway was away, which the store has not taken: it was away too."""
+        """Keys of notes about gateway outages that could not be written to the store."""
         self._providers: dict[str, SandboxProvider] = {}
         self._environments: dict[tuple[str, str], Environments] = {}
         self._agents: dict[str, Agent] = {}
@@ -85,7 +85,7 @@ class Services:
         return self._providers[name]
 
     def providers_used(self) -> list[SandboxProvider]:
-        """The configured providers that may have sandboxes of this home."""
+        """The providers that may have sandboxes of this home and can be loaded."""
         found = []
         for name in home.sandboxes_of(self.home):
             try:
@@ -95,9 +95,9 @@ class Services:
         return found
 
     def caps(self, name: str) -> AccountCaps | None:
-        """Caps of this provider's account; None where nothing is metered.
+        """Caps of this provider's account; None if it is not metered.
 
-        Raises: ConfigurationError for caps of a provider that has no account.
+        Raises: ConfigurationError if caps are set for a provider that has no account.
         """
         provider, caps = self.provider(name), self.settings.sandbox.caps.get(name)
         if caps is not None and provider.host_bound:
@@ -118,7 +118,7 @@ class Services:
         """Environments for sandboxes of one provider.
 
         `builder`: the provider that builds them. If empty, the provider itself builds them if it
-        runs on this host. Otherwise bubblewrap builds them here and they are uploaded.
+        runs on this host. Otherwise bubblewrap builds them here, and they are uploaded.
         """
         runs_on = self.provider(sandbox)
         if not builder:
@@ -135,10 +135,11 @@ class Services:
         return self._environments[key]
 
     async def reported_engine(self, model: str) -> Mapping[str, str]:
-        """What the endpoint says that it serves, asked once a minute: many rollouts boot at once.
+        """What the endpoint says it serves. Cached for a minute, because many rollouts boot at
+        once.
 
-        Empty if the model's name contradicts the endpoint. The command that starts a run refuses such a
-        name, but a trainer may use any.
+        Empty if the endpoint does not serve `model`. The command that starts a run refuses such a
+        name, but a trainer may use any name.
         """
         async with self._asks_engine:
             until, found = self._reported.get(model, (-math.inf, {}))

@@ -10,7 +10,7 @@ from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.sandboxes.reaper import Owner, Sweep, SweepReport
 
 FateOf = Callable[[str], Awaitable[Owner]]
-"""What the server itself says about the workflow with this id."""
+"""What the Temporal server says about the workflow with this id."""
 
 
 async def sweep(
@@ -19,7 +19,7 @@ async def sweep(
     grace_s: float,
     providers: Sequence[SandboxProvider] | None = None,
 ) -> SweepReport:
-    """`providers`: None for all that may have sandboxes of this home."""
+    """`providers`: if None, all providers that may have sandboxes of this home."""
 
     async def owner_of(info: SandboxInfo) -> Owner:
         workflow_id = info.labels.get("rollout")
@@ -28,7 +28,7 @@ async def sweep(
         return await fate_of(workflow_id)
 
     async def orphaned(info: SandboxInfo) -> None:
-        """Its agent buys no more turns. The session has the name of the sandbox."""
+        """Close the agent's session, so that it makes no more model calls. Both have one name."""
         services.seats.leave(info.identity)
         if info.labels.get("purpose") == "agent":
             with contextlib.suppress(PerdureError):  # it never called a model, or no gateway runs

@@ -1,4 +1,4 @@
-"""When a sandbox may boot, and why: its host lives, has a seat, and the provider's account grants a permit.
+"""When a sandbox may boot: its host is alive and has a free seat, and the account grants a permit.
 
     rollout                          host                           account of the provider
     -------------------------------  -----------------------------  ------------------------------
@@ -10,21 +10,23 @@
     waits for `granted`, and holds   the seat is free again         fewer sandboxes than its cap,
     neither seat nor slot                                           creates slower than its rate:
     <-------------------------------------------------------------- permit
-    boot, in the queue once more     takes a seat
+    boot, in the queue again         takes a seat
     create ... is up ---------------------------------------------> a lowered limit rises
-           ... 429: ask again ------------------------------------> limits fall; queued before all
+           ... 429: ask again ------------------------------------> limits fall; queued first
     the agent works                  the seat is renewed
     diff taken, sandbox killed       the seat is free
     ask for the grading's sandbox --------------------------------> the same permit, at once
-    grading ends -------------------------------------------------> the permit is the next one's
+    grading ends -------------------------------------------------> the next holder's permit
 
-Among runs, the one with the fewest permits is served first. A rollout that hears nothing for ten minutes
-asks again; one that waits past its `expires_at` ends as expired. A grading needs no seat: `slots.grade`
-bounds those of a worker.
+The run with the fewest permits is served first. A rollout that gets no answer for ten minutes asks
+again. One that waits past its `expires_at` ends as expired. A grading needs no seat: `slots.grade`
+limits the gradings of a worker.
 
-- `seats.py`: the seats of a home (`slots.agent`). `workers/host/seats.py` makes them slots of the boot queue
-  (docs/decisions/0020-seats-are-slots.md). `workers/host/README.md` says when a host's term is confirmed.
-- `permits.py`: the rules of an account. `workflows/account.py` keeps one account for all workers, and takes
-  permits of closed workflows back (docs/decisions/0010-permits-of-an-account.md).
-- `account.py`: what a stage says to its account.
+- `seats.py`: the seats of a home (`slots.agent`). `workers/host/seats.py` turns them into slots of
+  the boot queue (docs/decisions/0020-seats-are-slots.md). `workers/host/README.md` says when a
+  host's term is confirmed.
+- `permits.py`: the rules of an account. `workflows/account.py` keeps one account for all workers
+and
+  revokes the permits of closed workflows (docs/decisions/0010-permits-of-an-account.md).
+- `account.py`: the messages from a stage to its account.
 """

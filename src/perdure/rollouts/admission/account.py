@@ -1,5 +1,5 @@
-"""What the stages of a rollout say to the account of a provider: they ask for a permit, report on the
-create, and give the permit back once the sandbox is killed."""
+"""The messages from a rollout's stages to a provider's account: they ask for a permit, report the
+outcome of the create, and release the permit after the sandbox is killed."""
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
@@ -13,7 +13,7 @@ from perdure.types import AccountCaps, RolloutRequest
 
 
 class TellAccount(Protocol):
-    """Send a signal to the workflow that keeps the permits of an account; `ask` starts it."""
+    """Signal the workflow that keeps an account's permits. `ask` starts it if necessary."""
 
     def __call__(
         self,
@@ -25,7 +25,7 @@ class TellAccount(Protocol):
 
 @dataclass(frozen=True)
 class Admission:
-    """One rollout's dealings with the account of one provider; no messages if it is not metered."""
+    """One rollout's requests to one provider's account. If it is not metered, nothing is sent."""
 
     caps: AccountCaps | None
     account: str
@@ -49,7 +49,7 @@ class Admission:
         return self.request.workflow_id
 
     async def ask(self, step: str) -> None:
-        """Queue up; the rollout's workflow is sent `granted`. Asking again changes nothing."""
+        """Ask for a permit; the account signals `granted` to the workflow. Idempotent."""
         if self.caps is not None:
             run = self.request.run_id
             asked = AskPermit(holder=self._holder, run=run, step=step, caps=self.caps)
@@ -57,7 +57,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Around a create: reports a refusal. Raises: RateLimited, unchanged."""
+        """Wraps a create and reports a refusal. Raises: RateLimited, unchanged."""
         try:
             yield
         except RateLimited as error:
@@ -69,11 +69,11 @@ class Admission:
             raise
 
     async def started(self) -> None:
-        """The sandbox that was granted is up."""
+        """Report that the granted sandbox is up."""
         if self.metered:
             await self.tell(self.account, "started", self._holder)
 
     async def release(self) -> None:
-        """The sandbox is gone. Releasing what is not held changes nothing."""
+        """Release the permit of a sandbox that is gone. Idempotent."""
         if self.metered:
             await self.tell(self.account, "release", self._holder)

@@ -1,7 +1,8 @@
-"""Who may start a sandbox of a provider account next: the rules, without clock or network.
+"""Which rollout may start a sandbox of a provider account next: the rules, without clock or
+network.
 
-A stage asks for a permit before it makes a sandbox, and holds it until that sandbox is killed. The
-SandboxAccountWorkflow keeps this state for all workers and passes the time
+A stage asks for a permit before it creates a sandbox, and holds it until that sandbox is killed.
+The SandboxAccountWorkflow keeps this state for all workers and passes in the time
 (docs/decisions/0010-permits-of-an-account.md).
 """
 
@@ -12,38 +13,39 @@ from pydantic import BaseModel
 from perdure.types import AccountCaps, Frozen
 
 PACE = 0.8
-"""Fraction of the configured creates per second that is granted evenly. The rest is the size of the
-burst that may be saved up: answers that arrive late and together still keep below the cap."""
+"""Fraction of the configured creates per second that is granted evenly. The rest may accumulate as
+a burst, so that grants stay below the cap even when answers arrive late and together."""
 PAUSE_S = 1.0
 """Seconds without a create after a refusal that names no Retry-After."""
 RECOVERY = 0.05
 """Fraction of the configured rate that each sandbox adds to a lowered rate when it starts."""
 PROBE_S = 60.0
-"""Seconds after a refusal for concurrency until one more sandbox is tried."""
+"""Seconds after a concurrency refusal until one more sandbox is tried."""
 GROWTH = 2
-"""More sandboxes to try for each one that has started since then: the number doubles each time."""
+"""Sandboxes by which the limit rises for each one that has started since then, so that it
+doubles."""
 OVERSHOOT = 4, 0.25
-"""How many sandboxes may boot beyond those that run: this number, or this fraction of the running
-ones if that is more. It bounds how many are refused at once."""
+"""How many sandboxes may boot in addition to the running ones: this number, or this fraction of the
+running ones if that is more. It limits how many creates are refused at once."""
 MOST_GRANTS = 200
-"""Grants at a time: Temporal allows a workflow at most 2000 pending messages."""
+"""Grants at a time. Temporal allows a workflow at most 2000 pending messages."""
 SLOWEST = 0.05
-"""Creates per second below which refusals do not lower the rate."""
+"""Lowest rate, in creates per second, to which refusals lower it."""
 
 
 class AskPermit(Frozen):
-    """A workflow wants a sandbox of the account. Asking again changes nothing."""
+    """A workflow asks for a sandbox of the account. The request is idempotent."""
 
     holder: str
-    """The workflow that will hold the permit; it is sent `granted`."""
+    """The workflow that will hold the permit and is signaled `granted`."""
     run: str
     step: str
-    """Tells one sandbox of the holder from the next."""
+    """Distinguishes one sandbox of the holder from the next."""
     caps: AccountCaps
 
 
 class CreateRefused(Frozen):
-    """The provider answered 429 to a create that was granted."""
+    """The provider answered 429 to a create that the account had granted."""
 
     holder: str
     limit: Literal["rate", "concurrency"]
@@ -57,39 +59,40 @@ class PermitRequest(Frozen):
     run: str
     step: str
     order: int
-    """Within a run, the lowest is served first."""
+    """Within a run, the request with the lowest order is served first."""
 
 
 class Permit(Frozen):
-    """A slot of the account. `starting`: the create of its sandbox has not been answered."""
+    """A slot of the account. `starting`: the provider has not answered the create yet."""
 
     run: str
     step: str
     starting: bool = True
     first: bool = True
-    """The holder has no other sandbox, so a refusal frees the slot."""
+    """The holder has no earlier sandbox, so a refusal frees the slot."""
 
 
 class Account(BaseModel):
-    """Slots and start tokens of one provider account; its fields are all that a restart must keep.
+    """Slots and start tokens of one provider account. Its fields are the state that a restart
+    keeps.
 
-    Times are seconds on the caller's clock. What changes in place has no default: Temporal is given only the
-    fields that were set.
+    Times are seconds on the caller's clock. Fields that are mutated in place have no default,
+    because the payload to Temporal contains only the fields that were set.
     """
 
     caps: AccountCaps = AccountCaps()
     waiting: dict[str, PermitRequest]
-    """By holder, as `permits`."""
+    """By holder, like `permits`."""
     permits: dict[str, Permit]
     asked: int = 0
     rate: float | None = None
-    """Creates per second that the account was seen to accept, when below its cap; None: the cap."""
+    """Observed limit of creates per second, if it is below the cap; None: the cap."""
     live: int | None = None
-    """Live sandboxes that the account was seen to accept, when below its cap; None: the cap."""
+    """Observed limit of live sandboxes, if it is below the cap; None: the cap."""
     growing: bool = False
-    """More than `live` were tried, and none was refused since."""
+    """A probe beyond `live` has begun, and no create has been refused since."""
     probe_at: float = 0.0
-    """When one more than `live` is tried."""
+    """When to try one sandbox more than `live`."""
     paused_until: float = 0.0
     slowed_at: float = -PAUSE_S
     tokens: float = 1.0
@@ -104,7 +107,8 @@ class Account(BaseModel):
     # -- events from holders ----------------------------------------------------------------------
 
     def ask(self, asked: AskPermit) -> bool:
-        """Queue a request for one sandbox. True: it was already granted, so it is granted again."""
+        """Queue a request for one sandbox. Returns True if it was granted before: grant it
+        again."""
         self.caps = asked.caps
         holder, step = asked.holder, asked.step
         permit = self.permits.get(holder)
@@ -118,11 +122,11 @@ class Account(BaseModel):
         return False
 
     def started(self, holder: str) -> None:
-        """The sandbox that was granted is up."""
+        """The granted sandbox is up."""
         permit, request = self.permits.get(holder), self.waiting.pop(holder, None)
         if permit is None and request is not None:
-            # Its worker died after a refusal, before it waited. The next worker did not know of the
-            # refusal and made the sandbox.
+            # The worker died between a refusal and its wait. The next worker did not know of the
+            # refusal and created the sandbox.
             permit = Permit(run=request.run, step=request.step)
         if permit is None or not permit.starting:
             return
@@ -136,8 +140,8 @@ class Account(BaseModel):
     def refused(self, refused: CreateRefused, now: float) -> None:
         """Queue the request again, ahead of all later ones.
 
-        A holder whose sandbox had started replaces it by another, as a grading with twins does: it
-        keeps its slot and tries again by itself."""
+        A holder whose sandbox had started keeps its slot and retries by itself: it replaces that
+        sandbox by another, as a grading with twins does."""
         permit = self.permits.get(refused.holder)
         if permit is None:
             return
@@ -183,7 +187,8 @@ class Account(BaseModel):
         return granted
 
     def wake_in(self, now: float) -> float | None:
-        """Seconds until `grants` may grant more even if no event arrives; None: only an event helps."""
+        """Seconds until `grants` may grant more without an event; None if only an event can
+        help."""
         if not self.waiting:
             return None
         moments = [self.paused_until]
@@ -196,7 +201,7 @@ class Account(BaseModel):
         return max(0.0, max(moments) - now)
 
     def longest_unchecked(self, most: int) -> list[str]:
-        """Up to `most` holders, those first whose last check is longest ago."""
+        """Up to `most` holders, the least recently checked ones first."""
         chosen = list(self.permits)[:most]
         for holder in chosen:
             self.permits[holder] = self.permits.pop(holder)
@@ -207,14 +212,14 @@ class Account(BaseModel):
         return not self.waiting and not self.permits
 
     def _probe(self, now: float) -> None:
-        """Raise the limit by one if a request waits and the last refusal is long enough ago."""
+        """Raise the limit by one if a request waits and `probe_at` has passed."""
         if self.live is None or now < self.probe_at or not self._is_wanted():
             return
         self.growing, self.probe_at = True, now + PROBE_S
         self._learn(self.live + 1)
 
     def _grow(self) -> None:
-        """A sandbox came up: the account accepts as many as are up now, and perhaps more."""
+        """A sandbox came up, so the account accepts at least as many as are up now."""
         if self.live is None:
             return
         up = self._up()
@@ -236,8 +241,8 @@ class Account(BaseModel):
         return self._candidate()
 
     def _candidate(self) -> PermitRequest | None:
-        """The next request to grant: of a holder with a slot, then of the run with the fewest slots, then
-        the oldest."""
+        """The next request to grant: first of a holder with a slot, then of the run with the fewest
+        slots, then the oldest."""
         if self._starting_is_full():
             return None
         full = self._is_full()
@@ -267,7 +272,7 @@ class Account(BaseModel):
         return sum(not permit.starting for permit in self.permits.values())
 
     def _speed(self) -> float | None:
-        """Creates per second to grant; None: no limit is set or known."""
+        """Creates per second to grant; None if no limit is set or known."""
         if self.caps.creates_per_s is None:
             return self.rate
         pace = PACE * self.caps.creates_per_s

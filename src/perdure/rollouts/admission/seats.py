@@ -1,8 +1,8 @@
 """The seats of a home: how many rollouts may have an agent's sandbox there at once.
 
-All worker processes of the home share them as files of one folder. A seat is reserved while a
-sandbox is booted, then taken in the name of that sandbox. The worker that watches
-the agent renews it. A seat that is not renewed is free again, so no crash can lose one.
+All worker processes of the home share the seats as files of one folder. A process reserves a seat
+while it boots a sandbox, then takes it in the name of that sandbox. The worker that watches the
+agent renews it. A seat that is not renewed becomes free, so a crash cannot leak one.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ from time import monotonic, time_ns
 from uuid import uuid4
 
 RESERVED = "reserved-"
-"""Prefix of a seat for a sandbox that is being booted. Its file is locked while its process lives."""
+"""Prefix of a seat whose sandbox is still booting. The booting process holds a lock on the file."""
 DRAFT = "."
-"""Prefix of a file that is no seat yet."""
+"""Prefix of a file that is not a seat yet."""
 LOCK = ".lock"
 LAPSES_S = 120.0
-"""Seconds after which a seat that was not renewed is free: longer than a watch pauses between two tries."""
+"""Seconds until a seat that is not renewed becomes free. It exceeds the pause between two tries."""
 
 
 LAPSED_LOOK_S = 5.0
-"""Seconds between two looks at the age of every seat, while all are taken and none is left."""
+"""Seconds between two checks of the age of every seat while all are taken."""
 
 
 TICK_NS = 100_000_000
-"""Two changes of a folder within a kernel's tick may have the same time."""
+"""Nanoseconds within which two changes of a folder may get the same mtime (a kernel tick)."""
 
 
 class Reservation:
-    """A seat for a sandbox that is being booted; free when released, or when this process dies."""
+    """A seat for a sandbox that is booting. `release` or the death of this process frees it."""
 
     def __init__(self, path: Path, locked: int) -> None:
         self._path = path
@@ -44,15 +44,15 @@ class Reservation:
 
 
 class Seats:
-    """`most`: how many there are."""
+    """`most`: the number of seats."""
 
     def __init__(self, folder: Path, most: int) -> None:
         self.folder, self.most = folder, most
         self._full: tuple[int, float] | None = None
-        """The folder's change time at which all seats were found taken, and when that was."""
+        """The folder's mtime when all seats were found taken, and the time of that check."""
 
     def reserve(self) -> Reservation | None:
-        """None: no seat is free, or another process is reserving one right now."""
+        """None if no seat is free, or if another process is reserving one right now."""
         if self._is_still_full():
             return None
         with self._alone() as alone:
@@ -70,7 +70,8 @@ class Seats:
             return Reservation(draft.rename(path), locked)
 
     def take(self, sandbox: str) -> None:
-        """Take a seat in the name of this sandbox, or renew it. On a full disk nothing happens."""
+        """Take a seat in the name of this sandbox, or renew it. Does nothing if the disk is
+        full."""
         path = self.folder / sandbox
         with contextlib.suppress(OSError):
             try:
@@ -86,22 +87,23 @@ class Seats:
         (self.folder / sandbox).unlink(missing_ok=True)
 
     def taken(self) -> int:
-        """Seats that are taken or reserved; files of those that are free again are removed."""
+        """Number of taken or reserved seats. Removes the files of seats that have become free."""
         return sum(self._is_held(path) for path in self._seats())
 
     def agents(self) -> int:
-        """Seats with a sandbox; a reserved one may still wait for its rollout."""
+        """Number of seats with a sandbox. A reserved seat may still wait for its rollout."""
         named = [path for path in self._seats() if not path.name.startswith(RESERVED)]
         return sum(self._is_held(path) for path in named)
 
     def keep(self) -> None:
-        """Renew every seat: after a pause of this worker, its watchers need a moment to come back."""
+        """Renew every seat after a pause of this worker, so that its watchers have time to
+        resume."""
         for path in self._seats():
             with contextlib.suppress(FileNotFoundError):
                 _renew(path)
 
     def _is_still_full(self) -> bool:
-        """Without a look at each seat: whoever leaves one changes the folder."""
+        """Checks only the folder's mtime, which changes when a process leaves a seat."""
         if self._full is None or monotonic() - self._full[1] > LAPSED_LOOK_S:
             return False
         with contextlib.suppress(FileNotFoundError):
@@ -118,7 +120,7 @@ class Seats:
             if path.name.startswith(RESERVED):
                 held = _is_locked(path)
             else:
-                # A time to come: the machine has started again since.
+                # A time in the future means that the machine has rebooted since.
                 held = -1 < monotonic() - path.stat().st_mtime < LAPSES_S
         except FileNotFoundError:
             return False
@@ -128,7 +130,7 @@ class Seats:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Never waits: the process that holds the lock may be stopped."""
+        """Try the lock without waiting, because the process that holds it may be stopped."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.folder / LOCK).open("wb") as lock:
             try:
@@ -140,7 +142,7 @@ class Seats:
 
 
 def _renew(path: Path) -> None:
-    """The file's time is the monotonic clock's, which all processes share and no user can set."""
+    """Set the mtime to the monotonic clock, which all processes share and no user can set."""
     now = monotonic()
     os.utime(path, (now, now))
 

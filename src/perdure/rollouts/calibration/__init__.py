@@ -1,1 +1,1 @@
-"""Proves rows: rollouts of the gold patch and of the base, and what follows from their grades."""
+"""Proves rows: runs rollouts of the gold patch and of the base, and evaluates their grades."""

@@ -1,4 +1,5 @@
-"""What the grades of a row's gold and base rollouts prove. Pure: grades in, findings out."""
+"""What the grades of a row's gold and base rollouts prove. Pure functions from grades to
+findings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,12 +8,12 @@ from perdure.graders.verdict import F2P_PASSES, P2P_PASSES
 from perdure.types import Grade, Grading, Outcome, TestStatus
 
 Statuses = tuple[TestStatus, ...]
-"""Of one test, in every run of the same tree."""
+"""Statuses of one test in all runs of the same tree."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """`reason` is empty where the row is proved."""
+    """`reason` is empty if the row is proved."""
 
     reason: str
     fail_to_pass: tuple[str, ...] = ()
@@ -22,7 +23,7 @@ class Findings:
 
 
 def findings(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) -> Findings:
-    """`gold` and `base`: at least one grade each, of the same row in the same kind of sandbox."""
+    """`gold` and `base`: at least one grade each, all of one row in one kind of sandbox."""
     if reason := _no_verdict(gold, base):
         return Findings(reason)
     if not grading.fail_to_pass:
@@ -32,7 +33,7 @@ def findings(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) -> 
 
 
 def _no_verdict(gold: Sequence[Grade], base: Sequence[Grade]) -> str:
-    """Tests that time out, forged results or a diff that does not apply prove nothing."""
+    """Tests that time out, forged results and a diff that does not apply prove nothing."""
     for name, grades in (("`patch`", gold), ("the base without `patch`", base)):
         for grade in grades:
             if grade.outcome not in (Outcome.RESOLVED, Outcome.UNRESOLVED):
@@ -41,7 +42,7 @@ def _no_verdict(gold: Sequence[Grade], base: Sequence[Grade]) -> str:
 
 
 def _by_outcome(gold: Sequence[Grade], base: Sequence[Grade]) -> Findings:
-    """Rows without lists: only the verdicts can be compared."""
+    """For rows without test lists, only the verdicts can be compared."""
     resolved = [grade.outcome is Outcome.RESOLVED for grade in gold]
     if not all(resolved):
         failed = next(grade for grade in gold if grade.outcome is not Outcome.RESOLVED)
@@ -62,7 +63,7 @@ def _by_tests(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) ->
             dropped[test] = flaky
         elif with_gold[0] not in F2P_PASSES:
             return Findings(f"`patch` does not resolve it: FAIL_TO_PASS {test} {with_gold[0]}")
-        else:  # one that the base passes too must still pass, but proves no fix
+        else:  # a test that the base passes too must still pass, but proves no fix
             (kept if without[0] in F2P_PASSES else fixed).append(test)
     for test in grading.pass_to_pass:
         with_gold, without = _runs(gold, test), _runs(base, test)
@@ -90,7 +91,7 @@ def _status(grade: Grade, test: str) -> TestStatus:
 
 
 def _flaky(gold: Statuses, base: Statuses, passes: Iterable[TestStatus]) -> str:
-    """Runs of the same tree disagree on whether the test passes."""
+    """Not empty if runs of the same tree disagree on whether the test passes."""
     for name, statuses in (("with `patch`", gold), ("without", base)):
         if len({status in passes for status in statuses}) > 1:
             return f"flaky {name}: {', '.join(statuses)}"

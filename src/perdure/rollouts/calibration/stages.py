@@ -1,7 +1,7 @@
 """The steps of a calibration, without Temporal: list the rows, conclude on one, report on all.
 
-The runs themselves are ordinary rollouts of the agents `oracle` and `nop`: the same sandboxes, the
-same grader and the same durability as the rollouts that are to be trusted.
+The runs are ordinary rollouts of the agents `oracle` and `nop`. They use the same sandboxes, grader
+and durability as the rollouts whose rewards they are to justify.
 """
 
 import hashlib
@@ -45,19 +45,19 @@ from perdure.types import (
 
 DATA_ERROR = "InstanceError"
 SHOWN = 20
-"""Rows of a kind that the summary names; the report in the store has all."""
+"""Rows per category that the summary names. The report in the store has all of them."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What the rollouts of a row have left."""
+    """The results of a row's rollouts."""
 
     gold: Sequence[Grade] = ()
     base: Sequence[Grade] = ()
     defect: str = ""
     """Why a rollout has no grade, if the row itself is the cause."""
     missing: str = ""
-    """Why a rollout has no grade, if it is something else."""
+    """Why a rollout has no grade, if the cause is something else."""
 
 
 async def prepare(services: Services, request: CalibrationRequest) -> PreparedRun:
@@ -79,10 +79,10 @@ async def load_part(store: Store, part: CalibrationPart) -> CalibrationPage:
 
 
 async def conclude(store: Store, asked: RowToConclude) -> Conclusion:
-    """From the episodes of all rollouts of a row to its record in the store.
+    """Evaluate the episodes of a row's rollouts and store its record.
 
-    A row whose rollouts failed for another reason than the row itself gets no record: the same
-    command tries it again.
+    A row gets no record if its rollouts failed for a reason other than the row. The same command
+    tries it again.
     """
     instance = await catalog.load(store, asked.row.instance)
     played = await _played(store, asked.calibration, asked.row)
@@ -103,7 +103,7 @@ async def conclude(store: Store, asked: RowToConclude) -> Conclusion:
 
 
 async def report(store: Store, request: CalibrationRequest) -> CalibrationSummary:
-    """Write the report of all rows of this calibration; returns its counts."""
+    """Write the report of all rows of this calibration. Returns its counts."""
     refs = json.loads((await store.get(keys.calibration_rows(request.workflow_id))).data)
     records: dict[str, Calibration] = {}
     undecided: dict[str, str] = {}
@@ -126,7 +126,7 @@ async def report(store: Store, request: CalibrationRequest) -> CalibrationSummar
 
 
 async def with_calibration(job: Job) -> Job:
-    """The job with the lists that calibration proved for the sandboxes that grade it."""
+    """The job with the test lists that calibration proved for its grading sandboxes."""
     if isinstance(job.row, Instance) and not job.request.run_id.startswith(CalibrationRow.RUN):
         record = await calibration.read(
             job.services.store, job.row, job.grade_sandbox.placement.provider
@@ -174,7 +174,7 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _line(record: Calibration) -> dict[str, Any]:
-    """A row in the report. The twins themselves stay in its record."""
+    """A row of the report, with the number of twins. The record has the twins."""
     told = record.model_dump(mode="json", exclude={"twins"})
     return {**told, "twins": None if record.twins is None else len(record.twins)}
 
@@ -208,7 +208,7 @@ async def _row(store: Store, request: CalibrationRequest, ref: str) -> Calibrati
 async def _fresh(
     store: Store, request: CalibrationRequest, instance: Instance
 ) -> Calibration | None:
-    """The record, if it answers what is asked."""
+    """The record, if it has the runs and the round that the request asks for."""
     record = await calibration.read(store, instance, _sandbox(request, instance))
     if record is None or record.runs < request.runs:
         return None
@@ -216,7 +216,7 @@ async def _fresh(
 
 
 def _sandbox(request: CalibrationRequest, instance: Instance) -> str:
-    """The provider whose sandboxes grade."""
+    """The provider of the grading sandboxes."""
     rollout = request.run_request().rollout_request(instance.ref)
     return phases.place(rollout, instance, "grade").provider
 

@@ -1,4 +1,4 @@
-"""Chooses the twins of a proved row, in sandboxes of the kind that grades it."""
+"""Chooses the twins of a proved row, in the kind of sandbox that grades it."""
 
 import itertools
 
@@ -17,8 +17,8 @@ from perdure.types import CalibrationState, Twin
 
 
 async def choose(services: Services, asked: RowToConclude, this_try: Try, owner: str) -> RowTwins:
-    """Add the twins to the row's record, or why it has none. `owner`: the workflow for which sandboxes
-    are made, so that two calibrations of one row do not end each other's.
+    """Add the twins to the row's record, or the reason why it has none. `owner`: the workflow that
+    owns the sandboxes, so that two calibrations of one row do not kill each other's.
 
     Raises: RetryHere, SandboxLost.
     """
@@ -57,7 +57,7 @@ async def choose(services: Services, asked: RowToConclude, this_try: Try, owner:
         twins, without = chosen.instance.grading.twins, chosen.report.without
     except SilentDuringTests as error:  # here the code under test is the row's own
         raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
-    except InstanceError as error:  # else each later start would try again
+    except InstanceError as error:  # recorded, because otherwise each later start would try again
         without = dict.fromkeys(proved.grading.fail_to_pass, str(error))
     changed = {"twins": twins, "without_twin": without}
     await calibration.save(services.store, record.model_copy(update=changed))

@@ -1,6 +1,6 @@
-"""Which earlier attempt of a rollout a new one replays.
+"""Chooses which earlier attempt of a rollout a new attempt replays.
 
-Owns the choice alone: `session` opens the session, the gateway replays.
+`session` opens the session, and the gateway replays.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from perdure.gateway.control import GatewayControl
 
 
 async def most_recorded(gateway: GatewayControl, session_ids: Sequence[str]) -> str | None:
-    """The session that recorded the most turns, the later one of two; None when none has any.
+    """The session that recorded the most turns, the later one of two equals; None if none has
+    turns.
 
-    `session_ids`: those of the earlier attempts, oldest first. An attempt that was lost while it
-    booted has no session. One that was lost while it replayed holds less than what it replayed.
+    `session_ids`: of the earlier attempts, oldest first. An attempt that was lost while it booted
+    has no session. One that was lost during a replay has fewer turns than the session it replayed.
 
     Raises: GatewayUnavailable.
     """

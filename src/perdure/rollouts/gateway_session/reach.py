@@ -1,4 +1,4 @@
-"""The agent's way to the gateway, checked from inside the sandbox before the agent starts.
+"""The agent's route to the gateway, checked from inside the sandbox before the agent starts.
 
 Part of the agent stage: the process that watches the agent also serves its relay.
 """
@@ -18,9 +18,9 @@ from perdure.sandboxes.relay.relay import Relay, exec_id_of
 
 @dataclass(frozen=True)
 class GatewayRoute:
-    """`url`: the gateway as the agent sees it; None: the agent calls no model.
+    """`url`: the gateway's URL inside the sandbox; None if the agent calls no model.
 
-    `check` raises the error that ended the route, if one did.
+    `check` raises the error that broke the route, if there is one.
     """
 
     url: str | None
@@ -31,7 +31,8 @@ class GatewayRoute:
 async def reached(
     job: Job, session: AgentSession | None, sandbox: Sandbox
 ) -> AsyncIterator[GatewayRoute]:
-    """Raises: ConfigurationError naming the setting if no route works; GatewayUnavailable."""
+    """Raises: ConfigurationError, which names the setting, if no route works;
+    GatewayUnavailable."""
     if session is None:
         yield GatewayRoute(None)
         return
@@ -52,14 +53,14 @@ async def reached(
 
 
 async def _reach(job: Job, sandbox: Sandbox, url: str) -> Reach:
-    """A relay that runs already stays; otherwise the configured choice.
+    """The relay, if one runs already; otherwise the configured route.
 
-    For `auto`, a relay replaces a URL that does not open from inside.
+    With `auto`, a relay replaces a URL that cannot be opened from inside.
     """
     if await _started(sandbox, exec_id_of(1)):
         return "stdio"
     reach = job.services.reach(job.agent_sandbox.placement.provider)
-    if sandbox.gateway_url is not None:  # it was booted with the socket, under earlier settings
+    if sandbox.gateway_url is not None:  # the sandbox was booted with the socket
         return "socket"
     if reach != "url" or await _started(sandbox, EXEC_ID):
         return reach

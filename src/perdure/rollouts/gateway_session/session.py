@@ -1,4 +1,4 @@
-"""The gateway session of one attempt's agent: opened once, replays what a lost attempt recorded."""
+"""The gateway session of one attempt's agent. It replays what a lost attempt recorded."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -21,18 +21,18 @@ from perdure.types import Frozen, RolloutRequest
 
 AWAY = "gateway-away.json"
 NOTES_TAKE_S = 5.0
-"""Seconds after an outage of the store within which each gateway has noted the calls that waited for it."""
+"""Seconds that gateways need after a store outage to note the calls that waited for the store."""
 
 
 class GatewayAway(Frozen):
     """The stage could not reach the gateway while its agent ran."""
 
     turns: int | None = None
-    """Turns of the session when the gateway was back; None: it is not back yet."""
+    """Turns of the session when the gateway was back; None if it is not back yet."""
 
 
 class AgentSession:
-    """Of an agent that calls a model; its id is the identity of the agent's sandbox."""
+    """The session of an agent that calls a model. Its id is the identity of the agent's sandbox."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -45,9 +45,9 @@ class AgentSession:
         return self._gateway.key(self._id)
 
     async def open(self, *, is_started: bool = False) -> SessionSummary:
-        """The session, as an earlier try of this stage, or play of its workflow, may have opened it.
+        """Open the session, or return the one that an earlier try or workflow run has opened.
 
-        `is_started`: the agent runs or has ended, so its session exists. Raises: AttemptDamaged.
+        `is_started`: the agent was started, so its session exists. Raises: AttemptDamaged.
         """
         if is_started:
             return await self._answered(await self._existing(self._found()))
@@ -58,7 +58,7 @@ class AgentSession:
                 pass
         try:
             summary = await self._known(self._gateway.open(await self._spec()))
-        except ConfigurationError as refused:  # by a play before a reset, with another spec
+        except ConfigurationError as refused:  # opened before a reset, with another spec
             try:
                 summary = await self._found()
             except NotFound:
@@ -78,7 +78,7 @@ class AgentSession:
             turns_key=job.key("turns.parquet"),
             labels={
                 **job.labels("agent"),
-                # Siblings share their prompt: the gateway sends them to one engine.
+                # Rollouts of a group share their prompt, so the gateway sends them to one engine.
                 "group": request.group_id or f"{request.run_id}/{request.instance_id}",
                 **_versions(request),
                 **_trace(),
@@ -87,14 +87,14 @@ class AgentSession:
         )
 
     async def look(self) -> SessionSummary:
-        """In one request with the other agents that this process watches.
+        """Poll the session, in one request with the other agents that this process watches.
 
         Raises: AttemptDamaged; GatewayUnavailable.
         """
         return await self._existing(self._known(self._gateway.look(self._id)))
 
     async def _existing(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
-        """The session of an agent that was started. Raises: AttemptDamaged."""
+        """The session of a started agent. Raises: AttemptDamaged if it is gone."""
         try:
             return self._whole(await answer)
         except NotFound:
@@ -106,7 +106,8 @@ class AgentSession:
         return summary
 
     async def _known(self, answer: Awaitable[SessionSummary]) -> SessionSummary:
-        """While only the store is away, calls wait in their gateway: no agent is told."""
+        """Note an outage of the gateway. A store outage needs no note: calls wait in the
+        gateway."""
         try:
             return await answer
         except GatewayUnavailable:
@@ -125,10 +126,10 @@ class AgentSession:
         return await self._job.read(AWAY, GatewayAway)
 
     async def close(self) -> SessionSummary:
-        """Of an agent that was started. Its `unanswered` also tells that the gateway was away since the
-        last answer. Raises: AttemptDamaged."""
+        """Close the session of a started agent. Its `unanswered` is also set if the gateway has
+        been unavailable since the last answer. Raises: AttemptDamaged."""
         if self._job.this_try.number > 1:
-            # The store may be back only now. A closed session takes no note of a call any more.
+            # The store may be back only now, and a closed session takes no more notes of calls.
             await asyncio.sleep(NOTES_TAKE_S)
         summary = await self._existing(self._known(self._gateway.close(self._id)))
         away = await self._noted()
@@ -138,7 +139,8 @@ class AgentSession:
         return summary.model_copy(update={"unanswered": reason})
 
     async def _answered(self, summary: SessionSummary) -> SessionSummary:
-        """The gateway is back: from now on, one turn more means that the agent got an answer."""
+        """Note the turn count of a gateway that is back. One more turn means the agent got an
+        answer."""
         away = await self._noted()
         if away is not None and away.turns is None:
             await self._note(GatewayAway(turns=summary.turns))
@@ -149,7 +151,7 @@ class AgentSession:
         return self._job.key(AWAY)
 
     async def _earlier(self) -> str | None:
-        """The session of an earlier attempt whose turns need not be sampled again."""
+        """The session of the earlier attempt to replay, whose turns are not sampled again."""
         job = self._job
         first = await _first_of_round(job)
         sessions = [job.session_of(number) for number in range(first, job.attempt)]
@@ -163,7 +165,7 @@ def _damaged(what: str) -> AttemptDamaged:
 
 
 async def _first_of_round(job: Job) -> int:
-    """The first attempt of this round: what an earlier round sampled is not replayed."""
+    """The first attempt of this round. Turns of an earlier round are not replayed."""
     number = 1
     while job.request.round and number < job.attempt:
         key = f"{keys.attempt(job.request, number)}/{CHECKPOINT}"
@@ -175,23 +177,24 @@ async def _first_of_round(job: Job) -> int:
 
 
 def _sample(request: RolloutRequest) -> str:
-    """What a fixed seed is derived from, so that another round samples something else."""
+    """The name from which a fixed seed is derived. It includes the round, so that a rerun
+    differs."""
     sample = f"{request.instance}/{request.sample_index}"
     return f"{sample}/round-{request.round}" if request.round else sample
 
 
 def session_of(job: Job) -> AgentSession | None:
-    """None: the agent calls no model."""
+    """None if the agent calls no model."""
     return AgentSession(job) if job.agent.needs_model else None
 
 
 def _trace() -> dict[str, str]:
-    """The span of the rollout, which the session's turns join. Not the stage's, whose try may be lost."""
+    """The rollout's span, parent of the turns' spans. The stage's span may be lost with its try."""
     return {tracing.PARENT: above} if (above := tracing.above()) else {}
 
 
 def _versions(request: RolloutRequest) -> dict[str, str]:
-    """The policy versions that may sample this rollout; empty: any version may."""
+    """Labels with the policy versions that may sample this rollout; empty if any version may."""
     if request.policy_version is None or request.max_staleness is None:
         return {}
     version, staleness = str(request.policy_version), str(request.max_staleness)

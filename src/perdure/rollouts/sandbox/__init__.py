@@ -1,1 +1,1 @@
-"""The sandbox of a stage: created, kept alive, tried, and the term of its host."""
+"""The sandbox of a stage: create it, keep it alive, check that sandboxes work; its host's term."""

@@ -1,6 +1,8 @@
-"""A control: takes the diff of a pristine tree in a new sandbox, after a step has failed for an agent.
+"""A control: after a step has failed for an agent, take the diff of a pristine tree in a new
+sandbox.
 
-If the control fails too, the host or the provider may be the cause, so the failure is no verdict.
+If the control fails too, the host or the provider may be the cause, so the failure is not a
+verdict.
 """
 
 import asyncio
@@ -13,13 +15,13 @@ from perdure.rollouts.job import Job
 from perdure.sandboxes.base import Network, SandboxSpec
 
 CONTROL_S = 180.0
-"""Seconds for one control; one that takes longer has failed."""
+"""Seconds after which a control counts as failed."""
 
 
 async def sandboxes_work(job: Job) -> bool:
-    """Whether a new sandbox of the agent's provider boots, and the diff of its tree can be taken.
+    """Whether a new sandbox of the agent's provider boots and a diff of its tree can be taken.
 
-    It takes no permit: on a metered account, end the agent's sandbox first.
+    It takes no permit: on a metered account, kill the agent's sandbox first.
     """
     try:
         async with asyncio.timeout(CONTROL_S):
@@ -27,7 +29,7 @@ async def sandboxes_work(job: Job) -> bool:
     except (PerdureError, OSError):  # TimeoutError is an OSError
         works = False
     if not works:
-        durable_files.check_again()  # a damaged environment is built again
+        durable_files.check_again()  # finds a damaged environment, which is then rebuilt
     return works
 
 
@@ -46,7 +48,7 @@ async def _diff_can_be_taken(job: Job) -> bool:
         ttl_s=2 * CONTROL_S,
     )
     identity = f"{job.agent_identity}-control"
-    await plan.provider.kill(identity)  # of an earlier try
+    await plan.provider.kill(identity)  # an earlier try may have left it
     async with plan.admission.starting():
         created = await plan.provider.create(spec, identity)
     async with created as sandbox:

@@ -1,7 +1,7 @@
-"""Creates the sandbox of a stage, and leaves it alone if a later try of the stage may own it.
+"""Creates the sandbox of a stage, and does not kill it if a later try of the stage may own it.
 
-When the heartbeats of a try come too late, Temporal starts another one, and both know the sandbox
-by the same identity. The first learns of that later, and must not kill the second's sandbox.
+If the heartbeats of a try are late, Temporal starts another try, and both use the same sandbox
+identity. The first try learns of that later and must not kill the sandbox of the second.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ async def _created(
                 await asyncio.wait([creating])
         created = not creating.cancelled() and creating.exception() is None
         if created and not (superseded and await this_try.workflow_may_be_open()):
-            with contextlib.suppress(PerdureError):  # then the reaper kills it
+            with contextlib.suppress(PerdureError):  # if this fails, the reaper kills it
                 await asyncio.shield(provider.kill(identity))
         raise
 
@@ -60,5 +60,5 @@ async def killed_at_the_end(this_try: Try, sandbox: Sandbox) -> AsyncIterator[No
         if not is_anothers:
             try:
                 await asyncio.shield(sandbox.kill())
-            except RetryHere as error:  # the sweep ends it; what ran in it is done
+            except RetryHere as error:  # its work is done, and the sweep kills it
                 log.warning("sandbox not ended", identity=sandbox.identity, reason=str(error))

@@ -1,7 +1,7 @@
-"""Keeps an agent's sandbox while the store is away.
+"""Keeps an agent's sandbox alive while the store is unavailable.
 
-A stage then fails at its first read, before it reaches the sandbox. Without this, the sandbox would
-end at its deadline with the agent's finished work in it, and its seat would lapse.
+Then a stage fails at its first read, before it reaches the sandbox. Without this module, the
+sandbox would reach its TTL with the agent's finished work in it, and its seat would lapse.
 """
 
 import contextlib
@@ -20,13 +20,14 @@ async def kept_alive(services: Services, attempt: Attempt) -> AsyncIterator[None
     try:
         yield
     except StoreUnavailable:
-        with contextlib.suppress(PerdureError):  # the next try asks again
+        with contextlib.suppress(PerdureError):  # the next try extends it again
             await _extend(services, attempt)
         raise
 
 
 async def _extend(services: Services, attempt: Attempt) -> None:
-    """Where this process has not reached the sandbox, only what the request says of it is known."""
+    """If this process has not attached to the sandbox, the provider is the one the request
+    names."""
     request = attempt.request
     identity = identity_of(request.run_id, request.workflow_id, "agent", attempt.attempt)
     provider = services.held.get(identity) or phases.place(request, None, "agent").provider

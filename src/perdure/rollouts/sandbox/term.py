@@ -1,8 +1,8 @@
-"""A host's term: the time in which its sandboxes count.
+"""A host's term: the period in which its sandboxes are valid.
 
-A host that gives no sign of life for too long loses its term: its work moves, and its next term begins
-without the sandboxes of the one before. Its own processes read the term from a file of the home; all
-hosts read from the store which of its terms are over.
+A host that sends no heartbeat for too long loses its term. Its rollouts move to other hosts, and
+its next term begins without the sandboxes of the previous one. Processes of the host read the term
+from a file of the home. Other hosts read from the store which of its terms are over.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from perdure.storage import keys
 from perdure.storage.base import Store
 
 LONG_AGO = -1e9
-"""Monotonic seconds, before any start of the machine."""
+"""A time on the monotonic clock that precedes any boot of the machine."""
 
 
 class HostTerm:
-    """The term of this home, as the process that shows its signs of life last saw it confirmed.
+    """The term of this home, as last confirmed to the process that sends the host's heartbeats.
 
-    Where no such process ever ran, there is no file, and nothing is refused.
+    If no such process ever ran, there is no file, and nothing is refused.
     """
 
     def __init__(self, path: Path, silent_s: float) -> None:
@@ -30,7 +30,7 @@ class HostTerm:
 
     @property
     def number(self) -> int:
-        """0 before the first term. An empty file, as a power cut may leave one, counts as none."""
+        """0 before the first term. An empty file, which a power cut may leave, counts as none."""
         try:
             return int(self._path.read_text() or 0)
         except FileNotFoundError:
@@ -46,40 +46,41 @@ class HostTerm:
         return -1 < silent < self._silent_s
 
     def check(self) -> None:
-        """Raises: RetryHere when no sandbox may be booted here."""
+        """Raises: RetryHere if no sandbox may be booted here."""
         if not self.is_confirmed:
             raise RetryHere(
                 "the server has not confirmed for too long that this host lives, so it boots no sandbox"
             )
 
     def begin(self, number: int) -> None:
-        """Nothing is booted before the server confirms it."""
+        """Write the new term. No sandbox boots before the server confirms it."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         write_file(self._path, str(number), times=(LONG_AGO, LONG_AGO))
 
     def confirm(self) -> None:
-        """The server has just confirmed it. The file's time is the monotonic clock's."""
+        """Record that the server has just confirmed the term. The file's mtime is monotonic
+        time."""
         if not self._path.exists() or not self._path.stat().st_size:
             self.begin(0)
         now = monotonic()
         os.utime(self._path, (now, now))
 
     def lapse(self) -> None:
-        """The host leaves."""
+        """Stop booting sandboxes, because the host leaves."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self._path, (LONG_AGO, LONG_AGO))
 
 
 async def end_terms_before(store: Store, host: str, number: int) -> None:
-    """For all hosts: sandboxes of earlier terms of this host are gone.
+    """Tell all hosts that the sandboxes of earlier terms of this host are gone.
 
-    A server that was restored from a backup may name an older term: what is over stays over."""
+    A server that was restored from a backup may name an older term. An ended term stays ended."""
     if number > await first_term(store, host):
         await store.put(keys.first_term(host), str(number).encode())
 
 
 async def first_term(store: Store, host: str) -> int:
-    """The host's first term that is not over."""
+    """The host's first term that has not ended."""
     try:
         return int((await store.get(keys.first_term(host))).data)
     except NotFound:
