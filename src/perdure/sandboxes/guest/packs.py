@@ -54,7 +54,7 @@ def _write(folder: Path, target: Path) -> None:
 
 
 def _contents(folder: Path) -> Iterator[Path]:
-    """Everything below, in a fixed order. Of an interpreter, only what programs need, a fiftieth."""
+    """Everything below, in a fixed order. Of an interpreter, a fiftieth: what programs need."""
     skipped = NOT_OF_AN_INTERPRETER if is_interpreter(folder) else ()
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(skipped))

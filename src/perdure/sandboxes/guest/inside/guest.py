@@ -116,7 +116,7 @@ def ready(  # noqa: PLR0917
     """The last step of the set-up: save what every later command needs.
 
     `room`: bytes of the disk to reserve until `end_all`. `seal`: system-call filters by machine.
-    With it, commands have no capabilities and run under the filter of this machine, if there is one.
+    With it, commands have no capabilities and run under this machine's filter, if there is one.
     """
     with files.locked("setup"):
         for path in (workdir, home):

@@ -159,7 +159,7 @@ def end_all() -> Answer:
 
 def left() -> list[int]:
     """Processes to kill. In a container of ours: all but its first process, supervisors, the
-    resident and processes from outside. Elsewhere other programs may run: those of commands only."""
+    resident and processes from outside. Elsewhere, where other programs run: those of commands."""
     supervisors = []
     for name in os.listdir(files.state("execs")) if os.path.isdir(files.state("execs")) else []:
         folder = files.state("execs", name)

@@ -1,8 +1,8 @@
 """Forwards TCP connections on 127.0.0.1 to the gateway's unix socket, in a process of its own.
 
 The keeper forks it on the host. It enters only the sandbox's network namespace, so hostile code can
-reach the gateway through it, but neither the socket's folder nor this process. One thread and at
-most `MOST` connections: what code in the sandbox opens beyond them waits in the kernel's queue.
+reach the gateway through it, but neither the socket's folder nor this process. It has one thread
+and at most `MOST` connections; further ones wait in the kernel's queue.
 """
 
 import _socket
@@ -11,19 +11,19 @@ import select
 from time import monotonic
 
 CONNECT_FOR_S = 30.0
-"""Seconds that callers wait for a gateway that restarts, before their connection is closed."""
+"""Seconds that a connection waits for a gateway that restarts, before it is closed."""
 CONNECT_AGAIN_MS = 50
 MOST = 64
-"""Connections at once, as many as calls that the gateway accepts of one session."""
+"""Connections at once: as many as the gateway accepts calls of one session."""
 CHUNK = 65536
 LONGEST_PATH = 107
-"""Of a unix socket, in bytes; a longer one is reached from its folder."""
+"""Bytes of a unix socket's path. A longer path is opened relative to its folder."""
 
 
 def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
     """Never returns. Writes the port it listens on to the descriptor `tell`. `port` 0: any.
 
-    Then it joins the sandbox's `groups` (files named cgroup.procs), whose limits count it from then on.
+    Then it joins the sandbox's `groups` (files named cgroup.procs), whose limits then count it.
     """
     if len(os.fsencode(path)) > LONGEST_PATH:
         folder, _, path = path.rpartition("/")
@@ -46,7 +46,7 @@ def serve(port: int, path: str, tell: int, groups: list[str]) -> None:
 def _turn(
     listener: _socket.socket, path: str, connections: "list[_Connection]"
 ) -> "list[_Connection]":
-    """Wait for something to do and do it. Returns the connections that are still open."""
+    """Wait for events and handle them. Returns the connections that are still open."""
     poll = select.poll()
     if len(connections) < MOST:
         poll.register(listener, select.POLLIN)
@@ -58,7 +58,7 @@ def _turn(
     if listener.fileno() in ready:
         try:
             fd, _ = listener._accept()  # type: ignore[attr-defined]  # what socket.accept wraps
-        except OSError:  # the caller went away
+        except OSError:  # the caller has hung up
             pass
         else:
             connections.append(_Connection(_socket.socket(fileno=fd)))
@@ -78,8 +78,8 @@ class _Connection:
         self._until = monotonic() + CONNECT_FOR_S
 
     def wanted(self) -> list[tuple[_socket.socket, int]]:
-        """Ends that can move something, with the events to wait for. An end that waits for nothing is
-        left out, because poll reports a closed one again and again."""
+        """The ends to poll, with their events. An end without events is left out, because poll
+        reports a closed end again and again."""
         events: dict[_socket.socket, int] = {}
         for flow in self._flows:
             end, event = flow.wanted()
@@ -120,7 +120,7 @@ class _Connection:
 
 
 class _Flow:
-    """Bytes in one direction. Reads no more while the other end has not taken what was read."""
+    """Bytes in one direction. Reads more only when the other end has taken what was read."""
 
     def __init__(self, source: _socket.socket, sink: _socket.socket) -> None:
         self._source = source

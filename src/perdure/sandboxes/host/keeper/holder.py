@@ -1,4 +1,5 @@
-"""Becomes the holder, pid 1 of a sandbox's namespaces: mounts its disk, then runs `bwrap` or another.
+"""Becomes the holder, pid 1 of a sandbox's namespaces: mounts its disk, then executes `bwrap` or
+another runtime.
 
 Runs in a fork of the keeper.
 """
@@ -14,7 +15,7 @@ from perdure.sandboxes.host.keeper.users import OwnUser
 def become_holder(
     holder: dict[str, object], user: OwnUser | None, life: int, up: int, info: int
 ) -> None:
-    """Mount what `bwrap` binds, in a mount namespace of its own, then execute `bwrap`."""
+    """Mount what the runtime binds, in a mount namespace of its own, then execute the runtime."""
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
         signal.signal(signum, signal.SIG_DFL)

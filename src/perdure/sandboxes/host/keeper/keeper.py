@@ -1,7 +1,7 @@
-"""Keeps one sandbox, from the host: boots it, starts its commands, enforces their deadlines and writes
-their results, even if no worker watches any more. The sandbox cannot see or signal it.
+"""The host process of one sandbox: boots it, starts its commands, enforces their deadlines and
+writes their results, even if no worker watches. The sandbox cannot see or signal it.
 
-It is forked from a worker's zygote. Its launcher starts the commands, but they are its own children.
+A worker's fork server starts it. Its launcher starts the commands, but they are its own children.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from perdure.sandboxes.host.keeper.streams import Outputs, Stream
 from perdure.sandboxes.host.keeper.users import OwnUser
 
 DYING_S = 0.05
-"""When pid 1 dies, the kernel kills its commands first: wait this long before deciding whether a
-SIGKILL was the end of the sandbox."""
+"""When pid 1 dies, the kernel kills its commands first. Wait this long before deciding whether a
+SIGKILL ended the sandbox."""
 
 PF_EXITING = 0x4
 """A flag in /proc/PID/stat: the process is exiting, perhaps blocked until its children have exited."""
@@ -32,21 +32,22 @@ LOOK_S = 5.0
 """Seconds between two looks at the sandbox's deadline."""
 
 REMOVING_S = 5.0
-"""Seconds to retry the removal of busy cgroups; then they are left to the reaper."""
+"""Seconds to retry the removal of busy cgroups. After that the reaper removes them."""
 
 DISK_LOOK_S = 1.0
 """Seconds between two looks at the host's disk while commands run on it."""
 
 _SAVE_AGAIN_S = 0.5
-"""Seconds between two tries to write outputs and results to a full disk."""
+"""Seconds to wait before writing outputs and results to a full disk again."""
 
 ALL = "-"
-"""In place of a command's id: end every process in the sandbox. Then comes the file that tells the end."""
+"""In place of a command's id: end every process in the sandbox. The second word is then the file to
+make when they have ended."""
 _HOLDER_KILLS_S = 5.0
 
 
 def keep(line: socket) -> None:
-    """All that a keeper does. Its worker reads `ready`, or the end of the stream if the boot fails."""
+    """Run a keeper. Its worker reads `ready`, or the end of the stream if the boot fails."""
     linux.set_name("perdure-keeper")
     order = marshal.loads(_read_order(line))
     os.setsid()
@@ -65,7 +66,7 @@ def keep(line: socket) -> None:
 
 
 def _read_order(line: socket) -> bytes:
-    """The order comes after its length in four bytes."""
+    """The order follows its length in four bytes."""
     data = b""
     while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
         piece = line.recv(1 << 16)
@@ -89,7 +90,7 @@ def _log(error: Exception) -> None:
 
 
 def _own_user(holder: dict[str, object]) -> OwnUser | None:
-    """None: commands run as this process's user. The log says why, if another one was asked for."""
+    """None: commands run as this process's user. The log says why, if another was requested."""
     if not holder["own_argv"]:
         return None
     try:
@@ -100,7 +101,7 @@ def _own_user(holder: dict[str, object]) -> OwnUser | None:
 
 
 FORWARDERS = 100
-"""How often a sandbox's forwarder is replaced at most."""
+"""How often a sandbox's forwarder may be replaced."""
 
 
 class _Command:
@@ -182,8 +183,8 @@ class Keeper:
         os.rename("ready.new", "ready")
 
     def _boot_holder(self, holder: dict[str, object]) -> None:
-        """It reads from a socket whose other end the keeper holds, so it exits when the keeper does.
-        A command could open a pipe again by its name in /proc, but not a socket."""
+        """The holder reads from a socket whose other end the keeper holds, so it exits when the
+        keeper does. A command could open a pipe by its name in /proc, but not a socket."""
         user = _own_user(holder)
         self._outputs.user = user.id if user else None
         told, info = os.pipe()
@@ -245,12 +246,13 @@ class Keeper:
                 raise OSError("the launcher ended")
 
     def _helpers_groups(self) -> list[str]:
-        """What a helper of the sandbox joins, so that the sandbox's limits count it."""
+        """Cgroups that a helper process joins, so that the sandbox's limits count it."""
         own = [f"{self._groups}/holder/cgroup.procs"] if self._groups else []
         return [*self._joins, *own]
 
     def _fork_forwarder(self, port: int, path: str) -> str:
-        """Fork what carries connections to the gateway; returns its port, "" if it cannot listen."""
+        """Fork the process that forwards connections to the gateway. Returns its port, or "" if it
+        cannot listen."""
         reader, writer = os.pipe()
         keeper = os.getpid()
         self._forwarder = os.fork()
@@ -274,7 +276,7 @@ class Keeper:
         return listening
 
     def _replace_forwarder(self) -> None:
-        """It was killed, perhaps for lack of memory: its callers connect again."""
+        """Start another after one was killed, perhaps for lack of memory. Its callers reconnect."""
         self._forwarder = 0
         if self._gateway and self._forwarders_left and not self._holder_is_gone():
             self._forwarders_left -= 1
@@ -373,7 +375,7 @@ class Keeper:
             self._deadlines.append((command.began + timeout, command))
 
     def _extend(self, exec_id: str, timeout: float) -> None:
-        """A limit only moves later: a repeated request to start names the first one again."""
+        """A limit only moves later, because a repeated request to start has the first limit."""
         self._deadlines = [
             (max(when, command.began + timeout), command)
             if command.exec_id == exec_id
@@ -390,7 +392,7 @@ class Keeper:
         return group
 
     def _launch(self, command: _Command) -> int:
-        """The pid; 0 if the launcher was killed meanwhile; -errno if no process could be made.
+        """The pid; 0 if the launcher was killed; -errno if no process could be forked.
 
         No child is reaped while this waits, so the pid still belongs to that command.
         """
@@ -409,9 +411,9 @@ class Keeper:
         return int(answer or 0)
 
     def _refuse(self, command: _Command, reason: int, who: str) -> None:
-        """It never ran, or that is unknown: then its cgroup is killed, in case it has begun.
+        """Record a command that did not start. If it may have started, kill its cgroup first.
 
-        `who` is written together with the result: alone it would mean that the command was lost.
+        `who` is written together with the result. Alone it would mean that the command was lost.
         """
         self._outputs.close(command.streams)
         if reason == 0 or self._holder_is_gone():
@@ -447,7 +449,7 @@ class Keeper:
                 command.met_full_disk = True
 
     def _end(self, command: _Command) -> None:
-        """After a SIGKILL, wait a moment: it may have been the end of the whole sandbox."""
+        """After a SIGKILL, wait a moment, because the whole sandbox may have ended."""
         self._outputs.drain(command.streams)
         self._deadlines = [entry for entry in self._deadlines if entry[1] is not command]
         sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == signal.SIGKILL
@@ -477,7 +479,7 @@ class Keeper:
         self._save()
 
     def _save(self) -> None:
-        """On a full disk outputs and results are written later; they are not lost."""
+        """On a full disk, outputs and results are written later and not lost."""
         if not self._outputs.flush():
             return
         while self._unsaved:
@@ -513,7 +515,7 @@ class Keeper:
         if left > 0:
             self._look_at = monotonic() + min(left, LOOK_S)
             return
-        if self._holder:  # the kernel ends all in its pid namespace with it
+        if self._holder:  # the kernel ends its pid namespace with it
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._holder_fd, signal.SIGKILL)
         else:
@@ -550,7 +552,7 @@ class Keeper:
         self._kill_tree(command)
 
     def _kill_tree(self, command: _Command) -> None:
-        """In a process of its own: a tree that keeps forking would block the keeper."""
+        """In a separate process, because a tree that keeps forking would block the keeper."""
         if os.fork() == 0:
             try:
                 self._kill_at_once(command)
@@ -565,10 +567,10 @@ class Keeper:
             end_command("execs", command.exec_id, process, self._pid, self._own)
 
     def _let_holder_kill(self, done: str) -> None:
-        """Pid 1 kills all others in one system call, and nothing inside can kill pid 1."""
+        """Pid 1 kills all other processes in one system call, and none of them can kill pid 1."""
         holder: dict[str, object] | None = self._order["holder"]  # type: ignore[assignment]
         if holder is not None and holder["kills"]:
-            with contextlib.suppress(OSError):  # it is gone
+            with contextlib.suppress(OSError):  # the holder is gone
                 os.write(self._life, b"\n")
                 if select.select([self._life], [], [], _HOLDER_KILLS_S)[0]:
                     os.read(self._life, 64)

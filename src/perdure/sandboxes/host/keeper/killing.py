@@ -1,7 +1,7 @@
-"""Kills a command with all it started, or everything in a sandbox; removes cgroups.
+"""Kills a command with all its processes, or all processes in a sandbox; removes cgroups.
 
-Keepers use it, and workers in a thread. Whatever a process does, it stays below its sandbox's pid 1
-or its keeper, so no empty environment, new session or dead parent hides it.
+Keepers use it, and workers in a thread. Every process remains a descendant of its sandbox's pid 1
+or keeper, so an empty environment, a new session or a dead parent does not hide it.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from time import monotonic, sleep
 from perdure.sandboxes.host import procfs
 
 ENOUGH_S = 30.0
-"""Seconds after which a killing gives up. Only a process that forks without rest takes so long."""
+"""Seconds after which killing gives up. Only a process that forks constantly takes that long."""
 _CLEAN_LOOKS = 2
-"""A process may move between two lists while they are read, so one empty look proves nothing."""
+"""Times in a row that no process must be found: one may move between two lists during a search."""
 _MARK = b"PERDURE_EXEC="
 
 
 def kill_group(group: str) -> bool:
-    """Kill all in a command's cgroup. False: something still runs.
+    """Kill all processes in a command's cgroup. False: one still runs.
 
-    The kernel's `cgroup.kill` kills at once what forks without rest, but it misses a process whose
-    first thread has ended, so the members are killed too.
+    The kernel's `cgroup.kill` catches processes that fork constantly, but it misses a process whose
+    first thread has ended. So each member is killed too.
     """
     with contextlib.suppress(OSError), open(f"{group}/cgroup.kill", "w") as file:
         file.write("1")  # v1 and kernels before 5.14 cannot
@@ -56,10 +56,11 @@ def removed(group: str) -> bool:
 def end_command(
     execs: str, exec_id: str, process: tuple[int, int], keeper: int, own: Collection[int]
 ) -> bool:
-    """Kill the command and all it started, where it has no cgroup. False: something still runs.
+    """Kill a command that has no cgroup, and every process it started. False: one still runs.
 
-    `execs`: the folder of the sandbox's commands. `process`: pid and start time of its first. `own`: the sandbox's own processes. If it has none
-    (no namespaces), only the mark in the environment finds a process whose parent has ended.
+    `execs`: the folder of the sandbox's commands. `process`: pid and start time of the command's
+    first process. `own`: the sandbox's own processes. If it has none (no namespaces), a process
+    whose parent has ended is found only by the mark in its environment.
     """
     pid, started = process
     token = _token(f"{execs}/{exec_id}")
@@ -69,7 +70,7 @@ def end_command(
         return _until_none(lambda: _marked_or_below(token, pid, started))
 
     def left() -> Iterable[int]:
-        """Spared: what descends from the first process of another command, or bears its mark."""
+        """Spares processes that descend from another command's first process or bear its mark."""
         tree = _tree(keeper, *own)
         ours = [pid] if procfs.started_at(pid) == started else []
         ours += _below(ours, tree)
@@ -84,7 +85,7 @@ def end_command(
 
 
 def end_all(keeper: int, own: Collection[int]) -> bool:
-    """Kill everything in the sandbox's pid namespace but its own processes. False: something still runs."""
+    """Kill all processes in the sandbox's pid namespace except `own`. False: one still runs."""
 
     depth = procfs.depth(keeper)
 
@@ -97,7 +98,7 @@ def end_all(keeper: int, own: Collection[int]) -> bool:
 
 
 def _tree(*roots: int) -> Mapping[int, list[int]]:
-    """Parent -> children, of all that descends from `roots`."""
+    """Parent -> children, for `roots` and all their descendants."""
     found: dict[int, list[int]] = {}
     queue = [*roots]
     for parent in queue:
@@ -122,13 +123,13 @@ def _marked_or_below(token: bytes, pid: int, started: int) -> list[int]:
 
 
 def _token(folder: str) -> bytes:
-    """What marks the processes of the command in this folder; empty if there is none."""
+    """The mark of the processes of this folder's command; empty if there is none."""
     words = procfs.read(f"{folder}/run").split(b"\n", 1)[0].split()
     return words[2] if len(words) > 2 else b""
 
 
 def _mark_of(pid: int) -> bytes:
-    """The token in its environment, which it may have chosen itself."""
+    """The token in the process's environment, which the process may have chosen itself."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
         for variable in file.read().split(b"\0"):
             if variable.startswith(_MARK):

@@ -1,5 +1,5 @@
-"""Starts a sandbox's commands. A process of the host in all of the sandbox's cgroups and most of its
-namespaces.
+"""Starts a sandbox's commands, as a process of the host that is in all of the sandbox's cgroups and
+most of its namespaces.
 
 It stays outside the sandbox's pid namespace, so no command can see or signal it. It keeps no state:
 its keeper is the parent of every command, and starts another launcher if this one dies. Joining
@@ -34,11 +34,12 @@ _TO_DEFAULT = (
 TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
 """Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-"""Nodes of the host that commands can use, but not change: their owner could change a mode for all."""
+"""Device nodes of the host that commands may use but not change. Their owner could otherwise change
+a node's mode for the whole host."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-_FILTER = seccomp.program()  # assembled once, in the zygote
+_FILTER = seccomp.program()  # assembled once, in the fork server
 
 
 class Launcher:
@@ -60,8 +61,8 @@ class Launcher:
         channel.send(b"joined")
 
     def serve(self) -> None:
-        """The first message is the holder to enter, and the commands' own user or 0. Each later one is a command, `EXEC_ID GROUP`, and
-        is answered with its pid."""
+        """The first message names the holder to enter, and the commands' own user or 0. Each later
+        one is a command, `EXEC_ID GROUP`; the answer is its pid."""
         holder, user = map(int, self._channel.recv(64).split())
         self._becomes_agent = user > 0
         if holder:
@@ -78,9 +79,8 @@ class Launcher:
     def _enter(self, holder: int) -> None:
         linux.hide_memory()  # its forks are visible inside before they execute the command
         self._holder = os.pidfd_open(holder)
-        others = (
-            0  # one that is shared with the host (a build's network) is not entered: only root may
-        )
+        # a namespace shared with the host (a build's network) is not entered: only root may do so
+        others = 0
         for name, flag in _TO_COMPARE:
             own, theirs = (os.readlink(f"/proc/{pid}/ns/{name}") for pid in ("self", holder))
             others |= flag if own != theirs else 0
@@ -101,7 +101,7 @@ class Launcher:
         os.fchdir(folder)
 
     def _bound_inotify(self, settings: int) -> None:
-        """In a child: there is no way back out of the sandbox's user namespace."""
+        """In a child, because a process cannot leave the sandbox's user namespace again."""
         assert self._holder is not None
         pid = os.fork()
         if pid == 0:
@@ -170,10 +170,10 @@ class Launcher:
 
 
 def _seal() -> None:
-    """Before hostile code runs: hide what the sandbox's root owns even without capabilities, keep it from
-    changing devices, and leave no process the memory of another. Each bind here is one call; of
-    `bwrap` it is three, and it reads the list of all mounts again."""
-    if os.statvfs("/dev").f_flag & linux.MS_RDONLY:  # its runtime has sealed what it wants sealed
+    """Before hostile code runs: hide files of /proc that root can read without capabilities. Make
+    /proc and devices read-only, so that no process changes a device or another's memory. A bind takes
+    one system call here; `bwrap` takes three, and reads the list of all mounts again."""
+    if os.statvfs("/dev").f_flag & linux.MS_RDONLY:  # the container runtime has done it
         return
     for name in TOLD_TO_ROOT:
         if os.path.exists(f"/proc/{name}"):
@@ -187,7 +187,7 @@ def _seal() -> None:
 
 
 def _join(group: int, folder: int) -> None:
-    """For v1 and kernels without clone3, where a process cannot be forked into its cgroup."""
+    """Join the cgroup, on v1 and kernels without clone3, which cannot fork a process into it."""
     try:
         procs = os.open("cgroup.procs", os.O_WRONLY, dir_fd=group)
         os.write(procs, b"0")
@@ -204,7 +204,7 @@ def _read(folder: int) -> bytes:
 
 
 def _open_streams(folder: int, has_stdin: bool) -> None:
-    """No stream is a file of the host: a command could lease, fill or cut it."""
+    """No stream is a file of the host, because a command could lease, fill or truncate it."""
     streams = (
         _in_memory(folder) if has_stdin else os.open("/dev/null", os.O_RDONLY),
         os.open(pipe_of("out"), os.O_WRONLY, dir_fd=folder),
@@ -215,7 +215,7 @@ def _open_streams(folder: int, has_stdin: bool) -> None:
 
 
 def _in_memory(folder: int) -> int:
-    """A copy of `in` that counts in the sandbox's memory and cannot be changed."""
+    """A copy of `in` that counts as the sandbox's memory and cannot be changed."""
     copy = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     given = os.open("in", os.O_RDONLY, dir_fd=folder)
     while os.sendfile(copy, given, None, 1 << 20):
@@ -227,7 +227,7 @@ def _in_memory(folder: int) -> int:
 
 
 def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> None:
-    """As execvp, with the PATH of the command's environment."""
+    """Like execvp, with the PATH of the command's environment."""
     name = argv[0]
     folders = env.get(b"PATH", b"/bin:/usr/bin").split(b":")
     places = [name] if b"/" in name else [(f or b".") + b"/" + name for f in folders]

@@ -49,12 +49,12 @@ def unshare(flags: int) -> None:
 
 
 def enter(pidfd: int, flags: int) -> None:
-    """Join these namespaces of the process behind a pidfd, or the namespace behind its file."""
+    """Join these namespaces of the process behind a pidfd, or the one that `pidfd` is a file of."""
     _call("setns", ctypes.c_int(pidfd), ctypes.c_int(flags))
 
 
 def users_to_enter_first(pid: int) -> int:
-    """NEW_USERS if the process needs the user namespace of `pid` to enter the other namespaces; or 0."""
+    """NEW_USERS if this process must enter the user namespace of `pid` before the others; or 0."""
     with open("/proc/self/status", "rb") as file:
         effective = next(line for line in file if line.startswith(b"CapEff:")).split()[1]
     same = os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{pid}/ns/user")
@@ -82,8 +82,8 @@ class _MountAttributes(ctypes.Structure):
 
 
 def copy_of_mount(path: str, users: int) -> int:
-    """Descriptor of a mount, attached nowhere, of what is at `path`. The owners of its files are mapped
-    by a user namespace: an id of the file system is that id inside. What it cannot map has no owner."""
+    """Descriptor of a detached copy of the mount at `path`. The user namespace `users` maps its
+    files' owners: an id of the file system is that id inside. An owner without a mapping is nobody."""
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
     here, empty = ctypes.c_int(_AT_FDCWD), ctypes.c_uint(_AT_EMPTY_PATH)
     mount = _call("syscall", ctypes.c_long(_OPEN_TREE), here, os.fsencode(path), flags)
@@ -113,7 +113,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def set_name(name: str) -> None:
-    """What `ps` and `top` call this process; at most 15 bytes."""
+    """Set the name that `ps` and `top` show; at most 15 bytes."""
     _call("prctl", ctypes.c_int(_PR_SET_NAME), name.encode())
 
 
@@ -123,7 +123,7 @@ def hide_memory() -> None:
 
 
 def become_user_with_capabilities(user: int) -> None:
-    """Root becomes another user outside of namespaces, who may still do all, and owns its own /proc."""
+    """Change from root to another user, but keep all capabilities and own this process's /proc."""
     bits = ctypes.c_ulong(_SECBIT_NO_SETUID_FIXUP)
     _call("prctl", ctypes.c_int(_PR_SET_SECUREBITS), bits)
     os.setresgid(-1, user, -1)
@@ -188,7 +188,7 @@ def fork_sibling(group: int | None = None) -> int:
 def name_in_environment(marker: bytes) -> None:
     """Overwrite our first environment variable in place, so that /proc/PID/environ shows `marker`.
 
-    Its size was reserved when this program was started. Forks inherit the marker.
+    The space was reserved when this program was started. Forks inherit the marker.
     """
     with open("/proc/self/stat", "rb") as file:
         text = file.read()

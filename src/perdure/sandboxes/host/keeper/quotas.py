@@ -1,4 +1,4 @@
-"""A sandbox's share of what the kernel counts for the whole host, or for a user and not a sandbox."""
+"""Limits of a sandbox for what the kernel counts for the whole host or for a user."""
 
 import os
 import resource
@@ -9,13 +9,14 @@ from perdure.sandboxes.host.keeper import linux
 TERMINALS = 32
 """Pseudo-terminals of a sandbox. The host has `kernel.pty.max` minus a reserve: 3,072 by default."""
 INOTIFY_INSTANCES = 16
-"""Of a sandbox. Its user has `fs.inotify.max_user_instances` on the host: 128 by default."""
+"""Inotify instances of a sandbox. Its user may have `fs.inotify.max_user_instances` on the host,
+128 by default."""
 
 SHARES = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MSGQUEUE: 200 << 10}
 """Queued signals, and bytes in message queues, of a sandbox with a user namespace of its own."""
 SHARES_OF_MANY = {resource.RLIMIT_MSGQUEUE: 0}
-"""Without one the kernel counts for the user, and a lower limit would only be reached sooner. So such
-a sandbox has no message queues; timers need queued signals."""
+"""Limits of a sandbox without one. The kernel counts all sandboxes of its user together, so a lower
+limit would only be reached sooner. It has no message queues; queued signals stay, for timers."""
 
 _PTS = "/dev/pts"
 
@@ -31,14 +32,14 @@ def terminals_of(holder: int) -> str | None:
 
 
 def bound_terminals(options: str) -> None:
-    """In the sandbox's mount namespace. The devpts is the sandbox's own, so others keep theirs."""
+    """Limit terminals, from inside the sandbox's mount namespace. The devpts is its own."""
     kept = [part for part in options.split(",") if part not in ("rw", "ro") and "max=" not in part]
     flags = os.statvfs(_PTS).f_flag & linux.MS_KEPT | linux.MS_REMOUNT
     linux.mount("none", _PTS, "", flags, ",".join([*kept, f"max={TERMINALS}"]))
 
 
 def bound_inotify(settings: int) -> None:
-    """As root of the sandbox's user namespace. `settings`: the host's /proc/sys."""
+    """Limit inotify, as root of the sandbox's user namespace. `settings`: the host's /proc/sys."""
     name = "user/max_inotify_instances"
     fd = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=settings)
     try:
@@ -48,7 +49,7 @@ def bound_inotify(settings: int) -> None:
 
 
 def bound_user(shares: Mapping[int, int]) -> None:
-    """For a command, in its user namespace."""
+    """Limit a command, from inside its user namespace."""
     for number, share in shares.items():
         hard = resource.getrlimit(number)[1]
         most = share if hard == resource.RLIM_INFINITY else min(share, hard)

@@ -1,4 +1,4 @@
-"""The system-call filter of sandboxes. It refuses calls that no build or test needs, but attacks do.
+"""The system-call filter of sandboxes. It refuses calls that attacks use, but no build or test.
 
 Assembles classic BPF for x86_64 and aarch64 without a compiler. It refuses the calls named here and
 allows the rest, like Docker's default, but no capability brings a call back. `linux` installs it.
@@ -17,7 +17,8 @@ reaches the hypervisor of a virtual machine."""
 
 _PTRACE_ATTACH, _PTRACE_SEIZE = 16, 0x4206
 _SETLEASE, _NOTIFY, _SETDELEG = 1024, 1026, 1040
-"""Commands of `fcntl`. A lease makes everybody who opens the file wait for 45 s, host and neighbours too."""
+"""Commands of `fcntl`. A lease blocks for 45 s every process that opens the file, also on the host
+and in other sandboxes."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 
 # name: (x86_64, aarch64); None if the architecture does not have the call
@@ -89,7 +90,7 @@ def _refuse(code: int) -> _Instruction:
 
 
 def _argument(index: int) -> _Instruction:
-    """Load its low half: the kernel ignores the rest of flags, families and ioctl numbers."""
+    """Load its low half: the kernel ignores the high half of flags, families and ioctl numbers."""
     return (_LOAD, 0, 0, _ARGUMENTS + 8 * index)
 
 

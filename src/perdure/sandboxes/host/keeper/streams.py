@@ -1,7 +1,7 @@
-"""Outputs of a command: pipes that its processes write, and files that only the host holds.
+"""Outputs of a command: pipes that its processes write to, and files that only the host opens.
 
-The keeper carries one into the other. So nothing inside holds a file of the host, which it could
-lease, cut, or fill beyond the cap.
+The keeper copies the pipes into the files. So no process inside holds a file of the host, which it
+could lease, truncate, or fill beyond the cap.
 """
 
 import os
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 16
 LARGEST_PIPE = 1 << 20
-"""What a command without privileges may let a pipe hold. At its end that much is still carried."""
+"""Bytes that an unprivileged command may leave in a pipe. They are copied even after it ends."""
 
 
 def pipe_of(name: str) -> str:
-    """The named pipe in a command's folder for its output `name`. It stays until the folder goes."""
+    """The named pipe in a command's folder for its output `name`. It lasts as long as its folder."""
     return f"{name}.pipe"
 
 
@@ -27,8 +27,11 @@ class Stream:
     def __init__(
         self, folder: str, name: str, cap: int, user: int | None, end: "Callable[[], None]"
     ) -> None:
-        """`end` is called once, when more than `cap` was written. `user`: may open the pipe by its name
-        in /proc, as /dev/stdout; None: only this process's. Raises: OSError when the disk is full."""
+        """`end` is called once, when more than `cap` bytes were written. `user`: who may open the
+        pipe by its name in /proc, as /dev/stdout does; None: this process's user only.
+
+        Raises: OSError when the disk is full.
+        """
         self._end: Callable[[], None] | None = end
         self._path = f"{folder}/{name}"
         self._file = -1
@@ -51,7 +54,7 @@ class Stream:
         return self.fd >= 0
 
     def carry(self) -> bool:
-        """Carry what is there, at most a piece. False: no more can be carried now."""
+        """Copy at most one piece. False: nothing more can be copied now."""
         if not self.open or self.stuck:
             return False
         try:
@@ -69,7 +72,7 @@ class Stream:
         return self.flush()
 
     def drain(self) -> None:
-        """Carry all that an ended command wrote. What it left running may go on writing."""
+        """Copy all that an ended command wrote. Processes that it left may write more."""
         for _ in range(LARGEST_PIPE // PIECE + 1):
             if not self.carry():
                 return
@@ -82,7 +85,7 @@ class Stream:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
                     self._file = os.open(self._path, flags, 0o600)
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-        except FileNotFoundError:  # the sandbox's folder was removed meanwhile
+        except FileNotFoundError:  # the sandbox's folder has been removed
             self._unwritten = b""
         except OSError:
             return False
@@ -99,7 +102,7 @@ class Outputs:
     """The streams of all commands of a sandbox, on the keeper's `poll`."""
 
     user: int | None = None
-    """The commands', if it is not this process's."""
+    """The commands' user, if it is not this process's."""
 
     def __init__(self, poll: "select.poll", cap: int) -> None:
         self._poll, self._cap = poll, cap
@@ -127,7 +130,7 @@ class Outputs:
         self._look(fd, stream)
 
     def drain(self, streams: "tuple[Stream, ...]") -> None:
-        """Carry all that an ended command wrote, before its result is told."""
+        """Copy all that an ended command wrote, before its result is recorded."""
         for stream in streams:
             if (fd := stream.fd) in self._streams:
                 stream.drain()
@@ -135,11 +138,11 @@ class Outputs:
 
     @property
     def stuck(self) -> bool:
-        """The disk is full, and something waits to be written."""
+        """The disk is full, and output waits to be written."""
         return bool(self._stuck)
 
     def flush(self) -> bool:
-        """Write what a full disk refused before. False: it still does."""
+        """Write what a full disk refused before. False: it is still full."""
         while self._stuck:
             if not self._stuck[0].flush():
                 return False
@@ -149,7 +152,7 @@ class Outputs:
         return True
 
     def close(self, streams: "tuple[Stream, ...]") -> None:
-        """Those of a command that never ran."""
+        """Close the streams of a command that never ran."""
         for stream in streams:
             self._forget(stream.fd)
             stream.close()

@@ -1,7 +1,7 @@
-"""A user of the host for one sandbox: what the kernel counts for a user is then that sandbox's alone.
+"""A host user for one sandbox, so that what the kernel counts per user it counts per sandbox.
 
-Only a keeper that is root can make one. Its id is locked as long as the keeper lives, so it returns
-however the keeper ends. Inside, root's files that the sandbox mounts belong to `agent`.
+Only a keeper that is root can make one. The keeper locks the id for its lifetime, so the id is free
+again however the keeper ends. Inside, mounted files of the host's root belong to `agent`.
 """
 
 import fcntl
@@ -12,14 +12,14 @@ from perdure.sandboxes.host.keeper import linux, quotas
 
 IDS = 1 << 16
 LOCKS = "/run/perdure-user-ids"
-"""Byte N is locked by the keeper that has the Nth id, of whatever home on this host."""
+"""The keeper that has the Nth id locks byte N. All homes on this host share the file."""
 
 
 class OwnUser:
     """The sandbox's user: `id` on the host, and the user `namespace` in which it is `agent`."""
 
     def __init__(self, first: int, paths: list[str]) -> None:
-        """`first`: of the host's ids to choose from. `paths`: what the sandbox mounts.
+        """`first`: the lowest host id to choose from. `paths`: what the sandbox mounts.
 
         Raises: OSError if no id is free, or the kernel cannot map the owners of a path's files, as
         on overlayfs and NFS.
@@ -37,33 +37,33 @@ class OwnUser:
             os.close(owners)
 
     def mount_over(self) -> None:
-        """In a mount namespace of one's own: each path shows its files as this user's."""
+        """Make each path show its files as this user's, in the caller's own mount namespace."""
         for path, mount in self._mounts:
             linux.move_mount(mount, path)
 
     def close(self) -> None:
-        """When the holder has what it needs."""
+        """Close the descriptors once the holder has used them."""
         for _, mount in self._mounts:
             os.close(mount)
         os.close(self.namespace)
 
 
 def become_agent() -> None:
-    """In the sandbox's user namespace, whose root this process is."""
+    """Change from root of the sandbox's user namespace to its agent."""
     os.setgroups([])
     os.setresgid(USER_ID, USER_ID, USER_ID)
     os.setresuid(USER_ID, USER_ID, USER_ID)
 
 
 def _claim() -> int:
-    """A number below IDS that no other living process has. It begins anywhere: one that was just given
-    back is seldom the next, so what its last processes still hold does not count."""
+    """A number below IDS that no other live process holds. The search starts at a random number, so
+    that it rarely returns one just released, whose last processes may still count."""
     locks = os.open(LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     start = int.from_bytes(os.urandom(4), "big")
     for number in range(start, start + IDS):
         try:
             fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number % IDS)
-            return number % IDS  # the lock ends with this process: nothing closes the file
+            return number % IDS  # the file stays open, so the lock ends with this process
         except BlockingIOError:
             continue
     raise OSError(f"every user id for sandboxes is taken: {LOCKS}")
@@ -72,7 +72,8 @@ def _claim() -> int:
 def _namespaces(user: int) -> tuple[int, int]:
     """Descriptors of the sandbox's user namespace, and of one in which root's files are agent's.
 
-    A child makes them as `user`, because the kernel counts what is in a namespace for its maker too.
+    A child makes them as `user`, because the kernel also counts a namespace's contents for its
+    creator.
     """
     reader, tell = os.pipe()
     hear, writer = os.pipe()
@@ -89,7 +90,7 @@ def _namespaces(user: int) -> tuple[int, int]:
     found: list[int] = []
     try:
         while os.read(reader, 1):
-            if not found:  # the second is below it, where the child may write its maps itself
+            if not found:  # the second is nested in it: the child may write those maps itself
                 for name in ("uid_map", "gid_map"):
                     with open(f"/proc/{child}/{name}", "w") as file:
                         file.write(f"0 0 1\n{USER_ID} {user} 1")

@@ -1,6 +1,6 @@
-"""A small warm Python process of each worker, from which keepers are forked: 0.5 ms instead of 10.
+"""A worker's fork server: a small Python process that forks keepers, in 0.5 ms each instead of 10.
 
-It imports only the modules that keepers need. It exits when its worker does; keepers live on.
+It imports only the modules that keepers need. It exits with its worker; its keepers do not.
 """
 
 import gc
@@ -13,12 +13,12 @@ from perdure.sandboxes.host.keeper import keeper, linux
 
 
 def main() -> None:
-    """Each message on stdin brings the descriptor over which one keeper gets its order and answers."""
+    """Each message on stdin carries a descriptor on which one keeper gets its order and answers."""
     channel = socket(fileno=0)
     linux.set_name("perdure-zygote")
     os.chdir("/")
-    os.umask(0o022)  # of what sandboxes see; their folder keeps other users out
-    os.closerange(3, 1 << 20)  # inherited by the worker; otherwise every command would inherit them
+    os.umask(0o022)  # for files that sandboxes see; their folder keeps other users out
+    os.closerange(3, 1 << 20)  # files that the worker inherited; commands must not inherit them
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps its keepers
     gc.disable()
     gc.freeze()
