@@ -1,1 +1,1 @@
-"""Deterministic ordering of the activities, and nothing else."""
+"""The workflows: they order the activities deterministically and do nothing else."""

@@ -1,7 +1,8 @@
 """SandboxAccountWorkflow: keeps the permits of one provider account for all workers.
 
-The rules are `perdure.rollouts.admission.permits`; here are its clock, its memory and its messages. It ends
-when no permit is held or asked for, and the next rollout that asks starts it again.
+`perdure.rollouts.admission.permits` has the rules. This workflow adds the clock, durable state and
+messages. It ends when no rollout holds or waits for a permit. The next rollout that asks starts it
+again.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ with workflow.unsafe.imports_passed_through():
     from workflows.orders import ordered
 
 IDLE = timedelta(minutes=5)
-"""After the last sandbox has ended, the account's limits are remembered for this long."""
+"""How long the workflow remembers the account's limits after the last sandbox has ended."""
 CHECK_EVERY_S = 60.0
 CHECK_MOST = 100
-"""How many holders are looked up at a time. Those whose last lookup is oldest come first."""
+"""How many holders one activity looks up, the least recently checked ones first."""
 SHORTEST_S = 0.01
-"""Seconds of the shortest timer: workflow time does not advance before a timer has fired."""
+"""Shortest timer in seconds, because workflow time advances only when a timer fires."""
 JITTER = 0.1
-"""Random share added to a wait: other users of the account pace their calls too."""
+"""Random fraction added to a wait, because other users of the account pace their calls too."""
 
 
 @workflow.defn(name=names.ACCOUNT)
@@ -80,7 +81,7 @@ class SandboxAccountWorkflow:
 
     @workflow.query
     def state(self) -> Account:
-        """Which rollouts wait, which hold permits, and the limits that were found out."""
+        """Which rollouts wait, which hold permits, and the observed limits."""
         return self.account
 
     def _now(self) -> float:
@@ -90,12 +91,13 @@ class SandboxAccountWorkflow:
         handle = workflow.get_external_workflow_handle(request.holder)
         try:
             await handle.signal(names.GRANTED, request.step)
-        except FailureError:  # the rollout is closed: the permit goes to the next one
+        except FailureError:  # the rollout is closed, so the next one gets the permit
             self.account.release(request.holder)
             self.has_news = True
 
     async def _wait_for_news(self) -> bool:
-        """Wait for a message, or until more permits may be granted. False: neither happened."""
+        """Wait for a message, or until more permits may be granted. False if a timeout came
+        first."""
         pause = self.account.wake_in(self._now())
         if pause is not None:
             pause = max(SHORTEST_S, pause + pause * JITTER * workflow.random().random())
@@ -110,7 +112,7 @@ class SandboxAccountWorkflow:
         return True
 
     async def _check_holders(self, idle: bool) -> None:
-        """Take back permits of closed workflows, while a rollout waits or no message comes."""
+        """Revoke permits of closed workflows, while a rollout waits or if no message arrives."""
         wanted = self.account.waiting or (idle and self.account.permits)
         if not wanted or self._now() - self.account.checked_at < CHECK_EVERY_S:
             return
@@ -120,11 +122,12 @@ class SandboxAccountWorkflow:
         try:
             closed = await ordered("closed_holders", holders, list[str], options, evicted=_give_up)
         except ActivityError:
-            return  # no answer: keep the permits rather than grant one twice
+            return  # without an answer, keep the permits, so that none is granted twice
         for holder in closed:
             self.account.release(holder)
 
 
 def _give_up(error: ActivityError) -> None:
-    """Not ordered again when its worker is told to stop: the account asks again anyway."""
+    """Do not dispatch the lookup again when its worker shuts down: the account repeats it
+    anyway."""
     raise error

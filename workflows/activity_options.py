@@ -1,8 +1,8 @@
-"""Time-outs, retries and queues of every activity, in one place.
+"""Timeouts, retry policies and task queues of all activities.
 
-Preemptible work is bounded by time, never by a count of tries: a spot notice, a heartbeat time-out
-and a 502 each use one. The SDK's oversized-payload
-error is never retried: it would repeat a finished agent run for ever.
+Time limits preemptible work, not a count of tries, because a spot notice, a heartbeat timeout and a
+502 each use one try. The SDK's oversized-payload error is never retried: a retry would repeat a
+finished agent run forever.
 """
 
 from dataclasses import replace
@@ -29,10 +29,11 @@ RETRY = RetryPolicy(
 BOOT_TRIES = 150
 """About two hours of failed boots, not counting the wait for a seat before each."""
 EXPIRY_S = 1.0
-"""A rollout that waits for a seat ends this long after its `expires_at`."""
+"""Seconds after its `expires_at` at which a rollout that waits for a seat ends."""
 
 HOST_UNREACHABLE_AFTER = timedelta(hours=1)
-"""The last resort if no worker of the sandbox's host polls. Usually the host's workflow notices it sooner."""
+"""Last resort if no worker of the sandbox's host polls. The host's workflow usually notices
+sooner."""
 
 
 class ActivityOptions(TypedDict, total=False):
@@ -50,16 +51,16 @@ class ActivityOptions(TypedDict, total=False):
 def _options(
     queue: str, *, each: float, total: float | None = None, beat: float
 ) -> ActivityOptions:
-    """`beat`: after this many seconds without a heartbeat, Temporal gives the work to another worker.
+    """`beat`: seconds without a heartbeat after which Temporal gives the work to another worker.
 
-    `each` and `total`: seconds for one try, and for all of them with their time in the queue.
+    `each`: seconds for one try. `total`: seconds for all tries, including their time in the queue.
     """
     options = ActivityOptions(
         task_queue=queue,
         start_to_close_timeout=timedelta(seconds=each),
         heartbeat_timeout=timedelta(seconds=beat),
         retry_policy=RETRY,
-        # The clean-up must not start while the activity is still at work.
+        # The cleanup must not start while the activity is still running.
         cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
     )
     if total is not None:
@@ -70,8 +71,8 @@ def _options(
 def boot(request: RolloutRequest, now: float) -> ActivityOptions:
     """A boot waits in its queue until a host has a free seat, however long that takes.
 
-    One try is long, because the first use of an instance builds its environment. Time in the queue
-    counts toward nothing but `expires_at`, so the tries are bounded by their number.
+    A try may be long, because the first use of an instance builds its environment. Time in the
+    queue counts only toward `expires_at`, so a maximum number of tries limits the retries.
     """
     options = _options(names.BOOT_QUEUE, each=1800, beat=request.heartbeat_timeout_s)
     options["retry_policy"] = replace(RETRY, maximum_attempts=BOOT_TRIES)
@@ -82,7 +83,7 @@ def boot(request: RolloutRequest, now: float) -> ActivityOptions:
 
 
 def _on(queue: str, options: ActivityOptions) -> ActivityOptions:
-    """The queue of one host. Nothing waits there for a slot, only for a worker."""
+    """Use the queue of one host. Work waits there only for a worker, never for a slot."""
     options["task_queue"] = queue
     options["schedule_to_start_timeout"] = HOST_UNREACHABLE_AFTER
     return options
@@ -100,7 +101,7 @@ def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 
 def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
-    """`total` leaves half an hour for a host on which controls fail."""
+    """`total` includes half an hour of retries on a host where controls fail."""
     each = CAPTURE_S + 300
     beat = request.heartbeat_timeout_s
     options = _options(names.IO_QUEUE, each=each, total=each + 1800, beat=beat)
@@ -109,7 +110,7 @@ def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
     """`timeout_s`: seconds for one run of the tests."""
-    runs = 2 * request.twin_pairs + 2  # the last two, or the only one, may each need a control
+    runs = 2 * request.twin_pairs + 2  # a run may need a control run as well
     limit = runs * timeout_s
     beat = request.heartbeat_timeout_s
     return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat)
@@ -121,11 +122,12 @@ def emit(request: RolloutRequest) -> ActivityOptions:
 
 
 UNBOOTED_S = 20.0
-"""A boot that did not end well often met a provider that is away, and then nothing is there to destroy."""
+"""Seconds. A boot often fails because its provider is unavailable, and then leaves nothing
+behind."""
 
 
 def destroy(request: RolloutRequest, host: str | None, *, booted: bool) -> ActivityOptions:
-    """Bounded: where it fails, the provider's TTL and the reaper end the sandbox."""
+    """Limited in time, because the provider's TTL and the reaper end a sandbox that is left."""
     total = 900 if booted else UNBOOTED_S
     options = _options(names.IO_QUEUE, each=120, total=total, beat=request.heartbeat_timeout_s)
     if host is not None:
@@ -135,13 +137,14 @@ def destroy(request: RolloutRequest, host: str | None, *, booted: bool) -> Activ
 
 
 OFFERED = 3 / 8
-"""For this share of the silence the host is asked once more, because the server may have been away."""
+"""Fraction of `silent_s` in which a silent host is asked again, because the server may have been
+down."""
 LOST_FOR = timedelta(hours=1)
-"""How long other workers answer work that arrives for a lost host."""
+"""How long other workers answer activities that arrive for a lost host."""
 
 
 def serve_term(term: Term) -> ActivityOptions:
-    """One try each: the workflow decides what its end means."""
+    """One try, because the workflow decides what its end means."""
     options = _options(
         names.life_queue(term.host), each=24 * 3600, beat=term.silent_s * (1 - OFFERED)
     )
@@ -161,17 +164,18 @@ def stand_in() -> ActivityOptions:
 
 
 def bookkeeping() -> ActivityOptions:
-    """As long as the store is away: rollouts in flight depend on it."""
+    """Without a total limit, so that it outlasts a store outage: rollouts in flight depend on
+    it."""
     return _options(names.IO_QUEUE, each=600, total=None, beat=60)
 
 
 def choose_twins() -> ActivityOptions:
-    """Some twenty runs of the row's tests, one after the other."""
+    """About twenty sequential runs of the row's tests."""
     return _options(names.GRADE_QUEUE, each=6 * 3600, total=24 * 3600, beat=60)
 
 
 def look() -> ActivityOptions:
-    """Short: if no answer comes, the account's workflow continues and asks again later."""
+    """Short, because without an answer the account's workflow continues and asks again later."""
     return _options(names.IO_QUEUE, each=30, total=30, beat=30)
 
 
@@ -185,7 +189,7 @@ def sweep(host: str | None) -> ActivityOptions:
 def described(
     options: ActivityOptions, summary: str, activity_id: str | None = None
 ) -> dict[str, Any]:
-    """The same options with the line that the Web UI shows beside the activity."""
+    """The same options with the summary that the Web UI shows next to the activity."""
     described: dict[str, Any] = {**options, "summary": summary}
     if activity_id is not None:
         described["activity_id"] = activity_id

@@ -1,8 +1,8 @@
 """CalibrationWorkflow: proves the rows of a dataset before they cost GPU time.
 
-Each row is played by the agents `oracle` and `nop`, `runs` times each, as ordinary rollouts. A row
-that has a record, and a rollout that has a grade, is not played again: starting the same request
-again goes on where the last one stopped.
+The agents `oracle` and `nop` run each row `runs` times each, as ordinary rollouts. A row that has a
+record and a rollout that has a grade do not run again: starting the same request again continues
+where the last one stopped.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ with workflow.unsafe.imports_passed_through():
 PAGE = 50
 """Rows that one activity loads."""
 MOST_EVENTS = 10_000
-"""Of one history: about 200 rows at three runs. Then no row is started until those in flight are done,
-and the workflow continues as new."""
+"""Events of one history, about 200 rows at three runs. After that, the workflow starts no more
+rows, waits for those in flight, and continues as new."""
 AGENTS = ("oracle", "nop")
 CHOOSING, UNDECIDED = "choosing twins", "undecided"
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 @workflow.defn(name=names.CALIBRATION)
 class CalibrationWorkflow:
-    """List the rows, play each, conclude on each, report on all."""
+    """List the rows, run each, conclude on each, report on all."""
 
     def __init__(self) -> None:
         self.dataset = ""
@@ -88,8 +88,8 @@ class CalibrationWorkflow:
         )
 
     async def _play(self, asked: CalibrationRequest, start: int) -> int | None:
-        """Play the rows from `start` on, each as soon as there is room. Returns the number of the first
-        one for which this history is too long; None: there is none."""
+        """Run the rows from `start` on, each as soon as there is room. Returns the number of the
+        first row for which this history is too long, or None."""
         places = asyncio.Semaphore(asked.concurrency)
         tasks: list[asyncio.Task[None]] = []
 
@@ -148,13 +148,13 @@ class CalibrationWorkflow:
         self._count(await self._conclude(RowToConclude(calibration=asked, row=row), places))
 
     async def _conclude(self, row: RowToConclude, places: asyncio.Semaphore) -> str:
-        """The row's state. A row that is not concluded on, or gets no twins, stops no other."""
+        """The row's state. A row without a conclusion or without twins does not stop the others."""
         concluding = self._bookkept("conclude_calibration", row, Conclusion, row.row.instance)
         concluded: Conclusion | None = await _unless_failed(concluding)
         if concluded is None or not concluded.state:
             return UNDECIDED
         if concluded.may_have_twins:
-            async with places:  # they use as many sandboxes as rollouts do
+            async with places:  # choosing twins uses a sandbox, like a rollout
                 await _unless_failed(self._choose_twins(row))
         return concluded.state
 
@@ -178,7 +178,7 @@ class CalibrationWorkflow:
             stop_if_cancelled()
 
     def _heed(self, episode: EpisodeRef) -> None:
-        """A failure that only a person can cure ends the calibration: it would fail every row."""
+        """End the calibration at a failure that only a user can fix, which would fail every row."""
         if episode.failure is not None and episode.failure.type in ACTION_NEEDED:
             self.attention = episode.failure.message
 
@@ -193,7 +193,7 @@ class CalibrationWorkflow:
 
 
 async def _unless_failed(activity: Awaitable[Result]) -> Result | None:
-    """None where the activity has failed for good. A cancellation is no failure."""
+    """None if the activity has failed for good. A cancellation is not a failure."""
     try:
         return await activity
     except ActivityError as error:

@@ -1,4 +1,4 @@
-"""Starts a rollout as a child, with the same id, attributes and summary as when a person starts it."""
+"""Starts a rollout as a child, with the id, attributes and summary of one that a user starts."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ Child = workflow.ChildWorkflowHandle[Any, Any]
 
 
 def summary_of(rollout: RolloutRequest) -> str:
-    """The line the Web UI lists: `click-8.1.3 #0 · oracle`."""
+    """The summary in the Web UI's list: `click-8.1.3 #0 · oracle`."""
     version = f" · policy {rollout.policy_version}" if rollout.policy_version is not None else ""
     return f"{rollout.instance_id} #{rollout.sample_index} · {rollout.agent}{version}"
 
@@ -41,7 +41,7 @@ def summary_of_group(group: GroupRequest) -> str:
 
 
 class Buyers:
-    """Open children that buy model calls, until they are told that the run's budget is used up."""
+    """Open children that make model calls, until they are told that the run's budget is used up."""
 
     def __init__(self) -> None:
         self._open: dict[str, Child] = {}
@@ -57,19 +57,19 @@ class Buyers:
             del self._open[child.id]
 
     async def stop(self) -> None:
-        """Tell each, and each that starts later."""
+        """Tell all open children, and each child that starts later."""
         self._told = True
         await asyncio.gather(*map(_tell, list(self._open.values())))
 
 
 async def _tell(child: Child) -> None:
-    with contextlib.suppress(FailureError):  # it has ended meanwhile
+    with contextlib.suppress(FailureError):  # the child has ended
         await child.signal(names.SPENT)
 
 
 async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
-    """The rollout as our child. Another parent may have it, as before a reset of this workflow: when it has
-    ended there, the start here finds its episode.
+    """Start the rollout as a child. If another parent has it, for example after a reset of this
+    workflow, wait until it ends there. The child started here then finds its episode.
 
     Raises: WorkflowAlreadyStartedError in histories of earlier builds.
     """
@@ -98,9 +98,9 @@ async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
 async def play_rollout(
     rollout: RolloutRequest, buyers: Buyers | None = None, *, abandon: bool = False
 ) -> EpisodeRef:
-    """Run one rollout to its episode. Returns an EpisodeRef however the child ends.
+    """Run one rollout. Returns an EpisodeRef, however the child ends.
 
-    `abandon`: the child outlives its parent (kept stragglers).
+    `abandon`: the child may outlive its parent (`stragglers: keep`).
     """
     try:
         child = await _started(rollout, abandon)
@@ -120,7 +120,7 @@ async def play_rollout(
 def without_episode(
     rollout: RolloutRequest, status: RolloutStatus, failure: Failure | None = None
 ) -> EpisodeRef:
-    """Of a rollout that left none in the store."""
+    """The EpisodeRef of a rollout that left no episode in the store."""
     return EpisodeRef(
         uri="",
         instance_id=rollout.instance_id,

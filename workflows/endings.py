@@ -1,4 +1,4 @@
-"""How a rollout came out, on one line: `unresolved · 0.0 · 12 turns · 31k tokens`."""
+"""How a rollout ended, on one line: `unresolved · 0.0 · 12 turns · 31k tokens`."""
 
 from perdure.types import EpisodeRef, Failure, Outcome, RolloutStatus
 
@@ -29,7 +29,8 @@ def of_episode(episode: EpisodeRef) -> str:
 
 
 def badness(episode: EpisodeRef) -> tuple[int, float]:
-    """Sorts the worst first: no verdict, then a low reward, and an honest one after a forged one."""
+    """Sort key, worst first: no verdict, then outcomes other than (un)resolved, then low
+    rewards."""
     if episode.status is not RolloutStatus.GRADED:
         return (0 if episode.status is RolloutStatus.FAILED else 1), 0.0
     honest = episode.outcome in (Outcome.RESOLVED, Outcome.UNRESOLVED)
@@ -37,7 +38,7 @@ def badness(episode: EpisodeRef) -> tuple[int, float]:
 
 
 def short(count: int) -> str:
-    """`950`, `31k`, `1.2M`."""
+    """Example: `950`, `31k`, `1.2M`."""
     if count < 1000:
         return str(count)
     if count < 999_500:

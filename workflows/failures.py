@@ -29,10 +29,11 @@ INVALID = "input:InvalidRequest"
 
 
 def parse(model: type[Model], raw: Any) -> Model:
-    """The request as `model`; otherwise the workflow fails at once, naming every wrong field.
+    """The request as `model`. If it is invalid, the workflow fails at once, naming every wrong
+    field.
 
-    The input is decoded as plain JSON first, because an input that the converter cannot decode
-    would fail the workflow *task* for ever instead of the workflow.
+    The input arrives as plain JSON, because an input that the converter cannot decode would fail
+    the workflow *task* forever instead of the workflow.
     """
     if isinstance(raw, model):
         return raw
@@ -48,7 +49,7 @@ def parse(model: type[Model], raw: Any) -> Model:
 
 
 def changed(before: Request, fields: Any) -> Request:
-    """The request with these fields changed; otherwise the update is refused, naming the field."""
+    """The request with these fields changed. An invalid field refuses the update by name."""
     if not isinstance(fields, dict):
         names_ = ", ".join(before.CHANGEABLE)
         raise refused(f"change takes an object with fields of {names_}, not {fields!r}")
@@ -63,8 +64,8 @@ def refused(why: str) -> ApplicationError:
 
 
 def check_own_id(expected: str) -> None:
-    """Everything of a request is found by this workflow id: under another one it would be played beside
-    itself, and `perdure` would not list it."""
+    """Refuse another workflow id than the request's own. Under another id the request could run
+    twice at once, and `perdure` would not list it."""
     own = workflow.info().workflow_id
     if own != expected and workflow.patched(CHECKS_OWN_ID):
         raise _refused(
@@ -74,7 +75,7 @@ def check_own_id(expected: str) -> None:
 
 
 def _refused(why: str, raw: dict[str, Any] | None = None) -> ApplicationError:
-    """The error that ends the workflow, which is listed under its run, as far as that is known."""
+    """The error that ends the workflow. Sets search attributes, so that lists by run show it."""
     run_id = _run_named(raw or {})
     if run_id and not attributes.are_set(workflow.info().typed_search_attributes):
         workflow.upsert_search_attributes([attributes.RUN.value_set(run_id)])
@@ -83,7 +84,7 @@ def _refused(why: str, raw: dict[str, Any] | None = None) -> ApplicationError:
 
 
 def _run_named(raw: dict[str, Any]) -> str:
-    """The run id in an input, or in the id of its workflow (`rollout/RUN/...`); empty: neither."""
+    """The run id in the input or in the workflow id (`rollout/RUN/...`); empty if in neither."""
     template = raw.get("rollout")
     inside = template.get("run_id") if isinstance(template, dict) else None
     kind, _, rest = workflow.info().workflow_id.partition("/")
@@ -95,7 +96,7 @@ def _run_named(raw: dict[str, Any]) -> str:
 
 
 def failure_of(error: ActivityError) -> Failure:
-    """The cause of a failed activity, with the boundary it crossed."""
+    """The cause of a failed activity, with the boundary that it crossed."""
     cause = error.cause
     if isinstance(cause, ApplicationError):
         boundary = next((d for d in cause.details if isinstance(d, str)), Boundary.WORKER.value)
@@ -112,13 +113,14 @@ def failure_of(error: ActivityError) -> Failure:
 
 
 def as_sentence(error: ActivityError) -> ApplicationError:
-    """The error that ends a workflow with what its activity said, not with "Activity task failed"."""
+    """The error that ends a workflow with its activity's message, not with "Activity task
+    failed"."""
     failure = failure_of(error)
     return ApplicationError(failure.message, type=failure.type, non_retryable=True)
 
 
 def invalid_result(activity: str, expected: str, why: ValidationError) -> ActivityError:
-    """The error of an activity that was completed by hand with something else."""
+    """The error of an activity that a user completed by hand with an invalid result."""
     error = ActivityError(
         "the result is invalid",
         scheduled_event_id=0,
@@ -140,7 +142,7 @@ def invalid_result(activity: str, expected: str, why: ValidationError) -> Activi
 
 
 def without_verdict(episode: EpisodeRef) -> ApplicationError:
-    """The error that ends a rollout without a verdict; it carries the episode."""
+    """The error that ends a rollout without a verdict. It carries the episode."""
     failure = episode.failure
     why = f"{failure.boundary.value}: {failure.message}" if failure else "no verdict"
     found = episode.model_dump(mode="json", exclude_defaults=True)
@@ -148,7 +150,7 @@ def without_verdict(episode: EpisodeRef) -> ApplicationError:
 
 
 def episode_of(error: BaseException | None) -> EpisodeRef | None:
-    """What `without_verdict` carries."""
+    """The episode that a `without_verdict` error carries."""
     if (
         isinstance(error, ApplicationError)
         and error.type == names.WITHOUT_VERDICT
@@ -159,13 +161,13 @@ def episode_of(error: BaseException | None) -> EpisodeRef | None:
 
 
 def waited_too_long(error: ActivityError) -> bool:
-    """No worker took it in time: its first try, or its next one, never ran."""
+    """Whether no worker took the activity in time, so that a try of it never ran."""
     cause = error.cause
     return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
 
 
 def is_host_lost(error: ActivityError) -> bool:
-    """The sandbox's host is lost, so it receives no work."""
+    """Whether the sandbox's host is lost, so that it receives no work."""
     return isinstance(error.cause, ApplicationError) and HOST_LOST in error.cause.details
 
 
@@ -187,17 +189,17 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
 
 
 def stop_if_cancelled() -> None:
-    """Raise CancelledError when this workflow has been told to stop.
+    """Raise CancelledError if this workflow has been cancelled.
 
-    Call it after each activity: if an activity is told to stop and succeeds, the cancellation is
-    used up, and the workflow would continue.
+    Call it after each activity: an activity that is cancelled but succeeds consumes the
+    cancellation, and the workflow would continue.
     """
     if workflow.cancellation_reason() is not None:
         raise asyncio.CancelledError("the workflow was cancelled")
 
 
 async def to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
-    """The result, even if the workflow is cancelled meanwhile: this work is never cancelled."""
+    """Run `cleaning` to its end, even if the workflow is cancelled, and return its result."""
     work = asyncio.create_task(cleaning)
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
@@ -206,9 +208,9 @@ async def to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
 
 
 def was_dropped() -> bool:
-    """In a `finally`: this worker is dropping the workflow, which continues on another worker.
+    """In a `finally`: whether this worker is evicting the workflow, which continues elsewhere.
 
-    Do not `await` then: it would run outside of the workflow, or not at all.
+    If so, do not `await`: it would run outside of the workflow, or not at all.
     """
     return isinstance(sys.exception(), GeneratorExit)
 
@@ -218,10 +220,10 @@ def type_of(error: ActivityError) -> str | None:
 
 
 def store_was_away(error: ActivityError) -> bool:
-    """The activity's tries or time ran out while the store refused, so the same work is ordered again."""
+    """Whether a store outage made the activity fail, so that the same work is dispatched again."""
     cause = error.cause
     if isinstance(cause, TimeoutError):
         if cause.type is TimeoutType.SCHEDULE_TO_START:
-            return False  # no worker of its host answers, whatever the store does
+            return False  # no worker of the host polled, which the store did not cause
         cause = cause.cause
     return isinstance(cause, ApplicationError) and cause.type == STORE_UNAVAILABLE

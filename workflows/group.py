@@ -21,13 +21,13 @@ MAX_WAIT_S = 30.0
 
 @workflow.defn(name=names.GROUP)
 class RolloutGroupWorkflow:
-    """Ends at its quorum or deadline; stragglers are cancelled, or kept running on their own."""
+    """Ends at its quorum or deadline. Stragglers are cancelled, or continue without the group."""
 
     def __init__(self) -> None:
         self.episodes: list[EpisodeRef] = []
         self.total = 0
         self.group: GroupRequest | None = None
-        """As it holds now."""
+        """The request, with all changes so far."""
         self.buyers = Buyers()
         self.page: ChildrenPage | None = None
 
@@ -63,7 +63,7 @@ class RolloutGroupWorkflow:
 
     @workflow.update
     async def change(self, fields: Any) -> dict[str, Any]:
-        """Another quorum or deadline from now on: fields of GroupRequest."""
+        """Change the quorum or the deadline: `fields` are fields of GroupRequest."""
         await workflow.wait_condition(lambda: self.group is not None)
         assert self.group is not None, "it was waited for"
         self.group = changed(self.group, fields)
@@ -81,7 +81,7 @@ class RolloutGroupWorkflow:
 
     @workflow.update
     async def wait_progress(self, cursor: int) -> list[EpisodeRef]:
-        """Episodes that finished after the first `cursor` ones; waits up to 30 s for one."""
+        """The episodes after the first `cursor` ones. Waits up to 30 s for at least one."""
         try:
             await workflow.wait_condition(
                 lambda: len(self.episodes) > cursor or len(self.episodes) >= self.total,
@@ -105,7 +105,7 @@ class RolloutGroupWorkflow:
             self.page.add(episode)
 
     async def _until_enough(self, group: GroupRequest) -> None:
-        """Wait for the quorum or the deadline; when one of them is changed, for the new one."""
+        """Wait for the quorum or the deadline, following changes of either."""
         began = workflow.time()
         while True:
             waits_for = self.group or group
@@ -122,13 +122,13 @@ class RolloutGroupWorkflow:
                 return
 
     def _waits_no_more(self, group: GroupRequest) -> bool:
-        """It has enough, or something else is waited for since."""
+        """Whether the group has enough rollouts, or its quorum or deadline has changed."""
         quorum = group.quorum or group.n_samples
         enough = self._graded() >= quorum or len(self.episodes) >= self.total
         return enough or self.group is not group
 
     async def _settle(self, tasks: list[asyncio.Task[None]], group: GroupRequest) -> None:
-        """Cancel what still runs and wait for its episodes, unless stragglers are kept."""
+        """Cancel the open rollouts and wait for their episodes, unless stragglers are kept."""
         open_tasks = [task for task in tasks if not task.done()]
         if group.stragglers == "keep":
             return
@@ -142,7 +142,7 @@ class RolloutGroupWorkflow:
 
 
 def _left(group: GroupRequest, waited_s: float) -> timedelta | None:
-    """Until the deadline."""
+    """Time left until the deadline."""
     if group.deadline_s is None:
         return None
     return timedelta(seconds=max(0.0, group.deadline_s - waited_s))

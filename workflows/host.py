@@ -1,8 +1,9 @@
-"""HostWorkflow: knows whether one host lives. While the host is lost, other workers answer for it.
+"""HostWorkflow: tracks whether one host is alive. While the host is lost, other workers answer for
+it.
 
-A host shows its life by the heartbeats of one long activity, `serve_term`, which cost no events. They
-come from a process of their own (`workers.host.life`), so no stopped or busy worker is taken for a lost
-host. `workers/host/README.md` draws the sequence.
+A host shows that it is alive by heartbeats of one long activity, `serve_term`, which add no events.
+A separate process sends them (`workers.host.life`), so a stopped or busy worker does not look like
+a lost host. `workers/host/README.md` draws the sequence.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class HostWorkflow:
             self.term = self.term.model_copy(update={"number": self.term.number + 1})
             self.lost = True
             if not await self._comes_back():
-                return  # a new start of this workflow gets the number of its term
+                return  # the next start of this workflow passes in the term number
             self.lost = False
 
     @workflow.query
@@ -41,14 +42,14 @@ class HostWorkflow:
         return HostState(number=self.term.number, lost=self.lost)
 
     def _is_ahead(self, number: Any) -> bool:
-        """The host answers with a later term after the server was restored from a backup: take that."""
+        """Adopt a later term that the host reports after the server was restored from a backup."""
         if not isinstance(number, int) or number <= self.term.number:
             return False
         self.term = self.term.model_copy(update={"number": number})
         return True
 
     async def _serves(self) -> None:
-        """Until the host is silent for too long, or leaves."""
+        """Returns when the host has been silent for too long or has left."""
         while True:
             if workflow.info().is_continue_as_new_suggested():
                 workflow.continue_as_new(self.term)
@@ -61,14 +62,15 @@ class HostWorkflow:
                     ),
                 )
                 if not self._is_ahead(number):
-                    return  # it said goodbye
+                    return  # the host has left
             except ActivityError as error:
                 stop_if_cancelled()
                 if waited_too_long(error):
-                    return  # silent, and it did not answer when it was asked once more
+                    return  # the host stayed silent when it was asked again
 
     async def _comes_back(self) -> bool:
-        """Let other workers answer for the host until it has ended the sandboxes of its last term."""
+        """Let other workers answer for the host until it has killed the sandboxes of its last
+        term."""
         answering = asyncio.create_task(self._stand_in())
         try:
             number = await workflow.execute_activity(
@@ -92,8 +94,8 @@ class HostWorkflow:
         return True
 
     async def _stand_in(self) -> None:
-        """Runs until this task is cancelled. If the worker stops at the same moment, the activity fails as
-        evicted and not as cancelled. So the loop itself checks for the cancellation."""
+        """Runs until this task is cancelled. The loop checks for that itself: if the worker stops
+        at the same moment, the activity fails as evicted, not as cancelled."""
         task = asyncio.current_task()
         while task is not None and not task.cancelling():
             try:

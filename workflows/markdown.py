@@ -1,16 +1,17 @@
-"""Markdown for the details of the Web UI, in which agents, tests and engines have a say.
+"""Markdown for the details in the Web UI, which contain untrusted text of agents, tests and
+engines.
 
-Their text is shown as inline code, of which no renderer makes a link, an image or HTML.
+That text is shown as inline code, so that no renderer turns it into a link, an image or HTML.
 """
 
 from urllib.parse import quote
 
 LONGEST = 200
-"""Characters of one quoted text."""
+"""Maximum characters of one quoted text."""
 
 
 def quoted(text: str, limit: int = LONGEST) -> str:
-    """Any text as one line of inline code; empty if nothing of it can be shown."""
+    """Any text as one line of inline code; empty if it has no printable character."""
     shown = "".join(one if one.isprintable() else " " for one in text[: 4 * limit])
     line = " ".join(shown.replace("`", "'").split())
     if len(line) > limit or len(text) > 4 * limit:
@@ -19,16 +20,16 @@ def quoted(text: str, limit: int = LONGEST) -> str:
 
 
 def escaped(text: str) -> str:
-    """A name or number of ours, of which no character is markup."""
+    """A trusted name or number, with its Markdown characters escaped."""
     return "".join(f"\\{one}" if one in r"\`*_[]<>&!|~" else one for one in text)
 
 
 def of_workflow(label: str, namespace: str, workflow_id: str) -> str:
-    """A link to the page of a workflow in this Web UI."""
+    """A link to a workflow's page in this Web UI."""
     path = f"/namespaces/{quote(namespace, safe='')}/workflows/{quote(workflow_id, safe='')}"
     return of_page(label, path)
 
 
 def of_page(label: str, address: str) -> str:
-    """A link. `address` is made of a setting and of safe names."""
+    """A link. `address` consists of a setting and of safe names."""
     return f"[{escaped(label)}](<{address}>)"

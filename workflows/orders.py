@@ -1,4 +1,4 @@
-"""Orders an activity, and orders it again where that costs no finished work."""
+"""Runs an activity, and dispatches it again if that loses no finished work."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,16 +22,17 @@ async def ordered(
     cleaning: bool = False,
     evicted: Callable[[ActivityError], None] | None = None,
 ) -> Result:
-    """Run an activity. It is ordered again if its worker is told to stop, as at every deploy, and if
-    its time ran out while the store was away.
+    """Run an activity. Dispatch it again if its worker shuts down, as at every deploy, or if it
+    fails because the store was unavailable.
 
-    A person may complete an activity by hand. If what they give is no `result`, the activity has failed;
-    cleaning is ordered again.
-    `cleaning`: also for a cancelled workflow. `evicted` hears of each stop, and may raise its error.
+    If a user completes the activity by hand with something other than a `result`, it counts as
+    failed. `cleaning`: dispatch it again then too, and also if the workflow is cancelled. `evicted`
+    is called at each shutdown and may raise its error.
     """
     while True:
         try:
-            # Decoded as plain JSON: the SDK would fail the workflow task for ever if it were no `result`.
+            # Plain JSON: the SDK would fail the workflow task forever if it could not decode a
+            # `result`.
             raw = await workflow.execute_activity(activity, argument, **options)
         except ActivityError as error:
             was_evicted = type_of(error) == WORKER_EVICTED

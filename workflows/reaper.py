@@ -1,4 +1,4 @@
-"""ReaperWorkflow: kills sandboxes without an owner; one schedule per host starts it."""
+"""ReaperWorkflow: kills sandboxes without an owner. One schedule per host starts it."""
 
 from temporalio import workflow
 

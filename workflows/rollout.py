@@ -1,7 +1,7 @@
 """RolloutWorkflow: one sample of an agent's work on one instance, from boot to episode.
 
 Ordering only. A rollout that ends without a verdict fails as a workflow, and its error carries the
-episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI needs a person.
+episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI needs attention.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ Result = TypeVar("Result")
 
 MAX_EVICTIONS = 50
 ASK_AGAIN_S = 600.0
-"""After this wait the rollout asks for its permit again, because the account's workflow may have
-been terminated."""
+"""Seconds after which the rollout asks for its permit again, because the account's workflow may
+have been terminated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
-"""Seconds before the attempt after one whose model call had no answer. The pause doubles each time."""
+"""Seconds before the next attempt if a model call got no answer. The pause doubles each time."""
 CLEANING = ("destroy_sandbox", "emit_episode")
 EMIT_AGAIN = timedelta(minutes=10)
-"""After this pause it tries again to write an episode, where even one without evidence failed."""
+"""Pause before the next try to write an episode, if writing one without evidence failed too."""
 
 
 @workflow.defn(name=names.ROLLOUT)
@@ -89,7 +89,7 @@ class RolloutWorkflow:
         if failure is not None and failure.type == IDENTITY_DIFFERS:
             episode = without_episode(
                 rollout, status, failure
-            )  # the stored one is another request's
+            )  # the stored episode belongs to another request
         else:
             episode = await to_the_end(self._emit(rollout, status, failure))
         self.page.close(episode)
@@ -101,17 +101,17 @@ class RolloutWorkflow:
 
     @workflow.signal(name=names.GRANTED)
     def granted(self, step: str) -> None:
-        """The sandbox of this step may be made now."""
+        """The sandbox of this step may be created now."""
         self.grants.add(step)
 
     @workflow.signal(name=names.BOOTING)
     def booting(self, attempt: int) -> None:
-        """It has a seat, and its sandbox takes longer than a moment."""
+        """The rollout has a seat. Sent only if the boot takes longer than a moment."""
         self.page.booting(attempt)
 
     @workflow.signal(name=names.SPENT)
     def spent(self) -> None:
-        """The run's budget is used up: the agent stops, and what it left is graded."""
+        """The run's budget is used up: stop the agent and grade its work."""
         self.is_spent = True
         self.page.spent()
         if self.buying is not None:
@@ -119,13 +119,13 @@ class RolloutWorkflow:
 
     @workflow.query
     def state(self) -> dict[str, Any]:
-        """How far the rollout is: for people and for `perdure status`."""
+        """The rollout's progress, for users and for `perdure status`."""
         return self.page.state()
 
     async def _play(
         self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
-        """Raises: CancelledError, whichever stage the cancellation interrupted."""
+        """Raises: CancelledError, whichever stage the cancellation interrupts."""
         counted, pause_s, gives_up_at = 0, FIRST_PAUSE_S, math.inf
         while True:
             self.attempt += 1
@@ -175,7 +175,7 @@ class RolloutWorkflow:
             run = await self._run_agent(attempt, host)
             stop_if_cancelled()
             if self.is_spent and run.end is AgentEnd.LIMIT and not run.turns:
-                return RolloutStatus.CANCELLED, None  # it had bought nothing
+                return RolloutStatus.CANCELLED, None  # it made no model call
             captured = await self._capture(attempt, host)
             if run.broke:
                 clean = True
@@ -185,16 +185,16 @@ class RolloutWorkflow:
             clean = True
             return RolloutStatus.GRADED, None
         except ActivityError as error:
-            clean = type_of(error) == IDENTITY_DIFFERS  # what is there is another request's
+            clean = type_of(error) == IDENTITY_DIFFERS  # any sandbox belongs to another request
             if is_host_lost(error):
-                host = None  # any other one keeps what the attempt's session recorded
+                host = None  # a worker of any host can close the attempt's session
             raise
         finally:
             if not clean and not was_dropped():
                 await to_the_end(self._destroy(attempt, host, booted=is_booted))
 
     async def _boot(self, attempt: Attempt) -> Booted:
-        """The rollout waits in the boot queue until a host has a free seat."""
+        """Boot the sandbox. The activity waits in the boot queue until a host has a free seat."""
         summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
         while True:
             options = activity_options.described(
@@ -216,7 +216,7 @@ class RolloutWorkflow:
             attempt = attempt.model_copy(update={"permit": permit})
 
     async def _granted(self, step: str, expires_at: float | None = None) -> bool:
-        """Wait for a permit of a metered account. False: the wait was too long, so ask again."""
+        """Wait for a permit of a metered account. False if the wait timed out: ask again."""
         self.page.waits(step)
         patience = ASK_AGAIN_S
         if expires_at is not None:
@@ -270,7 +270,7 @@ class RolloutWorkflow:
 
     async def _grade(self, attempt: Attempt, timeout_s: float) -> GradedPatch:
         self.page.stage("grade", attempt.attempt)
-        # A reset workflow has a new run id, so it grades again instead of finding the old verdict.
+        # A reset changes the run id, so that the workflow grades again and ignores the old verdict.
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
         options = activity_options.described(
             activity_options.grade(attempt.request, timeout_s),
@@ -329,7 +329,7 @@ class RolloutWorkflow:
             if self.evictions >= MAX_EVICTIONS and not cleaning:
                 raise error
             if activity == "run_agent" and self.is_spent and not argument.spent:
-                raise error  # it is ordered again to end its agent
+                raise error  # `_run_agent` dispatches it again to stop the agent
             self.evictions += 1
             self.page.evicted(self.evictions)
 
@@ -339,7 +339,7 @@ class RolloutWorkflow:
 
 
 def _was_stopped(error: BaseException) -> bool:
-    """The agent stage, by our order or with its worker."""
+    """Whether this workflow or a worker shutdown stopped the agent stage."""
     evicted = isinstance(error, ActivityError) and type_of(error) == WORKER_EVICTED
     return evicted or is_cancelled_exception(error)
 

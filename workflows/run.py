@@ -1,8 +1,8 @@
 """RunWorkflow: a set of instances x n samples under one config.
 
-A small run plays its instances itself. A large one is cut into shards, each small enough to need
-no continue-as-new (docs/decisions/0004-runs-are-sharded.md); a shard starts when the one before it
-has nothing left to start, with the room that the older ones leave of the run's concurrency.
+A small run starts its rollouts itself. A large run is cut into shards, each small enough to need no
+continue-as-new (docs/decisions/0004-runs-are-sharded.md). A shard starts when the previous one has
+started all its rollouts. It gets the part of the run's concurrency that older shards do not use.
 """
 
 import asyncio
@@ -45,19 +45,19 @@ with workflow.unsafe.imports_passed_through():
     from workflows.window import STILL_RUNNING, Counts, Throttle, Window, starts_together
 
 SHARD = 500
-"""Children of one shard: about 2,400 history events, far below the server's limits."""
+"""Children per shard: about 2,400 history events, far below the server's limits."""
 
 Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
 RECORDS_CHANGES = "records-changes"
 CHANGES_AFTER_LIST = "changes-after-the-list"
 LEAST_S = 0.001
-"""Between the times of two changes, so that each has its own. Workflow time may stand still."""
+"""Seconds between the times of two changes, so that they differ. Workflow time may not advance."""
 
 
 @workflow.defn(name=names.RUN)
 class RunWorkflow:
-    """Prepares the list, plays it, writes the manifest. Pause, resume, resize by update."""
+    """Lists the instances, runs them, writes the manifest. Updates pause, resume and resize it."""
 
     def __init__(self) -> None:
         self.run_id = ""
@@ -66,25 +66,25 @@ class RunWorkflow:
         paused, attention = workflow.memo_value(names.PAUSED, (False, ""))
         self.throttle = Throttle(paused=paused, attention=attention)
         self.request: RunRequest | None = None
-        """As it holds now."""
+        """The request, with all changes so far."""
         self.instances = 0
         self.window: Window | None = None
         self.shards: dict[int, Shard] = {}
-        """The open ones. Only the newest has rollouts left to start."""
+        """The open shards. Only the newest has rollouts left to start."""
         self.newest, self.told = 0, 0
-        """The newest shard, and the room that it knows of."""
+        """The newest shard, and the concurrency it was last told."""
         self.reports: dict[int, RunStatus] = {}
-        """The last one of each shard."""
+        """The last report of each shard."""
         self.summary: RunSummary | None = None
         self.page: ShardsPage | None = None
-        """Of a run that is cut into shards."""
+        """Set only for a run that is cut into shards."""
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
         run = parse(RunRequest, request).model_copy(update={"asked_at": workflow.time()})
         check_own_id(run.workflow_id)
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
-        parse(RolloutRequest, probe)  # a wrong field is refused before anything starts
+        parse(RolloutRequest, probe)  # refuses a wrong field before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
         self.request = run
         if not attributes.are_set(workflow.info().typed_search_attributes):
@@ -95,7 +95,7 @@ class RunWorkflow:
             )
             prepared = await ordered("prepare_run", run, PreparedRun, options)
         except asyncio.CancelledError:
-            # The list may be done: its completion can come together with the cancellation.
+            # The list may be done: its completion can arrive together with the cancellation.
             await to_the_end(self._finish(run))
             raise
         except ActivityError as error:
@@ -116,7 +116,7 @@ class RunWorkflow:
                 self.page = ShardsPage(*_page(run, self.total))
                 self._show()
                 await self._play_shards(run, prepared.total)
-        except GeneratorExit:  # this worker dropped the workflow, which continues on another worker
+        except GeneratorExit:  # this worker evicts the workflow, which continues elsewhere
             raise
         except BaseException:
             await to_the_end(self._finish(run))
@@ -146,13 +146,14 @@ class RunWorkflow:
         return status.model_copy(update={"stopped": self._used_up()})
 
     def _used_up(self) -> str:
-        """What the run has used of its budget; empty: there is more."""
+        """Says that the budget is used up, with figures; empty if it is not."""
         counts = self._counts()
         budget = self.request.budget if self.request is not None else Budget()
         return budget.used_up(counts.tokens, counts.dollars)
 
     def _has_more_to_play(self, began: RunRequest) -> bool:
-        """A change came too late for some instances: they have fewer samples, or the budget stopped them."""
+        """Whether a change came too late for instances that have fewer samples or that the old
+        budget stopped."""
         now = self.request
         if now is None or now is began or self.state == "finishing":
             return False
@@ -160,7 +161,7 @@ class RunWorkflow:
         return now.n_samples > began.n_samples or was_stopped
 
     def _rest(self, began: RunRequest) -> RunRequest:
-        """The next execution reads from the store what has its verdict."""
+        """The request of the next execution, which finds finished rollouts in the store."""
         now = self.request or began
         return now.model_copy(update={"again": None}) if now.n_samples > began.n_samples else now
 
@@ -170,7 +171,7 @@ class RunWorkflow:
 
     @workflow.update
     async def pause(self) -> RunStatus:
-        """Start no new rollouts; those in flight go on."""
+        """Start no new rollouts. Those in flight continue."""
         return await self._set_paused(True)
 
     @workflow.update
@@ -185,8 +186,8 @@ class RunWorkflow:
 
     @workflow.update
     async def resize(self, concurrency: Any) -> RunStatus:
-        """Rollouts in flight at most, from now on. Not decoded as a number: the converter's error for
-        another type would be no sentence."""
+        """Change the maximum number of rollouts in flight. The argument is decoded as `Any`,
+        because the converter's error for another type is not readable."""
         if workflow.patched(RECORDS_CHANGES):
             return await self._change({"concurrency": concurrency})
         self.throttle.concurrency = concurrency
@@ -195,13 +196,13 @@ class RunWorkflow:
 
     @workflow.update
     async def change(self, fields: Any) -> RunStatus:
-        """Other samples, budget, concurrency, quorum or deadline from now on: fields of RunRequest."""
+        """Change samples, budget, concurrency, quorum or deadline: `fields` are of RunRequest."""
         return await self._change(fields)
 
     async def _change(self, fields: Any) -> RunStatus:
         await workflow.wait_condition(lambda: self.request is not None)
         if self.state == "starting" and workflow.patched(CHANGES_AFTER_LIST):
-            # The list's activity records the first request, which a change must follow.
+            # The activity that lists the instances records the first request, before any change.
             await workflow.wait_condition(lambda: self.state != "starting")
         before = self.request
         assert before is not None, "it was waited for"
@@ -255,13 +256,13 @@ class RunWorkflow:
         return self.summary
 
     def _with_all(self, summary: RunSummary) -> RunSummary:
-        """The store's counts, and every planned rollout that left no episode there."""
+        """Add the planned rollouts without an episode to the store's counts."""
         counted = self._counts().by_status
         by_status = dict(summary.by_status)
         left = self.total - sum(by_status.values())
         for status in (RolloutStatus.FAILED.value, STILL_RUNNING, RolloutStatus.CANCELLED.value):
             more = counted[status] - by_status.get(status, 0)
-            # The rest was never started: the run was cancelled before, or its budget is used up.
+            # The others never started: the run was cancelled, or its budget is used up.
             n = left if status == RolloutStatus.CANCELLED else min(more, left)
             if n > 0:
                 by_status[status] = by_status.get(status, 0) + n
@@ -292,7 +293,7 @@ class RunWorkflow:
             await workflow.wait_condition(
                 lambda shard=shard, task=task: task.done() or self._has_started_all(shard)  # type: ignore[misc]
             )
-        await asyncio.gather(*tasks, return_exceptions=True)  # one that fails ends no other
+        await asyncio.gather(*tasks, return_exceptions=True)  # let the other shards finish
         for task in tasks:
             task.result()
 
@@ -322,7 +323,7 @@ class RunWorkflow:
         await self._tell_room()
 
     async def _catch_up(self, shard: Shard, request: ShardRequest) -> None:
-        """Signal what has changed while the shard was being started."""
+        """Signal the changes that arrived while the shard was being started."""
         if request.paused != self.throttle.paused:
             await _signal(shard, RunShardWorkflow.set_paused, self.throttle.paused)
         if self.request is not None and self.request is not request.run:
@@ -331,12 +332,13 @@ class RunWorkflow:
         stop_if_cancelled()  # awaiting the signals may have used up the cancellation
 
     def _starts_no_more(self, tasks: list[asyncio.Task[None]]) -> bool:
-        """The budget is used up, or a shard has failed."""
+        """Whether the budget is used up or a shard has failed."""
         ended = [task for task in tasks if task.done()]
         return self.throttle.spent or any(task.cancelled() or task.exception() for task in ended)
 
     def _room(self) -> int:
-        """Rollouts that the newest shard may have in flight: what the older ones leave."""
+        """Rollouts that the newest shard may have in flight: the concurrency that older ones
+        leave."""
         older = self.shards.keys() & self.reports.keys() - {self.newest}
         return self.throttle.concurrency - sum(self.reports[shard].running for shard in older)
 
@@ -356,11 +358,11 @@ class RunWorkflow:
 
 @workflow.defn(name=names.SHARD)
 class RunShardWorkflow:
-    """Instances [start, stop) of a large run; reports to its parent as it goes."""
+    """Runs instances [start, stop) of a large run and reports to its parent."""
 
     @workflow.init
     def __init__(self, request: ShardRequest, shard: int) -> None:
-        # Before any signal: one may arrive with the first workflow task.
+        # Set here, because a signal may arrive with the first workflow task.
         self.throttle = Throttle(request.concurrency, request.paused)
         self.start, self.stop = request.start, request.stop
         self.total = (self.stop - self.start) * request.run.rollouts_each
@@ -400,8 +402,9 @@ class RunShardWorkflow:
         self.throttle.concurrency = concurrency
 
     async def _report(self, shard: int, playing: asyncio.Task[None]) -> None:
-        """Tell the parent at every 5 % of the shard; once all have started, at once, and whenever a
-        fifth of those in flight has ended, since others may start in their place."""
+        """Report to the parent at every 5 % of the shard and when all its rollouts have started.
+        After that, report whenever a fifth of those in flight has ended, so that the next shard can
+        start more."""
         parent = workflow.info().parent
         assert parent is not None, "shards are children of a run"
         handle = workflow.get_external_workflow_handle(parent.workflow_id)
@@ -434,13 +437,13 @@ class RunShardWorkflow:
 
 
 def _shard_size(run: RunRequest) -> int:
-    """Instances of one shard."""
+    """Instances per shard."""
     children_each = 1 if starts_together(run) else run.rollouts_each
     return max(1, SHARD // children_each)
 
 
 def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
-    """The arguments of a page about `total` rollouts of this run."""
+    """The constructor arguments of a page for `total` rollouts of this run."""
     agent = markdown.quoted(run.rollout_request("any/instance").agent)
     headline = (
         f"**{markdown.escaped(run.run_id)}** · {total} rollouts · agent {agent}"
@@ -452,7 +455,7 @@ def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
 async def _signal(
     shard: Shard, signal: Callable[["RunShardWorkflow", Value], None], value: Value
 ) -> None:
-    with contextlib.suppress(FailureError):  # the shard has ended meanwhile
+    with contextlib.suppress(FailureError):  # the shard has ended
         await shard.signal(signal, value)
 
 

@@ -1,7 +1,7 @@
-"""Drops signals that a person sent with missing or surplus arguments.
+"""Drops signals that a user sent with missing or surplus arguments.
 
-The SDK drops those that it cannot decode. Without this, a wrong number of arguments would fail the workflow
-task for ever.
+The SDK itself drops only signals that it cannot decode. A wrong number of arguments would fail the
+workflow task forever.
 """
 
 import inspect

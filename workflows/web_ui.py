@@ -1,7 +1,7 @@
-"""Runs, groups and rollouts in the Temporal Web UI: details in Markdown, attributes to filter by.
+"""Runs, groups and rollouts in the Temporal Web UI: details in Markdown, search attributes.
 
-Details cost no history. They stay small however many rollouts there are, because the UI sends them
-as part of an address.
+Details add nothing to the history. Their size is limited, whatever the number of rollouts, because
+the UI sends them as part of a URL.
 """
 
 from collections import Counter, deque
@@ -25,26 +25,26 @@ with workflow.unsafe.imports_passed_through():
     from workflows import endings, markdown
 
 VIEWER = "perdure_viewer"
-"""Name of the function by which a worker tells its workflows the address of `perdure view`."""
+"""Name of the extern function that gives a worker's workflows the address of `perdure view`."""
 LISTED = 10
-"""Children of each kind in the details: the worst, and the last."""
+"""Children per table in the details: the worst ones and the last ones."""
 SENTENCE = 400
 """Characters of a failure's message, which ends with the fix."""
 STORY = 30
-"""Newest lines of a rollout's story in the details."""
+"""Number of a rollout's latest event lines in the details."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Where the pages of this namespace and of the viewer are."""
+    """Links to pages of this namespace and of the viewer."""
 
     namespace: str
     viewer: str = ""
-    """Address of `perdure view`; empty: none is known."""
+    """Address of `perdure view`; empty if none is known."""
 
     @classmethod
     def here(cls) -> "Links":
-        """Of the running workflow; its worker knows the viewer."""
+        """Links for the running workflow. Its worker knows the viewer's address."""
         known = workflow.extern_functions().get(VIEWER)
         return cls(workflow.info().namespace, str(known()) if known is not None else "")
 
@@ -55,7 +55,7 @@ class Links:
         return self.workflow(run_id, f"run/{run_id}")
 
     def viewed(self, label: str, run_id: str, instance_id: str, sample: int) -> str:
-        """A rollout's page in the viewer; empty without one."""
+        """A link to a rollout's page in the viewer; empty without a viewer."""
         if not self.viewer:
             return ""
         url = f"{self.viewer}/runs/{run_id}/rollouts/{instance_id}/{sample}"
@@ -63,7 +63,7 @@ class Links:
 
 
 class RolloutPage:
-    """Collects one line per event and keeps the current details up to date."""
+    """Collects one line per event and updates the workflow's current details."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -92,7 +92,7 @@ class RolloutPage:
         )
         self._show()
         if attributes.are_set(workflow.info().typed_search_attributes):
-            return  # the client set them at the start, which saves an event
+            return  # the client has set them at the start, which saves an event
         workflow.upsert_search_attributes(attributes.updates_of(rollout))
 
     def stage(self, name: str, attempt: int) -> None:
@@ -102,7 +102,7 @@ class RolloutPage:
             self._list()
 
     def booting(self, attempt: int) -> None:
-        """The boot signals this once it has lasted for a moment."""
+        """Called by a signal that the boot sends if it takes longer than a moment."""
         if self.current == "waiting":
             self.stage("boot", attempt)
 
@@ -143,7 +143,7 @@ class RolloutPage:
 
     def graded(self, graded: GradedPatch) -> None:
         self._graded = graded
-        has_reason = graded.reason and not graded.failing  # else it names the same tests
+        has_reason = graded.reason and not graded.failing  # otherwise both name the same tests
         reason = f": {markdown.quoted(graded.reason)}" if has_reason else ""
         self._add(f"**{graded.outcome.value}**, reward {graded.reward:g}{reason}")
         if graded.failing:
@@ -158,7 +158,7 @@ class RolloutPage:
         self._add(f"worker told to stop, handed over ({count})")
 
     def verdict(self, status: RolloutStatus, failure: Failure | None) -> str:
-        """What the episode will say, on one line: the summary of the step that writes it."""
+        """The episode's verdict on one line, used as the summary of the activity that writes it."""
         run, graded = self._run, self._graded
         has_verdict = status is RolloutStatus.GRADED and graded is not None
         return endings.line(
@@ -215,7 +215,7 @@ class RolloutPage:
         body = "\n".join(f"- {line}" for line in (*told, *self.lines[-STORY:]))
         waits = " for a free seat on a host" if self.current == "waiting" else ""
         now = self.found or f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
-        # A browser opens no path of another host's disk.
+        # A browser cannot open a path on another host's disk.
         where = "" if self.evidence.startswith("file:") else markdown.quoted(self.evidence, 500)
         there = f"\n\nEvidence: {where}" if where else ""
         opened = f"\n\nTurns, patch, tests, logs: {self.open_with}"
@@ -223,7 +223,7 @@ class RolloutPage:
 
 
 class ChildrenPage:
-    """The rollouts of a run, a shard or a group that have ended: counts, the worst and the last."""
+    """The ended rollouts of a run, a shard or a group: counts, the worst and the last ones."""
 
     def __init__(self, run_id: str, headline: str, total: int, links: Links) -> None:
         self._run_id, self._headline, self._total = run_id, headline, total
@@ -265,7 +265,7 @@ class ChildrenPage:
 
 
 class ShardsPage:
-    """A run that is cut into shards: the counts of all, and a line for each of the last shards."""
+    """A run that is cut into shards: total counts, and a row for each of the last shards."""
 
     def __init__(self, run_id: str, headline: str, total: int, links: Links) -> None:
         self._run_id, self._headline, self._total = run_id, headline, total
@@ -288,7 +288,7 @@ def _told(failure: Failure) -> str:
 
 
 def counted(status: RunStatus) -> dict[str, int]:
-    """Rollouts that ended, by outcome, or by status where there is none."""
+    """Ended rollouts by outcome, or by status if they have no outcome."""
     without = {k: n for k, n in status.by_status.items() if k != RolloutStatus.GRADED}
     return {**status.by_outcome, **without}
 

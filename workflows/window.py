@@ -1,4 +1,5 @@
-"""The rollouts in flight of one run: starts the next when there is room, and counts how they end."""
+"""The rollouts of one run in flight: starts the next when there is room, and counts how they
+end."""
 
 import asyncio
 from collections import Counter
@@ -29,29 +30,29 @@ with workflow.unsafe.imports_passed_through():
 PAGE = 100
 """Instances that one activity loads."""
 STILL_RUNNING = "running"
-"""Used instead of a status, for stragglers that outlive their group."""
+"""Used instead of a status for stragglers that outlive their group."""
 
 ALIKE = 3
-"""After so many instances in a row that failed the same way, the run waits for a person."""
+"""The run pauses for a user after this many instances in a row that failed the same way."""
 OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
-"""Failures that say nothing of the next rollout."""
+"""Failures that do not predict failures of other rollouts."""
 PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
 STOPS_BUYING = "stops-buying-at-the-budget"
 
 
 @dataclass
 class Throttle:
-    """How many rollouts may be in flight: set by a person's updates, read by the window."""
+    """How many rollouts may be in flight. A user's updates set it, and the window reads it."""
 
     concurrency: int = 0
     paused: bool = False
     attention: str = ""
-    """Why the window paused itself: a failure that only a person can cure."""
+    """The failure for which the window paused itself, and that only a user can fix."""
 
     alike: tuple[str, ...] = ()
-    """How the last rollouts failed: the likeness of their failures."""
+    """The `likeness` that the last failures have in common."""
     failing: set[str] = field(default_factory=set)
-    """The instances of rollouts that failed so, one after the other."""
+    """The instances whose rollouts failed that way, in a row."""
 
     def set_paused(self, paused: bool) -> None:
         self.paused = paused
@@ -66,7 +67,7 @@ class Throttle:
     """The budget of the run is used up, so it starts no more rollouts."""
 
     def fails_like_before(self, episode: EpisodeRef) -> bool:
-        """Whether it is one more of `ALIKE` instances in a row whose rollouts failed the same way."""
+        """Whether rollouts of at least `ALIKE` instances in a row failed the same way."""
         failure = episode.failure
         likeness = failure.likeness if failure is not None else ()
         if failure is None or failure.type in OF_ONE_ROLLOUT or likeness != self.alike:
@@ -80,7 +81,7 @@ class Throttle:
 
 @dataclass
 class Counts:
-    """Counts of rollouts of a run, or of a part of it, by state."""
+    """Numbers of rollouts of a run or of a part of it, by state."""
 
     started: int = 0
     done: int = 0
@@ -107,7 +108,7 @@ class Counts:
     def status(
         self, run_id: str, state: str, total: int, concurrency: int, attention: str = ""
     ) -> RunStatus:
-        """`total`: rollouts that are planned."""
+        """`total`: the number of planned rollouts."""
         return RunStatus(
             run_id=run_id,
             state=state,
@@ -125,22 +126,22 @@ class Counts:
 
 
 def starts_together(run: RunRequest) -> bool:
-    """Whether the samples of an instance are a group, with a quorum or a deadline of its own. Otherwise
-    each starts when there is room for one."""
+    """Whether the samples of an instance start together as a group, which has a quorum or a
+    deadline. Otherwise each starts when there is room for one."""
     is_group = run.quorum is not None or run.deadline_s is not None
     return is_group and run.n_samples > 1 and run.again is None
 
 
 class Window:
-    """Plays instances [start, stop) of a run, `throttle.concurrency` rollouts at a time.
+    """Runs instances [start, stop) of a run, `throttle.concurrency` rollouts at a time.
 
-    A failure that only a person can cure (configuration, quota) pauses the window instead of
-    failing every rollout behind it.
+    A failure that only a user can fix (configuration, quota) pauses the window, so that it does not
+    fail every later rollout.
     """
 
     def __init__(self, run: RunRequest, throttle: Throttle, page: ChildrenPage) -> None:
         self.run = run
-        """May be replaced while it plays: what starts later follows it."""
+        """May be replaced during `play`. Rollouts that start later use the new request."""
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
@@ -171,7 +172,7 @@ class Window:
                 await self.buyers.stop()
             await workflow.wait_condition(lambda: not tasks)
         except ActivityError as error:
-            if not is_cancelled_exception(error):  # the list cannot be read: finish what runs
+            if not is_cancelled_exception(error):  # the list is unreadable: wait for open rollouts
                 await workflow.wait_condition(lambda: not tasks)
             raise
         finally:
@@ -186,7 +187,7 @@ class Window:
         return self.throttle.spent or bool(used_up)
 
     def _is_dropped(self, request: RolloutRequest | GroupRequest) -> bool:
-        """The run has been told of fewer samples since."""
+        """Whether a change of the run to fewer samples has dropped this rollout."""
         if isinstance(request, GroupRequest) or self.run.again is not None:
             return False
         return request.sample_index >= self.run.n_samples
@@ -200,7 +201,7 @@ class Window:
     async def _requests(
         self, start: int, stop: int
     ) -> AsyncIterator[RolloutRequest | GroupRequest]:
-        """Rollouts in their order, or groups where samples start together."""
+        """The rollouts in order, or groups if samples start together."""
         round = self.run.again.round if self.run.again else 0
         for first in range(start, stop, PAGE):
             request = PageRequest(
@@ -263,8 +264,7 @@ class Window:
         except (FailureError, asyncio.CancelledError) as error:
             cancelled = is_cancelled_exception(error)
             status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED
-            # The group has no result. The store knows how each of its rollouts ended; `finish_run`
-            # reads that when the run ends.
+            # The group has no result. `finish_run` reads from the store how each rollout ended.
             self.counts.done += group.n_samples
             self.counts.by_status[status.value] += group.n_samples
             return
