@@ -1,1 +1,1 @@
-"""What an inference engine is: its state, its clients, its pool and its weights."""
+"""Inference engines: their state, their clients, their pool and their weights."""

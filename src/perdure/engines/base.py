@@ -1,4 +1,4 @@
-"""What an engine is to the gateway: token ids in, token ids and logprobs out; or a hosted chat API.
+"""The contract of an engine: token ids in, token ids and logprobs out; or a hosted chat API.
 
 A new kind of engine is one client in `engines/clients` that implements one of these two protocols.
 """
@@ -17,16 +17,16 @@ TOO_STALE = "policy_too_stale"
 
 
 class Wait(Frozen):
-    """Why a call has no engine: it waits for one, or no engine answered its last try."""
+    """Why a call has no answer yet: it waits for an engine, or its last try got no usable answer."""
 
     since: float
     """Unix seconds."""
     reason: str
-    """What the engines lack, for people."""
+    """Why no engine can take the call, as text for people."""
 
 
 class Completion(NamedTuple):
-    """What an engine sampled. Shapes: token_ids [C], logprobs [C]."""
+    """A sampled completion. Shapes: token_ids [C], logprobs [C]."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -35,9 +35,9 @@ class Completion(NamedTuple):
     engine: str
     engines: Sequence[EngineSpan] = ()
     waited_s: float = 0.0
-    """Seconds in which it was on no engine."""
+    """Seconds in which the call was on no engine."""
     asked_model: str = ""
-    """The name in the request."""
+    """The model's name in the request."""
     model: str = ""
     """The model that answered, as the engine names it."""
 
@@ -46,18 +46,18 @@ class TokenEngine(Protocol):
     """An engine that takes token ids and returns token ids."""
 
     async def generate(self, call: "GenerateCall") -> Completion:
-        """Raises: GatewayUnavailable (nothing usable came back; repeat the call), Refused."""
+        """Raises: GatewayUnavailable (no usable answer; repeat the call), Refused."""
         ...
 
 
 class ChatEngine(Protocol):
-    """A hosted API without token ids: usable for evaluation, `trainable: false`."""
+    """A hosted API without token ids. It can be used for evaluation; its turns are not trainable."""
 
     model: str
-    """The name in every request; empty: the request's own."""
+    """The model's name in every request; empty to keep the name in the request."""
 
     def check(self, rules: Sampling) -> None:
-        """Raises: Refused naming a sampling parameter that it does not have."""
+        """Raises: Refused, which names a sampling parameter that the API does not have."""
         ...
 
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class ChatEngine(Protocol):
         ...
 
     def waits(self, session_id: str) -> Wait | None:
-        """Since when a call of the session gets no usable answer, and what came instead."""
+        """Since when the session's oldest call has had no usable answer, and why."""
         ...
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine with token ids, as a gateway knows it."""
+    """An engine with token ids, by its name."""
 
     name: str
     tokens: TokenEngine
@@ -79,7 +79,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class HostedEngine:
-    """A hosted API, as a gateway knows it."""
+    """A hosted API, by its name."""
 
     name: str
     chat: ChatEngine

@@ -1,6 +1,6 @@
-"""Which engine the settings mean; found out after the start, so that a gateway always starts.
+"""Finds the engine that the settings name, after the gateway has started, so that it always starts.
 
-Keys come from variables that the settings name; their values are never logged or shown.
+Keys come from environment variables that the settings name. Their values are never logged or shown.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from perdure.types import DEFAULT_MODEL
 KINDS = ("vllm", "sglang", *HOSTED)
 TOKENS = ("auto", "vllm", "sglang")
 POLL_S = 1.0
-"""Seconds between looks for an engine while none is configured or registered."""
+"""Seconds between two searches for an engine while none is configured or registered."""
 NO_ENGINE = (
     "no engine is configured: set PERDURE_ENGINE__URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
@@ -33,7 +33,7 @@ NO_ENGINE = (
 
 
 class ConfiguredEngine:
-    """What samples for this gateway: the pool of token engines, or one hosted API."""
+    """The engine of this gateway: the pool of token engines, or one hosted API."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ConfiguredEngine:
         home_key: str = "",
         vocabulary: int | None = None,
     ) -> None:
-        """`roster`: the one that the gateways of a home share; a single process needs none.
+        """`roster`: the roster that the gateways of a home share; a single process needs none.
         `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
         model has."""
         self._settings = settings
@@ -64,15 +64,15 @@ class ConfiguredEngine:
         )
         own = engine_specs(settings.engine.url, settings.engine.kind)
         self.pool = EnginePool(self._roster, client, own, options)
-        """Idle if the settings name a hosted API."""
+        """Unused if the settings name a hosted API."""
 
     @property
     def name(self) -> str:
-        """The engine in use, for /healthz. Before the first call: the configured one."""
+        """The engine in use, for /healthz; before the first call, the configured one."""
         return self._engine.name if self._engine else named_engine(self._settings).url or "none"
 
     def waits(self, session_id: str) -> Wait | None:
-        """Since when a call of the session waits for a usable answer, and why."""
+        """Since when the session's oldest call has waited for a usable answer, and why."""
         if isinstance(self._engine, HostedEngine):
             return self._engine.chat.waits(session_id)
         return self.pool.waits(session_id)
@@ -80,7 +80,7 @@ class ConfiguredEngine:
     async def follow(self) -> None:
         """Find the token engines before a turn needs one, so that a trainer can publish at once.
 
-        Returns once they are known, or if the settings name a hosted API; cancel it at shutdown.
+        Returns once they are known, or at once if the settings name a hosted API. Cancel it at shutdown.
         """
         url, kind, _ = named_engine(self._settings)
         while kind in ("auto", *TOKENS):
@@ -92,7 +92,8 @@ class ConfiguredEngine:
             await asyncio.sleep(POLL_S)
 
     async def current(self) -> Engine | HostedEngine:
-        """Raises: GatewayUnavailable naming the setting, or the engine that cannot be reached."""
+        """The engine. Raises: GatewayUnavailable, which names the missing setting or the unreachable
+        engine."""
         if self._engine is None:
             async with self._probing:
                 self._engine = self._engine or await self._find()
@@ -112,7 +113,7 @@ class ConfiguredEngine:
         return self._hosted(kind, url)
 
     async def _registered(self) -> bool:
-        """Whether engines were added at run time; engines of other gateways' settings do not count."""
+        """Whether engines were added at run time. Engines from other gateways' settings do not count."""
         roster = await self._roster.read()
         return any(not (one.removed or one.from_settings) for one in roster.engines)
 
@@ -126,9 +127,9 @@ class ConfiguredEngine:
 
 
 def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
-    """`http://a:8000, http://b:8000=2`: engines with their weights; none if the kind is hosted.
+    """Parse `http://a:8000, http://b:8000=2` into engines with weights; none if the kind is hosted.
 
-    Raises: ConfigurationError naming the part that is wrong.
+    Raises: ConfigurationError, which names the wrong part.
     """
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -150,7 +151,7 @@ def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
 
 
 def check_engine_settings(settings: Settings) -> None:
-    """Raises: ConfigurationError naming the setting."""
+    """Raises: ConfigurationError, which names the setting."""
     kind = settings.engine.kind
     if kind not in ("auto", *KINDS):
         raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""Which sampling parameters a hosted API has: the others are refused by name, never dropped.
+"""The sampling parameters that hosted APIs accept. Others are refused by name, never dropped.
 
-Imports little, so that a command can refuse a parameter before anything starts.
+Imports little, so that a command can refuse a parameter before it starts a run.
 """
 
 from collections.abc import Mapping
@@ -15,35 +15,35 @@ OPENAI = frozenset(
     {"temperature", "top_p", "presence_penalty", "frequency_penalty", "stop", "seed"}
 )
 OTHER_SERVERS = frozenset({"top_k", "min_p", "repetition_penalty"})
-"""What vLLM and other servers take in the same request, and OpenAI itself refuses."""
+"""Parameters that vLLM and other servers accept in a chat completion, but that OpenAI refuses."""
 ANTHROPIC = frozenset({"temperature", "top_p", "top_k", "stop"})
 OF_THE_GATEWAY = frozenset({"decided_by", "max_tokens_per_turn", "max_context_tokens"})
 """Fields of `Sampling` that the gateway applies itself."""
 
 
 def fields_of(kind: str, url: str) -> frozenset[str]:
-    """The fields of `Sampling` that a hosted API of this kind takes."""
+    """The fields of `Sampling` that a hosted API of this kind accepts."""
     if kind == "anthropic":
         return ANTHROPIC
     return OPENAI if is_openais_own(url) else OPENAI | OTHER_SERVERS
 
 
 def is_openais_own(url: str) -> bool:
-    """OpenAI's own API differs from that of other servers which speak its wire."""
+    """Whether this is OpenAI's own API, which differs from other servers with the same protocol."""
     return (urlsplit(url).hostname or "").endswith("openai.com")
 
 
 def set_fields(rules: Sampling) -> dict[str, Any]:
-    """The sampling parameters that differ from what an engine does without them."""
+    """The sampling parameters that differ from their defaults."""
     default = Sampling().model_dump()
     found = {name: value for name, value in rules.model_dump().items() if value != default[name]}
-    if found.get("top_k") == 0:  # off, as the default is
+    if found.get("top_k") == 0:  # off, like the default
         del found["top_k"]
     return {name: value for name, value in found.items() if name not in OF_THE_GATEWAY}
 
 
 def check_hosted_sampling(rules: Sampling, kind: str, url: str) -> None:
-    """Raises: ConfigurationError naming the parameters that a hosted API of this kind does not have."""
+    """Raises: ConfigurationError, which names the parameters that a hosted API of this kind lacks."""
     lacking = sorted(set(set_fields(rules)) - fields_of(kind, url))
     if lacking:
         names = ", ".join(f"sampling.{name}" for name in lacking)
@@ -54,9 +54,9 @@ def check_hosted_sampling(rules: Sampling, kind: str, url: str) -> None:
 
 
 def hosted_kind(engine: Mapping[str, str]) -> str:
-    """The kind of a hosted API, as far as the settings say it; empty for other engines.
+    """The kind of a hosted API, if the settings tell it; empty for other engines.
 
-    `engine`: as of `reported.engine_settings`.
+    `engine`: from `reported.engine_settings`.
     """
     url, kind = engine.get("url", ""), engine.get("kind", "")
     if kind in ("openai", "anthropic"):

@@ -1,8 +1,8 @@
-"""The authenticating proxy before an engine, whose own routes ask for no key.
+"""The authenticating proxy in front of an engine, whose own routes require no key.
 
-The engine listens on loopback only. Gateways hold the data key, which samples and reads the state;
-only a process that updates weights holds the control key, which opens the control routes. Owns the
-keys and forwards one request per connection; knows nothing else of engines.
+The engine listens only on loopback. Gateways hold the data key, which allows sampling and reading the
+state. Only processes that update weights hold the control key, which allows every route. The proxy
+forwards one request per connection.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ HEAD_S = 30.0
 HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"upgrade", b"te")
 """Headers that are not forwarded."""
 LINE_ENDS = (b"\r", b"\n", b"\0")
-"""Bytes that a line may not contain: some engines take them for the end of the line and would read
-a second request after them."""
+"""Bytes that a line of the head may not contain. Some engines take them for the end of the line, and
+would read a second request after them."""
 OPEN_TO_GATEWAYS = frozenset(
     {
         *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),
@@ -34,18 +34,19 @@ OPEN_TO_GATEWAYS = frozenset(
         *(("POST", f"/v1/{path}") for path in ("completions", "chat/completions", "messages")),
     }
 )
-"""Every other route, known or not, needs the control key. Paths are compared as they are sent."""
+"""Routes that the data key opens. Every other route, known or not, needs the control key. Paths are
+compared as they were sent."""
 
 
 class EngineKeys(NamedTuple):
-    """Bearer keys of a home's engines; `control` opens every route that `data` opens."""
+    """Bearer keys of a home's engines. `control` opens every route."""
 
     data: str
     control: str
 
 
 class KeyHashes(Frozen):
-    """SHA-256 of both keys: all that a proxy needs, so plans and Ray's tables hold no key."""
+    """SHA-256 of both keys. A proxy needs no more, so plans and Ray's tables hold no key."""
 
     data: str
     control: str
@@ -63,7 +64,7 @@ class KeyHashes(Frozen):
 
 
 def engine_keys(secret: bytes) -> EngineKeys:
-    """The keys of a home; every process with the home's secret derives the same."""
+    """The keys of a home. Every process with the home's secret derives the same keys."""
     derived = (hmac.new(secret, f"engine {what}".encode(), "sha256") for what in EngineKeys._fields)
     return EngineKeys(*(key.hexdigest() for key in derived))
 
@@ -90,16 +91,16 @@ class Rejected(Exception):
 
 
 class Head(NamedTuple):
-    """The first lines of a request."""
+    """The head of a request."""
 
     method: str
     path: str
-    """Without the query."""
+    """The path without the query."""
     key: str
     length: int
-    """Bytes of its body."""
+    """Bytes of the body."""
     encoded: bytes
-    """The head that the engine gets."""
+    """The head as it is sent to the engine."""
 
 
 def read_head(raw: bytes) -> Head:
@@ -132,7 +133,7 @@ def _field(line: bytes) -> tuple[bytes, bytes]:
 
 
 class EngineProxy:
-    """Listens on the address that gateways use; forwards the requests that their key allows.
+    """Listens on the address that gateways use, and forwards the requests that their key allows.
 
     Example:
         async with EngineProxy(plan.proxy_keys, "10.0.0.7", engine_port) as proxy:
@@ -166,7 +167,7 @@ class EngineProxy:
                 writer.write(refusal.encoded())
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            writer.transport.abort()  # the client sees what a lost engine looks like: no answer
+            writer.transport.abort()  # the client gets no answer, as from a lost engine
         finally:
             await _closed(writer)
             self._open.discard(task)
@@ -179,12 +180,12 @@ class EngineProxy:
         asking = asyncio.create_task(_ask(reader, ours, head))
         answering = asyncio.create_task(_copy(theirs, writer))
         try:
-            # If the client disconnects, so does this: the engine then aborts the request.
+            # If the client disconnects, the proxy disconnects too, so that the engine aborts the request.
             await asyncio.wait({asking, answering}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
                 answering.result()
         finally:
-            ours.transport.abort()  # before the awaits below, where this task may be cancelled
+            ours.transport.abort()  # first, because this task may be cancelled at the awaits below
             for task in (asking, answering):
                 task.cancel()
             await asyncio.gather(asking, answering, return_exceptions=True)
@@ -200,7 +201,7 @@ class EngineProxy:
 
 
 async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head: Head) -> None:
-    """Send the request; returns once the client has disconnected."""
+    """Send the request to the engine. Returns once the client has disconnected."""
     engine.write(head.encoded)
     left = head.length
     while left:
@@ -211,7 +212,7 @@ async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head:
         engine.write(part)
         await engine.drain()
     while await reader.read(CHUNK_BYTES):
-        pass  # one request per connection: nothing after its body reaches the engine
+        pass  # one request per connection: later bytes never reach the engine
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:

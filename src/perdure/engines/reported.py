@@ -1,4 +1,5 @@
-"""Which engine the settings name, and what its endpoint says that it serves: part of a run's identity."""
+"""Finds the engine that the settings name and the model that its endpoint reports, which both belong to a
+run's identity."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
 
 HOSTED = ("openai", "anthropic")
 KIND_BY_STATUS = {400: "vllm", 422: "vllm", 404: "openai", 405: "openai"}
-"""What a server is, by its answer to an empty request on vLLM's token route."""
+"""A server's kind, by the status of its answer to an empty request on vLLM's token route."""
 ASK_S = 5.0
 LISTED = 6
-"""Models that an error names."""
+"""How many models an error message lists."""
 
 
 class NamedEngine(NamedTuple):
     """The engine that settings or *_BASE_URL name, without `--engine`."""
 
     url: str
-    """One URL, or several with weights; empty when there is none."""
+    """One URL, or several with weights; empty if none is named."""
     kind: str
     key_variable: str
-    """The variable that its key comes from; empty when none is known."""
+    """The environment variable of its key; empty if none is known."""
 
 
 def named_engine(settings: Settings) -> NamedEngine:
@@ -41,14 +42,14 @@ def named_engine(settings: Settings) -> NamedEngine:
 
 
 def key_variable(settings: Settings, kind: str) -> str:
-    """The variable that the key of an engine of this kind comes from; empty when none is known."""
+    """The environment variable of the key of an engine of this kind; empty if none is known."""
     return settings.engine.api_key_env or (f"{kind.upper()}_API_KEY" if kind in HOSTED else "")
 
 
 async def probed_kind(url: str, settings: Settings, client: "httpx.AsyncClient") -> str:
-    """The kind of the server: vLLM answers an empty request on its token route with 400, others 404.
+    """The server's kind: vLLM answers an empty request on its token route with 400, other servers with 404.
 
-    Raises: GatewayUnavailable for any other answer, which a proxy or a busy server may have given.
+    Raises: GatewayUnavailable for any other answer, which may come from a proxy or a busy server.
     """
     import httpx
 
@@ -79,7 +80,7 @@ async def probed_kind(url: str, settings: Settings, client: "httpx.AsyncClient")
 
 
 def engine_settings(settings: Settings) -> dict[str, str]:
-    """What decides who samples."""
+    """The settings that decide which model samples."""
     named = environment.foreign("OPENAI_MODEL") or environment.foreign("ANTHROPIC_MODEL")
     folder = Path(settings.engine.tokenizer)
     is_folder = (folder / "tokenizer.json").exists()
@@ -94,17 +95,17 @@ def engine_settings(settings: Settings) -> dict[str, str]:
 async def reported(
     settings: Settings, named: Mapping[str, str], asked: str = DEFAULT_MODEL
 ) -> dict[str, str]:
-    """Model, revision and tokenizer. `named`: as of `engine_settings`; `asked`: as the request says.
+    """Model, root and tokenizer. `named`: from `engine_settings`; `asked`: the model in the request.
 
-    What the endpoint does not say is left out; nothing is said where no engine is named. Raises:
-    ConfigurationError if the request, the settings and the endpoint contradict each other.
+    Values that the endpoint does not report are left out. Raises: ConfigurationError if the request, the
+    settings and the endpoint contradict each other.
     """
     url, setting = named.get("url", ""), named.get("model", "")
     served = await _served(url.split(",")[0].partition("=")[0].strip(), settings)
     _check_model("" if asked == DEFAULT_MODEL else asked, setting, url, served)
     model = setting or ("" if asked == DEFAULT_MODEL else asked)
     name = model or DEFAULT_MODEL
-    # The name of a fenced engine has the number of its start, which is no part of what it serves.
+    # A fenced engine's name carries the number of its start, which is not part of the model's identity.
     of_name = [
         one for one in served if one.get("id") == name or is_fenced(name, str(one.get("id")))
     ]
@@ -117,7 +118,8 @@ async def reported(
 
 
 def _check_model(asked: str, setting: str, url: str, served: Sequence[Mapping[str, Any]]) -> None:
-    """A dated or shortened name is no contradiction: the turns record what answers."""
+    """Raises: ConfigurationError. A dated or shortened name is accepted, because turns record the model
+    that answered."""
     roots = {str(one.get("root")) for one in served if setting and one.get("id") == setting}
     if asked and setting and asked not in {setting, *roots}:
         raise ConfigurationError(
@@ -135,13 +137,13 @@ def _check_model(asked: str, setting: str, url: str, served: Sequence[Mapping[st
 
 
 def _alike(one: str, other: str) -> bool:
-    """`gpt-x` and `gpt-x-2026-01-01`, `org/name` and `name`."""
+    """Whether two names may mean one model: `gpt-x` and `gpt-x-2026-01-01`, `org/name` and `name`."""
     short, long = sorted((name.lower().rpartition("/")[2] for name in (one, other)), key=len)
     return bool(short) and long.startswith(short)
 
 
 async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:
-    """What `GET /models` lists; empty if the endpoint does not say, or is Anthropic's."""
+    """The models that `GET /v1/models` lists; empty if the endpoint lists none, or is Anthropic's."""
     if not url.startswith("http") or named_engine(settings).kind == "anthropic":
         return []
     import httpx
@@ -155,9 +157,9 @@ async def _served(url: str, settings: Settings) -> list[dict[str, Any]]:
 
 
 async def key_refusal(url: str, settings: Settings) -> str:
-    """What the endpoint says against the key of the settings; empty if it takes the key, or does not answer.
+    """Why the endpoint refuses the key of the settings; empty if it accepts the key or does not answer.
 
-    Raises: GatewayUnavailable where the gateway could not find out the kind of the engine either.
+    Raises: GatewayUnavailable if the engine's kind cannot be found out.
     """
     import httpx
 
@@ -193,7 +195,7 @@ async def _asked_for_models(url: str, settings: Settings) -> "tuple[httpx.Respon
 
 
 async def _key_source(url: str, settings: Settings, client: "httpx.AsyncClient") -> str:
-    """As the gateway has it: OpenAI's variable for a server that turns out to be no token engine."""
+    """The variable of the key, as the gateway finds it: OpenAI's, if the server has no token endpoint."""
     named = named_engine(settings)
     known = named.key_variable or named.kind != "auto" or url != named.url
     if known or not environment.foreign("OPENAI_API_KEY"):

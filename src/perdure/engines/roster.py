@@ -1,7 +1,7 @@
-"""The engines of a home, in one small object of the store that all its processes share.
+"""The roster: the engines of a home, in one small object in the store that all its processes share.
 
-Owns the document, its compare-and-swap, and the changes that people ask for: add, drain, remove.
-The roster is the only truth about an engine; no process keeps its own.
+Owns the document, its compare-and-swap, and the changes that users make: add, drain, remove. The roster
+is the source of truth about an engine; no process keeps its own.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from perdure.storage.base import Store, Stored
 from perdure.types import Frozen
 
 DRAIN_S = 300.0
-"""Seconds until a drained engine's calls move, unless the user says otherwise."""
+"""Seconds until the calls of a draining engine move to another one, unless the user sets a deadline."""
 
 
 class Roster(Frozen):
-    """All engines, and the generation that the next start of an engine gets."""
+    """All engines, and the generation for the next start of an engine."""
 
     engines: tuple[EngineRecord, ...] = ()
     next_generation: int = 1
@@ -31,7 +31,7 @@ class Roster(Frozen):
         return next((engine for engine in self.engines if engine.name == name), None)
 
     def having(self, record: EngineRecord) -> "Roster":
-        """A copy with this record replacing the engine's old one, or added at the end."""
+        """A copy in which this record replaces the engine's old one, or is added at the end."""
         engines = {engine.name: engine for engine in self.engines} | {record.name: record}
         following = max(self.next_generation, record.generation + 1)
         return Roster(engines=tuple(engines.values()), next_generation=following)
@@ -45,16 +45,16 @@ Change = Callable[[Roster], Roster]
 
 
 class SharedRoster(Protocol):
-    """A roster that other processes read and change too."""
+    """A roster that other processes also read and change."""
 
     async def read(self) -> Roster:
         """Raises: StoreUnavailable."""
         ...
 
     async def change(self, change: Change) -> Roster:
-        """Apply a pure function to the newest roster; repeat it if another writer was first.
+        """Apply a pure function to the newest roster, and repeat it if another process wrote first.
 
-        Raises: StoreUnavailable, and what `change` raises.
+        Raises: StoreUnavailable, and any error of `change`.
         """
         ...
 
@@ -71,7 +71,7 @@ class _Found(NamedTuple):
 
 
 class StoredRoster:
-    """The roster as an object of the store."""
+    """The roster as an object in the store."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
@@ -86,14 +86,14 @@ class StoredRoster:
             wanted = change(found.roster)
             if wanted == found.roster or await self._write(wanted, found.stored):
                 return wanted
-            await asyncio.sleep(random.uniform(0.005, 0.05))  # another writer was first
+            await asyncio.sleep(random.uniform(0.005, 0.05))  # another process wrote first
 
     async def _find(self) -> _Found:
         try:
             stored = await self._store.get(self._key)
         except NotFound:
             return _Found(Roster(), None)
-        if not stored.data:  # damaged by a power cut: the settings fill it again
+        if not stored.data:  # emptied by a power failure: the settings fill it again
             return _Found(Roster(), stored)
         try:
             return _Found(Roster.model_validate_json(stored.data), stored)
@@ -115,7 +115,7 @@ class StoredRoster:
 
 
 class LoneRoster:
-    """The roster of a single process that has no store: scripts and benchmarks."""
+    """The roster of a single process without a store, for scripts and benchmarks."""
 
     def __init__(self) -> None:
         self._roster = Roster()
@@ -128,14 +128,14 @@ class LoneRoster:
         return self._roster
 
 
-# --- what people ask for, with or without a running gateway --------------------------------------
+# --- changes that users make, with or without a running gateway ----------------------------------
 
 
 async def add_engine(roster: SharedRoster, spec: EngineSpec, model: str) -> EngineRecord:
-    """Register an engine that runs elsewhere; adding it again updates its weight, model and kind.
+    """Register a running engine. Adding it again updates its weight, model and kind.
 
-    One that was removed, is draining or is dead gets a new generation. Raises: ValueError naming
-    the URL, StoreUnavailable.
+    An engine that was removed, is draining or is dead gets a new generation. Raises: ValueError, which
+    names the URL; StoreUnavailable.
     """
     name = name_of(spec.url)
 
@@ -162,7 +162,7 @@ async def add_engine(roster: SharedRoster, spec: EngineSpec, model: str) -> Engi
 async def drain_engine(
     roster: SharedRoster, name: str, deadline_s: float = DRAIN_S
 ) -> EngineRecord:
-    """Send nothing new to it; calls that still run at the deadline move elsewhere.
+    """Send no new calls to an engine. Calls that still run at the deadline move to other engines.
 
     Raises: NotFound, StoreUnavailable.
     """
@@ -179,7 +179,7 @@ async def drain_engine(
 
 
 async def remove_engine(roster: SharedRoster, name: str) -> None:
-    """Take it out now; its calls move elsewhere. Raises: NotFound, StoreUnavailable."""
+    """Remove an engine now; its calls move to other engines. Raises: NotFound, StoreUnavailable."""
     await roster.change(lambda now: now.having(_known(now, name).as_removed()))
 
 

@@ -1,7 +1,7 @@
-"""An async function that samples, served as an engine: a trainer's own generator behind the gateway.
+"""Serves an async sampling function as an engine, so that a gateway can use a trainer's own generator.
 
-Speaks as much of vLLM's wire as gateways use. The function answers whole completions, so a stream has
-one part. Owns the server; who samples, and how, is the function's.
+Implements the routes of vLLM that gateways use. The function returns whole completions, so a stream has
+one part.
 """
 
 import asyncio
@@ -21,15 +21,16 @@ from starlette.routing import Route
 from perdure.types import DEFAULT_MODEL, FinishReason
 
 PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs", "stream_interval"})
-"""Parameters of vLLM's wire that do not change what is sampled."""
+"""Parameters of vLLM's requests that do not change what is sampled."""
 
 KEEP_ALIVE_S = 75
-"""Longer than a gateway keeps an idle connection: one that closes under a request looks like a death."""
+"""Longer than a gateway keeps an idle connection, because one that closes during a request looks like a
+dead engine."""
 
 
 class Ask(NamedTuple):
-    """One completion that a gateway wants. `sampling`: as vLLM's `sampling_params`, those of `PLAIN`
-    left out; `session_id` is the same for all turns of a rollout's attempt."""
+    """One request for a completion. `sampling`: vLLM's `sampling_params` without those of `PLAIN`.
+    `session_id`: the same for all turns of a rollout's attempt."""
 
     prompt_ids: list[int]
     sampling: Mapping[str, Any]
@@ -38,8 +39,8 @@ class Ask(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One completion. Shapes: token_ids [C], logprobs [C]; `version`: of the weights, the oldest if
-    they changed meanwhile."""
+    """One completion. Shapes: token_ids [C], logprobs [C]. `version`: the policy version of the weights,
+    the oldest if they changed during the call."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -51,7 +52,7 @@ Sample = Callable[[Ask], Awaitable[Sampled]]
 
 
 class ServedFunction:
-    """Serves on a port of this host, in this process's event loop.
+    """A server on a port of this host, in this process's event loop.
 
     Example:
         async def sample(ask: Ask) -> Sampled: ...
@@ -69,7 +70,7 @@ class ServedFunction:
         port: int = 0,
         model: str = DEFAULT_MODEL,
     ) -> None:
-        """`accepts`: the sampling parameters that `sample` heeds; a request with another is a 400."""
+        """`accepts`: the sampling parameters that `sample` applies. A request with any other gets a 400."""
         self._sample = sample
         self._accepts = accepts | PLAIN
         self._address = (host, port)
@@ -91,7 +92,7 @@ class ServedFunction:
         await self.stop()
 
     async def start(self) -> None:
-        """Raises: OSError when the port is taken."""
+        """Raises: OSError if the port is taken."""
         listener = socket.create_server(self._address, backlog=1024)
         host, port = listener.getsockname()[:2]
         self.url = f"http://{host}:{port}"
@@ -107,7 +108,7 @@ class ServedFunction:
         quiet: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off"}
         bounded: dict[str, Any] = {
             "http": "h11"
-        }  # httptools, which uvicorn would prefer, bounds no head
+        }  # uvicorn prefers httptools, which does not bound the size of heads
         waits: dict[str, Any] = {"timeout_keep_alive": KEEP_ALIVE_S, "timeout_graceful_shutdown": 1}
         self._server = _Server(uvicorn.Config(app, **quiet, **bounded, **waits))
         self._serving = asyncio.create_task(self._server.serve([listener]))
@@ -143,7 +144,7 @@ class ServedFunction:
     async def _events(self, ask: Ask) -> AsyncIterator[bytes]:
         try:
             yield _event(self._answer(await self._sampled(ask)))
-        except Exception as error:  # the status has been sent: vLLM reports it as an event, too
+        except Exception as error:  # the status is already sent; vLLM, too, reports an event
             yield _event({"error": {"message": _told(error), "code": 500}})
         yield b"data: [DONE]\n\n"
 
@@ -180,8 +181,8 @@ class ServedFunction:
         return Response()
 
     async def _metrics(self, _: Request) -> Response:
-        """Its start time tells one start from the next. The step counter moves while calls run, because
-        a function shows no progress: whether it hangs, its trainer must watch."""
+        """Metrics for health checks. The start time tells starts apart. The step counter moves whenever
+        calls run, because a function reports no progress; its trainer must detect a hang."""
         self._steps += self._running > 0
         values = {
             "process_start_time_seconds": self._started,
@@ -197,7 +198,7 @@ class ServedFunction:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn inside a program that owns its signals."""
+    """A uvicorn server that leaves signals to the program around it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
-"""The state of one engine: its record, its generation, and which changes of state are allowed.
+"""The state of one engine: its record, its generation, and the allowed transitions.
 
-The records are stored by `roster`; `health` finds out what state an engine is in.
+`roster` stores the records; `health` finds out which state an engine is in.
 """
 
 import re
@@ -18,7 +18,7 @@ FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 1.0, 300.0
 STABLE_S = 600.0
 """Seconds of service after which an engine's earlier deaths no longer count."""
 ANY_START = "*"
-"""Value of `condemned` if nothing distinguishes the engine's starts. Only a person can bring it
+"""Value of `condemned` if nothing distinguishes the engine's starts. Only a user can bring the engine
 back."""
 
 
@@ -32,17 +32,17 @@ class EngineSpec(NamedTuple):
 
 class EngineState(StrEnum):
     STARTING = "starting"
-    """Known but not proven: this generation has not sampled a token yet."""
+    """Known but not proven: this generation has not yet sampled a token."""
     READY = "ready"
     """The only state that takes new calls."""
     DRAINING = "draining"
-    """Finishes its calls until `drain_by`, takes no new ones, then leaves."""
+    """Takes no new calls, finishes its calls until `drain_by`, then is removed."""
     PAUSED = "paused"
-    """Its scheduler is stopped, for new weights."""
+    """Its scheduler is stopped for new weights."""
     SUSPECT = "suspect"
-    """It stopped answering or sampling. Its calls were moved; it is probed again."""
+    """It stopped answering or sampling. Its calls were moved, and it is probed again."""
     DEAD = "dead"
-    """Every answer of this generation is dropped. If the engine comes back, it gets a new one."""
+    """Answers of this generation are dropped. If the engine comes back, it gets a new generation."""
 
 
 ALLOWED: Mapping[EngineState, frozenset[EngineState]] = {
@@ -59,24 +59,24 @@ ALLOWED: Mapping[EngineState, frozenset[EngineState]] = {
     EngineState.DRAINING: frozenset({EngineState.DEAD}),
     EngineState.DEAD: frozenset(),
 }
-"""A DEAD engine leaves that state only by `reborn`."""
+"""Only `reborn` takes an engine out of DEAD."""
 
 
 class ServedModel(Frozen):
-    """The model behind an engine's address. Empty: the engine does not tell."""
+    """The model at an engine's address. A field is empty if the engine does not report it."""
 
     root: str = ""
-    """As `/v1/models` reports it: a name, or the folder that it was loaded from."""
+    """The model as `/v1/models` reports it: a name, or the folder that it was loaded from."""
     tokenizer: str = ""
-    """Digest of the ids that it makes of one text."""
+    """Digest of the ids into which it tokenizes one fixed text."""
 
     def replaced_by(
         self, other: "ServedModel", version: int | None, newer: int | None
     ) -> str | None:
-        """Why another start may not go on where this one stopped; None: it may.
+        """Why a start that serves `other` may not replace this one; None if it may.
 
-        A higher policy version says that another root is an update of the weights. Another tokenizer
-        never is one, because recorded ids would mean other texts.
+        With a higher policy version, another root is an update of the weights. Another tokenizer is
+        never accepted, because recorded ids would then stand for other texts.
         """
         if self.tokenizer and other.tokenizer not in ("", self.tokenizer):
             models = f"{other.root or 'a model'} in place of {self.root or 'another'}"
@@ -88,13 +88,13 @@ class ServedModel(Frozen):
         return f"its address now serves the model {other.root} in place of {self.root}"
 
     def updated(self, other: "ServedModel") -> "ServedModel":
-        """With what the newest start told."""
+        """A copy with the fields that the newest start reports."""
         told = {name: value for name, value in other if value}
         return self.model_copy(update=told)
 
 
 class EngineRecord(Frozen):
-    """One engine, as all gateways and managers of a home see it.
+    """One engine, as all gateways and managers of a home know it.
 
     Example:
         EngineRecord(name="10.0.0.7:8000", url="http://10.0.0.7:8000", generation=17,
@@ -105,41 +105,41 @@ class EngineRecord(Frozen):
     """`host:port`: its name for people and for the control API."""
     url: str
     weight: float = Field(1.0, gt=0)
-    """Its share of new sessions, relative to the others."""
+    """Its share of new sessions, relative to other engines."""
     model: str
-    """The name it serves the policy under. If `start_id` is a fenced name, requests carry that."""
+    """The name under which it serves the policy. If `start_id` is a fenced name, requests carry that."""
     kind: Literal["vllm", "sglang"] = "vllm"
-    """Which server's token endpoint and control routes it has."""
+    """The server whose token endpoint and control routes it has."""
     generation: int
-    """Fencing number of this start of the engine; the home never gives it again."""
+    """Fencing number of this start of the engine. A home never reuses a number."""
     state: EngineState = EngineState.STARTING
     reason: str = ""
-    """Why it is in this state, for people."""
+    """Why it is in this state, as text for people."""
     since: float = 0.0
     """Unix seconds of the last change of state."""
     start_id: str = ""
     """Identifies this start of the server: its fenced model name, or its process's start time."""
     served: ServedModel = ServedModel()
-    """What this start, or the last one that told, serves."""
+    """The model of this start, or of the last start that reported one."""
     condemned: str = ""
-    """A weight update broke the engine with this `start_id`, so that start may not serve again."""
+    """The `start_id` of a start that may not serve again, because a weight update broke it."""
     held_by: str = ""
     """What paused it and will release it, such as `update 7`."""
     version: int | None = None
     """Policy version of its weights. None: not known, or being changed."""
     coming: int | None = None
-    """The version that the update in progress brings."""
+    """The version that an update in progress loads."""
     deaths: int = 0
     """Consecutive deaths, without `STABLE_S` of service between them."""
     not_before: float = 0.0
     """Unix seconds before which a dead engine is not probed again."""
     drain_by: float | None = None
     behind_proxy: bool = False
-    """An `EngineProxy` before it asks for the home's engine keys."""
+    """Whether an `EngineProxy` in front of it requires the home's engine keys."""
     from_settings: bool = False
-    """Named by the settings of some gateway, and used by those gateways only."""
+    """Whether settings name it. Only gateways whose settings do so use it."""
     removed: bool = False
-    """Taken out by a person, though the settings still name it."""
+    """Whether a user removed it, although the settings may still name it."""
 
     @property
     def serves(self) -> bool:
@@ -147,16 +147,16 @@ class EngineRecord(Frozen):
 
     @property
     def wire_model(self) -> str:
-        """The model name in requests. If it is fenced, another start answers 404, not tokens."""
+        """The model name in requests. If it is fenced, another start answers 404 instead of tokens."""
         return self.start_id if is_fenced(self.model, self.start_id) else self.model
 
     @property
     def backoff_s(self) -> float:
-        """Seconds that it is left alone after its death."""
+        """Seconds after its death in which it is not probed."""
         return self.not_before - self.since
 
     def to(self, state: EngineState, reason: str = "", **changes: Any) -> "EngineRecord":
-        """The record after a change of state. Raises: ValueError if the change is not allowed."""
+        """The record after a transition to `state`. Raises: ValueError if that is not allowed."""
         if state is self.state:
             return self.model_copy(update={"reason": reason or self.reason, **changes})
         if state not in ALLOWED[self.state]:
@@ -172,11 +172,11 @@ class EngineRecord(Frozen):
         return {"deaths": deaths, "not_before": now + backoff_s(deaths)}
 
     def as_removed(self) -> "EngineRecord":
-        """Dead and marked as removed, so that a gateway's settings do not bring it back."""
+        """The record as dead and removed, so that a gateway's settings do not bring it back."""
         return self.to(EngineState.DEAD, "removed", removed=True, held_by="")
 
     def reborn(self, generation: int, start_id: str) -> "EngineRecord":
-        """The next start of this engine, not proven yet."""
+        """The record of the engine's next start, which is not yet proven."""
         update = {
             "generation": generation,
             "start_id": start_id,
@@ -191,19 +191,19 @@ class EngineRecord(Frozen):
         return self.model_copy(update=update)
 
     def may_return(self, start_id: str) -> bool:
-        """Whether this start may serve: it is not the one that was condemned."""
+        """Whether this start may serve, because it is not the condemned one."""
         return not self.condemned or self.condemned not in (ANY_START, start_id)
 
 
 def backoff_s(deaths: int) -> float:
-    """Seconds that a crash-looping engine is left alone: 0 after its first death, then 1, 2, 4."""
+    """Seconds until a dead engine is probed again: 0 after its first death, then 1, 2, 4, ..."""
     if deaths <= 1:
         return 0.0
     return min(FIRST_BACKOFF_S * 2.0 ** min(deaths - 2, 30), LONGEST_BACKOFF_S)
 
 
 def name_of(url: str) -> str:
-    """`host:port` of an engine's URL. Raises: ValueError for anything else."""
+    """`host:port` of an engine's URL. Raises: ValueError if it is not an HTTP URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is no http:// or https:// URL")
@@ -211,7 +211,7 @@ def name_of(url: str) -> str:
 
 
 def root_of(url: str) -> str:
-    """The server's URL without the `/v1` that people paste."""
+    """The server's URL without the `/v1` that users may include."""
     return url.rstrip("/").removesuffix("/v1")
 
 

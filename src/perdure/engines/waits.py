@@ -1,4 +1,4 @@
-"""What the calls of each session wait for at this moment."""
+"""Tracks what the calls of each session wait for now."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,18 +7,18 @@ from perdure.engines.base import Wait
 
 
 class Waits:
-    """By session: its calls that wait."""
+    """The waiting calls of each session."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Wait]] = {}
 
     def longest(self, session_id: str) -> Wait | None:
-        """Of the call that has waited longest; None if no call of the session waits."""
+        """The wait of the session's call that has waited longest; None if none of its calls waits."""
         return min(self._waiting.get(session_id, ()), key=lambda wait: wait.since, default=None)
 
     @contextlib.contextmanager
     def noted(self, session_id: str, wait: Wait) -> Iterator[None]:
-        """A call waits inside the block."""
+        """Record that a call waits while the block runs."""
         waiting = self._waiting.setdefault(session_id, [])
         waiting.append(wait)
         try:
