@@ -1,7 +1,7 @@
 """One health check of one engine: does it answer, is it the same process, does it still sample?
 
-Owns the finding. Health routes prove nothing, because they answer while the scheduler hangs; a token
-and the step counter do. The gateway's pool records the finding and acts on it.
+Health routes prove nothing, because they answer while the scheduler hangs. A sampled token and the step
+counter do. The gateway's pool records the finding and acts on it.
 """
 
 import time
@@ -28,24 +28,24 @@ from perdure.engines.state import (
 from perdure.errors import ControlPlaneError
 
 SUSPECT_PROBE_S = 10.0
-"""Seconds that a suspect or dead engine has to sample one token."""
+"""Seconds in which a suspect or dead engine must sample one token."""
 HELD_S = 3600.0
-"""Seconds after which an update that still holds an engine counts as dead; the engine is condemned."""
+"""Seconds after which an update that still holds an engine counts as dead. The engine is then condemned."""
 
 
 JOINING = frozenset({EngineState.STARTING, EngineState.DEAD})
-"""States from which an engine is a new process, perhaps with other flags."""
+"""States in which an engine may be a new process with other flags."""
 CERTAIN: Mapping[str, float] = {"temperature": 0.05, "top_p": 1e-6}
-"""Sampling that leaves one token: its logprob is 0 after top_p (vLLM), and near 0 or at least far from the
-model's own after temperature (SGLang)."""
+"""Sampling that leaves only one token. Its logprob is 0 if taken after top_p (vLLM). If taken after
+temperature (SGLang), it is near 0, or at least far from the model's own."""
 CANARY_PROMPTS = (PROBE_PROMPT, (5, 8, 13, 21), (7, 7, 2))
 SURE, EQUAL = -0.01, 0.1
-"""A logprob above the first proves that sampling was applied, unless the model is as sure of itself after
-each prompt; two logprobs nearer than the second are one, apart from rounding."""
+"""A logprob above SURE proves that sampling was applied, unless the model is as certain after each
+prompt. Two logprobs that differ by at most EQUAL are equal, apart from rounding."""
 
 
 class Finding(NamedTuple):
-    """The state an engine was found in. `start_id`, `version` and `model`: as the engine reports them."""
+    """The state in which an engine was found. `start_id`, `version`, `model`: as the engine reports them."""
 
     state: EngineState
     reason: str = ""
@@ -56,34 +56,34 @@ class Finding(NamedTuple):
 
 @dataclass
 class Load:
-    """This process's calls on the engine. `progress`: `time.monotonic()` of the newest token, or of
-    the start of the oldest call, whichever is later."""
+    """This process's calls on the engine. `progress`: `time.monotonic()` of the newest token or of the
+    oldest call's start, whichever is later."""
 
     in_flight: int = 0
     progress: float = 0.0
 
 
 class HealthCheck:
-    """Checks one engine again and again, and remembers what this process has seen of it."""
+    """Checks one engine repeatedly, and keeps what this process has seen of it."""
 
     def __init__(self, control: EngineControl, *, hang_s: float) -> None:
         self._control = control
         self._hang_s = hang_s
         self.vitals = Vitals()
         self.refused = ""
-        """Why it will never serve as configured: a wrong model name, a wrong key."""
+        """Why it cannot serve as configured, such as a wrong model name or a wrong key."""
         self._moved_at = time.monotonic()
         self._period: object = None
         self._period_began = 0.0
 
     def waited(self, record: EngineRecord) -> float:
-        """Seconds since this process first saw it in its present state; hosts' clocks may differ."""
+        """Seconds since this process first saw it in its current state. (Hosts' clocks may differ.)"""
         if self._period != _period(record):
             self._period, self._period_began = _period(record), time.monotonic()
         return time.monotonic() - self._period_began
 
     async def look(self, record: EngineRecord, load: Load) -> Finding | None:
-        """The state it should change to; None: it keeps its state."""
+        """The state to which it should change; None if it keeps its state."""
         waited = self.waited(record)
         match record.state:
             case EngineState.READY:
@@ -104,12 +104,12 @@ class HealthCheck:
         except EngineSilent as silent:
             return Finding(EngineState.DEAD if silent.gone else EngineState.SUSPECT, str(silent))
         except ControlPlaneError:
-            vitals = self.vitals  # without metrics, only its tokens show whether it hangs
+            vitals = self.vitals  # without metrics, only its tokens show a hang
         now = time.monotonic()
         restarted = self._note(vitals)
         if restarted or _another_process(record, vitals):
             return Finding(EngineState.DEAD, "another process answers at its address")
-        sampled = self._moved_at >= now  # since the last look: a pause shows in the next one
+        sampled = self._moved_at >= now  # since the last check; the next check finds a pause
         if not sampled and await self._is_paused():
             return Finding(EngineState.PAUSED, "paused from outside")
         if load.in_flight and now - max(load.progress, self._moved_at) > self._hang_s:
@@ -120,7 +120,7 @@ class HealthCheck:
         return None
 
     def _note(self, vitals: Vitals) -> bool:
-        """Remember when its counters last moved. True if they fell, which means a restart."""
+        """Note when its counters last moved. True if they fell, which means a restart."""
         before, self.vitals = self.vitals, vitals
         if (vitals.steps, vitals.tokens) != (before.steps, before.tokens):
             self._moved_at = time.monotonic()
@@ -175,7 +175,7 @@ class HealthCheck:
         try:
             return await self._control.is_paused() is True
         except ControlPlaneError:
-            return False  # the token probe or the missing progress will show it
+            return False  # the token probe or a lack of progress will show a pause
 
     async def _version(self) -> int | None:
         try:
@@ -187,9 +187,10 @@ class HealthCheck:
 
 
 async def check_logprobs(control: EngineControl, model: str, timeout_s: float) -> None:
-    """Prove that the engine reports logprobs of the distribution that it samples from, as episodes say.
+    """Prove that the engine reports logprobs of the distribution that it samples from, as episodes claim.
 
-    Raises: EngineRefused naming the flag to set, if they are the model's own; ControlPlaneError.
+    Raises: EngineRefused, which names the flag to set, if the logprobs are the model's own;
+    ControlPlaneError.
     """
     for prompt in CANARY_PROMPTS:
         certain = await control.score(model, prompt, sampling=CERTAIN, timeout_s=timeout_s)
@@ -205,18 +206,18 @@ async def check_logprobs(control: EngineControl, model: str, timeout_s: float) -
 
 
 def _unchanged(record: EngineRecord, error: Exception) -> Finding | None:
-    """The same state with a new reason; None if the reason is known already."""
+    """The same state with a new reason; None if the reason is already recorded."""
     return None if record.reason == str(error) else Finding(record.state, str(error))
 
 
 def _another_process(record: EngineRecord, vitals: Vitals) -> bool:
     if is_fenced(record.model, record.start_id):
-        return False  # requests carry the fenced name, and another start answers 404 to it
+        return False  # requests carry the fenced name, to which another start answers 404
     return bool(record.start_id and vitals.started) and record.start_id != vitals.started
 
 
 def apply(roster: Roster, seen: EngineRecord, finding: Finding) -> Roster:
-    """The roster after a finding about `seen`; unchanged if the engine's record moved on since."""
+    """The roster after a finding about `seen`; unchanged if the engine has changed state since."""
     now = roster.get(seen.name)
     if now is None or _period(now) != _period(seen):
         return roster
@@ -229,8 +230,8 @@ def apply(roster: Roster, seen: EngineRecord, finding: Finding) -> Roster:
 
 
 def _period(record: EngineRecord) -> tuple[int, EngineState, float]:
-    """Identifies one stay in one state: an engine that was updated and is ready again has a new one,
-    so a check from before says nothing about it."""
+    """Identifies one period in one state. An engine that is ready again after an update is in a new
+    period, so an older check says nothing about it."""
     return record.generation, record.state, record.since
 
 

@@ -1,1 +1,1 @@
-"""The engines of one gateway process: which one takes a call, and what survives when it dies."""
+"""The engines of one gateway process: assigns calls to engines, and salvages the calls of failed ones."""

@@ -1,6 +1,6 @@
-"""One completion on its way through engines: its request, its tokens so far, and its patience.
+"""One completion, which several engines may sample in turn: its request, its tokens, its patience.
 
-Owns no engine and no queue; `pool` moves the call from engine to engine.
+`pool` moves the call from engine to engine.
 """
 
 import hashlib
@@ -27,30 +27,30 @@ MOST_MOVES = 50
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One completion on its way through engines."""
+    """One completion, which several engines may sample in turn."""
 
     prompt_ids: Sequence[int]
     sampling: Mapping[str, Any]
     session_id: str
     request_id: str
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Those of the session; `group` and `run` decide its engine and its queue."""
+    """The session's labels. `group` and `run` decide its engine and its queue."""
     salvage: Salvage = field(default_factory=Salvage)
-    """The tokens so far, of all engines that it was on."""
+    """The tokens so far, from all engines."""
     last: EngineSpan | None = None
     """The engine that the session used in another process."""
     start: EngineStart | None = None
-    """The same, as the pool knows it; None once it has been used."""
+    """That engine, as the pool knows it; None once it has been used."""
     engine: PooledEngine | None = None
-    """Set while an engine is assigned and the call has not continued yet."""
+    """Set from the assignment of an engine until the call continues."""
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
     gained: int = 0
-    """Tokens of the last engine that were kept."""
+    """How many tokens of the last engine were kept."""
     waited_s: float = 0.0
-    """Seconds in which it was on no engine."""
+    """Seconds in which the call was on no engine."""
     _since: float = field(default_factory=time.monotonic)
     _pause: float = FIRST_PAUSE_S
 
@@ -71,9 +71,9 @@ class GenerateCall:
         return len(self.prompt_ids) + len(self.salvage.ids)
 
     def ask(self, model: str) -> EngineRequest:
-        """The request for the missing tokens: the prompt, followed by the tokens so far.
+        """The request for the missing tokens, with the tokens so far at the end of the prompt.
 
-        Each try has its own id, because an engine runs a repeated id a second time.
+        Each try has its own request id, because an engine runs a repeated id a second time.
         """
         held = len(self.salvage.ids)
         sampling, prompt = self.sampling, self.prompt_ids
@@ -87,7 +87,7 @@ class GenerateCall:
         return EngineRequest(model, prompt, sampling, self.session_id, request_id, self.vocabulary)
 
     def lost(self, broken: StreamBroken, engine: PooledEngine) -> FinishReason | None:
-        """Note that the stream broke. Returns the finish reason if only that was missing."""
+        """Note that the stream broke. Returns the finish reason if the completion only lacked that."""
         self.moves += 1
         self.avoid = {engine.record.name}
         if broken.kind is BreakKind.IMPOSSIBLE:
@@ -102,7 +102,7 @@ class GenerateCall:
         return self.ended()
 
     def ended(self) -> FinishReason | None:
-        """The finish reason, if the tokens so far allow no further one."""
+        """The finish reason, if no token may follow those so far."""
         ids = self.salvage.ids
         if ids and ids[-1] in self.sampling.get("stop_token_ids", ()):
             return FinishReason.STOP
@@ -112,14 +112,14 @@ class GenerateCall:
 
     @property
     def fit(self) -> int:
-        """How many leading tokens may be kept: all before the first one of a version that the group
-        does not accept."""
+        """How many leading tokens may be kept: all tokens before the first one from a version that the
+        group does not accept."""
         spans = self.salvage.versions if self.versions.last is not None else ()
         outside = (span.start for span in spans if not self.versions.include(span.version))
         return next(outside, len(self.salvage.ids))
 
     def be_patient(self) -> None:
-        """Start the patience again, because what the call waits for is coming."""
+        """Restart the patience, because the call makes progress or waits only for room."""
         self._since = time.monotonic()
 
     def patience(self, patience_s: float) -> float:
@@ -127,12 +127,12 @@ class GenerateCall:
         return max(0.0, self._since + patience_s - time.monotonic())
 
     def pause(self, retry_after: float | None) -> float:
-        """Seconds to wait before the next try; doubles each time."""
+        """Seconds to wait before the next try. They double each time."""
         pause, self._pause = self._pause, min(self._pause * 2, LONGEST_PAUSE_S)
         return min(max(retry_after or 0.0, pause), LONGEST_PAUSE_S)
 
     def completion(self, reason: FinishReason, engine: str, record: EngineRecord) -> Completion:
-        """`record`: of the engine that finished it."""
+        """`record`: the record of the engine that finished it."""
         salvage = self.salvage
         return Completion(
             salvage.ids,
@@ -148,6 +148,6 @@ class GenerateCall:
 
 
 def seed_after(seed: int, held: int) -> int:
-    """The seed for the tokens after the first `held`. An engine that starts from `seed` again would
-    draw for them what it drew for the first tokens, so they would depend on those."""
+    """The seed for the tokens after the first `held`. With the same seed, an engine would repeat the random
+    draws of the first tokens, so that the new tokens would depend on them."""
     return int(hashlib.sha256(f"{seed}/{held}".encode()).hexdigest()[:12], 16)

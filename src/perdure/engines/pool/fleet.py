@@ -1,7 +1,7 @@
-"""The engines that this process knows: what the shared roster says of each, and what checks show.
+"""The engines that this process knows: each one's record in the shared roster, and its health checks.
 
-Owns following the roster and checking engines. The calls on an engine are in `pooled_engine`; which
-sessions it gets is in `leases` and `pool`.
+Follows the roster and checks engines. `pooled_engine` has the calls on an engine; `leases` and `pool`
+decide which sessions it gets.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from perdure.types import DEFAULT_MODEL
 HELD_POLL_S = 0.2
 """Seconds between reads of the roster while an update holds an engine, because calls wait for its end."""
 LONGEST_RECORDING_S = 5.0
-"""Seconds a call waits at most until the store has recorded what the call saw of an engine."""
+"""The longest that a call waits, in seconds, for the store to record what it found out about an engine."""
 SPEAKS: Mapping[str, tuple[type[VllmEngine] | type[SglangEngine], type[EngineControl]]] = {
     "vllm": (VllmEngine, EngineControl),
     "sglang": (SglangEngine, SglangControl),
@@ -47,20 +47,20 @@ class PoolOptions:
     """How a process uses its engines."""
 
     model: str = DEFAULT_MODEL
-    """The model name that engines of the settings, and engines added later, serve."""
+    """The model name of engines from the settings, and of engines that are added later."""
     api_key: str = ""
     key_source: str = ""
-    """The variable that `api_key` came from: named in errors, where the key is never shown."""
+    """The environment variable of `api_key`. Errors name it and never show the key."""
     home_key: str = ""
     """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
     agents: int = MOST_AGENTS
-    """Most agents that one engine holds."""
+    """The most agents that one engine may hold."""
     hang_s: float = 120.0
     """Seconds without a token after which an engine with calls counts as hung."""
     patience_s: float = 900.0
-    """Seconds a call waits while no engine is usable; agents' own clients give up then."""
+    """Seconds that a call waits while no engine is usable. Agents' own clients give up after that."""
     poll_s: float = 1.0
     """Seconds between reads of the roster, and between health checks of an engine."""
     notice_s: float = NOTICE_S
@@ -68,7 +68,7 @@ class PoolOptions:
 
 
 class Fleet:
-    """All engines of this process, kept up to date. Is a `SharedRoster` whose changes it follows."""
+    """All engines of this process, kept up to date. It is a `SharedRoster` that applies its own changes."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Fleet:
         *,
         changed: Callable[[], None],
     ) -> None:
-        """`own`: the engines that the settings name; all others come from the roster. `changed`: is
-        called whenever an engine may have room."""
+        """`own`: the engines that the settings name; all others come from the roster. `changed`: called
+        whenever an engine may have room."""
         self.engines: dict[str, PooledEngine] = {}
         self._roster = roster
         self._client = client
@@ -93,11 +93,11 @@ class Fleet:
         self._starting = asyncio.Lock()
         self._turn = asyncio.Lock()
         self._asked = 0.0
-        """When the roster was requested that this process last followed."""
+        """When this process requested the roster that it applied last."""
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the roster and check the engines from now on. Harmless to repeat.
+        """Start to follow the roster and to check the engines. Repeating is harmless.
 
         Raises: StoreUnavailable.
         """
@@ -110,15 +110,15 @@ class Fleet:
         tasks = [task for one in self.engines.values() for task in (one.checking, one.recording)]
         for task in filter(None, (self._following, *tasks)):
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)  # its error is known already
+            await asyncio.gather(task, return_exceptions=True)  # its error was already logged
         await self._connections.aclose()
 
     async def read(self) -> Roster:
-        """The newest roster, followed. Raises: StoreUnavailable."""
+        """Read the newest roster, and apply it. Raises: StoreUnavailable."""
         return await self.change(lambda roster: roster)
 
     async def change(self, change: Change) -> Roster:
-        """Change the roster, and follow it. Raises: StoreUnavailable, and what `change` raises."""
+        """Change the roster, and apply it. Raises: StoreUnavailable, and any error of `change`."""
         await self.start()
         return await self._change(change)
 
@@ -134,22 +134,22 @@ class Fleet:
         return [engine.candidate() for engine in self.engines.values() if engine.record.serves]
 
     def version_now(self, engine: PooledEngine, begun: EngineRecord) -> int | None:
-        """The version that samples now. None if the roster was not read lately: another process may
-        be changing it."""
+        """The version that samples now. None if the roster was not read recently, because another process
+        may be changing the version."""
         fresh = time.monotonic() - self._asked <= self._options.notice_s
         return engine.version_now(begun) if fresh else None
 
     async def doubt(
         self, engine: PooledEngine, generation: int, state: EngineState, reason: str
     ) -> None:
-        """A call showed that this generation of an engine is not what its record says."""
+        """Record that a call contradicted the record of this generation of an engine."""
         record = engine.record
         if record.serves and record.generation == generation:
             finding = health.Finding(state, reason)
             await self._record(engine, lambda roster: health.apply(roster, record, finding))
 
     async def relabel(self, engine: PooledEngine, record: EngineRecord, version: int) -> None:
-        """An engine reported another version than its record has; the engine is right."""
+        """Correct the version in an engine's record to the one that the engine reported."""
 
         def relabelled(roster: Roster) -> Roster:
             if roster.get(record.name) != record:
@@ -165,8 +165,8 @@ class Fleet:
             await self._record(engine, relabelled)
 
     async def _record(self, engine: PooledEngine, change: Change) -> None:
-        """Record what a call saw. If one event broke many calls, only the first writes; the others
-        wait for it. A call continues even if the store does not answer."""
+        """Record what a call found out. If one event broke many calls, only the first one writes, and the
+        others wait for it. A call continues even if the store does not answer."""
         if engine.recording is None or engine.recording.done():
             engine.recording = asyncio.create_task(self._recorded(change))
         await asyncio.wait({engine.recording}, timeout=LONGEST_RECORDING_S)
@@ -204,7 +204,7 @@ class Fleet:
     # --- the roster ----------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Pick up what other processes and people changed; offer freed room to waiting calls."""
+        """Apply changes that other processes and users made, and offer freed room to waiting calls."""
         poll_s = self._options.poll_s
         while True:
             held = any(engine.record.held_by for engine in self.engines.values())
@@ -213,7 +213,7 @@ class Fleet:
                 await self.read()
             except PerdureError as error:
                 log.warning("cannot read the roster of engines", error=str(error))
-            except Exception:  # if this loop ended, the process would never see a change again
+            except Exception:  # if this loop ended, the process would see no more changes
                 log.exception("cannot follow the roster of engines")
             self._leases.expire()
             self._changed()
@@ -279,7 +279,7 @@ class Fleet:
     # --- health checks -------------------------------------------------------------------------
 
     async def _check(self, engine: PooledEngine) -> None:
-        """Check one engine again and again, and record what was found."""
+        """Check one engine repeatedly, and record the findings."""
         while True:
             try:
                 await self._look(engine)
@@ -311,10 +311,10 @@ class Fleet:
         self._changed()
 
     async def _drained(self, engine: PooledEngine) -> None:
-        """At the deadline, move this process's calls; remove the engine once it has no calls."""
+        """At the deadline, move this process's calls. Remove the engine once it has no calls."""
         record = engine.record
         left = (record.drain_by or 0.0) - record.since - engine.health.waited(record)
-        late = left <= 0 or time.time() >= (record.drain_by or 0.0)  # by whichever clock is ahead
+        late = left <= 0 or time.time() >= (record.drain_by or 0.0)  # by the clock that is ahead
         if late:
             engine.evict(StreamBroken(BreakKind.ABORTED, "drained"))
         with contextlib.suppress(PerdureError):

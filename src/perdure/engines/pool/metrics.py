@@ -1,4 +1,4 @@
-"""What a gateway knows of its engines, for Prometheus: read from the pool at each scrape."""
+"""Prometheus metrics of a gateway's engines, read from the pool at each scrape."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -73,7 +73,7 @@ class _Collector:
 
 
 def pool_metrics(pool: EnginePool) -> bytes:
-    """Prometheus text of the pool."""
+    """The pool's metrics as Prometheus text."""
     registry = CollectorRegistry()
     registry.register(_Collector(pool))
     return generate_latest(registry)

@@ -1,7 +1,7 @@
-"""The engines of a gateway as one: a call in, one whole completion out, whichever engines fail.
+"""A gateway's engines as one: a call in, one whole completion out, even if engines fail.
 
-Owns the loop over engines and the calls that wait for one. Which engines there are is in `fleet`, the
-calls on each in `pooled_engine`, one completion in `call`, which session uses which engine in `leases`.
+Owns the loop over engines and the calls that wait for one. `fleet` knows the engines, `pooled_engine` the
+calls on each, `call` one completion, and `leases` which session uses which engine.
 """
 
 import asyncio
@@ -28,10 +28,11 @@ from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.types import EngineSpan, FinishReason
 
 FIRST_CHECK_S = 0.05
-"""Seconds that a pool which was just made gets to check its engines once."""
+"""Seconds in which a new pool can check its engines once."""
 
 MOST_REFUSALS = 3
-"""Answers without a completion in a row after which an engine must sample a probe before it gets calls."""
+"""Consecutive answers without a completion after which an engine must sample a probe before it gets
+calls."""
 
 DEFAULTS = PoolOptions()
 
@@ -59,11 +60,11 @@ class EnginePool:
         self.model = options.model
         self._queue = FairQueue()
         self._unassigned: dict[str, dict[GenerateCall, float]] = {}
-        """By session: the calls that wait for an engine, and since when (Unix seconds)."""
+        """By session: its calls that wait for an engine, and since when (Unix seconds)."""
         self._patience_s = options.patience_s
         self._vocabulary = options.vocabulary
         self.fleet = Fleet(roster, client, own, self.leases, options, changed=self._queue.serve)
-        """All engines; change the roster through it, and this process follows at once."""
+        """All engines. This process applies a roster change at once if it is made through the fleet."""
         self.resumed = 0
         """Broken completions that another engine continued."""
         self.salvaged_tokens = 0
@@ -78,7 +79,7 @@ class EnginePool:
         return len(self._queue)
 
     def waits(self, session_id: str) -> Wait | None:
-        """Since when a call of the session waits for an engine, and what the engines lack."""
+        """Since when the session's oldest call has waited for an engine, and why none can take it."""
         waiting = self._unassigned.get(session_id)
         if not waiting:
             return None
@@ -87,7 +88,7 @@ class EnginePool:
         return Wait(since=since, reason=full or self._states(call))
 
     async def start(self) -> None:
-        """Follow the roster and check the engines from now on. Harmless to repeat.
+        """Start to follow the roster and to check the engines. Repeating is harmless.
 
         Raises: StoreUnavailable.
         """
@@ -97,15 +98,15 @@ class EnginePool:
         await self.fleet.aclose()
 
     def left(self, session_id: str) -> None:
-        """A session ended: free its lease."""
+        """Free the lease of a session that ended."""
         self.leases.release(session_id)
         self._queue.serve()
 
     async def generate(self, call: GenerateCall) -> Completion:
-        """One whole completion; its spans say which engine and version gave which tokens.
+        """One whole completion. Its spans say which engine and version sampled which tokens.
 
-        Waits while there is no room. Raises: GatewayUnavailable if no engine was usable for `patience_s`,
-        Refused.
+        Waits while all usable engines are full. Raises: GatewayUnavailable if no engine was usable for
+        `patience_s`; Refused.
         """
         await self.start()
         call.vocabulary = self._vocabulary
@@ -137,14 +138,14 @@ class EnginePool:
 
     async def _engine_for(self, call: GenerateCall) -> PooledEngine:
         """An engine that is ready and has room for the session. Raises: GatewayUnavailable, Refused."""
-        self._queue.serve()  # calls that came earlier go first
+        self._queue.serve()  # earlier calls go first
         if self._line(call) not in self._queue:
             self._try_assign(call)
         try:
             with self._known_to_wait(call):
                 engine = await self._wait(call)
         except BaseException:
-            self._give_back(call)  # it may have got an engine just as it was cancelled
+            self._give_back(call)  # it may have been assigned an engine as it was cancelled
             raise
         call.engine = None
         return engine
@@ -163,16 +164,16 @@ class EnginePool:
                 self._unassigned.pop(call.session_id, None)
 
     def _line(self, call: GenerateCall) -> tuple[object, ...]:
-        """The line a call queues in. A session that holds a lease queues only behind its own calls;
-        other calls queue per run and allowed versions."""
+        """The line in which a call queues. A session that holds a lease queues only behind its own calls.
+        Other calls queue per run and accepted versions."""
         if self.leases.get(call.session_id) is not None:
             return (call.session_id,)
         return (call.run, call.versions)
 
     async def _wait(self, call: GenerateCall) -> PooledEngine:
-        """The engine that the call has, or gets. Raises: GatewayUnavailable, Refused."""
+        """The call's engine, once it is assigned. Raises: GatewayUnavailable, Refused."""
         while call.engine is None:
-            # For room a call waits without a limit; for a usable engine it waits a bounded time.
+            # The wait for room has no limit; the wait for a usable engine has one.
             if short_of_room := self._usable(call):
                 call.be_patient()
             timeout = max(call.patience(self._patience_s), FIRST_CHECK_S)
@@ -187,11 +188,11 @@ class EnginePool:
                     )
             except TimeoutError:
                 if short_of_room:
-                    call.be_patient()  # if the engines went meanwhile, patience starts now
+                    call.be_patient()  # if the engines have left since, the patience starts now
                 elif all(one.checked for one in self.engines.values()) and not self._usable(call):
                     raise self._unusable(call) from None
             if call.engine is not None and not call.engine.record.serves:
-                self._give_back(call)  # it stopped serving before this call continued
+                self._give_back(call)  # the engine stopped serving before this call continued
             if call.engine is None and (refused := self._refused(call)) is not None:
                 raise refused
         return call.engine
@@ -229,8 +230,8 @@ class EnginePool:
         )
 
     def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
-        """Why waiting cannot help: every engine serves a policy version that is too new, or has refused
-        what the settings ask for since it was added."""
+        """Why waiting cannot help; None if it can. Either every engine serves a policy version that is too
+        new, or every engine has refused the settings' model or key since it was added."""
         leaving = (EngineState.DRAINING, EngineState.DEAD)
         serving = [one for one in self.engines.values() if one.record.state not in leaving]
         if serving and not any(call.versions.allow(one.record.version) for one in serving):
@@ -250,7 +251,7 @@ class EnginePool:
         )
 
     def _states(self, call: GenerateCall) -> str:
-        """What each engine lacks, for people."""
+        """Why each engine cannot take the call, as text for people."""
         states = "; ".join(
             f"{one.client.name} is {one.record.state}"
             + (f" ({one.record.reason})" if one.record.reason else "")
@@ -299,7 +300,7 @@ class EnginePool:
     async def _after(
         self, engine: PooledEngine, generation: int, call: GenerateCall, broken: StreamBroken
     ) -> None:
-        """What a broken stream means for the engine and for the call. Raises: GatewayUnavailable."""
+        """Handle a broken stream, for the engine and for the call. Raises: GatewayUnavailable."""
         log.info(
             "completion broken",
             session_id=call.session_id,
@@ -319,7 +320,7 @@ class EnginePool:
         elif broken.kind is BreakKind.REFUSED:
             engine.refusals += 1
             if engine.refusals >= MOST_REFUSALS:
-                engine.refusals = 0  # counted again once a probe has proven it
+                engine.refusals = 0  # the count restarts after a probe has proven the engine
                 await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         if call.moves > MOST_MOVES or not call.patience(self._patience_s):
             raise GatewayUnavailable(
@@ -332,7 +333,7 @@ class EnginePool:
 
 
 def _asked(call: GenerateCall, engine: PooledEngine) -> tracing.Attributes:
-    """Attributes of a call by OpenTelemetry's conventions for generative AI."""
+    """Attributes of a call according to OpenTelemetry's conventions for generative AI."""
     if not tracing.on():
         return tracing.NOTHING
     return {

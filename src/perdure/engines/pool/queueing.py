@@ -1,6 +1,7 @@
-"""Calls that wait for an engine, in lines that take turns, so that a large run cannot starve a small one.
+"""A queue of calls that wait for an engine. Its lines take turns, so that a large run cannot starve a
+small one.
 
-The pool chooses the lines. Only the first call of a line is tried for room.
+The pool chooses the lines. Only the first call of each line is tried.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ class _Waiting(NamedTuple):
 
 
 class FairQueue:
-    """Lines of waiting calls that take turns; lines that were opened with `first` go before the others."""
+    """Lines of waiting calls, which take turns. Lines that were opened with `first` go before the others."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
@@ -30,9 +31,9 @@ class FairQueue:
     async def wait(
         self, line: Hashable, attempt: Callable[[], bool], *, owner: str = "", first: bool = False
     ) -> None:
-        """Return once `attempt` succeeded; it is tried at this call's turn.
+        """Wait until `attempt` succeeds, which is tried at this call's turn.
 
-        The call queues right behind the last call of the same owner in this line, if there is one.
+        The call queues directly behind the last call of the same owner in this line, if there is one.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns = self._lines.setdefault(line, deque())
@@ -58,7 +59,7 @@ class FairQueue:
             self._lines.pop(line, None)
 
     def serve(self) -> None:
-        """Admit the calls that find room now, one per line in turn."""
+        """Admit the calls that now find room, one per line in turn."""
         served = True
         while served:
             served = False
@@ -75,5 +76,5 @@ class FairQueue:
         if not self._waiting[turns[0]].attempt():
             return False
         turns.popleft().set_result(None)
-        self._lines.move_to_end(line)  # the other lines go first next time
+        self._lines.move_to_end(line)  # next time, the other lines go first
         return True

@@ -1,4 +1,4 @@
-"""The tokens of a turn so far, each with the engine and the policy version that sampled it."""
+"""The tokens that a turn has so far, each with the engine and the policy version that sampled it."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs": (),
     "logit_bias": ({},),
 }
-"""Sampling fields that depend on the tokens sampled so far, with the values that switch them off. If
-one is in use, a broken completion restarts, because an engine would count salvaged tokens as prompt."""
+"""Sampling fields that depend on the tokens sampled so far, with the values that turn them off. If one
+is in use, a broken completion restarts, because an engine would count salvaged tokens as prompt."""
 
 
 @dataclass
@@ -34,28 +34,29 @@ class Salvage:
     ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: "array[float]" = field(default_factory=lambda: array("d"))
     _parts: list[tuple[str, int, int]] = field(default_factory=list)
-    """Name and generation of each engine, and its first token."""
+    """Name and generation of each engine, and the index of its first token."""
     _versions: list[int | None] = field(default_factory=list)
     _engine: tuple[str, int] = ("", 0)
     _begun: int = 0
     _loaded: int | None = None
-    """The version known to be loaded when the newest tokens arrived, or the engine was asked."""
+    """The version known to be loaded when the newest tokens arrived, or when the call began."""
     _doubted: int | None = None
     _coming: int | None = None
     told: int | None = None
     """The version that the current engine reported for its newest token."""
 
     def begin(self, engine: str, generation: int, version: int | None = None) -> None:
-        """The tokens that follow come from this engine. `version`: the policy version known to be
+        """Note that the next tokens come from this engine. `version`: the policy version known to be
         loaded now."""
         self._engine, self._begun = (engine, generation), len(self.ids)
         self._loaded, self.told = version, None
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
-        """`version`: the policy version known to be loaded when these arrived together. The engine may
-        have held back all but the last: if the version changed meanwhile, theirs is unknown.
+        """Add tokens that arrived together. `version`: the policy version known to be loaded now.
 
-        Raises: ValueError, TypeError, OverflowError, with nothing added.
+        The engine may have buffered all tokens but the last. So if the version has changed since the
+        previous tokens, the version of these is unknown.
+        Raises: ValueError, TypeError, OverflowError; then no token is added.
         """
         if not ids:
             return
@@ -72,7 +73,7 @@ class Salvage:
             self._parts.append((*self._engine, start))
 
     def report(self, spans: Sequence[VersionSpan]) -> None:
-        """The versions that the engine reports for its tokens; spans count from its first token."""
+        """Note the versions that the engine reports for its tokens. Spans count from its first token."""
         for span in spans:
             self.told = span.version
             at = slice(self._begun + span.start, self._begun + span.end)
@@ -84,27 +85,27 @@ class Salvage:
         self._parts = [part for part in self._parts if part[2] < length]
 
     def cut_part(self) -> None:
-        """Drop the tokens of the current engine."""
+        """Drop the current engine's tokens."""
         self.cut(min(self._begun, len(self.ids)))
 
     def doubt(self, coming: int | None) -> None:
-        """An update to version `coming` begins: the tokens that follow are unproven."""
+        """Note that an update to version `coming` begins, so that the next tokens are unproven."""
         if self._doubted is None:
             self._doubted, self._coming = len(self.ids), coming
 
     def trust(self) -> None:
-        """The new weights are proven."""
+        """Note that the new weights are proven."""
         self._doubted = None
 
     def distrust(self) -> None:
-        """The new weights are wrong or unproven: drop every token that they may have sampled."""
+        """Drop every token that new weights may have sampled, because they are wrong or unproven."""
         self.cut(self.sure)
         self._doubted = None
 
     @property
     def sure(self) -> int:
-        """How many tokens are of proven weights: those before the update, and those that the engine
-        reported with an older version."""
+        """How many leading tokens come from proven weights: those before the update, and those that the
+        engine reported with an older version."""
         if self._doubted is None:
             return len(self.ids)
         unsure = (None, self._coming)
@@ -113,7 +114,7 @@ class Salvage:
 
     @property
     def part(self) -> int:
-        """Tokens of the current engine."""
+        """How many tokens the current engine sampled."""
         return len(self.ids) - self._begun
 
     @property
@@ -129,7 +130,7 @@ class Salvage:
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Runs of one version; tokens of unknown version are in none."""
+        """Spans of one version each. Tokens of unknown version are in none."""
         return self.versions_of(0, len(self.ids))
 
     def versions_of(self, start: int, end: int) -> list[VersionSpan]:
@@ -144,7 +145,7 @@ class Salvage:
 
 
 def resumable(sampling: Mapping[str, Any]) -> bool:
-    """Whether a broken completion may continue from its tokens so far."""
+    """Whether another engine may continue a broken completion after its tokens so far."""
     return all(
         sampling.get(name) is None or sampling[name] in neutral
         for name, neutral in NOT_RESUMABLE.items()

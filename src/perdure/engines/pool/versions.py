@@ -1,6 +1,6 @@
-"""Which policy versions may sample a session, computed from its group's `max_staleness`.
+"""The policy versions that may sample for a session, computed from its group's `max_staleness`.
 
-The labels are set when a rollout opens its session, and read at every call.
+A rollout sets the labels when it opens its session; every call reads them.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ POLICY_VERSION, MAX_STALENESS = "policy_version", "max_staleness"
 
 @dataclass(frozen=True)
 class Versions:
-    """From `first` to `last`, both included. None = any version.
+    """The versions from `first` to `last`, inclusive; all versions if these are None.
 
     Example:
         Versions.of({"policy_version": "12", "max_staleness": "1"}).include(13)
@@ -30,18 +30,18 @@ class Versions:
         return cls(int(version), int(version) + int(allowed))
 
     def include(self, version: int | None) -> bool:
-        """Whether an engine with this version may sample. If there are limits, an engine of unknown
-        version may not."""
+        """Whether an engine with this version may sample. If there are limits, an engine whose version is
+        unknown may not."""
         if self.first is None or self.last is None:
             return True
         return version is not None and self.first <= version <= self.last
 
     def allow(self, version: int | None) -> bool:
-        """Whether it may sample now or after an update; versions only increase."""
+        """Whether an engine with this version may sample now or after an update. Versions only increase."""
         return self.last is None or version is None or version <= self.last
 
     def lacked_by(self, record: EngineRecord) -> str:
-        """For people: the version that an engine has instead."""
+        """Which version an engine has instead, as text for people; empty if its version is accepted."""
         if self.include(record.version):
             return ""
         has = "an unknown version" if record.version is None else f"version {record.version}"

@@ -1,1 +1,1 @@
-"""New weights for running engines, and the proof that they were loaded."""
+"""Loads new weights into running engines, and proves that they were loaded."""

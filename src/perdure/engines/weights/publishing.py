@@ -1,7 +1,7 @@
-"""A home's weights for a training loop: publish a version, read which one is served, restore the old.
+"""A home's weights for a training loop: publish a version, read the published version, restore the old.
 
-Owns the record of the published version in the store: a restarted trainer, a late engine and a failed
-update read it there. How an engine takes weights is in `update`; the sync twin is `publishing_sync`.
+Owns the record of the published version in the store. A restarted trainer, an engine that joins later
+and a failed update read it. `update` loads weights into engines; `publishing_sync` is the sync version.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from perdure.storage.base import Store, open_store
 from perdure.types import Frozen
 
 WeightSource = str | Path | Transfer
-"""A folder that the engines can read (`/ckpt/8`), a prefix of the store (`checkpoints/8`) or of any
+"""A folder that the engines can read (`/ckpt/8`), a prefix in the store (`checkpoints/8`) or in any
 bucket (`s3://bucket/checkpoints/8`), or a trainer's own transfer."""
 
 
 class Published(Frozen):
-    """The version that a home's engines serve, and how to give it to another engine."""
+    """The version that a home's engines serve, and how to load it into another engine."""
 
     version: int
     source: str = ""
-    """Empty if the trainer's own transfer brought it: only the trainer can send it again."""
+    """Empty if the trainer's own transfer sent it; then only the trainer can send it again."""
     canaries: tuple[WeightCanary, ...] = ()
 
 
@@ -64,8 +64,8 @@ class Weights:
         into: Path | None = None,
         notice_s: float = NOTICE_S,
     ) -> None:
-        """`into`: where checkpoints of a store are downloaded for engines to read: a folder that their
-        hosts share, by default a temporary one of this host. `notice_s`: seconds that gateways have
+        """`into`: the folder into which checkpoints from a store are downloaded. The engines' hosts must
+        share it; by default it is a temporary folder of this host. `notice_s`: seconds that gateways get
         to read the announcement.
 
         Raises: ConfigurationError.
@@ -77,7 +77,7 @@ class Weights:
         self._key = published_key(roster)
         self._into = into
         self._publishing = asyncio.Lock()
-        """Serialises updates: two at once would take engines from each other."""
+        """Serializes updates, because two at once would take engines from each other."""
         self._client = httpx.AsyncClient(trust_env=False)
         self._updates = WeightUpdates(
             StoredRoster(self._store, roster),
@@ -97,7 +97,7 @@ class Weights:
         await self._client.aclose()
 
     async def published(self) -> Published | None:
-        """The version published last; None before the first. Raises: StoreUnavailable."""
+        """The version that was published last; None before the first one. Raises: StoreUnavailable."""
         return await read_published(self._store, self._key)
 
     async def publish(
@@ -109,11 +109,11 @@ class Weights:
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Load this version into every engine that serves; a repeat updates only those that lack it.
+        """Load this version into every engine that serves. Repeating updates only engines that lack it.
 
-        If an engine's load or canary fails, it gets `previous`: by default the version published
-        before, from its own source. Engines that were updated keep the new version. Those not
-        reached yet keep the old one, which remains the published version.
+        If an engine's load or canary fails, `previous` is loaded into it. By default, that is the version
+        published before, from its own source. Updated engines keep the new version. The others keep the
+        old one, which remains the published version.
         Raises: UpdateRefused, ConfigurationError, StoreUnavailable.
         """
         if version < 0:
@@ -145,10 +145,10 @@ class Weights:
         return done
 
     async def catch_up(self, policy: UpdatePolicy = DEFAULT_POLICY) -> list[Updated]:
-        """Load the published version into engines that lack it, because they joined or restarted since.
+        """Load the published version into engines that lack it because they joined or restarted later.
 
-        Raises: UpdateRefused, ConfigurationError (nothing was published, its source is gone, or no
-        engine serves), StoreUnavailable.
+        Raises: UpdateRefused; ConfigurationError if nothing was published, its source is gone, or no
+        engine serves; StoreUnavailable.
         """
         async with self._publishing:
             published = await self.published()
@@ -166,7 +166,7 @@ class Weights:
                 return await self._updates.update(version, transfer, published.canaries, policy)
 
     def _checkpoint(self, published: Published) -> Checkpoint | None:
-        """The version that is loaded if a newer one fails. It is downloaded only then."""
+        """The checkpoint to load if a newer one fails. It is downloaded only then."""
         source = published.source
         if not source:
             return None
@@ -179,12 +179,12 @@ class Weights:
 
 
 def published_key(roster_key: str) -> str:
-    """Key of the published version's record in the store."""
+    """The store key of the published version's record."""
     return f"{roster_key.removesuffix('.json')}.weights.json"
 
 
 async def read_published(store: Store, key: str) -> Published | None:
-    """None before the first one. Raises: StoreUnavailable."""
+    """The published version; None before the first one. Raises: StoreUnavailable."""
     try:
         return Published.model_validate_json((await store.get(key)).data)
     except NotFound:
@@ -195,7 +195,7 @@ async def read_published(store: Store, key: str) -> Published | None:
 async def fetched(
     source: WeightSource, settings: Settings, store: Store, into: Path | None = None
 ) -> AsyncIterator[Transfer]:
-    """A source ready to load; downloads it now, before an engine is paused, if necessary.
+    """A source that is ready to load. If it must be downloaded, this happens before an engine is paused.
 
     Raises: ConfigurationError, StoreUnavailable.
     """

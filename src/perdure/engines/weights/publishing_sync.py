@@ -1,4 +1,4 @@
-"""The sync twin of `perdure.engines.weights.publishing`, for trainers without an event loop."""
+"""The sync version of `perdure.engines.weights.publishing`, for trainers without an event loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,8 +1,8 @@
-"""New weights for running engines: pause, load, finish, resume, and prove that they are the right ones.
+"""Updates the weights of running engines: pause, load, finish, resume, and prove the new weights.
 
-A version label proves nothing: weights can change without it, and a load that reports success can
-leave old tensors behind. So each engine must reproduce the trainer's logprobs before it serves again.
-A `Transfer` moves the tensors; `FromDisk` is the one for engines that read a folder themselves.
+A version label proves nothing: weights can change while it stays the same, and a load that reports
+success can leave old tensors behind. So each engine must reproduce the trainer's logprobs before it
+serves again. A `Transfer` moves the tensors; `FromDisk` is for engines that read a folder themselves.
 """
 
 import asyncio
@@ -32,29 +32,29 @@ from perdure.types import Frozen
 UPDATE = "update "
 """Prefix of `held_by` while an update holds an engine."""
 TOLERANCE = 0.2
-"""Allowed difference of the trainer's and the engine's logprob, in bf16. A half-loaded model differs by
-whole units; the weights of one small training step earlier may not differ that much."""
+"""Allowed difference between the trainer's and the engine's logprob, in bf16. A half-loaded model differs
+by whole units. The weights of the previous small training step may differ by less than this."""
 NOTHING_READ = ("cannot open the checkpoint", "Failed to get weights iterator")
-"""Words of an engine that could not open a folder, so its weights are as before: our loader inside vLLM,
-SGLang's own loader."""
+"""Error texts of an engine that could not open a folder and so kept its weights: of our loader inside
+vLLM, and of SGLang's own loader."""
 CANARY_SHOWN = 8
-"""Token ids of a prompt that a message shows."""
+"""How many token ids of a prompt a message shows."""
 NOTICE_S = 2.5
-"""Seconds from announcement to pause: twice the gateways' polling interval and a margin, so that every
-gateway has read the roster."""
+"""Seconds from the announcement to the pause: twice the gateways' polling interval and a margin, so that
+every gateway has read the roster."""
 InFlight = Literal["resubmit", "keep"]
 
 log = structlog.get_logger()
 
 
 class UpdateRefused(PerdureError):
-    """The new weights are not served. The message names the engine and what its canary answered."""
+    """The new weights are not served. The message names the engine and the answer to its canary."""
 
     boundary = Boundary.ENGINE
 
 
 class WeightCanary(Frozen):
-    """A fixed prompt, with the token and logprob that the trainer's model of one version predicts.
+    """A fixed prompt, with the token and logprob that one version of the trainer's model predicts.
 
     Example:
         WeightCanary(prompt_ids=(785, 4573, 13), token_id=151, logprob=-0.73)
@@ -62,12 +62,12 @@ class WeightCanary(Frozen):
 
     prompt_ids: tuple[int, ...] = Field(min_length=1)
     token_id: int
-    """The greedy next token; choose prompts for which it is clearly the most likely."""
+    """The greedy next token. Choose prompts for which it is clearly the most likely."""
     logprob: FiniteFloat
-    """Its logprob, at temperature 1."""
+    """The logprob of `token_id`, at temperature 1."""
     prompt_logprobs: tuple[FiniteFloat, ...] = ()
-    """Teacher-forced logprob of each prompt token from the second on: [P - 1]. Compared by their mean
-    distance; not compared if empty."""
+    """Teacher-forced logprob of each prompt token from the second on: [P - 1]. Compared by mean absolute
+    difference; not compared if empty."""
     tolerance: FiniteFloat = Field(TOLERANCE, gt=0)
 
     @model_validator(mode="after")
@@ -79,19 +79,20 @@ class WeightCanary(Frozen):
 
 
 Canaries = Sequence[WeightCanary]
-"""Use 4 to 8 prompts: a load can leave some tensors old, and one prompt may not notice."""
+"""Use 4 to 8 prompts, because a load can leave some tensors old and one prompt may not show it."""
 
 
 class Transfer(Protocol):
-    """How a version's tensors get into a paused engine.
+    """Moves a version's tensors into a paused engine.
 
-    Implement it over NCCL, IPC or RDMA where the trainer sends them itself: `load` is called between
-    vLLM's start and finish of an update, once per engine, and may call `control.update_weights` as
-    often as it has chunks.
+    Implement it over NCCL, IPC or RDMA if the trainer sends the tensors itself. `load` is called once per
+    engine, between vLLM's start and finish of an update, and may call `control.update_weights` once per
+    chunk.
     """
 
     async def load(self, control: EngineControl, version: int) -> None:
-        """Raises: PerdureError. The engine is then condemned, because some of its tensors may be new."""
+        """Raises: PerdureError. Some tensors may then be new, so the engine gets the previous version or is
+        condemned."""
         ...
 
 
@@ -107,7 +108,7 @@ class FromDisk:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A version, where its weights come from, and what proves them."""
+    """A version, the source of its weights, and the canaries that prove them."""
 
     version: int
     source: Transfer
@@ -118,10 +119,10 @@ class Checkpoint:
 class UpdatePolicy:
     """How an update treats calls in flight, and how many engines it updates together.
 
-    `in_flight`: `resubmit` aborts them, and they continue on another engine, or here after the
-    canaries; `keep` freezes them, and they continue with the new weights before the canaries.
-    `at_once`: engines that are paused together; the others keep serving the old version.
-    Raises: ConfigurationError if it is below 1.
+    `in_flight`: with `resubmit`, calls are aborted, and continue on another engine, or on this one after
+    the canaries. With `keep`, calls are frozen, and continue with the new weights before the canaries.
+    `at_once`: how many engines are paused together; the others keep serving the old version.
+    Raises: ConfigurationError if `at_once` is below 1.
     """
 
     in_flight: InFlight = "resubmit"
@@ -144,7 +145,7 @@ class Updated:
 
 
 class WeightUpdates:
-    """Moves a policy version into the engines of a roster.
+    """Loads a policy version into the engines of a roster.
 
     Example:
         updates = WeightUpdates(roster, client)
@@ -161,7 +162,7 @@ class WeightUpdates:
         control_key: str = "",
         notice_s: float = NOTICE_S,
     ) -> None:
-        """`control_key`: replaces `api_key` for engines behind an `EngineProxy`."""
+        """`control_key`: used instead of `api_key` for engines behind an `EngineProxy`."""
         self._roster = roster
         self._client = client
         self._api_key, self._control_key = api_key, control_key
@@ -176,13 +177,13 @@ class WeightUpdates:
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Update every engine that serves, `policy.at_once` at a time; the first failure stops it.
+        """Update every engine that serves, `policy.at_once` at a time. The first failure stops the update.
 
-        Engines not reached yet keep serving the old version. Engines that become ready during the
-        update get it too. If a load fails or a canary differs, the engine gets `previous` and must
-        prove that. Without `previous`, or if that fails too, it is condemned: it serves again only
-        after a restart. Engines that a dead updater left paused are taken over. Raises:
-        UpdateRefused, ConfigurationError (a lower version, no canary, or no engine serves).
+        Engines that were not yet reached keep serving the old version. Engines that become ready during
+        the update are updated too. If a load fails or a canary differs, `previous` is loaded into the
+        engine and must be proven. Without `previous`, or if that also fails, the engine is condemned: it
+        serves again only after a restart. Engines that a dead updater left paused are taken over.
+        Raises: UpdateRefused; ConfigurationError for a lower version, no canary, or if no engine serves.
         """
         if not canaries:
             raise ConfigurationError(
@@ -212,9 +213,9 @@ class WeightUpdates:
         return [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
 
     async def _leave_out_the_dead(self, version: int) -> None:
-        """Record engines whose process has ended: no gateway may have looked since.
+        """Record engines whose process has ended, because no gateway may have checked them since.
 
-        Raises: UpdateRefused if one only gives no answer, because it may still sample.
+        Raises: UpdateRefused if an engine only gives no answer, because it may still sample.
         """
         serving = await self._serving()
         for engine, silent in zip(
@@ -234,7 +235,7 @@ class WeightUpdates:
         except EngineSilent as silent:
             return silent
         except ControlPlaneError:
-            return None  # it answers; the update will tell what is wrong
+            return None  # it answers; the update will report the problem
         return None
 
     async def _one(
@@ -259,7 +260,7 @@ class WeightUpdates:
         paused_s = time.monotonic() - started
         try:
             await self._roster.change(lambda roster: _released(roster, record, wanted.version))
-        except UpdateRefused as error:  # another update may have finished and proven its version
+        except UpdateRefused as error:  # another update may have proven its own version
             await self._condemn(record, str(error))
             raise
         log.info(
@@ -268,9 +269,9 @@ class WeightUpdates:
         return Updated(name, paused_s)
 
     async def _notice(self, record: EngineRecord, *, untouched: bool) -> None:
-        """Wait until no gateway labels tokens with the old version any more.
+        """Wait until no gateway labels tokens with the old version.
 
-        Raises: UpdateRefused if another update took the engine over meanwhile.
+        Raises: UpdateRefused if another update took over the engine in the meantime.
         """
         try:
             await asyncio.sleep(self._notice_s)
@@ -300,11 +301,11 @@ class WeightUpdates:
         policy: UpdatePolicy,
         error: BaseException,
     ) -> str:
-        """Return to the old version and prove it; if that fails, condemn the engine until it restarts.
+        """Return to the old version and prove it. If that fails, condemn the engine until it restarts.
 
-        A load that failed may have changed some tensors, by too little for a canary to notice. So the
-        old version is loaded again, as a whole, unless the engine could not open the new one.
-        Returns what became of the engine, for people.
+        A failed load may have changed some tensors by too little for a canary to show it. So the whole
+        old version is loaded again, unless the engine could not open the new one.
+        Returns the outcome for the engine, as text for people.
         """
         ours = _is_held(await self._roster.read(), record)
         unread = isinstance(error, ControlPlaneError) and any(
@@ -336,7 +337,7 @@ class WeightUpdates:
         return label is None or record.version in (None, label)
 
     async def _hold(self, name: str, version: int) -> EngineRecord:
-        """Announce the update: gateways then send nothing new and label no token with a version."""
+        """Announce the update. Gateways then send no new calls and label no token with a version."""
         why = f"{UPDATE}{version}, {secrets.token_hex(4)}"
 
         def held(roster: Roster) -> Roster:
@@ -353,7 +354,7 @@ class WeightUpdates:
         return record
 
     async def _let_go(self, record: EngineRecord) -> None:
-        """Release an engine that was announced but never paused; gateways find it serving."""
+        """Release an engine that was announced but never paused. Gateways find that it serves."""
 
         def let_go(roster: Roster) -> Roster:
             if not _is_held(roster, record):
@@ -363,10 +364,10 @@ class WeightUpdates:
         await self._roster.change(let_go)
 
     async def _condemn(self, record: EngineRecord, why: str) -> None:
-        """Mark the engine failed until it restarts, because its weights are unknown.
+        """Mark the engine as failed until it restarts, because its weights are unknown.
 
-        This includes an engine that another update has just released, if our load overlapped. If
-        that update still holds it, leave it: that update proves it.
+        This includes an engine that another update has just released, because our load may have
+        overlapped with it. An engine that the other update still holds is left to that update's canaries.
         """
 
         def condemned(roster: Roster) -> Roster:
@@ -383,10 +384,10 @@ class WeightUpdates:
 
 
 async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight: InFlight) -> None:
-    """Pause one engine, load a version, resume it and ask for every canary. `model`: the name it
-    serves under.
+    """Pause one engine, load a version, resume the engine and check every canary. `model`: the name
+    under which it serves.
 
-    Raises: PerdureError; the engine may then have any weights and must not serve.
+    Raises: PerdureError. The engine may then have any weights and must not serve.
     """
     await control.pause("abort" if in_flight == "resubmit" else "keep")
     await _begin(control, wanted.version)
@@ -397,7 +398,8 @@ async def load(control: EngineControl, model: str, wanted: Checkpoint, in_flight
 
 
 async def _begin(control: EngineControl, version: int) -> None:
-    """Begin an update. If an earlier one was never finished, finish it first: an engine allows one."""
+    """Begin an update. If an earlier one was never finished, finish it first, because an engine allows only
+    one."""
     try:
         await control.start_update()
     except ControlPlaneError:
@@ -438,7 +440,7 @@ def _released(roster: Roster, held: EngineRecord, version: int | None) -> Roster
 
 
 def _is_held(roster: Roster, held: EngineRecord) -> bool:
-    """Whether the engine is still as we announced it."""
+    """Whether our update still holds the same start of the engine."""
     now = roster.get(held.name)
     return now is not None and (_start(now), now.held_by) == (_start(held), held.held_by)
 
@@ -466,8 +468,9 @@ def _lacks(record: EngineRecord, version: int) -> bool:
 
 
 def _left_paused(record: EngineRecord) -> bool:
-    """Whether an update holds it: a new update may take it over, because the process may be dead. If
-    the process lives, it notices when it releases the engine; the canaries prove whose weights won."""
+    """Whether an update holds the engine. A new update may take it over, because the earlier updater may
+    be dead. If that one lives, it finds out when it releases the engine, and the canaries prove whose
+    weights the engine has."""
     return record.state is EngineState.PAUSED and record.held_by.startswith(UPDATE)
 
 
@@ -492,10 +495,10 @@ def _differs(scored: Scored, canary: WeightCanary) -> str | None:
 async def downloaded(
     store: Store, prefix: str, into: Path | None = None
 ) -> AsyncIterator[FromDisk]:
-    """A checkpoint of the store, such as `checkpoints/8/`, as a folder inside this context.
+    """A checkpoint in the store, such as `checkpoints/8/`, as a folder that exists inside this context.
 
-    `into`: a folder that engines on other hosts can read too. One file at a time is in memory.
-    Raises: ConfigurationError if the prefix has no object, StoreUnavailable.
+    `into`: a parent folder that engines on other hosts can also read. Holds one file at a time in memory.
+    Raises: ConfigurationError if the prefix has no object; StoreUnavailable.
     """
     prefix = prefix.strip("/")
     prefix = f"{prefix}/" if prefix else ""
@@ -515,7 +518,7 @@ async def downloaded(
 
 @dataclass(frozen=True)
 class FromStore:
-    """A checkpoint of the store, downloaded at load time, while the engine is paused."""
+    """A checkpoint in the store, which is downloaded while the engine is paused."""
 
     store: Store
     prefix: str
