@@ -1,1 +1,1 @@
-"""The protocols of inference servers: token endpoints, hosted APIs, control routes."""
+"""Clients of inference servers: token endpoints, hosted APIs, control routes."""

@@ -1,7 +1,6 @@
-"""A hosted Anthropic API, used through Chat Completions: requests and answers are translated.
+"""A hosted Anthropic API. Translates Chat Completions requests to Messages, and its answers back.
 
-It has no token ids, so its turns say `trainable: false`. Owns the translation in both directions, with
-tools.
+The API has no token ids, so its turns say `trainable: false`.
 """
 
 import json
@@ -27,7 +26,7 @@ class AnthropicHosted(HostedApi):
 
 
 def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:
-    """A chat request as a Messages request. Raises: Refused on messages we cannot read."""
+    """A chat request as a Messages request. Raises: Refused if a message cannot be read."""
     messages = openai_chat.messages(request["messages"])
     system = [m["content"] for m in messages if m["role"] == "system"]
     body: dict[str, Any] = {
@@ -50,7 +49,7 @@ def to_messages(request: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> dict[str, Any] | None:
-    """Raises: Refused on a choice we cannot read."""
+    """The tool choice as Messages writes it. Raises: Refused if it cannot be read."""
     if isinstance(choice, dict):
         name = Fields(choice, "tool_choice").object("function").text("name")
         return {"type": "tool", "name": name}
@@ -68,7 +67,8 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of one role: the API wants all tool results of a turn in one."""
+    """Merge consecutive messages of one role, because the API requires a turn's tool results in one
+    message."""
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"

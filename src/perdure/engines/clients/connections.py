@@ -1,8 +1,8 @@
-"""Kept connections to engines: one POST in, and its answer's bytes handed on as they arrive.
+"""Persistent connections to engines: sends one POST, and passes on its answer's bytes as they arrive.
 
-Through aiohttp, because httpx searches all its connections at each request: with 128 calls at once, one
-costs 18 ms more. `token_server` reads the content. A request is sent once: whether an engine took one
-that broke is for the pool to judge.
+Uses aiohttp, because httpx searches all its connections at each request, which costs 18 ms per request
+with 128 concurrent calls. `token_server` reads the content. A request is sent only once; the pool decides
+what follows if it breaks.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ from yarl import URL
 from perdure.engines.clients.wire import CONNECT_S, READ_TIMEOUT_S
 
 KEPT_S = 4.0
-"""Seconds for which an unused connection is kept; uvicorn, on which engines run, closes it after five."""
+"""Seconds that an idle connection is kept. uvicorn, on which engines run, closes it after five."""
 ENDS_WITHIN_S = 0.2
-"""Seconds in which an answer ends after its taker had enough, or its connection is not used again."""
+"""Seconds in which an answer must end after `take` has returned True. Otherwise its connection is not
+reused."""
 MAX_TEXT = 1 << 20
-"""Bytes of an answer other than 200."""
+"""The most bytes of an answer other than 200."""
 LARGE = 1 << 20
-"""Bytes of a request from which aiohttp sends it in parts, and warns of one that is in one piece."""
+"""Bytes from which a request is sent in parts, because aiohttp warns about a larger one in one piece."""
 
 Take = Callable[[bytes], bool]
-"""Takes the next bytes of a 200's content; whether it had enough. What it raises ends the answer."""
+"""Takes the next bytes of a 200's content. Returns whether it needs no more; an exception ends the answer."""
 
 
 class Answer(NamedTuple):
-    """`content`: of an answer other than 200."""
+    """`content`: the body of an answer other than 200."""
 
     status: int
     headers: Mapping[str, str]
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where requests go, and through which proxy."""
+    """A URL for requests, and the proxy that leads to it."""
 
     url: URL
     proxy: URL | None
@@ -56,7 +57,7 @@ def target(url: str) -> Target:
 
 
 def _proxy(scheme: str, host: str) -> URL | None:
-    """The proxy of the environment, read once: aiohttp would read it at each request."""
+    """The proxy from the environment. It is read once; aiohttp would read it at each request."""
     found = urllib.request.getproxies()
     url = found.get(scheme) or found.get("all")
     if not url or urllib.request.proxy_bypass(host):
@@ -65,7 +66,7 @@ def _proxy(scheme: str, host: str) -> URL | None:
 
 
 class Connections:
-    """Connections that wait for their next request.
+    """Sends requests to engines over persistent connections.
 
     Example:
         answer = await connections.post(target(url), {"content-type": "application/json"}, body, take)
@@ -77,10 +78,10 @@ class Connections:
 
     async def post(self, to: Target, headers: Mapping[str, str], body: bytes, take: Take) -> Answer:
         """Raises: OSError or aiohttp.ClientError if the connection is refused, breaks or is too slow, or
-        the answer is not HTTP; ValueError if it is too long; and what `take` raises."""
+        if the answer is not HTTP; ValueError if the answer is too long; and any error of `take`."""
         loop = asyncio.get_running_loop()
         async with (
-            # After aiohttp's parser has failed, aiohttp's own read limit no longer ends the call.
+            # Once aiohttp's parser has failed, aiohttp's own read timeout no longer ends the call.
             asyncio.timeout(READ_TIMEOUT_S) as silence,
             self._opened().post(
                 to.url,
@@ -105,7 +106,7 @@ class Connections:
             await self._session.close()
 
     def _opened(self) -> aiohttp.ClientSession:
-        """Made at the first request, because it belongs to an event loop."""
+        """The session. It is made at the first request, because it belongs to an event loop."""
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S),
@@ -117,12 +118,12 @@ class Connections:
 
     def _context(self) -> ssl.SSLContext:
         if self._tls is None:
-            self._tls = httpx.create_ssl_context()  # SSL_CERT_FILE, or the authorities of certifi
+            self._tls = httpx.create_ssl_context()  # SSL_CERT_FILE, or certifi's authorities
         return self._tls
 
 
 async def _read_to_end(content: aiohttp.StreamReader) -> None:
-    """So that the connection can carry the next request."""
+    """Read the rest, so that the connection can carry the next request."""
     if content.at_eof():
         return
     with contextlib.suppress(OSError, aiohttp.ClientError):

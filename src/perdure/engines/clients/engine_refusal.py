@@ -1,8 +1,8 @@
-"""What an engine's answer other than a completion means, and how people are told.
+"""Decides what an engine's answer without a completion means, and words it for users.
 
-Only the request's own content may end a rollout with a verdict: what an engine, or a proxy in front of
-it, can cause is never the policy's doing. So an answer counts against the request only if its status and
-its error body both say so. Every other answer is the engine's trouble: the call goes elsewhere, or waits.
+Only the content of the request may end a rollout with a verdict. The policy is not to blame for what an
+engine, or a proxy in front of it, can cause. So an answer counts as a refusal of the content only if its
+status and its error body both say so. After any other answer, the call waits or moves to another engine.
 """
 
 import json
@@ -14,17 +14,17 @@ import httpx
 from perdure.dialects.base import Refused
 
 CONTENT_STATUSES = frozenset({400, 413, 422})
-"""Statuses by which servers refuse a request for what it contains."""
+"""Statuses with which servers refuse a request because of its content."""
 KEY_STATUSES = frozenset({401, 403})
 PASSING_STATUSES = frozenset({408, 409, 425, 429})
-"""Besides 5xx: statuses of a server that is busy or in between, whatever its settings are."""
+"""Statuses of a server that is temporarily busy, in addition to 5xx."""
 TOO_LONG = re.compile(
     r"context.?length|maximum model length|maximum context|max_model_len"
     r"|(?:prompt|input|context|messages?|request)\b[^.]{0,40}\btoo (?:long|large)"
     r"|too many (?:input |prompt )?tokens|string_above_max_length|request_too_large",
     re.IGNORECASE,
 )
-"""Servers' words for a prompt that does not fit: OpenAI, Anthropic, vLLM, SGLang, TGI."""
+"""How servers word that a prompt is too long: OpenAI, Anthropic, vLLM, SGLang, TGI."""
 CONTENT_POLICY = re.compile(
     r"content.?filter|content.?policy|content management policy|usage polic|safety system"
     r"|ResponsibleAIPolicyViolation",
@@ -36,28 +36,28 @@ NAMES = (
     r"|max_new_tokens|temperature|top_p|top_k|min_p|seed|(?:presence|frequency|repetition)_penalty"
     r"|logprobs|structured_outputs|image_url|image)"
 )
-"""Fields of a model call. `model` is not among them: the settings decide it."""
+"""Fields of a model call. `model` is not among them, because the settings decide it."""
 FIELD = re.compile(rf"\b{NAMES}\b")
-"""A field, where a server names one: `param` or `loc`."""
+"""A field that a server names in `param` or `loc`."""
 FIELD_IN_PROSE = re.compile(
     rf"[`'\"]{NAMES}\b|\b{NAMES}(?:\.\d|\[\d|:)"
     r"|\b(?:max_(?:\w+_)?tokens|temperature|top_[pk]|min_p|tool_choice|tool_(?:use|result)"
     r"|(?:presence|frequency|repetition)_penalty|response_format|(?:json|input)_schema"
     r"|structured_outputs|logprobs)\b|\bfunction '"
 )
-"""A field in a sentence: quoted, with an index or a colon, or a name that is no English word. "The system
-is overloaded" names none."""
+"""A field in a sentence: quoted, with an index or a colon, or a name that is not an English word. "The
+system is overloaded" names none."""
 NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
 SECRET = re.compile(r"[\w*.-]{20,}")
-"""What may be a key, or a part of one, in the answer of a server that refused it."""
+"""Text that may be a key, or a part of one, in the answer of a server that refused it."""
 TOLD = ("message", "code", "type", "error")
-"""Fields of an error object that say what is wrong."""
+"""Fields of an error object that describe the error."""
 READ_CHARS = 5000
-"""How much of an error body is read."""
+"""Characters of an error body that are searched."""
 
 
 def content_refusal(name: str, status: int, text: str) -> Refused | None:
-    """The refusal for the agent, if the content of its request caused the answer; else None."""
+    """The refusal for the agent, if the content of its request caused the answer; otherwise None."""
     told = _error_object(text) if status in CONTENT_STATUSES else None
     if told is None or says_no_quota(text):
         return None
@@ -71,9 +71,9 @@ def content_refusal(name: str, status: int, text: str) -> Refused | None:
 
 
 def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
-    """A sentence for people about an answer that the request did not cause: what came, and the fix.
+    """A sentence for users about an answer that the request did not cause: the answer, and the fix.
 
-    `key_source`: the variable that the key came from. The key itself is never shown.
+    `key_source`: the environment variable of the key. The key itself is never shown.
     """
     key = f"the key in {key_source}" if key_source else "the engine's key"
     said = f"the engine {name} answered {status}: {sentence(text)}"
@@ -88,12 +88,13 @@ def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
 
 
 def is_passing(status: int, text: str) -> bool:
-    """Whether time alone may cure it. Any other trouble may need a person: a key, a model, money."""
+    """Whether the error may pass without action. Otherwise a user may have to fix a key, a model name or
+    the account's credit."""
     return (status >= 500 or status in PASSING_STATUSES) and not says_no_quota(text)
 
 
 def says_no_quota(text: str) -> bool:
-    """An account without money; hosted APIs also send 400 and 429 for it."""
+    """Whether the account has no credit. Hosted APIs also send 400 and 429 for this."""
     return any(said in text[:READ_CHARS].lower() for said in NO_QUOTA)
 
 
@@ -114,8 +115,8 @@ def excerpt(text: str) -> str:
 
 
 def _error_object(text: str) -> dict[str, Any] | None:
-    """The error of a JSON answer: OpenAI's and Anthropic's `error`, SGLang's flat form, FastAPI's
-    `detail`. None: no server of an inference API wrote this."""
+    """The error of a JSON answer: `error` from OpenAI and Anthropic, SGLang's flat form, `detail` from
+    FastAPI. None if the answer does not come from an inference API."""
     try:
         told = json.loads(text)
     except ValueError:
@@ -129,7 +130,7 @@ def _error_object(text: str) -> dict[str, Any] | None:
 
 
 def _names_a_field(error: dict[str, Any]) -> bool:
-    """Whether it names the part of the request that is wrong."""
+    """Whether the error names a field of the request."""
     detail = error.get("detail")
     found = detail if isinstance(detail, list) else []
     places = [error.get("param"), *(one.get("loc") for one in found if isinstance(one, dict))]

@@ -1,7 +1,7 @@
-"""A hosted OpenAI-compatible API: no token ids, so its turns say `trainable: false`.
+"""A hosted OpenAI-compatible API. It has no token ids, so its turns say `trainable: false`.
 
-The agent's request is passed on with the rollout's sampling, our key, our token cap, and the model name
-of the settings or the rollout. None of the agent's headers are sent.
+The client passes on the agent's request with the rollout's sampling, our key, our token limit, and the
+model name of the settings or the rollout. It sends none of the agent's headers.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ class OpenAIHosted(HostedApi):
     async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
         body = {**request, "model": self.model or request["model"], "stream": False}
         body.pop("stream_options", None)
-        # OpenAI's own newer models refuse the old name; other servers know only the old one.
+        # OpenAI's newer models refuse the old name; other servers know only the old name.
         body["max_completion_tokens" if is_openais_own(self._root) else "max_tokens"] = body.pop(
             "max_tokens"
         )

@@ -1,17 +1,17 @@
-"""Whether ids and logprobs can be sampled tokens at all: no episode records what no sampling gives."""
+"""Checks that ids and logprobs can come from sampling, so that no episode records impossible tokens."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
 ROUNDING = 1e-3
-"""How far above 0 rounding in the engine's kernels may lift the logprob of a certain token."""
+"""How far above 0 the logprob of a certain token may be, because of rounding in the engine's kernels."""
 MOST_IDS = 1 << 31
-"""Episodes hold ids in 32 bits."""
+"""Episodes store ids in 32 bits."""
 
 
 class ImpossibleTokens(ValueError):
-    """The engine answered with what no sampling gives."""
+    """The engine's answer cannot come from sampling."""
 
 
 def check_ids(ids: Sequence[Any], vocabulary: int | None) -> None:

@@ -1,8 +1,8 @@
 """SGLang's native endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
-Written against the release 0.5.23 of SGLang, and never run against its GPU server. Its logprobs are
-taken after temperature and before top-p, top-k and min-p, so they are exact if those are off. Owns one
-stream of one engine. Requests name no model, so a restart is noticed only by the health check.
+Written against the release SGLang 0.5.23, and never run against its GPU server. SGLang takes logprobs
+after temperature and before top-p, top-k and min-p, so they are exact if these three are off. Owns one
+stream of one engine. Requests name no model, so only the health check notices a restart.
 """
 
 import json
@@ -41,12 +41,13 @@ NO_ROOM = re.compile(
     r"maximum context length of (?P<context>\d+) tokens.*?(?P<prompt>\d+) tokens from the input",
     re.S,
 )
-"""SGLang's error if prompt and `max_new_tokens` exceed the context; vLLM shortens the request."""
+"""SGLang's error if the prompt and `max_new_tokens` exceed the context. vLLM shortens the request
+instead."""
 
 
 class SglangEngine(TokenServer):
-    """The native endpoint of one `sglang.launch_server`, started with --incremental-streaming-output
-    or without."""
+    """The native endpoint of one `sglang.launch_server`, with or without
+    --incremental-streaming-output."""
 
     route = "/generate"
 
@@ -101,7 +102,7 @@ class SglangEngine(TokenServer):
         return FinishReason(reason["type"])
 
     def _aborted(self, reason: Mapping[str, Any]) -> Exception:
-        """An abort from outside has no status; a refusal by the scheduler has one."""
+        """The exception for an abort. A refusal by the scheduler has a status; other aborts have none."""
         status, message = reason.get("status_code"), str(reason.get("message") or "aborted")
         if isinstance(status, int):
             return self._refusal(status, json.dumps({"message": message}))
@@ -116,7 +117,7 @@ class SglangEngine(TokenServer):
 
 
 def sampling_params(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's sampling fields under SGLang's names. Raises: Refused for one that SGLang lacks."""
+    """vLLM's sampling fields under SGLang's names. Raises: Refused for a field that SGLang lacks."""
     found: dict[str, Any] = {"skip_special_tokens": False, "max_new_tokens": None}
     for field, value in options.items():
         if field in RENAMED or field in SAME:
@@ -156,10 +157,10 @@ def _body(ask: EngineRequest, options: Mapping[str, Any]) -> bytes:
 
 
 def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:
-    """The entries `[logprob, id, text]` after the first `taken`. A chunk holds only new entries, or all
-    entries so far.
+    """The entries `[logprob, id, text]` after the first `taken` ones. A chunk holds only new entries, or
+    all entries so far.
 
-    Raises: ImpossibleTokens when tokens are missing.
+    Raises: ImpossibleTokens if tokens are missing.
     """
     entries, total = about["output_token_logprobs"], int(about["completion_tokens"])
     first = total - len(entries)

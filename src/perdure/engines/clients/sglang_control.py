@@ -1,6 +1,6 @@
-"""SGLang's control routes behind the interface of vLLM's: probes, pause, weights.
+"""SGLang's control routes with the interface of vLLM's: probes, pause, weights.
 
-Written against SGLang 0.5.23 as released. Owns the translation only.
+Written against the release SGLang 0.5.23.
 """
 
 import re
@@ -22,7 +22,7 @@ from perdure.engines.clients.vllm_control import (
 from perdure.errors import ConfigurationError
 
 PAUSES = {"abort": "abort", "keep": "retract", "wait": "retract"}
-"""`retract` puts running requests back into the queue and recomputes their KV afterwards."""
+"""`retract` puts running requests back into the queue, and recomputes their KV later."""
 
 
 class SglangControl(EngineControl):
@@ -36,8 +36,8 @@ class SglangControl(EngineControl):
         return read_sglang_vitals(response.text)
 
     async def served(self, model: str, vitals: Vitals) -> Served:
-        """Its fenced name; empty after an update, because that renames the server to its new folder. Its
-        root is that name again, which says nothing of the model."""
+        """The server's fenced name; empty after an update, which renames the server to its new folder. The
+        root is left out, because SGLang reports the name there instead of the model."""
         return Served((await super().served(model, Vitals())).start_id)
 
     async def score(
@@ -81,7 +81,7 @@ class SglangControl(EngineControl):
         self._path = ""
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Only remembers the folder: SGLang loads and labels in one call, `finish_update`.
+        """Only remember the folder: SGLang loads and labels weights in one call, at `finish_update`.
 
         Raises: ConfigurationError.
         """
@@ -94,11 +94,11 @@ class SglangControl(EngineControl):
         await self._send("POST", "/update_weights_from_disk", body, timeout=1800.0)
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Does nothing: SGLang reads a folder without it."""
+        """Does nothing, because SGLang needs no such call to read a folder."""
 
 
 def read_sglang_vitals(text: str) -> Vitals:
-    """Sums over data-parallel ranks and modes; the KV share is that of the fullest rank."""
+    """Sum over data-parallel ranks and modes; the KV share is the fullest rank's."""
     sums: dict[str, float] = {}
     kv_used = 0.0
     for name, labels, value in samples(text):

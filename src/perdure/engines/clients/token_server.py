@@ -1,7 +1,7 @@
-"""What the token endpoints of all servers share: the request, the stream, and how it can break.
+"""The base of all token endpoints: the request, the stream of events, and how a stream can break.
 
-Owns the events of an answer; `connections` brings its bytes, `vllm` and `sglang` read their content,
-and the pool handles a broken stream.
+`connections` delivers the bytes of an answer, this module splits them into events, `vllm` and `sglang`
+read the events, and the pool handles a broken stream.
 """
 
 import json
@@ -26,29 +26,29 @@ from perdure.engines.state import root_of
 from perdure.types import FinishReason, VersionSpan
 
 TOKENS_AN_EVENT = 32
-"""How many tokens an engine is asked to send together; the first one comes at once, and the end too. An
-engine that dies takes at most 31 with it."""
+"""How many tokens an engine should send together. It sends the first token and the end at once. If the
+engine dies, at most 31 tokens are lost."""
 LONGEST_EVENT = 32 << 20
-"""Bytes of one server-sent event, above which the stream is broken."""
+"""Bytes of one server-sent event above which the stream counts as broken."""
 
 
 Take = Callable[[dict[str, Any]], FinishReason | None]
-"""Takes one event of a completion; its finish reason, once it has one."""
+"""Takes one event of a completion. Returns the finish reason with the event that has one."""
 
 
 class BreakKind(StrEnum):
     """Why a stream ended without a finish reason."""
 
     LOST = "lost"
-    """The connection, the process or the stream's format failed: check whether the engine lives."""
+    """The connection, the process or the stream's format failed: check whether the engine is alive."""
     REFUSED = "refused"
-    """It answered without a completion, and the content of the request is not the cause."""
+    """The engine answered without a completion, and the content of the request is not the cause."""
     ABORTED = "aborted"
-    """It was stopped on purpose: new weights, or a drain."""
+    """The call was stopped on purpose, for new weights or a drain."""
     IMPOSSIBLE = "impossible"
-    """It answered with what no sampling gives, so none of its answer is kept."""
+    """The answer cannot come from sampling, so none of it is kept."""
     FENCED = "fenced"
-    """Another start answers at its address, or this one was declared dead."""
+    """Another start answers at the engine's address, or this start was declared dead."""
 
 
 class StreamBroken(Exception):
@@ -62,7 +62,7 @@ class StreamBroken(Exception):
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One request to one engine. `model`: the name that this start of it serves."""
+    """One request to one engine. `model`: the name that this start of the engine serves."""
 
     model: str
     prompt_ids: Sequence[int]
@@ -73,9 +73,9 @@ class EngineRequest:
     """How many token ids the model has; None: not known."""
 
     def check(self, taken: int, ids: Sequence[Any], logprobs: Sequence[float]) -> None:
-        """Check what an engine sends after the first `taken` tokens.
+        """Check the tokens that an engine sends after the first `taken` ones.
 
-        Raises: ImpossibleTokens, also for more tokens than `max_tokens`.
+        Raises: ImpossibleTokens, also if there are more tokens than `max_tokens`.
         """
         tokens = taken + len(ids)
         if tokens > self.sampling.get("max_tokens", tokens):
@@ -98,22 +98,22 @@ class TokenServer:
         api_key: str = "",
         key_source: str = "",
     ) -> None:
-        """`key_source`: the variable the key came from. An error names it and never shows the key."""
+        """`key_source`: the environment variable of the key. Errors name it and never show the key."""
         self.name = name
         self._target = target(f"{root_of(url)}{self.route}")
         self._connections = connections
         self._key_source = key_source
         self._headers = {"content-type": "application/json"}
-        if api_key and self._target.url.user is None:  # whose name and password are sent instead
+        if api_key and self._target.url.user is None:  # a user in the URL is sent instead
             self._headers["authorization"] = f"Bearer {api_key}"
 
     async def _stream(
         self, body: bytes, headers: Mapping[str, str], take: Take, *, fence: str = ""
     ) -> FinishReason:
-        """Hand each event of one completion to `take` as it arrives, until that returns its finish
+        """Pass each event of one completion to `take` as it arrives, until `take` returns the finish
         reason. `fence`: a name that only this start of the engine serves.
 
-        Raises: StreamBroken if it does not begin, breaks off or cannot be read; Refused.
+        Raises: StreamBroken if the stream does not begin, breaks or cannot be read; Refused.
         """
         events = Events(take)
         asked = {**self._headers, **headers, **tracing.carrier()}
@@ -142,15 +142,15 @@ class TokenServer:
         raise self._refusal(answer.status, text, retry_after(answer.headers))
 
     def _refusal(self, status: int, text: str, wait: float | None = None) -> Exception:
-        """What an answer without a completion means: Refused, or StreamBroken."""
+        """The exception for an answer without a completion: Refused, or StreamBroken."""
         refused = content_refusal(self.name, status, text)
         told = trouble(self.name, status, text, self._key_source)
         return refused or StreamBroken(BreakKind.REFUSED, told, wait)
 
 
 def body_with_prompt(fields: dict[str, Any], name: str, ask: EngineRequest) -> bytes:
-    """`fields`, then the ids of the prompt as field `name`. `json` writes the fields, because orjson
-    refuses integers above 64 bits; orjson writes the ids, 128k of them in a tenth of the time."""
+    """`fields`, then the prompt's ids as field `name`. `json` encodes the fields, because orjson refuses
+    integers above 64 bits. orjson encodes the ids, because 128k of them take it a tenth of the time."""
     head = json.dumps(fields, separators=(",", ":")).encode().removesuffix(b"}")
     ids = numpy.asarray(ask.prompt_ids, numpy.intc)
     text = orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -158,7 +158,7 @@ def body_with_prompt(fields: dict[str, Any], name: str, ask: EngineRequest) -> b
 
 
 class Events:
-    """The JSON objects of a stream of server-sent events, or the one object of a plain JSON answer."""
+    """Parses a stream of server-sent events, or a plain JSON answer, into JSON objects."""
 
     def __init__(self, take: Take) -> None:
         self.reason: FinishReason | None = None
@@ -166,7 +166,7 @@ class Events:
         self._rest = b""
 
     def feed(self, data: bytes) -> bool:
-        """Take the events that are whole; whether one ended the completion. Raises: UNREADABLE."""
+        """Take all complete events. Returns whether one ended the completion. Raises: UNREADABLE."""
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             found = _object(event)
@@ -178,7 +178,8 @@ class Events:
         return False
 
     def last(self) -> FinishReason | None:
-        """What the answer ended with: plain JSON has no blank line after it. Raises: UNREADABLE."""
+        """Take the rest at the end of the answer, because no blank line follows plain JSON. Raises:
+        UNREADABLE."""
         found = _object(self._rest)
         return None if found is None else self._take(found)
 
@@ -190,13 +191,13 @@ def _object(event: bytes) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = orjson.loads(content)
-    except orjson.JSONDecodeError:  # `NaN` and lone surrogates, which engines may send
+    except orjson.JSONDecodeError:  # engines may send `NaN` and lone surrogates
         found = json.loads(content)
     return found
 
 
 def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionSpan]:
-    """The spans with a policy version; a label without a number (vLLM's unset `default`) has none."""
+    """The spans with a policy version. A label without a number, such as vLLM's `default`, has none."""
     found: list[VersionSpan] = []
     for span in spans:
         try:

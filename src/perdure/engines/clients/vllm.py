@@ -1,7 +1,7 @@
 """vLLM's token endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
-The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs` for
-logprobs of the distribution that was really sampled. Owns one stream of one engine; the pool chooses
+The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs`, so that
+logprobs belong to the distribution that was sampled from. Owns one stream of one engine. The pool chooses
 the engine and handles a broken stream.
 """
 
@@ -24,7 +24,7 @@ from perdure.engines.pool.salvage import Salvage
 from perdure.types import FinishReason
 
 MISSING_LOGPROB = -9999.0
-"""vLLM's placeholder for a logprob that is absent, NaN or minus infinity."""
+"""vLLM's placeholder for a logprob that is missing, NaN or minus infinity."""
 FENCED = re.compile(r"-g\d+$")
 DEATH = "EngineDead"
 
@@ -55,10 +55,10 @@ class VllmEngine(TokenServer):
         version: Callable[[], int | None],
         ask: EngineRequest,
     ) -> FinishReason | None:
-        """One chunk. Only a finish reason ends a completion, because `[DONE]` ends crashed streams too."""
+        """Take one chunk. Only a finish reason ends a completion; `[DONE]` also ends crashed streams."""
         if "error" in event:
             raise self._failed(event["error"], begun=salvage.part > 0)
-        # A server with several names echoes the first one, so only a fenced name tells starts apart.
+        # A server with several names reports the first one, so only a fenced name tells starts apart.
         if event.get("model") not in (None, ask.model) and FENCED.search(ask.model):
             raise StreamBroken(
                 BreakKind.FENCED, f"{event['model']} answered instead of {ask.model}"
@@ -84,7 +84,8 @@ class VllmEngine(TokenServer):
         return reason
 
     def _failed(self, error: object, *, begun: bool) -> Exception:
-        """After a 200, vLLM sends an error event both when it refuses a request and when it dies."""
+        """The exception for an error event. vLLM sends one after a 200 if it refuses a request, and if it
+        dies."""
         told = error if isinstance(error, dict) else {}
         code, message = told.get("code"), str(told.get("message", error))
         if isinstance(code, int) and code < 500 and not begun and DEATH not in message:
@@ -105,7 +106,7 @@ def _body(ask: EngineRequest) -> bytes:
 
 
 def _check_count(tokens: int, spans: Sequence[Mapping[str, Any]], usage: Mapping[str, Any]) -> None:
-    """An event that came twice, or never, shows in what the engine counts itself.
+    """Detect a lost or repeated event by the engine's own count of tokens.
 
     Raises: ImpossibleTokens.
     """
@@ -134,7 +135,7 @@ def _logprobs(content: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> li
 
 
 def _token_id(entry: dict[str, Any]) -> int | None:
-    """vLLM names the token by `token_id`, or in an older form by `token: "token_id:N"`."""
+    """The token of an entry. vLLM names it by `token_id`; older versions by `token: "token_id:N"`."""
     token_id = entry.get("token_id")
     if token_id is None:
         _, found, number = str(entry.get("token", "")).partition("token_id:")

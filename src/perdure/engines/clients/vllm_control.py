@@ -1,4 +1,4 @@
-"""vLLM's own control routes on one engine: probes, metrics, pause, weights.
+"""A client of vLLM's control routes: probes, metrics, pause, weights.
 
 Only managers and gateways call these routes, directly on the engine. The gateway never exposes them.
 """
@@ -21,24 +21,24 @@ from perdure.engines.state import is_fenced, root_of
 from perdure.errors import Boundary, ControlPlaneError
 
 PROBE_S = 30.0
-"""Seconds for a probe's answer. Loaded engines are slow, so one slow answer alone proves nothing."""
+"""Seconds for a probe's answer. Busy engines are slow, so one slow answer proves nothing."""
 REFUSALS = {400, 401, 403, 404, 405, 422}
 PROBE_PROMPT = (1, 2, 3)
 GREEDY: Mapping[str, float] = {"temperature": 0.0}
 PROBE_SESSION = "perdure-probe"
 TOKENIZED = "def naïve(x): return {'Straße': x ** 2048}  # 你好, мир 🙂"
-"""A text that hardly two tokenizers cut in the same way."""
+"""A text that two different tokenizers are unlikely to split in the same way."""
 LOCAL_ERRNOS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM),
     *(errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.ENETUNREACH),
     socket.EAI_AGAIN,
 }
-"""Errors that keep this process from connecting anywhere, and so say nothing about the engine."""
+"""Errors that keep this process from connecting to anything, and so say nothing about the engine."""
 SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})?\s+(\S+)", re.MULTILINE)
 
 
 class EngineSilent(ControlPlaneError):
-    """No answer came. `gone`: no process listens at its address."""
+    """The engine gave no answer. `gone`: no process listens at its address."""
 
     boundary = Boundary.ENGINE
 
@@ -48,20 +48,20 @@ class EngineSilent(ControlPlaneError):
 
 
 class EngineRefused(ControlPlaneError):
-    """It refused our request: a model that it does not serve, a wrong key, or a missing route."""
+    """The engine refused our request: a model that it does not serve, a wrong key, or a missing route."""
 
     boundary = Boundary.ENGINE
 
 
 class WrongWeightLabel(ControlPlaneError):
-    """Its weight label is a number that cannot be a policy version."""
+    """The engine's weight label is a number that cannot be a policy version."""
 
     boundary = Boundary.ENGINE
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """What an engine's /metrics report. None = not reported."""
+    """What an engine's /metrics reports. None: not reported."""
 
     started: str = ""
     """Start time of its process, as text."""
@@ -81,19 +81,19 @@ class Vitals:
 
 
 class Served(NamedTuple):
-    """What an engine serves."""
+    """One start of an engine, and its model."""
 
     start_id: str
     """Identifies this start: its fenced model name, or its process's start time."""
     root: str = ""
-    """The model behind the name, as `/v1/models` reports it; empty if it does not."""
+    """The model behind the name, as `/v1/models` reports it; empty if not reported."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """One token after a prompt, and its logprob.
+    """The token after a prompt, and its logprob.
 
-    `prompt_logprobs`: those of the prompt's own tokens from the second on, [P - 1], if requested.
+    `prompt_logprobs`: the logprobs of the prompt's tokens from the second on, [P - 1], if requested.
     """
 
     token_id: int
@@ -105,7 +105,7 @@ class EngineControl:
     """The control plane of one engine."""
 
     processed_by = "start vLLM with --logprobs-mode processed_logprobs"
-    """What makes it report logprobs of the distribution that it sampled from."""
+    """How to make the engine report logprobs of the distribution that it sampled from."""
 
     def __init__(
         self,
@@ -121,8 +121,8 @@ class EngineControl:
         self.vocabulary = vocabulary
         self._probe_s = probe_s
         self._client = client
-        # After an error of the engine, uvicorn answers and then closes the connection without announcing it.
-        # A request on a reused connection would fail.
+        # After an engine's error, uvicorn answers and then closes the connection without announcing it.
+        # A request on the reused connection would fail.
         self._headers = {"connection": "close"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -133,7 +133,7 @@ class EngineControl:
         return read_vitals(response.text)
 
     async def served(self, model: str, vitals: Vitals) -> Served:
-        """What identifies this start of the server and its model. Raises: ControlPlaneError."""
+        """Identify this start of the server and its model. Raises: ControlPlaneError."""
         response = await self._send("GET", "/v1/models", timeout=self._probe_s, absent_ok=True)
         try:
             roots = {
@@ -146,7 +146,7 @@ class EngineControl:
         return Served(fenced or vitals.started, roots.get(fenced or model, ""))
 
     async def tokenizer(self, model: str) -> str:
-        """Identifies its tokenizer by the ids of one text; empty if it does not tell."""
+        """A digest of the ids of one text, which identifies the tokenizer; empty if there is no answer."""
         body = {"model": model, "prompt": TOKENIZED, "add_special_tokens": False}
         try:
             response = await self._send("POST", "/tokenize", body, timeout=self._probe_s)
@@ -156,7 +156,7 @@ class EngineControl:
         return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12] if ids else ""
 
     async def round_trip(self, model: str, *, timeout_s: float = PROBE_S) -> None:
-        """Sample one token: the proof of readiness. Raises: ControlPlaneError."""
+        """Prove readiness by sampling one token. Raises: ControlPlaneError."""
         await self.score(model, PROBE_PROMPT, timeout_s=timeout_s)
 
     async def score(
@@ -168,7 +168,7 @@ class EngineControl:
         sampling: Mapping[str, float] = GREEDY,
         timeout_s: float = PROBE_S,
     ) -> Scored:
-        """The next token and its logprob; on request, the logprobs of the prompt's own tokens.
+        """The next token and its logprob; on request, also the logprobs of the prompt's tokens.
 
         Raises: ControlPlaneError.
         """
@@ -206,12 +206,12 @@ class EngineControl:
             raise self._failed(f"sampled no token: {error!r}") from error
 
     async def is_paused(self) -> bool | None:
-        """None if the engine has no such route (it was not started in vLLM's dev mode)."""
+        """Whether it is paused; None if it has no such route, because it does not run in vLLM's dev mode."""
         response = await self._send("GET", "/is_paused", timeout=self._probe_s, absent_ok=True)
         return object_of(response).get("is_paused")
 
     async def version(self) -> int | None:
-        """The number in its weight label; None if it has none. Raises: ControlPlaneError."""
+        """The number in its weight label; None if there is none. Raises: ControlPlaneError."""
         response = await self._send("GET", "/weight_info", timeout=self._probe_s, absent_ok=True)
         return self._version_of(response)
 
@@ -222,8 +222,8 @@ class EngineControl:
             raise WrongWeightLabel(self._told(str(error))) from None
 
     async def pause(self, mode: str) -> None:
-        """`abort` ends requests in flight with the tokens they have; `keep` freezes them. Both clear
-        the prefix cache, because KV of the old weights must not be attended to."""
+        """Pause the engine. `abort` ends requests in flight with the tokens that they have; `keep` freezes
+        them. Both clear the prefix cache, because new tokens must not attend to KV of the old weights."""
         await self._send("POST", f"/pause?mode={mode}&clear_cache=true", timeout=120.0)
 
     async def resume(self) -> None:
@@ -241,7 +241,7 @@ class EngineControl:
         await self._send("POST", "/finish_weight_update", body, timeout=600.0)
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Call it once per start of the engine. Raises: ControlPlaneError."""
+        """Must be called once per start of the engine. Raises: ControlPlaneError."""
         body = {"init_info": dict(info)}
         await self._send("POST", "/init_weight_transfer_engine", body, timeout=600.0)
 
@@ -283,7 +283,7 @@ class EngineControl:
 
 
 def _is_local(error: httpx.ConnectError) -> bool:
-    """Whether only this process is to blame. Some of a host's addresses may be unreachable, as IPv6
+    """Whether only this process is the cause. Some of a host's addresses may be unreachable, as IPv6
     often is, but one that refuses the connection proves that the host answered."""
     found = _errnos(error)
     return bool(found) and found <= LOCAL_ERRNOS
@@ -300,8 +300,8 @@ def _errnos(error: BaseException | None) -> set[int]:
 
 
 def samples(text: str) -> Iterator[tuple[str, str, float]]:
-    """Name, labels and value of each line that /metrics reports, except the buckets of histograms: they
-    are nine tenths of it, and nothing reads them."""
+    """Name, labels and value of each line of /metrics. Skips the buckets of histograms, which are nine
+    tenths of the text and which nothing reads."""
     read = "\n".join(line for line in text.split("\n") if "_bucket{" not in line)
     for name, labels, number in SAMPLE.findall(read):
         with contextlib.suppress(ValueError):
@@ -309,7 +309,7 @@ def samples(text: str) -> Iterator[tuple[str, str, float]]:
 
 
 def read_vitals(text: str) -> Vitals:
-    """Sums over the engine's data-parallel ranks; the KV share is that of the fullest rank."""
+    """Sum over the engine's data-parallel ranks; the KV share is the fullest rank's."""
     sums: dict[str, float] = {}
     starved, kv_used, kv_tokens = 0.0, 0.0, 0
     for name, labels, value in samples(text):
@@ -338,7 +338,8 @@ def read_vitals(text: str) -> Vitals:
 
 
 def version_number(label: object) -> int | None:
-    """`step-7` is version 7; vLLM's unset label `default` is none. Raises: ValueError for `-7`."""
+    """The version in a label: 7 for `step-7`, None for vLLM's unset label `default`. Raises: ValueError
+    for `-7`."""
     if re.fullmatch(r"-\d+", str(label)):
         raise ValueError(f"the weight label {str(label)!r} is negative, so it is no policy version")
     found = re.search(r"\d+$", str(label))

@@ -1,7 +1,7 @@
-"""HTTP to an inference server; for a hosted API, one POST that is repeated for a bounded time.
+"""HTTP to inference servers. A POST to a hosted API is repeated for a bounded time.
 
-While an engine restarts or refuses, agents see a slow answer instead of an error. `engine_refusal` owns
-what an answer means; each engine's client owns the request and reads the answer.
+While an engine restarts or refuses, agents see a slow answer instead of an error. `engine_refusal`
+interprets errors; each engine's client makes the request and reads the answer.
 """
 
 import asyncio
@@ -27,22 +27,23 @@ from perdure.types import Sampling
 PATIENCE_S = 120.0
 """Seconds for which one turn repeats a request to an engine that gives no usable answer."""
 FIRST_PATIENCE_S = 20.0
-"""The same while an API has refused every call of this process: a wrong key or model is told soon."""
+"""The same while an API has refused every call of this process, so that a wrong key or model is soon
+reported."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
 READ_TIMEOUT_S = 900.0
-"""Seconds for a long completion under load; agents' own clients give up after 600 to 900 s."""
+"""Seconds for a long completion under load. Agents' own clients give up after 600 to 900 s."""
 UNREADABLE = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError),
     *(RecursionError, Refused),
 )
-"""What reading an answer of an unexpected shape raises."""
+"""Exceptions from reading an answer of an unexpected form."""
 Read = Callable[[dict[str, Any]], dict[str, Any]]
-"""Turns a server's answer into a chat completion. Raises: one of UNREADABLE."""
+"""Turns a server's answer into a chat completion. Raises: UNREADABLE."""
 
 
 def engine_name(kind: str, url: str) -> str:
-    """`vllm 10.0.0.7:8000`: recorded with each turn; without credentials or paths."""
+    """An engine's name in turns, such as `vllm 10.0.0.7:8000`. It has no credentials and no path."""
     parts = urlsplit(url)
     return f"{kind} {parts.hostname}{f':{parts.port}' if parts.port else ''}"
 
@@ -68,8 +69,8 @@ class HostedApi(ABC):
         key_source: str,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`base_url` with or without `/v1`. `key_source`: the variable that the key came from. An error
-        names it and never shows the key."""
+        """`base_url`: with or without `/v1`. `key_source`: the environment variable of the key. Errors name
+        it and never show the key."""
         root = base_url.rstrip("/")
         self._root = root if urlsplit(root).path else f"{root}/v1"
         self.model = model
@@ -81,15 +82,15 @@ class HostedApi(ABC):
         """`time.monotonic()` of its first refusal since it last served a call."""
         self._has_served = False
         self._waiting = Waits()
-        """Calls without a usable answer so far."""
+        """Calls that have had no usable answer yet."""
         self.name = engine_name(self.kind, base_url)
 
     def waits(self, session_id: str) -> Wait | None:
-        """Since when a call of the session gets no usable answer, and what came instead."""
+        """Since when the session's oldest call has had no usable answer, and why."""
         return self._waiting.longest(session_id)
 
     def check(self, rules: Sampling) -> None:
-        """Raises: Refused naming a sampling parameter that it does not have."""
+        """Raises: Refused, which names a sampling parameter that the API does not have."""
         try:
             check_hosted_sampling(rules, self.kind, self._root)
         except ConfigurationError as error:
@@ -101,16 +102,16 @@ class HostedApi(ABC):
     async def _post(
         self, path: str, body: Mapping[str, Any], read: Read, *, session_id: str
     ) -> dict[str, Any]:
-        """What `read` makes of the JSON object of a 200. Any other answer is repeated, unless the
-        content of the request caused it.
+        """Post a request, and return the result of `read` on the JSON object of a 200. After any other
+        answer, the request is repeated, unless its content caused the answer.
 
         Raises: GatewayUnavailable after `patience_s` without a usable answer; CallsRefused sooner if
-        it has refused every call of this process; Refused if the content of the request is refused.
+        the API has refused every call of this process; Refused if it refuses the request's content.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
         pause, since = FIRST_PAUSE_S, time.time()
-        with contextlib.ExitStack() as told:  # also while a further try is on its way
+        with contextlib.ExitStack() as told:  # stays noted during the next try
             while True:
                 try:
                     return await self._once(path, content, read)
@@ -125,7 +126,7 @@ class HostedApi(ABC):
                 pause = min(pause * 2, LONGEST_PAUSE_S)
 
     def _gives_up(self, failure: GatewayUnavailable) -> bool:
-        """Whether refusals have lasted for so long that a person must act first."""
+        """Whether refusals have lasted long enough that only a user can fix the cause."""
         if self._refused_since is None or not isinstance(failure, CallsRefused):
             return False
         patience = self._patience_s if self._has_served else FIRST_PATIENCE_S
