@@ -1,1 +1,1 @@
-"""The activities of Temporal. Each makes one call into `perdure.rollouts`."""
+"""The Temporal activities. Each makes one call into `perdure.rollouts`."""

@@ -1,4 +1,4 @@
-"""What a stage may ask of Temporal: about this try of its activity, and about workflows."""
+"""What a stage may ask Temporal: about the current try of its activity, and about workflows."""
 
 import time
 from typing import Literal
@@ -32,12 +32,12 @@ async def tell_account(
     try:
         await client.get_workflow_handle(workflow_id).signal(signal, message)
     except RPCError as error:
-        if error.status is not RPCStatusCode.NOT_FOUND:  # then it keeps no permits
+        if error.status is not RPCStatusCode.NOT_FOUND:  # a closed account keeps no permits
             raise
 
 
 class ThisTry:
-    """`perdure.rollouts.job.Try`, answered by the activity that runs now."""
+    """Implements `perdure.rollouts.job.Try` for the running activity."""
 
     tell_account = staticmethod(tell_account)
 
@@ -68,7 +68,7 @@ class ThisTry:
         try:
             fate = await fate_of(activity.client(), activity.info().workflow_id or "")
         except RPCError:
-            return True  # the reaper asks again
+            return True  # if it is closed, the reaper finds out later
         return fate is Owner.ALIVE
 
     def report(self, **progress: object) -> None:
@@ -76,7 +76,7 @@ class ThisTry:
 
 
 async def fate_of(client: Client, workflow_id: str) -> Owner:
-    """The server itself answers, because its visibility store lags behind."""
+    """Whether the workflow is open. Asks the server itself, because the visibility store lags."""
     try:
         described = await client.get_workflow_handle(workflow_id).describe()
     except RPCError as error:

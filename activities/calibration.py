@@ -1,5 +1,5 @@
-"""prepare_calibration, load_calibration_rows, conclude_calibration, choose_twins, report_calibration: the
-shells of `perdure.rollouts.calibration`."""
+"""prepare_calibration, load_calibration_rows, conclude_calibration, choose_twins,
+report_calibration: the activities of `perdure.rollouts.calibration`."""
 
 from temporalio import activity
 

@@ -1,7 +1,7 @@
-"""Turns our errors into Temporal's: an error's type says what happens next.
+"""Translates Perdure's errors into Temporal's. The error type decides what happens next.
 
-`RetryHere` and `OutcomeUnknown` repeat this activity. `SandboxLost` and `GiveUp` go to the workflow.
-A bug is repeated a few times and then reported.
+Temporal retries the activity after `RetryHere` and `OutcomeUnknown`. `SandboxLost` and `GiveUp` go
+to the workflow. An unforeseen error is retried a few times and then reported as a bug.
 """
 
 import asyncio
@@ -27,26 +27,27 @@ OF_THE_HOST = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
     errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
 }  # fmt: skip
-"""Its disk is full or broken, or it has no room for a process or a file: no stage is the cause."""
+"""Errors that the host causes, not a stage: its disk is full or broken, or it lacks processes,
+memory or file descriptors."""
 ROOM_S = 10.0
-"""Seconds after which a stage that such an error stopped tries again, for as long as it takes."""
+"""Seconds before a retry after such an error. The number of retries is not limited."""
 BUG_TRIES = 5
-"""If an activity fails this often with an unforeseen error, the rollout ends with that error."""
+"""After this many tries with unforeseen errors, the rollout ends with the last one."""
 MESSAGE_LIMIT = 1000
 NAMED = (SandboxLost, IdentityDiffers, ConfigurationError)
-"""Types that `retry_on` and a run's pause know by name: a subclass goes by this name too."""
+"""Types that `retry_on` and a run's pause refer to by name. Their subclasses get the same name."""
 
 Result = TypeVar("Result")
 
 
 async def translated(work: Awaitable[Result]) -> Result:
-    """Translate errors, so that Temporal knows from the type what to do next."""
+    """Translate errors, so that their type tells Temporal what to do next."""
     try:
         return await work
     except asyncio.CancelledError:
         raise _of_cancellation() from None
     except PerdureError as error:
-        raise _of_failure(error) from None  # the message says it all; no stack in the history
+        raise _of_failure(error) from None  # the history needs the message, not the stack
     except ApplicationError:
         raise
     except OSError as error:
@@ -61,7 +62,7 @@ async def translated(work: Awaitable[Result]) -> Result:
 
 def _of_cancellation() -> BaseException:
     details = activity.cancellation_details()
-    if details is None or details.worker_shutdown:  # None: `shell._cancel_at_shutdown` did it
+    if details is None or details.worker_shutdown:  # None after `shell._cancel_at_shutdown`
         return ApplicationError(
             "the worker was told to stop; the work goes on elsewhere",
             type=WORKER_EVICTED,

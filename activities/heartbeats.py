@@ -9,18 +9,19 @@ from typing import Any
 from temporalio import activity
 
 FIRST_BEAT_S = 1.0
-"""An activity that ends sooner costs the server no heartbeat at all."""
+"""Seconds before the first heartbeat. A shorter activity sends none, which saves server load."""
 LATER_BEATS_S = 10.0
-"""At most: a cancelled activity learns of it by the answer. With thousands of agents heartbeats are most of
-what the server does."""
+"""Maximum seconds between heartbeats. Shorter: a cancelled activity learns of it sooner, from the
+answer.
+Longer: less load, because with thousands of agents most of the server's work is heartbeats."""
 
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
 
 @contextlib.asynccontextmanager
 async def heartbeats() -> AsyncIterator[None]:
-    """Send heartbeats at a third of the time-out. Their answers also tell the activity that it was
-    cancelled."""
+    """Send heartbeats at a third of the timeout. Their answers also tell the activity that it has
+    been cancelled."""
     _progress.set({})
     timeout = activity.info().heartbeat_timeout
     if timeout is None:
@@ -43,5 +44,6 @@ async def _beat(interval: float) -> None:
 
 
 def report(**progress: Any) -> None:
-    """Show this beside the pending activity in the Web UI with the next heartbeat. Keep it tiny."""
+    """Show this next to the pending activity in the Web UI, with the next heartbeat. Keep it
+    small."""
     _progress.get().update(progress)

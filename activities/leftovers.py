@@ -1,4 +1,4 @@
-"""sweep_sandboxes and closed_holders: the sandboxes and permits that a workflow left behind."""
+"""sweep_sandboxes and closed_holders: find sandboxes and permits that a workflow left behind."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,8 @@ class Leftovers:
 
     @shell("closed_holders")
     async def closed_holders(self, holders: Sequence[str]) -> list[str]:
-        """Those whose workflow is closed: terminated, or lost before it gave its permit back."""
+        """The holders whose workflow closed without releasing its permit, for example
+        terminated."""
         fates = [await _fate(holder) for holder in holders]
         return [
             holder for holder, fate in zip(holders, fates, strict=True) if fate is not Owner.ALIVE

@@ -1,4 +1,5 @@
-"""prepare_run, load_page, finish_run: the shells of `perdure.rollouts.runs`."""
+"""prepare_run, load_page, record_change, finish_run: the activities of `perdure.rollouts.runs` and
+`run_record`."""
 
 from activities.shell import shell
 from perdure.rollouts.messages import Page, PageRequest, PreparedRun, RunSummary

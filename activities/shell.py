@@ -1,6 +1,6 @@
 """The decorator that makes a method an activity: heartbeats, errors, logs, metrics, shutdown.
 
-Only Temporal retries. `failures` tells it from an error's type what to do next.
+Only Temporal retries. `failures` translates an error's type into what Temporal does next.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from perdure.telemetry import bind, metrics
 log = structlog.get_logger("perdure.activity")
 
 at_work: Counter[str] = Counter()
-"""Activities that run in this process now, by workflow id. Each of them learns by its heartbeats when its
-workflow is closed."""
+"""Number of activities that run in this process, by workflow id. Their heartbeats tell them when
+their workflow is closed."""
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -37,8 +37,8 @@ def shell(
 ]:
     """Make a method the activity `name`.
 
-    `leave_at_once`: hand over as soon as the worker is told to stop, for work that only watches.
-    Other work may use the worker's grace period to finish.
+    `leave_at_once`: hand over as soon as the worker is told to stop. Use it for activities that
+    only watch. Others may use the worker's grace period to finish.
     """
 
     def wrap(
@@ -57,7 +57,7 @@ def shell(
 
 @contextlib.contextmanager
 def _observed(name: str, argument: Any) -> Iterator[None]:
-    """Log and count one try of one stage, with the rollout it belongs to."""
+    """Log and count one try of a stage, with the id of its rollout."""
     info = activity.info()
     queued = (info.started_time - info.current_attempt_scheduled_time).total_seconds()
     started = time.monotonic()
@@ -82,7 +82,7 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _traced(name: str, argument: Any) -> Iterator[None]:
-    """A span for one try of one stage, and one for the wait for a free slot or seat before it."""
+    """Record a span for one try of a stage, and one for its wait for a free slot or seat."""
     info = activity.info()
     attributes: tracing.Attributes = {
         "perdure.workflow_id": info.workflow_id,
@@ -105,7 +105,7 @@ def _bound(argument: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.asynccontextmanager
 async def _interrupted_by_shutdown(at_once: bool) -> AsyncIterator[None]:
-    """If `at_once`, cancel the work when the shutdown starts, not when the grace period is over."""
+    """If `at_once`, cancel the work when the shutdown starts, not after the grace period."""
     if not at_once:
         yield
         return

@@ -1,5 +1,5 @@
-"""boot_sandbox, run_agent, capture_diff, grade_in_fresh_sandbox, emit_episode, destroy_sandbox: the shells of
-a rollout's stages in `perdure.rollouts`."""
+"""boot_sandbox, run_agent, capture_diff, grade_in_fresh_sandbox, emit_episode, destroy_sandbox: the
+activities of a rollout's stages in `perdure.rollouts`."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from perdure.rollouts.services import Services
 from perdure.types import EpisodeRef
 
 SAY_AFTER_S = 2.0
-"""A shorter boot is not worth a signal."""
+"""Seconds after which a boot sends its signal. A shorter boot sends none."""
 
 
 class Stages:
@@ -66,13 +66,13 @@ class Stages:
         return await Job.of(self.services, attempt, ThisTry())
 
     async def _turns_again(self, session_id: str) -> None:
-        """The gateway is asked only where turns are lost: its settings may be wrong."""
+        """Ask the gateway only if turns are lost, because its settings may be wrong."""
         await self.services.gateway.write_turns(session_id)
 
 
 @asynccontextmanager
 async def _said_if_it_lasts(attempt: int) -> AsyncIterator[None]:
-    """Tell the rollout that it no longer waits: only this try knows that it has a seat."""
+    """Signal the rollout that it no longer waits. Only this try knows that it has a seat."""
     saying = asyncio.create_task(_say(attempt))
     try:
         yield
@@ -83,5 +83,5 @@ async def _said_if_it_lasts(attempt: int) -> AsyncIterator[None]:
 async def _say(attempt: int) -> None:
     await asyncio.sleep(SAY_AFTER_S)
     rollout = activity.client().get_workflow_handle(activity.info().workflow_id or "")
-    with contextlib.suppress(RPCError):  # then it is shown as waiting
+    with contextlib.suppress(RPCError):  # if this fails, the Web UI shows it as waiting
         await rollout.signal(names.BOOTING, attempt)

@@ -1,4 +1,4 @@
-"""stand_in: answers what is sent to a lost host, so that its rollouts move at once."""
+"""stand_in: answers activities sent to a lost host, so that its rollouts move at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -33,11 +33,11 @@ class StandIn:
 
     @shell("stand_in", leave_at_once=True)
     async def stand_in(self, term: Term) -> None:
-        """Until it is cancelled. `term` is the one that the host would begin."""
+        """Runs until it is cancelled. `term` is the one that the host would begin next."""
         await end_terms_before(self.services.store, term.host, term.number)
         client = activity.client()
         if term.host == self.services.host:
-            # Its own worker polls these queues already, and a connection takes one worker of a queue.
+            # A connection allows one worker per queue, and this host's worker polls these queues.
             client = await connect(settings=self.services.settings)
         lost = LostHost(client, term)
         async with AsyncExitStack() as workers:
@@ -48,7 +48,7 @@ class StandIn:
 
 
 class LostHost:
-    """What the host's own worker would do, done without the host."""
+    """The activities of the lost host's worker, answered without the host."""
 
     def __init__(self, client: Client, term: Term) -> None:
         self._client, self._term = client, term
@@ -66,7 +66,7 @@ class LostHost:
 
     @activity.defn(name="destroy_sandbox")
     async def destroy(self, attempt: Attempt) -> None:
-        """The host itself ends its sandboxes before it serves again."""
+        """Succeeds at once: the host kills its sandboxes itself before it serves again."""
         await self._be_sure()
 
     @activity.defn(name="sweep_sandboxes")
@@ -87,7 +87,8 @@ class LostHost:
         )
 
     async def _be_sure(self) -> None:
-        """This process may have been stopped for so long that the host serves again."""
+        """Check that the host is still lost: it may be back if this process was stopped for a
+        while."""
         handle = self._client.get_workflow_handle(names.host_id(self._term.host))
         state = await handle.query("state", result_type=HostState)
         if not state.lost or state.number != self._term.number:

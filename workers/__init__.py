@@ -1,1 +1,1 @@
-"""What polls which task queue with how many slots."""
+"""The worker processes: which polls which task queue, and with how many slots."""

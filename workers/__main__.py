@@ -1,4 +1,5 @@
-"""`python -m workers ROLE ...`: one process that polls for these roles; without any, for every role."""
+"""`python -m workers ROLE ...`: one process that polls for these roles, or for all if none is
+given."""
 
 from workers.process import main
 

@@ -1,4 +1,4 @@
-"""Keeps the gauges of what waits in Temporal's queues, where this worker serves metrics."""
+"""Updates the gauges of the backlogs in Temporal's queues, if this worker serves metrics."""
 
 import asyncio
 

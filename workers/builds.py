@@ -1,4 +1,4 @@
-"""Which build this worker runs: what Temporal pins open rollouts to (docs/upgrade.md)."""
+"""The build that this worker runs, to which Temporal pins open rollouts (docs/upgrade.md)."""
 
 from dataclasses import replace
 
@@ -18,18 +18,18 @@ from perdure.client import names
 from perdure.settings.tree import DeploymentSettings
 
 PINNED = (names.ROLLOUT, names.GROUP)
-"""Workflows that stay on the build that began them. They end within hours."""
+"""Workflows that stay on the build that started them. They end within hours."""
 MOVING = (
     *(names.RUN, names.SHARD, names.REAPER, names.ACCOUNT, names.HOST),
     names.CALIBRATION,
 )
-"""Workflows that move to the current build: they live for days, and begin the next rollouts."""
+"""Workflows that move to the current build. They run for days and start the next rollouts."""
 
 log = structlog.get_logger("perdure.worker")
 
 
 def build_of(settings: DeploymentSettings) -> WorkerDeploymentConfig | None:
-    """None: no build is named, so any worker takes any rollout."""
+    """None if no build is named. Then any worker takes any rollout."""
     if not settings.build_id:
         return None
     return WorkerDeploymentConfig(
@@ -40,8 +40,9 @@ def build_of(settings: DeploymentSettings) -> WorkerDeploymentConfig | None:
 
 
 class MovingRunner(UnsandboxedWorkflowRunner):
-    """Declares each workflow in `MOVING` as moving. Its `workflow.defn` cannot: a worker without a build
-    would declare it too, and the server would refuse all decisions of that worker.
+    """Declares each workflow in `MOVING` as AUTO_UPGRADE. `workflow.defn` cannot do that: a worker
+    without a build would declare it too, and the server would refuse all its workflow task
+    completions.
     """
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
@@ -52,7 +53,7 @@ class MovingRunner(UnsandboxedWorkflowRunner):
 
 
 async def say_if_not_current(client: Client, settings: DeploymentSettings) -> None:
-    """A build gets no work before an operator makes it current; only this line tells the operator."""
+    """Warn that a build gets no work before an operator makes it current. Nothing else says so."""
     request = DescribeWorkerDeploymentRequest(
         namespace=client.namespace, deployment_name=settings.name
     )

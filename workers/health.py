@@ -1,8 +1,8 @@
-"""Answers on a unix socket of this worker: GET /healthz while its event loop runs, GET /readyz once the
-server has seen it poll.
+"""Health endpoints on a unix socket of this worker: GET /healthz succeeds while its event loop
+runs, GET /readyz once the server has seen it poll.
 
-The supervisor asks there. A start waits for the second; a worker that fails several of the first in a
-row is started again.
+The supervisor calls both. A start waits for /readyz. A worker that fails /healthz several times in
+a row is restarted.
 """
 
 import asyncio
@@ -32,12 +32,13 @@ QUEUES = {
     "grade": (names.GRADE_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
     "io": (names.IO_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
 }
-"""A queue that a worker of each role always polls; the boot queue only while its host has a free seat."""
+"""Role -> a queue that its worker always polls. It polls the boot queue only while a seat is
+free."""
 
 
 @contextlib.asynccontextmanager
 async def answering(path: Path | None, is_ready: Callable[[], bool]) -> AsyncIterator[None]:
-    """Answer at `path` until the block ends; None: nowhere."""
+    """Answer at `path` until the block ends. If `path` is None, do nothing."""
     if path is None:
         yield
         return
@@ -61,9 +62,10 @@ async def answering(path: Path | None, is_ready: Callable[[], bool]) -> AsyncIte
 
 
 async def polled(client: Client, roles: Sequence[str], identity: str = "") -> None:
-    """Return when the server has seen this worker, or the one of `identity`, poll for all `roles`.
+    """Return when the server has seen this worker, or the one with `identity`, poll for all
+    `roles`.
 
-    Raises: RPCError when the server refuses to say.
+    Raises: RPCError if the server refuses to say.
     """
     for role in roles:
         if role in QUEUES:
@@ -73,7 +75,7 @@ async def polled(client: Client, roles: Sequence[str], identity: str = "") -> No
 async def seen_polling(
     client: Client, queue: str, kind: "TaskQueueType.ValueType", identity: str
 ) -> None:
-    """Return when the server has seen `identity` poll. Raises: RPCError when it refuses to say."""
+    """Return when the server has seen `identity` poll. Raises: RPCError if it refuses to say."""
     request = DescribeTaskQueueRequest(
         namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
     )

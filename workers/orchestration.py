@@ -1,7 +1,7 @@
-"""The worker of the workflow queue: decides, does no I/O, imports no provider.
+"""The worker of the workflow queue: it runs workflow code, does no I/O, imports no provider.
 
-Production runs workflow code as it is; tests and replays run it in the SDK's sandbox, which refuses
-what is not deterministic (docs/decisions/0007-what-a-rollout-costs.md).
+In production the workflow code runs unsandboxed. Tests and replays run it in the SDK's sandbox,
+which refuses nondeterministic code (docs/decisions/0007-what-a-rollout-costs.md).
 """
 
 from collections.abc import Sequence
@@ -44,8 +44,8 @@ WORKFLOWS: Sequence[type] = (
 )
 
 CACHED = 800
-"""Workflows kept as they are between two of their tasks, at some 60 KB each. One that waits longer than
-so many others, as for its agent, is replayed at its next task, which takes milliseconds."""
+"""Workflows in the sticky cache, at about 60 KB each. An evicted workflow, such as one that waits
+long for its agent, is replayed at its next task, which takes milliseconds."""
 
 PASSTHROUGH = (
     "perdure",
@@ -64,8 +64,9 @@ def checking_runner() -> SandboxedWorkflowRunner:
 
 
 class _AroundWorkflows(Interceptor):
-    """Tells workflows a fact of their worker: details do not enter history, so it may change. Checks their
-    signals."""
+    """Tells workflows the viewer's address, and checks their signals. The address may differ
+    between
+    workers: it appears only in details, which do not enter the history."""
 
     def __init__(self, viewer_url: str) -> None:
         self._url = viewer_url
@@ -85,8 +86,8 @@ def workflow_worker(
     workflows: Sequence[type] = WORKFLOWS,
     viewer_url: str = "",
 ) -> Worker:
-    """`runner`: None is production's, without checks. `build`: None is no versioning. `viewer_url`: of
-    `perdure view`, for links in details."""
+    """`runner`: if None, the production runner, without checks. `build`: if None, no versioning.
+    `viewer_url`: the address of `perdure view`, for links in details."""
     return Worker(
         client,
         task_queue=names.WORKFLOWS_QUEUE,
@@ -95,7 +96,8 @@ def workflow_worker(
         workflow_runner=runner or (MovingRunner() if build else UnsandboxedWorkflowRunner()),
         interceptors=[_AroundWorkflows(viewer_url)],
         max_cached_workflows=CACHED,
-        # How long a task waits for the worker that cached its workflow, before any other may take it.
+        # How long a task waits for the worker that has cached its workflow, before another takes
+        # it.
         sticky_queue_schedule_to_start_timeout=timedelta(seconds=5),
         workflow_task_poller_behavior=PollerBehaviorAutoscaling(minimum=2, initial=4, maximum=16),
     )

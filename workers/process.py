@@ -42,7 +42,7 @@ from workers.builds import build_of, say_if_not_current
 from workers.health import answering, polled
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
-"""What a worker process may poll for."""
+"""The roles of a worker process."""
 ALL = "all"
 
 REAP_EVERY = timedelta(minutes=10)
@@ -53,9 +53,9 @@ log = structlog.get_logger("perdure.worker")
 
 
 async def serve(settings: Settings, roles: Sequence[str], health: Path | None = None) -> None:
-    """Poll until SIGTERM or SIGINT, then hand over and return.
+    """Poll until SIGTERM or SIGINT, then hand the work over and return.
 
-    `health`: a unix socket that answers while the event loop runs.
+    `health`: path of a unix socket for the health endpoints.
     """
     tracing.configure(settings, "worker")
     client = await connect(settings=settings, runtime=temporal_runtime(settings))
@@ -70,7 +70,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         if {"boot", "agent"} & set(roles):
             check_path(
                 settings.gateway_socket
-            )  # without its passage the host would never give a seat
+            )  # if the path is too long for a socket, fail now: the host would grant no seat
             stack.enter_context(host_life.worker_is_here(settings))
         workers = _workers(client, settings, roles)
         for worker in workers:
@@ -86,7 +86,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
 
 
 def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[Worker]:
-    """Imports only what the roles need: a workflow worker loads no sandbox, grader or store."""
+    """Imports only what the roles need. A workflow worker loads no sandbox, grader or store."""
     workers = []
     build = build_of(settings.deployment)
     if "workflows" in roles:
@@ -108,7 +108,7 @@ def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[W
 async def _keep_house(
     client: Client, settings: Settings, roles: Sequence[str], seen: asyncio.Event
 ) -> None:
-    """What a worker does beside its queues, depending on its roles. Sets `seen` once the server has
+    """Run the worker's background tasks, which depend on its roles. Sets `seen` once the server has
     seen it poll."""
 
     async def become_ready() -> None:
@@ -138,8 +138,8 @@ def _housekeeping(client: Client, settings: Settings) -> "list[partial[Keeping]]
 
 
 async def kept_going(keeping: Callable[[], Keeping]) -> None:
-    """Run it until it returns. An unforeseen error is logged and ends one round only: otherwise it would
-    end all sweeps of this worker."""
+    """Run a background task until it returns. An unforeseen error is logged and ends one round
+    only, so that it does not end all sweeps of this worker."""
     while True:
         try:
             return await keeping()
@@ -149,9 +149,9 @@ async def kept_going(keeping: Callable[[], Keeping]) -> None:
 
 
 async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None:
-    """One schedule per host: only its own workers can see its local sandboxes.
+    """Create one schedule per host, because only its own workers can see its local sandboxes.
 
-    If the server has just started and accepts no schedules yet, waits for it until `stop` is set.
+    If the server has just started and accepts no schedules yet, wait for it until `stop` is set.
     """
     from perdure.client.api import PASSING
 
@@ -160,7 +160,7 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
             names.REAPER, host, id=f"reaper/{host}", task_queue=names.WORKFLOWS_QUEUE
         ),
         spec=ScheduleSpec(intervals=[ScheduleIntervalSpec(every=REAP_EVERY)]),
-        # The default catches up a whole year of missed sweeps.
+        # The default window would catch up on a whole year of missed sweeps.
         policy=SchedulePolicy(
             overlap=ScheduleOverlapPolicy.SKIP, catchup_window=timedelta(minutes=10)
         ),
@@ -181,7 +181,7 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
 
 
 async def _keep_reaper(client: Client, host: str) -> None:
-    """Make the schedule again if a person deleted it."""
+    """Create the schedule again if a user has deleted it."""
     while True:
         await asyncio.sleep(REAP_EVERY.total_seconds())
         await _ensure_reaper(client, host, asyncio.Event())
@@ -207,7 +207,7 @@ def main() -> None:
         code = 1
     tracing.flush()
     limited_process.end_all()
-    # The SDK's native threads can crash a Python that is tearing down.
+    # The SDK's native threads can crash the interpreter during its teardown.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Which activities each queue serves and with how many slots; one Worker per queue."""
+"""Which activities each queue serves, and with how many slots. One Worker per queue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,32 +22,33 @@ from perdure.client import names
 from perdure.rollouts.services import Services
 from workers.host import seats
 
-# A spot notice gives 30 s or more; activities hand over at once, so this is only the last bound.
+# A spot notice gives at least 30 s. Activities hand over at once, so this is only an upper limit.
 GRACE = timedelta(seconds=10)
 
 
 WATCHES = 10_000
-"""Slots for watching the agents of this host. Its seats are the limit, and each has an agent, so that
-no agent that runs here ever waits to be watched."""
+"""Slots for watching agents of this host. The seats limit the agents, so the slots must never do
+so: an agent that runs here must not wait to be watched."""
 
 
 LOST_HOSTS = 1_000
-"""Lost hosts that a worker answers for. Each costs a few open requests to the server."""
+"""Lost hosts that one worker can answer for. Each costs a few open requests to the server."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """One task queue: what runs there and how many at once."""
+    """One task queue: its activities, and how many of them run at once."""
 
     name: str
     activities: Sequence[Callable[..., Any]]
     slots: int | WorkerTuner
     of_host: bool = False
-    """Only one host polls it, with workers of any build (docs/decisions/0021-builds.md)."""
+    """Only one host polls the queue, with workers of any build (docs/decisions/0021-builds.md)."""
 
 
 def queues(role: str, services: Services) -> list[Queue]:
-    """The queues that a worker of `role` polls; an agent worker also polls its own host's."""
+    """The queues that a worker of `role` polls. An agent worker also polls its own host's
+    queues."""
     settings = services.settings
     if role == "boot":
         places = seats.tuner(services.seats, services.term, settings.slots.boot)
@@ -93,7 +94,7 @@ def queues(role: str, services: Services) -> list[Queue]:
 
 
 def _upkeep(services: Services) -> list[Callable[..., Any]]:
-    """Short work on sandboxes, which never waits behind agents."""
+    """Short activities on sandboxes, which never queue behind agents."""
     return [
         Stages(services).capture,
         Stages(services).destroy,
@@ -113,7 +114,7 @@ def activity_worker(
         max_concurrent_activities=most,
         tuner=tuner,
         graceful_shutdown_timeout=GRACE,
-        # Unsent heartbeats die with a SIGKILL: send them soon.
+        # A SIGKILL loses throttled heartbeats, so send them soon.
         max_heartbeat_throttle_interval=timedelta(seconds=5),
         activity_task_poller_behavior=PollerBehaviorAutoscaling(minimum=1, initial=2, maximum=16),
     )

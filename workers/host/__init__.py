@@ -1,1 +1,1 @@
-"""A worker's host: its signs of life, its seats, its housekeeping."""
+"""A worker's host: its heartbeats, its seats, its housekeeping."""

@@ -1,4 +1,4 @@
-"""What a worker does for its host periodically, without any event in Temporal's histories."""
+"""The periodic tasks of a worker for its host, which add no events to Temporal's histories."""
 
 import asyncio
 import contextlib
@@ -19,21 +19,22 @@ from perdure.telemetry import metrics
 
 SWEEP_EVERY_S = 30.0
 UNKNOWN_FOR_S = 600.0
-"""A sandbox whose workflow the server does not know ends this many seconds after its boot."""
+"""Seconds after its boot at which a sandbox is killed if the server does not know its workflow."""
 COUNT_EVERY_S = 15.0
 
 log = structlog.get_logger("perdure.worker")
 
 
 async def sweep_often(client: Client, services: Services) -> None:
-    """End this host's sandboxes whose workflow was terminated while no activity here worked for it.
+    """Kill this host's sandboxes whose workflow was terminated while no activity here worked for
+    it.
 
-    The scheduled reaper does the same for every provider, but only every ten minutes: each of its sweeps costs
-    events, and requests to services. This one costs neither.
+    The scheduled reaper does the same for all providers, but only every ten minutes, because each
+    of its sweeps costs events and provider requests. This sweep costs neither.
     """
 
     async def fate(workflow_id: str) -> Owner:
-        """Rollouts with an activity here need no request: the activity's heartbeats learn of the end."""
+        """Skip the request for rollouts with an activity here, whose heartbeats report the end."""
         return Owner.ALIVE if at_work[workflow_id] else await fate_of(client, workflow_id)
 
     usable: set[str] = set()
@@ -47,10 +48,10 @@ async def sweep_often(client: Client, services: Services) -> None:
 
 
 def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:
-    """Providers whose sandboxes are processes of this host, which are listed at no cost.
+    """Providers whose sandboxes are processes of this host, which can be listed at no cost.
 
-    Those in `usable` stay usable. The others are asked at each sweep, because a busy host may refuse the
-    trial sandbox of a check.
+    Providers in `usable` stay usable. The others are checked at each sweep, because a busy host may
+    refuse the trial sandbox of a check.
     """
     bound = [provider for provider in services.providers_used() if provider.host_bound]
     found = [provider for provider in bound if provider.name in usable or not provider.check()]
@@ -59,7 +60,7 @@ def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:
 
 
 async def count_sandboxes(services: Services) -> None:
-    """Keep the gauges of this host's live sandboxes and seats up to date, if metrics are served."""
+    """Update the gauges of this host's live sandboxes and seats, if this worker serves metrics."""
     while services.settings.metrics.port:
         metrics.seats(services.seats.most, services.seats.agents())
         for name in home.sandboxes_of(services.home):

@@ -1,8 +1,9 @@
-"""`python -m workers.host.life`: shows the host's signs of life to Temporal, whatever its workers do.
+"""`python -m workers.host.life`: sends the host's heartbeats to Temporal, independently of its
+workers.
 
-One per home, started by any worker that boots or watches agents, and ended by itself. It keeps the host's
-term by heartbeats. When the term was lost, it ends the host's sandboxes before the next one begins: README.md
-draws the sequence.
+There is one process per home. Any worker that boots or watches agents starts it, and it exits by
+itself. Its heartbeats keep the host's term. If the term is lost, it kills the host's sandboxes
+before the next term begins. README.md draws the sequence.
 """
 
 import asyncio
@@ -44,29 +45,30 @@ from perdure.telemetry import configure_logging
 from workers.host import passage
 
 BEATS = 16
-"""How many signs of life a host shows in the time after which a silent host is lost."""
+"""Heartbeats per `host.silent_s`, after which a silent host is lost."""
 POLL_S = 21.0
-"""The server warns of polls that are shorter than 20 s."""
+"""Seconds of a poll. The server logs a warning for polls shorter than 20 s."""
 ANSWER_S = 5.0
-"""Seconds to wait for an answer of the server before another connection is tried."""
+"""Seconds to wait for an answer of the server before a reconnect."""
 LOOK_S = 2.0
-"""Seconds between two looks for workers and sandboxes."""
+"""Seconds between two checks for workers and sandboxes."""
 PAUSE_S = 1.0
 AWAY = (
     *(RPCStatusCode.UNAVAILABLE, RPCStatusCode.DEADLINE_EXCEEDED),
     *(RPCStatusCode.CANCELLED, RPCStatusCode.RESOURCE_EXHAUSTED),
 )
-"""With these statuses the server is away, and the sign of life is sent again. Any other is tried once more,
-because the connection may have broken; if it comes again, it is a refusal."""
+"""With these statuses the server is unavailable, and the heartbeat is sent again. Any other status
+is retried once, because the connection may have broken. The second time it is a refusal."""
 ABSENT_S = 600.0
-"""Without a worker for this long, while the server answers, the host leaves: its rollouts move."""
+"""Seconds without a worker, while the server answers, after which the host leaves and its rollouts
+move."""
 
 log = structlog.get_logger("perdure.life")
 
 
 @dataclass
 class Life:
-    """The signs of life of one host."""
+    """The heartbeats and terms of one host."""
 
     settings: Settings
     client: Client
@@ -80,7 +82,7 @@ class Life:
     """When the server or the store answered last."""
 
     async def run(self) -> None:
-        """Until the host leaves."""
+        """Runs until the host leaves."""
         minding = asyncio.create_task(self._mind())
         leaving = asyncio.create_task(self.leaving.wait())
         serving = asyncio.create_task(self._serve_for_ever())
@@ -93,7 +95,7 @@ class Life:
             (serving if serving.done() else minding).result()
         with contextlib.suppress(TimeoutError, RPCError):
             async with asyncio.timeout(ANSWER_S):
-                await serving  # it says goodbye
+                await serving  # completes serve_term
         serving.cancel()
 
     async def _serve_for_ever(self) -> None:
@@ -108,7 +110,7 @@ class Life:
                 continue
             [term] = await self.client.data_converter.decode(list(task.input.payloads), [Term])
             if term.number < self.term.number:
-                with contextlib.suppress(RPCError):  # then it is asked again
+                with contextlib.suppress(RPCError):  # if this fails, the workflow asks again
                     await self._complete(task.task_token, self.term.number)
             elif task.activity_type.name == "begin_anew":
                 await self._begin(term.number)
@@ -118,7 +120,7 @@ class Life:
                 await self._serve(term, task.task_token)
 
     async def _next_task(self) -> PollActivityTaskQueueResponse:
-        """What the host's workflow asks for next. Empty: it has asked for nothing yet."""
+        """The next activity of the host's workflow; empty if the poll got none."""
         over = await first_term(self.store, self.host)
         if over > self.term.number:
             await self._begin(over)
@@ -151,9 +153,9 @@ class Life:
             raise
 
     async def _go_on(self) -> None:
-        """Continue the signs of life that the process before this one was asked for.
+        """Continue the heartbeats of the previous process.
 
-        Otherwise the server would first wait until that process has been silent for too long."""
+        Otherwise the server would wait until that process has been silent for too long."""
         with contextlib.suppress(OSError, ValueError):
             host, number, token = self._kept.read_text().split()
             if host == self.host and int(number) == self.term.number:
@@ -164,11 +166,11 @@ class Life:
 
     @property
     def _kept(self) -> Path:
-        """What the server asks for: the host, the number of its term, the token of its signs of life."""
+        """File with the host, the number of its term, and the task token of its heartbeats."""
         return self.settings.home.absolute() / "run" / "term.token"
 
     async def _serve(self, term: Term, token: bytes) -> None:
-        """Show signs of life until the server asks for no more, or the host leaves."""
+        """Send heartbeats until the server refuses them or the host leaves."""
         if term.number != self.term.number:
             await self._begin(term.number)
         with contextlib.suppress(OSError):  # a full disk
@@ -183,11 +185,11 @@ class Life:
                 refused = False
             except RPCError as error:
                 if error.status is RPCStatusCode.NOT_FOUND:
-                    return  # too late: it is offered again, or lost
+                    return  # too late: the workflow asks again, or the term is lost
                 if error.status not in AWAY:
                     if refused:
-                        return  # as after a restored backup: the server does not know this token
-                    refused = True  # or the line broke: once more on a new connection
+                        return  # the server does not know this token, as after a restored backup
+                    refused = True  # perhaps the connection broke: try again on a new one
                 await self._cut_off()
                 if self.term.number != term.number:
                     return
@@ -208,7 +210,7 @@ class Life:
         )
 
     async def _complete(self, token: bytes, number: int | None = None) -> None:
-        """`number`: of this host's term, if the server asked for an older one."""
+        """`number`: this host's term number, if the server asked for an older term."""
         result = await self.client.data_converter.encode([number])
         request = RespondActivityTaskCompletedRequest(
             namespace=self.client.namespace, task_token=token, result=Payloads(payloads=result)
@@ -218,7 +220,7 @@ class Life:
         )
 
     async def _begin(self, number: int) -> None:
-        """Begin a term, after ending the sandboxes of the term before."""
+        """Kill the sandboxes of the previous term, then begin the new one."""
         await self._end_sandboxes(f"term {number} begins")
         self.term.begin(number)
 
@@ -227,10 +229,10 @@ class Life:
         log.warning("ended the sandboxes of this host", killed=killed, why=why)
 
     async def _cut_off(self) -> None:
-        """The server does not answer: connect again, and ask the store whether the term is over.
+        """If the server does not answer, connect again and ask the store whether the term is over.
 
-        A server that is away takes no host's term, so its silence alone ends no sandbox. A host that
-        has reached neither server nor store for as long as a sandbox lives unwatched ends them.
+        An unavailable server ends no term, so its silence alone kills no sandbox. A host that has
+        reached neither server nor store for `sandbox.ttl_s` kills its sandboxes.
         """
         with contextlib.suppress(PerdureError, TimeoutError):
             async with asyncio.timeout(ANSWER_S):
@@ -247,7 +249,7 @@ class Life:
         await asyncio.sleep(PAUSE_S)
 
     async def _mind(self) -> None:
-        """Decide when the host leaves."""
+        """Return when the host should leave, and set `leaving`."""
         seen = monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -269,7 +271,7 @@ class Life:
 
 
 async def show_life(settings: Settings) -> None:
-    """Raises: ConfigurationError when nothing answers at Temporal's address."""
+    """Raises: ConfigurationError if no Temporal server answers at the configured address."""
     with host_life.life_is_here(settings) as alone:
         if not alone:
             return
@@ -294,7 +296,7 @@ async def _connected(settings: Settings) -> Client:
 def main() -> int:
     settings = load_settings()
     configure_logging("life")
-    with contextlib.suppress(OSError):  # only root may
+    with contextlib.suppress(OSError):  # only root may raise its priority
         os.nice(-5)
     try:
         asyncio.run(show_life(settings))

@@ -1,7 +1,8 @@
-"""The gateway's unix socket on a host without a gateway: what sandboxes send there goes to one elsewhere.
+"""The forwarder of a host without a gateway: it forwards sandbox connections to a gateway
+elsewhere.
 
-A link leads from the gateway's path to the passage's own socket. A gateway that starts in this home
-replaces the link; when that gateway has ended, the link comes back.
+A symlink leads from the path of the gateway's unix socket to the forwarder's socket. A gateway that
+starts in this home replaces the link. When that gateway has ended, the forwarder restores it.
 """
 
 import asyncio
@@ -23,20 +24,20 @@ from perdure.settings.tree import Settings
 
 NAME = "passage.sock"
 LOOK_S = 5.0
-"""Seconds between two looks for this home's own gateway."""
+"""Seconds between two checks for this home's own gateway."""
 WAIT_S = 30.0
-"""Seconds that a connection waits for a gateway, before it is closed."""
+"""Seconds that a connection waits for a gateway before it is closed."""
 PAUSE_S = 0.5
 CHUNK = 1 << 16
 SILENT_S = 30
-"""A gateway's host that has vanished without a word is noticed after so many seconds."""
+"""Seconds after which the loss of a gateway's host is noticed without a FIN or RST from it."""
 
 log = structlog.get_logger("perdure.passage")
 
 
 @asynccontextmanager
 async def opened(settings: Settings, gateways: Gateways) -> AsyncIterator[None]:
-    """Within, every path to the gateway of this home leads to a gateway."""
+    """Inside this context, the gateway socket of this home leads to a gateway."""
     path = settings.home.absolute() / "run" / NAME
     path.unlink(missing_ok=True)
     server = await asyncio.start_unix_server(Passage(gateways).carry, path, backlog=BACKLOG)
@@ -53,13 +54,13 @@ async def opened(settings: Settings, gateways: Gateways) -> AsyncIterator[None]:
 
 
 async def _stand_in(gateway: Path) -> None:
-    """Keep the link there while this home has no gateway."""
+    """Keep the link in place while this home has no gateway."""
     dead = 0
     while True:
         with contextlib.suppress(OSError):  # a full disk
             kind = _kind(gateway)
             dead = dead + 1 if kind == stat.S_IFSOCK and not answers(gateway) else 0
-            # One that is starting has bound its socket and does not listen yet: look twice.
+            # A starting gateway binds its socket before it listens, so check twice.
             if kind is None or dead > 1:
                 draft = gateway.with_name(f".{NAME}")
                 draft.unlink(missing_ok=True)
@@ -81,20 +82,20 @@ class Passage:
         self._gateways = gateways
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a sandbox, until both ends are done."""
+        """Forward one connection of a sandbox until both ends are done."""
         far: asyncio.StreamWriter | None = None
         try:
             far_reader, far = await self._connect()
             await asyncio.gather(_copy(reader, far), _copy(far_reader, writer))
         except OSError:
-            pass  # its client asks again
+            pass  # the client retries
         finally:
             for end in (writer, far):
                 if end is not None:
                     end.transport.abort()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To the first gateway that takes the connection. Raises: OSError when none does."""
+        """Connect to the first gateway that accepts. Raises: OSError if none does."""
         until = monotonic() + WAIT_S
         while True:
             for url in await self._gateways.urls():
@@ -105,7 +106,7 @@ class Passage:
                         ends = await asyncio.open_connection(
                             parts.hostname, parts.port or (443 if safe else 80), ssl=safe or None
                         )
-                except OSError as error:  # TimeoutError is one
+                except OSError as error:  # TimeoutError is an OSError
                     self._gateways.failed(url)
                     refused = error
                 else:
@@ -125,7 +126,7 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 
 
 def _notice_loss(connection: socket.socket) -> None:
-    """The kernel of the other host answers these, however busy its gateway is."""
+    """Set TCP keepalive. The other host's kernel answers it, even if its gateway is busy."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, SILENT_S // 3),

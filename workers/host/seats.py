@@ -1,7 +1,7 @@
-"""Slots of the boot queue that are seats of the host: a full host asks Temporal for no more boots.
+"""A slot supplier that maps boot slots to seats, so that a full host polls for no more boots.
 
-A rollout that waits for a seat is a boot in Temporal's queue: no host has it yet, and Temporal keeps
-the order.
+A rollout that waits for a seat is a boot activity in Temporal's queue. It belongs to no host yet,
+and Temporal keeps the order.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from perdure.rollouts.sandbox.term import HostTerm
 log = structlog.get_logger("perdure.seats")
 
 LOOK_S = 0.2
-"""Seconds between two looks for a free seat."""
+"""Seconds between two checks for a free seat."""
 PAUSED_S = 10.0
-"""If a look comes so many seconds late, the process was stopped, and the tasks that watch the host too."""
+"""Seconds of delay after which this process, and with it the agents' watchers, was stopped."""
 UNUSED = FixedSizeSlotSupplier(1)
 
 
@@ -37,14 +37,15 @@ class SeatPermit(SlotPermit):
 
 
 class SeatSupplier(CustomSlotSupplier):
-    """A slot is a reserved seat; at most `boots` of them at once in this process.
+    """A slot is a reserved seat, at most `boots` at once in this process.
 
-    None is reserved while the host's term may be over: its next one begins without sandboxes.
+    No seat is reserved while the host's term may be over, because the next term begins without
+    sandboxes.
     """
 
     def __init__(self, seats: Seats, term: HostTerm, boots: int) -> None:
         self._seats, self._term, self._boots = seats, term, boots
-        self._out: WeakSet[SeatPermit] = WeakSet()  # the SDK forgets a permit now and then
+        self._out: WeakSet[SeatPermit] = WeakSet()  # the SDK may drop a permit unreleased
         seats.keep()
 
     async def reserve_slot(self, ctx: SlotReserveContext) -> SlotPermit:
@@ -60,7 +61,7 @@ class SeatSupplier(CustomSlotSupplier):
             return None
         try:
             reservation = self._seats.reserve()
-        except OSError as error:  # a full disk: no new sandbox is booted on it
+        except OSError as error:  # on a full disk, boot no new sandbox
             log.warning("no seat can be reserved", reason=str(error))
             return None
         if reservation is None:
@@ -79,7 +80,7 @@ class SeatSupplier(CustomSlotSupplier):
 
 
 def tuner(seats: Seats, term: HostTerm, boots: int) -> WorkerTuner:
-    """For a worker that runs nothing but boots."""
+    """The tuner of a worker that runs only boots."""
     return WorkerTuner.create_composite(
         workflow_supplier=UNUSED,
         activity_supplier=SeatSupplier(seats, term, boots),
