@@ -1,1 +1,1 @@
-"""Thin adapters: Perdure's episodes as the objects of the trainers that are installed."""
+"""Thin adapters that turn Perdure's episodes into the objects of installed trainers."""

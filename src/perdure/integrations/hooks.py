@@ -1,7 +1,7 @@
-"""What all trainers' hooks share: one rollout, started or joined, waited for, and left if its trainer leaves.
+"""Shared code of all trainers' hooks: start or join one rollout, wait for it, cancel it with its trainer.
 
-Owns the connection, the request that a trainer's sample becomes, and which fields of a trainer's sampling
-parameters are a rollout's.
+It holds the connection, turns a trainer's sample into a request, and picks the fields of the trainer's
+sampling parameters that belong to a rollout.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from perdure.storage.base import open_store
 from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, slugify
 
 POLL_S = 1.0
-"""How often a hook looks whether its trainer gave up the step."""
+"""How often a hook checks whether its trainer has given up the step."""
 RENAMED = {
     "max_new_tokens": "max_tokens_per_turn",
     "max_tokens": "max_tokens_per_turn",
@@ -41,17 +41,17 @@ OF_A_CLIENT = frozenset(
         *("modify_params", "drop_params"),
     }
 )
-"""Fields of an LLM's configuration that say nothing of what is sampled."""
+"""Fields of an LLM client's configuration that do not affect sampling."""
 
 _connections: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Perdure]]" = (
     WeakKeyDictionary()
 )
 _unsaved: dict[str, Instance] = {}
-"""Instances of rows that a hook was given whole, until the first rollout has put them into the catalog."""
+"""Instances from complete rows that a hook got. The first rollout of each puts it into the catalog."""
 
 
 def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `Sampling` that a trainer's sampling parameters name; None and others are dropped.
+    """The fields of `Sampling` in a trainer's sampling parameters. None and other fields are dropped.
 
     Example:
         sampling_of({"temperature": 0.8, "max_new_tokens": 4096, "no_stop_trim": True})
@@ -65,9 +65,9 @@ def sampling_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sampling_names(parameters: Mapping[str, Any]) -> None:
-    """Refuse what a caller writes by hand and no sampling parameter is called.
+    """Refuse a name that is no sampling parameter: callers write these by hand.
 
-    Raises: ConfigurationError naming it and the nearest name.
+    Raises: ConfigurationError, which gives the nearest known name.
     """
     known = {*SAMPLING, *RENAMED}
     for name in sorted(set(parameters) - known - OF_A_CLIENT):
@@ -84,11 +84,11 @@ def request_of(
     sample_index: int,
     sampling: Mapping[str, Any],
 ) -> RolloutRequest:
-    """The request of one sample of a trainer.
+    """The request for one sample of a trainer.
 
-    `fields`: fields of a RolloutRequest, with `run_id`, and `dataset` where rows name an `instance_id`
-    only. `step` is appended to the run's id. `sampling` wins over that of `fields`, because the trainer
-    computes its loss with it. Raises: ConfigurationError.
+    `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if rows have only an
+    `instance_id`. `step` is appended to the run id. `sampling` overrides the sampling in `fields`,
+    because the trainer computes its loss with it. Raises: ConfigurationError.
     """
     shared = dict(fields)
     dataset, run_id = shared.pop("dataset", None), shared.pop("run_id", None)
@@ -107,7 +107,7 @@ def request_of(
 
 
 def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
-    """The reference under which the import of its file keeps the row."""
+    """The row's reference, the same as after an import of its file."""
     if isinstance(row, str):
         return row
     if isinstance(row.get("instance"), str):
@@ -127,9 +127,10 @@ def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
 
 
 def _converted(fields: Mapping[str, Any], dataset: str) -> Instance | None:
-    """A row of a format that makes the id of other fields, as R2E-Gym's and Multi-SWE-bench's do.
+    """Read a complete row. Some formats, like R2E-Gym's and Multi-SWE-bench's, make the id from other
+    fields.
 
-    Raises: InstanceError for a row of a known format that lacks something.
+    Raises: InstanceError for a row of a known format that lacks a field.
     """
     if not fields.get("data_source"):
         try:
@@ -140,7 +141,7 @@ def _converted(fields: Mapping[str, Any], dataset: str) -> Instance | None:
 
 
 async def connection() -> Perdure:
-    """One for each event loop. Raises: ConfigurationError when no server answers."""
+    """The connection of this event loop. Raises: ConfigurationError if no server answers."""
     loop = asyncio.get_running_loop()
     made = _connections.get(loop)
     if made is None or (made.done() and (made.cancelled() or made.exception())):
@@ -151,9 +152,9 @@ async def connection() -> Perdure:
 async def finished(
     request: RolloutRequest, given_up: Callable[[], bool] = lambda: False
 ) -> EpisodeSegments | None:
-    """The rollout's episode, failed or not. None: it ended without one, or `given_up` said so.
+    """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
-    The rollout is cancelled when the caller is, or gives up. Raises: ConfigurationError.
+    The rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
     if (read := _unsaved.get(request.instance)) is not None:

@@ -1,13 +1,13 @@
-"""Finds a trainer's own classes if it is installed; imports nothing of a trainer before that."""
+"""Finds a trainer's own classes if the trainer is installed, and imports no trainer before."""
 
 import importlib
 from typing import Any
 
 
 def find(module: str, name: str) -> Any | None:
-    """The class, or None when its package is not installed.
+    """The class, or None if its package is not installed.
 
-    Raises: ImportError when it is installed and broken, or no longer has the class.
+    Raises: ImportError if the package is broken or no longer has the class.
     """
     try:
         loaded = importlib.import_module(module)

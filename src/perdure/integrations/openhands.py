@@ -1,12 +1,12 @@
-"""Document 003's server, over the SDK: jobs are rollouts, so a restart loses none.
+"""Document 003's server on top of the SDK. Its jobs are rollouts, so a restart loses none.
 
 server = OpenHandsServer(llm_server_addresses=["http://localhost:8000/v1"], agent="mini_swe_agent")
 server.start()
 result = server.process(instance, {"temperature": 0.8, "max_iterations": 30})
 server.stop()
 
-`python -m perdure.integrations.openhands_http` serves the verbs of its repository. Handlers are those of
-`perdure.handlers`.
+`python -m perdure.integrations.openhands_http` serves the HTTP verbs of that document's repository. The
+handlers are those of `perdure.handlers`.
 """
 
 import asyncio
@@ -47,19 +47,19 @@ Address = str | tuple[str, float]
 """The URL of an inference server, alone or with its weight."""
 
 LOOK_S = 2.0
-"""How often a waiting call looks how far its job is."""
+"""How often a waiting call checks its job's progress."""
 
 
 class ServerNotRunning(ConfigurationError):
-    """`start` was not called, or `stop` was."""
+    """`start` was not called, or `stop` was called since."""
 
 
 class OpenHandsServer:
     """`process` may be called from many threads; each call waits for its own job.
 
-    Jobs run in the workers of this home's stack, or of the Temporal server that is named
-    (TEMPORAL_ADDRESS). `start` starts a stack where there is none, with the worker counts given here; one
-    that runs keeps its own. A `data_source` of your own must be known to the workers too (PERDURE_HANDLERS).
+    Jobs run in the workers of this home's stack, or in those of the Temporal server that
+    TEMPORAL_ADDRESS names. If no stack runs, `start` starts one with the worker counts given here; a
+    running stack keeps its own. The workers must know your own `data_source` too (PERDURE_HANDLERS).
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class OpenHandsServer:
         settings: Settings | None = None,
         **rollout: Any,
     ) -> None:
-        """`name`: of the server; job ids are its own. `rollout`: fields of a RolloutRequest for all jobs
-        (agent, sandbox, agent_budget_s, ...). Raises: ConfigurationError.
+        """`name`: the server's name; job ids are unique within it. `rollout`: fields of a
+        RolloutRequest for all jobs (agent, sandbox, agent_budget_s, ...). Raises: ConfigurationError.
         """
         if not isinstance(allow_skip_eval, bool):
             raise ConfigurationError(f"allow_skip_eval: must be a bool, is {allow_skip_eval!r}")
@@ -115,7 +115,7 @@ class OpenHandsServer:
         return self._perdure is not None
 
     def start(self) -> None:
-        """Add the LLM servers, start a stack if none runs, and connect. Repeating is harmless.
+        """Add the LLM servers, start a stack if none runs, and connect. Repeating this is harmless.
 
         Raises: ConfigurationError, StackFailed.
         """
@@ -130,9 +130,9 @@ class OpenHandsServer:
         self._perdure = self._loop.do(Perdure.connect(settings=self._settings))
 
     def stop(self) -> None:
-        """Calls that wait raise `Cancelled`; their jobs go on, and the same job id joins them.
+        """Waiting calls raise `Cancelled`. Their jobs continue, and the same job id joins them again.
 
-        A stack that `start` started is shut down: its jobs go on at the next start.
+        A stack that `start` started is shut down; its jobs continue at the next start.
         """
         self._perdure = None
         self._loop.do(self._leave())
@@ -156,12 +156,12 @@ class OpenHandsServer:
         *,
         timeout: float | None = None,
     ) -> dict[str, Any]:
-        """Run a job to its end, whatever the end is; `openhands_jobs.result_of` has the fields.
+        """Run a job to its end and return its result, also if it failed (`openhands_jobs.result_of`).
 
-        `instance`: a row, or `<dataset>/<instance_id>`. `job_id`: your own; the same one joins its job,
-        also after a restart. `timeout`: seconds to wait; the job goes on.
-        Raises: ServerNotRunning; ConfigurationError and InstanceError for what cannot start; Cancelled
-        (`stop` was called); TimeoutError.
+        `instance`: a row, or `<dataset>/<instance_id>`. `job_id`: your own id; the same id joins its
+        job, also after a restart. `timeout`: seconds to wait; the job continues after it.
+        Raises: ServerNotRunning; ConfigurationError and InstanceError for a job that cannot start;
+        Cancelled (`stop` was called); TimeoutError.
         """
         perdure = self._connected()
         name = job_id if job_id is not None else str(uuid.uuid4())
@@ -197,7 +197,7 @@ class OpenHandsServer:
     async def _accepted(
         self, instance: Any, sampling_params: Mapping[str, Any], job_id: str
     ) -> tuple[JobDetails, JobRecord]:
-        """The job, kept in the store. Raises: ConfigurationError, InstanceError."""
+        """Check a job and store its record. Raises: ConfigurationError, InstanceError."""
         iterations, llm_config = jobs.split_sampling(sampling_params)
         run_id = jobs.job_run(self._name, job_id)
         ref, trajectory = await self._instance(instance)
@@ -226,7 +226,7 @@ class OpenHandsServer:
         return details, record
 
     async def _instance(self, instance: Any) -> tuple[str, str | int | None]:
-        """Its reference, and the caller's `trajectory_id`. A row is kept in the catalog."""
+        """The instance's reference and the caller's `trajectory_id`. A row is saved in the catalog."""
         if isinstance(instance, str):
             return instance, None
         row = jobs.row_of(instance)
@@ -245,7 +245,7 @@ class OpenHandsServer:
     async def _finished(
         self, perdure: Perdure, handle: RolloutHandle, details: JobDetails, record: JobRecord
     ) -> dict[str, Any]:
-        """The job's result; a failure is in it, and the job is complete."""
+        """Wait for the job and return its result. A failed job is complete; its result has the error."""
         ending = asyncio.ensure_future(handle.result())
         episode: Episode | None = None
         uri = ""
@@ -297,7 +297,7 @@ class OpenHandsServer:
     async def _file(
         self, key: str, sha256: str, read: Callable[[bytes], T], problems: list[str]
     ) -> T | None:
-        """A file of an episode. The verdict holds without it: what is wrong with it is added to `problems`."""
+        """A file of an episode. The verdict is valid without it, so errors only go to `problems`."""
         try:
             return read(stored_json.check_file(key, (await self._store.get(key)).data, sha256))
         except NotFound:
@@ -308,13 +308,13 @@ class OpenHandsServer:
         return None
 
     def job_details(self, job_id: str) -> JobDetails:
-        """A job that a call waits for, as far as it has come. Raises: NotFound."""
+        """The current details of a job that a call waits for. Raises: NotFound."""
         if job_id not in self._jobs:
             raise NotFound(f"no call waits for job {job_id!r}")
         return self._jobs[job_id]
 
     def cancel(self, job_id: str) -> bool:
-        """Cancel an open job; its caller gets a result that says so. False: it is unknown or has ended."""
+        """Cancel an open job; its caller's result says so. False: the job is unknown or has ended."""
         return self._loop.do(self._cancel(self._connected(), job_id))
 
     async def _cancel(self, perdure: Perdure, job_id: str) -> bool:
@@ -326,7 +326,7 @@ class OpenHandsServer:
         return True
 
     def status(self) -> dict[str, int]:
-        """Open jobs by stage, those of earlier servers of this name included.
+        """Counts of open jobs by stage, including those of earlier servers with this name.
 
         Example:
             {"init_queue": 2, "run_queue": 0, "eval_queue": 0, "active_init": 1, "active_run": 5,
@@ -356,8 +356,11 @@ class OpenHandsServer:
     # --- LLM servers -----------------------------------------------------------------------------
 
     def add_llm_server(self, address: Address, weight: float = 1.0) -> None:
-        """New rollouts are leased by weight and by calls in flight; a dead server gets none. Adding it
-        again changes its weight. Raises: ConfigurationError."""
+        """Add an inference server, or change its weight.
+
+        New rollouts go to servers by weight and calls in flight; a dead server gets none. Raises:
+        ConfigurationError.
+        """
         url, share = (address, weight) if isinstance(address, str) else address
         model = str(self._rollout["model"])
         try:
@@ -366,22 +369,22 @@ class OpenHandsServer:
             raise ConfigurationError(f"llm_server_addresses: {error}") from error
 
     def clear_llm_servers(self) -> None:
-        """Open jobs wait for the next server that is added."""
+        """Remove all servers. Open jobs wait until you add the next one."""
         self._loop.do(self._clear())
 
     async def _clear(self) -> None:
         for engine in (await self._roster.read()).engines:
             if not engine.removed:
-                with contextlib.suppress(NotFound):  # another call was first
+                with contextlib.suppress(NotFound):  # another call has removed it
                     await remove_engine(self._roster, engine.name)
 
     @property
     def needs_llm(self) -> bool:
-        """Whether the agent calls a model; one by dotted path does."""
+        """Whether the agent calls a model. We assume that an agent given by dotted path does."""
         agent = str(self._rollout["agent"])
         return ":" in agent or bool(load("agent", AGENTS, agent).needs_model)
 
     def llm_servers(self) -> list[str]:
-        """The URLs of those that were added and not removed."""
+        """The URLs of all servers that were added and not removed."""
         known = self._loop.do(self._roster.read()).engines
         return [engine.url for engine in known if not engine.removed]

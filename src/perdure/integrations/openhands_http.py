@@ -8,8 +8,8 @@
     GET  /status                                                       -> counts by stage
     POST /stop             {}
 
-An error is `{"detail": ...}`: 400 for what cannot start, 503 if the server is not running or has no LLM
-server, 504 after `--timeout`.
+An error is `{"detail": ...}`: 400 if a job cannot start, 404 for an unknown job or path, 503 if the
+server is not running or has no LLM server, 504 after `--timeout`.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from perdure.integrations.openhands import OpenHandsServer, ServerNotRunning
 
 MAX_BODY = 32 << 20
 PORT = 8006
-"""The default of document 003's repository."""
+"""The default port of document 003's repository."""
 Answer = dict[str, Any]
 logger = logging.getLogger(__name__)
 
 
 class NoLLMServer(ServerNotRunning):
-    """Jobs would wait for one for ever."""
+    """Without an LLM server, jobs would wait forever."""
 
 
 class Verbs:
-    """What each path does. `timeout`: seconds that a caller of /process waits at most."""
+    """The HTTP verbs. `timeout`: the longest that a call of /process waits, in seconds."""
 
     def __init__(self, server: OpenHandsServer, timeout: float | None = None) -> None:
         self._server = server
@@ -104,7 +104,7 @@ def status_of(error: Exception) -> int:
 
 
 def http_server(verbs: Verbs, host: str, port: int) -> ThreadingHTTPServer:
-    """Not serving yet: call `serve_forever`. `port` 0: any free one."""
+    """The server; call its `serve_forever`. `port` 0: any free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -169,7 +169,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def truth(text: str) -> bool:
-    """`--allow-skip-eval False` is False."""
+    """Parse a boolean: `--allow-skip-eval False` is False."""
     if text.lower() in ("true", "1", "yes"):
         return True
     if text.lower() in ("false", "0", "no"):

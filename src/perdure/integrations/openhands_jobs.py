@@ -1,7 +1,7 @@
-"""A job of the OpenHands server: what was asked, how far it is, and what its caller gets.
+"""A job of the OpenHands server: its request, its progress and its result.
 
-Field names are those of document 003 and its repository. A job is one rollout, whose run has the
-job's name: Temporal and the store know everything about it, so a server that restarts does too.
+Field names are those of document 003 and its repository. A job is one rollout, whose run has the job's
+name: Temporal and the store hold its state, so a restarted server finds it again.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ ITERATIONS = {
     "qwen_code": "max_turns",
     "openhands": "max_steps",
 }
-"""Agent -> its option that counts iterations."""
+"""Maps an agent to its option that limits iterations."""
 STAGES: dict[str, Stage] = {
     "boot_sandbox": "init",
     "run_agent": "run",
@@ -56,11 +56,11 @@ LONGEST_NAME = 96
 
 @dataclass
 class JobDetails:
-    """A job as it accumulates. What is not known yet is None."""
+    """A job's details, filled in over time. Unknown ones are None."""
 
     job_id: str
     instance: Any
-    """As the caller gave it."""
+    """The instance as the caller gave it."""
     max_iterations: int
     llm_config: dict[str, Any]
     """The sampling parameters without `max_iterations`."""
@@ -69,7 +69,7 @@ class JobDetails:
     event: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
     """Set when the job is complete."""
     runtime: str | None = None
-    """Where its sandbox's files are, until the run has ended: it is closed before the evaluation."""
+    """The folder of the rollout's files while the agent runs; None once the evaluation begins."""
     metadata: Mapping[str, Any] | None = None
     config: RolloutRequest | None = None
     run_results: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class JobDetails:
 
 
 class JobRecord(Frozen):
-    """What the store keeps, so that a job id means the same job after a restart."""
+    """The record in the store: after a restart a job id still means the same job."""
 
     job_id: str
     request: RolloutRequest
@@ -91,7 +91,7 @@ class JobRecord(Frozen):
 
 
 def job_run(server: str, job_id: str) -> str:
-    """The run of a job: `openhands.my-job`; a digest tells ids apart that are no slugs.
+    """The run id of a job: `openhands.my-job`. If the job id is no slug, a digest keeps it unique.
 
     Raises: ConfigurationError for an empty id.
     """
@@ -124,7 +124,7 @@ def row_of(instance: Any) -> Mapping[str, Any]:
 def read_instance(row: Mapping[str, Any], dataset: str) -> Instance:
     """The instance of a row, checked by the handler that its `data_source` names.
 
-    Raises: ConfigurationError for an unknown data source; InstanceError naming the field.
+    Raises: ConfigurationError for an unknown data source; InstanceError, which names the field.
     """
     source = str(row.get("data_source") or DEFAULT_SOURCE)
     handler = handler_of(source)
@@ -135,7 +135,7 @@ def read_instance(row: Mapping[str, Any], dataset: str) -> Instance:
 
 
 def split_sampling(parameters: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
-    """`max_iterations` (or `max_iteration`), and a copy of the rest. The caller's mapping stays as it is."""
+    """Split off `max_iterations` (or `max_iteration`); return it and a copy of the rest."""
     rest = dict(parameters)
     found = [rest.pop(name, None) for name in ("max_iterations", "max_iteration")]
     known = next((one for one in found if one is not None), None)
@@ -150,10 +150,10 @@ def rollout_of(
     iterations: int | None,
     llm_config: Mapping[str, Any],
 ) -> RolloutRequest:
-    """The request of a job's rollout. `fields`: what the server says of all its jobs.
+    """The request of a job's rollout. `fields`: the server's fields for all its jobs.
 
-    Raises: ConfigurationError for an unknown sampling parameter, and where the agent cannot count
-    iterations and the caller asked for it.
+    Raises: ConfigurationError for an unknown sampling parameter, and for an iteration limit if the agent
+    has none.
     """
     agent = str(fields.get("agent") or RolloutRequest.model_fields["agent"].default)
     option = ITERATIONS.get(agent)
@@ -176,7 +176,7 @@ def rollout_of(
 
 
 def check_same(known: JobRecord, asked: JobRecord) -> None:
-    """Raises: IdentityDiffers where a job id is used again for another job."""
+    """Raises: IdentityDiffers if the job id belongs to another job."""
     sides = ({"instance": j.request.instance, **of_rollouts(j.request)} for j in (known, asked))
     refuse(f"job {asked.job_id}", differences(*sides), "give another job_id")
 
@@ -185,7 +185,7 @@ def check_same(known: JobRecord, asked: JobRecord) -> None:
 
 
 def place_of(described: WorkflowExecutionDescription) -> tuple[Stage, bool]:
-    """The stage of an open job, and whether a worker has it (False: it is queued)."""
+    """The stage of an open job, and whether a worker runs it (False: it is queued)."""
     known = [
         (STAGES[one.activity_type.name], one.state)
         for one in described.raw_description.pending_activities
@@ -203,7 +203,7 @@ def place_of(described: WorkflowExecutionDescription) -> tuple[Stage, bool]:
 def complete(
     details: JobDetails, episode: Episode, patch: bytes | None, turns: Sequence[Turn]
 ) -> None:
-    """Fill in what the stages left."""
+    """Fill in the results of the stages."""
     seconds = episode.stage_seconds
     grading = seconds.get("grade", 0.0)
     details.runtime = None
@@ -229,7 +229,7 @@ def complete(
 
 
 def _messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The main chain's last conversation."""
+    """The last conversation of the main chain."""
     if not all(turn.new_messages and turn.answer for turn in turns):
         return []
     found = [one for one in conversations(turns) if one.chain == MAIN]
@@ -257,7 +257,7 @@ def _failed_stage(episode: Episode) -> str:
 def result_of(
     details: JobDetails, record: JobRecord, episode: Episode | None, uri: str
 ) -> dict[str, Any]:
-    """What `process` returns. `resolved` is False and `reward` None where there is no verdict.
+    """The result of `process`. Without a verdict, `resolved` is False and `reward` is None.
 
     Example:
         {"job_id": "a", "instance_id": "click-1", "resolved": True, "reward": 1.0, "critical_error": None,
@@ -285,7 +285,7 @@ def result_of(
 
 
 def _timing(episode: Episode | None) -> dict[str, Any]:
-    """Seconds of the three stages; `others` is waiting between them."""
+    """Seconds of the three stages; `others` is the time between them."""
     if episode is None:
         return {}
     known = episode.stage_seconds

@@ -1,4 +1,4 @@
-"""SkyRL: a batch of rollouts as the `GeneratorOutput` of a custom generator.
+"""SkyRL: returns a batch of rollouts as the `GeneratorOutput` of a custom generator.
 
 class Exp(BasePPOExp):
     def get_generator(self, cfg, tokenizer, inference_engine_client):
@@ -24,9 +24,9 @@ def generator_output(
     names: Sequence[dict[str, Any]] | None = None,
     step_wise: bool = True,
 ) -> dict[str, Any]:
-    """A `GeneratorOutput` (a TypedDict), for `generator.step_wise_trajectories` as it is.
+    """A `GeneratorOutput` (a TypedDict). `step_wise` must match `generator.step_wise_trajectories`.
 
-    `trajectory_ids` are SkyRL's own objects if it is installed, with the fields of `names`. In the
+    `trajectory_ids` are SkyRL's own objects if SkyRL is installed, with the fields of `names`. In the
     step-wise form, rollouts that failed or have nothing to train on have no row;
     `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
@@ -38,11 +38,11 @@ def generator_output(
 
 
 def generator(config: Any, **fields: Any) -> Any:
-    """A `GeneratorInterface` whose `generate` runs one rollout for each prompt, all at once.
+    """A `GeneratorInterface` whose `generate` runs one rollout per prompt, all at once.
 
-    `config`: SkyRL's `cfg.generator`; without `step_wise_trajectories` only the last segment of a rollout
-    is trained. `fields`: of a RolloutRequest, with `run_id`, and `dataset` if `env_extras` name an
-    `instance_id` only. Raises: ConfigurationError.
+    `config`: SkyRL's `cfg.generator`. Without `step_wise_trajectories`, SkyRL trains only the last
+    segment of a rollout. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
+    `env_extras` has only an `instance_id`. Raises: ConfigurationError.
     """
     base = installed.find(BASE, "GeneratorInterface")
     if base is None:
@@ -57,10 +57,10 @@ def generator(config: Any, **fields: Any) -> Any:
 async def _generate(
     batch: Mapping[str, Any], fields: Mapping[str, Any], *, step_wise: bool
 ) -> dict[str, Any]:
-    """In the order of the batch, under the ids that SkyRL gave. A single group may be without a verdict:
-    the fully asynchronous trainer asks for one at a time, and an error ends its process.
+    """Run the batch; return its rollouts in order, under SkyRL's ids.
 
-    Raises: NoResult when no rollout of several groups can be trained.
+    A single group may have no verdict: the fully asynchronous trainer asks for one group at a time, and
+    an error would end its process. Raises: NoResult if no rollout of several groups can be trained.
     """
     requests = _requests(batch, fields)
     found = await asyncio.gather(*(hooks.finished(request) for request in requests))

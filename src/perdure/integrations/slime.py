@@ -1,12 +1,12 @@
-"""slime: its launcher's hooks, and segments as `slime.utils.types.Sample`.
+"""slime: hooks for its launcher, and segments as `slime.utils.types.Sample`.
 
     --custom-generate-function-path perdure.integrations.slime.generate
     --custom-reward-post-process-path perdure.integrations.slime.rewards
     --dynamic-sampling-filter-path perdure.integrations.slime.has_signal
     --custom-config-path perdure.yaml      # perdure: {run_id: try-1, dataset: my-set, agent: claude_code}
 
-slime gives each sample its rollout's whole reward and, where rollouts have different numbers of samples,
-takes one mean over all samples of the batch. `rewards` takes it over the rollouts of each group.
+slime gives each sample its rollout's whole reward. If rollouts have different numbers of samples, slime
+takes one mean over all samples of the batch; `rewards` takes it over the rollouts of each group.
 """
 
 import statistics
@@ -22,15 +22,15 @@ from perdure.types import RolloutRequest
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 EPSILON = 1e-6
-"""As in slime's `_post_process_rewards`."""
+"""The same as in slime's `_post_process_rewards`."""
 ABORTED = "aborted"
 
 
 def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> list[Any]:
-    """One `Sample` per segment (a dict if slime is not installed), or the placeholder.
+    """One `Sample` per segment (a dict if slime is not installed), or a placeholder.
 
-    `index` and `group_index` are those of the input sample; all siblings share it as `rollout_id`.
-    A rollout without a verdict is slime's aborted sample: `rewards` leaves it out of its group.
+    `index` and `group_index` come from the input sample; all siblings have that index as `rollout_id`.
+    A rollout without a verdict becomes slime's aborted sample; `rewards` leaves it out of its group.
     """
     rows = slime_samples(found, index=index, group_index=group_index)
     sample = installed.find("slime.utils.types", "Sample")
@@ -43,10 +43,10 @@ def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> 
 async def generate(
     args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
-    """The samples of one rollout: one a segment, and a single one for an evaluation.
+    """The samples of one rollout: one per segment, or a single one for an evaluation.
 
-    `sample.metadata` names the `instance`, or a row of the imported `dataset`. What `args.perdure` says is a RolloutRequest's. An aborted
-    step cancels its rollouts. Raises: ConfigurationError.
+    `sample.metadata` names the `instance`, or a row of the imported `dataset`. `args.perdure` holds
+    fields of a RolloutRequest. An aborted step cancels its rollouts. Raises: ConfigurationError.
     """
     request = _request(args, sample, sampling_params, evaluation)
     found = await hooks.finished(request, lambda: _is_aborted(args))
@@ -80,7 +80,7 @@ def _request(
 
 
 def _row(sample: Any) -> dict[str, Any]:
-    """The metadata, with the id that an import of slime's rows gives: its own, or the label."""
+    """The metadata with the id that an import of slime's rows would give: its own, or the label."""
     metadata = sample.metadata or {}
     known = {**(metadata.get("remote_env_info") or {}), **metadata}
     name = known.get("instance_id") or sample.label
@@ -88,20 +88,20 @@ def _row(sample: Any) -> dict[str, Any]:
 
 
 def _step() -> int:
-    """slime's own number of the rollout step."""
+    """slime's number of the rollout step."""
     number = installed.find("slime.rollout.sample_hooks", "_current_rollout_id")
     return 0 if number is None else int(number)
 
 
 def _is_aborted(args: Any) -> bool:
-    """Whether slime has enough samples for its step and waits only for the others to end."""
+    """Whether slime has enough samples for its step and only waits for the others to end."""
     state = installed.find("slime.rollout.sglang_rollout", "GenerateState")
     made = None if state is None else getattr(type(state), "_instances", {}).get(state)
     return made is not None and bool(made.aborted)
 
 
 def _like(sample: Any, row: dict[str, Any]) -> Any:
-    """A sample with the input's own fields (prompt, label, paths), and the row's."""
+    """A sample with the input's own fields (prompt, label, paths) and the row's fields."""
     row = {name: value for name, value in row.items() if name not in ("prompt", "label")}
     metadata = {**(sample.metadata or {}), **row["metadata"]}
     return type(sample).from_dict({**sample.to_dict(), **row, "metadata": metadata})
@@ -111,9 +111,10 @@ def _like(sample: Any, row: dict[str, Any]) -> Any:
 
 
 def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """The raw reward and the normalised one of each sample, a rollout counted once in its group.
+    """Each sample's raw and normalized reward. Each rollout counts once in its group.
 
-    A rollout without a verdict has 0.0 and is not in the mean. Otherwise as slime's own normalisation.
+    A rollout without a verdict gets 0.0 and does not count in the mean. Otherwise this is slime's own
+    normalization.
     """
     raw = [float(sample.reward or 0.0) for sample in samples]
     if args.advantage_estimator not in GROUP_NORMALISED or not args.rewards_normalization:
@@ -141,7 +142,7 @@ def _normalised(group: dict[Any, float], *, by_std: bool) -> dict[Any, float]:
 
 
 def _verdict(sample: Any) -> float | None:
-    """The rollout's whole reward; None where it was not graded."""
+    """The rollout's whole reward; None if it was not graded."""
     known = sample.metadata or {}
     if "rollout_reward" in known:
         return None if known["rollout_reward"] is None else float(known["rollout_reward"])

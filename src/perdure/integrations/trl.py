@@ -1,4 +1,4 @@
-"""TRL: `GRPOTrainer` with Perdure as its rollout. A row's `prompt` is the reference of an instance.
+"""TRL: `GRPOTrainer` with Perdure's rollouts. A row's `prompt` is the reference of an instance.
 
 rows = Dataset.from_list([{"prompt": "first-steps/h11-0.14.0"}])
 GRPOTrainer(model, trl.reward, config, rows, rollout_func=trl.Rollouts(run_id="try-1")).train()
@@ -19,12 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Rollouts:
-    """A `rollout_func`. TRL takes exactly one row for each prompt: of a rollout with several segments it trains
-    the last one. A warning names such rollouts, and `reward` logs how many there are."""
+    """A `rollout_func`. TRL takes exactly one row per prompt, so it trains only the last segment of a
+    rollout. A warning names rollouts with several segments; `reward` logs the untrained ones."""
 
     def __init__(self, *, publish: bool = True, **fields: Any) -> None:
-        """`fields`: of a RolloutRequest, with `run_id`. `publish`: the engines get the model before each
-        step, only it samples, and TRL's loss corrects for the recorded logprobs, as with its own vLLM."""
+        """`fields`: fields of a RolloutRequest, with `run_id`. `publish`: the engines get the model
+        before each step and sample only with it. TRL's loss then corrects for the recorded logprobs, as
+        with its own vLLM."""
         self._publish = publish
         self._fields = fields
         self._engines: Any = None
@@ -67,7 +68,7 @@ class Rollouts:
         return {"policy_version": self._engines.version, "max_staleness": 0}
 
     def _step(self, trainer: Any) -> str:
-        """Unique for each call of each process; a trainer that restarts from a checkpoint repeats it."""
+        """Unique per call and process. A trainer that restarts from a checkpoint gets the same names."""
         kind = "" if trainer.model.training else "eval-"
         step = f"{kind}{trainer.state.global_step}-{trainer.accelerator.process_index}"
         self._calls[step] += 1
@@ -97,9 +98,11 @@ def reward(
     log_metric: Callable[[str, float], None],
     **_: Any,
 ) -> list[float | None]:
-    """TRL's reward function: the rollout's own. None leaves a rollout without a verdict out of its
-    group's baseline, and its advantage is 0. TRL logs, per rollout, the segments that it does not train, and
-    the share of rollouts without a verdict."""
+    """A reward function for TRL that returns the rollout's own reward.
+
+    None leaves a rollout without a verdict out of its group's baseline; its advantage is 0. TRL logs
+    untrained segments per rollout and the share of rollouts without a verdict.
+    """
     known = max(1, len(perdure_reward))
     untrained = sum(max(0, segments - 1) for segments in perdure_segments)
     log_metric("perdure/untrained_segments", untrained / known)

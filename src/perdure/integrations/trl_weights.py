@@ -1,7 +1,7 @@
-"""TRL's weights in Perdure's engines: the version of a step is published before its rollouts are sampled.
+"""Publishes TRL's weights to Perdure's engines before the rollouts of each step are sampled.
 
-TRL asks its vLLM for this, so `Engines` stands where `GRPOTrainer` keeps that: its loss then corrects for
-the recorded logprobs too.
+`Engines` replaces the trainer's vLLM client (`GRPOTrainer.vllm_generation`), which TRL asks to sync
+weights. TRL's loss then also corrects for the recorded logprobs.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from perdure.engines.weights.update import WeightCanary
 from perdure.errors import ConfigurationError
 
 KEPT_VERSIONS = 2
-"""The published one, and the one that an engine gets back if an update fails."""
+"""The published version, and the one that an engine gets back if an update fails."""
 TEXTS = (
     "def add(a, b):\n    return a +",
     "import os\nimport sys\n\nif __name__ ==",
@@ -29,7 +29,8 @@ TEXTS = (
     "0, 1, 1, 2, 3, 5, 8, 13,",
 )
 CANARIES = 6
-"""The texts after which one token is clearly the likeliest: of two that tie, an engine may take the other."""
+"""How many texts become canaries: those after which one token is clearly the likeliest. If two tokens
+tie, an engine may pick the other one."""
 
 
 class Engines:
@@ -48,20 +49,20 @@ class Engines:
         self._weights = Weights()
         published = self._weights.published()
         self.version = -1 if published is None else published.version
-        """Newest version that the engines have."""
+        """The newest version that the engines have."""
         self._wait()
         trainer.use_vllm, trainer.vllm_generation = True, self
         self.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
 
     def sync_weights(self) -> None:
-        """Publish the model as it is now; TRL calls it before the first rollouts of a step, in each process.
+        """Publish the current model. TRL calls this in each process before a step's first rollouts.
 
         Raises: UpdateRefused, ConfigurationError, StoreUnavailable.
         """
         self.version += 1
         folder = self._folder(self.version)
-        self._trainer.save_model(str(folder), _internal_call=True)  # nothing to Hugging Face's hub
+        self._trainer.save_model(str(folder), _internal_call=True)  # no push to the hub
         found = canaries(self._trainer)
         if self._trainer.accelerator.is_main_process:
             self._weights.publish(self.version, folder, found)
@@ -76,7 +77,7 @@ class Engines:
 
 
 def canaries(trainer: Any) -> list[WeightCanary]:
-    """What the model predicts now, after those texts where it is surest."""
+    """The model's current predictions after the texts where it is most certain."""
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
     with _judging(trainer.model):
@@ -86,7 +87,7 @@ def canaries(trainer: Any) -> list[WeightCanary]:
 
 
 def _scored(trainer: Any, ids: Sequence[int]) -> tuple[float, WeightCanary]:
-    """How far ahead the likeliest token is, and the canary."""
+    """The margin of the likeliest token over the second, and the canary."""
     import torch
 
     prompt = torch.tensor([ids], device=trainer.accelerator.device)

@@ -1,11 +1,11 @@
 """verifiers and prime-rl: an environment whose episodes are Perdure's rollouts.
 
-verifiers finds an environment by the name of a module, so yours is two lines, `perdure_env.py`:
+verifiers finds an environment by its module name, so yours is a file of two lines, `perdure_env.py`:
 
     from perdure.integrations.verifiers import Instances, PerdureEnv
     __all__ = ["Instances", "PerdureEnv"]
 
-The model is sampled by the engines of Perdure's gateways: name the trainer's inference servers there.
+The engines of Perdure's gateways sample the model, so add the trainer's inference servers there.
 """
 
 import json
@@ -37,7 +37,7 @@ Watch = Callable[[vf.Trace], None]
 
 class InstancesConfig(vf.TasksetConfig):  # type: ignore[misc]  # without verifiers installed it is Any
     path: str = ""
-    """A JSONL file; each row names its `instance`, or its `instance_id`."""
+    """A JSONL file. Each row names its `instance` or its `instance_id`."""
 
 
 class InstanceData(vf.TaskData):  # type: ignore[misc]
@@ -65,26 +65,26 @@ class Instances(vf.Taskset[InstanceTask, InstancesConfig]):  # type: ignore[misc
 
 class PerdureEnvConfig(vf.EnvConfig):  # type: ignore[misc]
     agent: vf.AgentConfig = vf.AgentConfig()
-    """Its model and sampling count; its harness and runtime are Perdure's `rollout`."""
+    """Only its model and sampling are used; `rollout` sets harness and runtime."""
     run_id: str = ""
     """Names this training run."""
     dataset: str = ""
-    """Where rows have an `instance_id` only."""
+    """The dataset of rows that have only an `instance_id`."""
     rollout: dict[str, Any] = Field(default_factory=dict)
     """Other fields of a RolloutRequest: agent, sandbox, limits, ..."""
 
 
 class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
-    """One rollout an episode: one trace, one branch for each segment."""
+    """Runs one rollout per episode, as one trace with one branch per segment."""
 
     def __init__(self, config: PerdureEnvConfig) -> None:
         super().__init__(config)
         self._process = secrets.token_hex(4)
-        """Keeps the rollouts of several env servers, and of several starts, apart."""
+        """Tells apart the rollouts of several env servers and of several starts."""
         self._samples: Counter[str] = Counter()
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """Not called: the agent that plays is Perdure's."""
+        """Never called: Perdure runs its own agent."""
         raise NotImplementedError
 
     async def run_episode(
@@ -95,8 +95,8 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         on_trace: Watch | None = None,
         on_discard: Watch | None = None,
     ) -> vf.Episode:
-        """A rollout without a verdict is an episode with an error and no reward, which its group leaves
-        out. Raises: ConfigurationError."""
+        """Run one rollout. Without a verdict, the episode has an error and no reward, and its group
+        leaves it out. Raises: ConfigurationError."""
         about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         agent = resolve_agent(
             self.config.agent,
@@ -161,7 +161,7 @@ def _metrics(episode: Episode) -> dict[str, float]:
 def _add_branch(
     trace: vf.Trace, turns: Sequence[Turn], said: Mapping[int, Sequence[Mapping[str, Any]]]
 ) -> None:
-    """Nodes of a segment's own: an answer that another segment has as context is trained once."""
+    """Add a segment's own nodes: an answer that another segment has as context is trained once."""
     parent: int | None = None
     held = spoken = 0
     for turn in turns:
@@ -183,7 +183,8 @@ def _add(
     ids: Sequence[int] = (),
     logprobs: Sequence[float] | None = None,
 ) -> int:
-    """`logprobs`: of an answer that the policy sampled. A prompt's tokens are all at its last message."""
+    """Add a node. `logprobs`: only for an answer that the policy sampled. The last message of a prompt
+    holds all of its tokens."""
     sampled = logprobs is not None
     trace.nodes.append(
         MessageNode(
@@ -199,7 +200,7 @@ def _add(
 
 
 def _message(message: Mapping[str, Any]) -> Any:
-    """A message of the gateway's form (OpenAI's) as one of verifiers'."""
+    """Convert a message from the gateway's form (OpenAI's) to verifiers' form."""
     calls = [
         {"id": call.get("id", ""), **{k: call["function"][k] for k in ("name", "arguments")}}
         for call in message.get("tool_calls") or ()

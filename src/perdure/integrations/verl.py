@@ -1,4 +1,4 @@
-"""verl: segments as the `AgentLoopOutput`s of an agent loop."""
+"""verl: turns segments into the `AgentLoopOutput`s of an agent loop."""
 
 from typing import Any
 

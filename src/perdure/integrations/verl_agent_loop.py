@@ -1,4 +1,4 @@
-"""verl's agent loop. Only verl imports this module: by `_target_` in its `agent_loop_config_path`.
+"""An agent loop for verl. Only verl imports this module, by `_target_` in `agent_loop_config_path`.
 
 - name: perdure
   _target_: perdure.integrations.verl_agent_loop.PerdureAgentLoop
@@ -16,14 +16,15 @@ OWN = (
     *("trainer_config", "server_manager", "tokenizer", "processor", "hf_model_type"),
     *("dataset_cls", "data_config", "tools", "name"),
 )
-"""What verl passes to every agent loop, its name in the file included. All else is a rollout's."""
+"""The options that verl passes to every agent loop, including its name in the file. All others are
+fields of a rollout."""
 
 
 class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """One rollout for each sample. Its engines are Perdure's, not verl's `server_manager`.
+    """Runs one rollout per sample, on Perdure's engines and not verl's `server_manager`.
 
-    The file registers it. verl's `@register` would replace the file's entry at the first import, and all
-    rollouts but the first would lose its options.
+    The config file registers it. verl's `@register` would replace the file's entry at the first import,
+    and all rollouts but the first would lose the file's options.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -31,8 +32,8 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         self._fields = {name: value for name, value in options.items() if name not in OWN}
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
-        """One `AgentLoopOutput` a segment; none for a rollout without a verdict, which verl then leaves
-        out of its group. The row names the `instance`, itself or in `extra_info`."""
+        """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves it
+        out of its group. The row names the `instance`, directly or in `extra_info`."""
         step = f"{row.get('global_steps', 0)}-{str(row.get('uid', ''))[:8] or 0}"
         request = hooks.request_of(
             self._fields,

@@ -1,7 +1,7 @@
 """The Ray cluster that engines run on: the user's, or one node on this host.
 
-Owns how Ray is set up, and which of its processes are ours: `ray stop` would end every cluster of this
-host.
+Sets up Ray and knows which of its processes are ours, because `ray stop` would end every cluster on
+this host.
 """
 
 import json
@@ -27,11 +27,12 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # if unset, Ray writes a token, and later starts on this host ask for it
 }
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Without it, Ray replaces loopback by the host's address and listens on all addresses, without a key."""
+"""Without this variable, Ray replaces loopback by the host's address and listens on all addresses,
+without a key."""
 START_S = 120.0
 """Seconds that the local node has to start."""
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray's least; Perdure does not use the object store."""
+"""Ray's minimum; Perdure does not use the object store."""
 
 
 class Connected(NamedTuple):
@@ -39,11 +40,11 @@ class Connected(NamedTuple):
     dashboard: str
     """URL, or empty."""
     local: bool
-    """Whether it is our node on this host."""
+    """Whether this is our own node on this host."""
 
 
 def set_environment() -> None:
-    """Call it before Ray is imported. Variables that are set already stay."""
+    """Call this before Ray is imported. Variables that are already set stay."""
     environment.preset(ENVIRONMENT)
 
 
@@ -54,9 +55,10 @@ def connect(
     start: bool = True,
     runtime_env: dict[str, Any] | None = None,
 ) -> Connected:
-    """`runtime_env`: what Ray brings to the nodes for actors of this connection.
+    """Connect to a Ray cluster.
 
-    `address`: a cluster's; empty = RAY_ADDRESS, otherwise our own node, started if necessary.
+    `address`: the cluster's; empty = RAY_ADDRESS, otherwise our own node, started if necessary.
+    `runtime_env`: files that Ray copies to the nodes for actors of this connection.
 
     Raises: MissingDependency; ConfigurationError if there is no cluster or it cannot be reached.
     """
@@ -93,7 +95,7 @@ def connect(
 
 
 def start_local(settings: Settings) -> str:
-    """Start one Ray node on loopback, which `stop_local` ends; returns its address."""
+    """Start one Ray node on loopback and return its address. `stop_local` ends it."""
     folder = settings.home.absolute()
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     port, dashboard_port, log = _free_port(), _free_port(), folder / "logs" / "ray.log"
@@ -134,7 +136,7 @@ def start_local(settings: Settings) -> str:
 
 
 def stop_local(settings: Settings) -> bool:
-    """End only the node that `start_local` started. False = there was none."""
+    """End the node that `start_local` started, and no other. False: there was none."""
     state = _state(settings)
     if state is None:
         return False
@@ -188,7 +190,7 @@ def _alive(pid: int, born: int | None) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """Start time in clock ticks; None if there is no such process, or only its zombie."""
+    """Start time in clock ticks; None if there is no such process or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

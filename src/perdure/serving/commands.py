@@ -1,6 +1,6 @@
-"""The command lines of engine servers.
+"""Builds the command lines of engine servers.
 
-Owns flags only; `replica` runs these command lines, and `exit_causes` reads their logs.
+It knows only flags: `replica` runs the command lines, and `exit_causes` reads their logs.
 """
 
 import re
@@ -14,7 +14,7 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 NAMESPACE = "perdure"
-"""Ray namespace of our actors."""
+"""The Ray namespace of our actors."""
 
 
 def command_line(plan: EnginePlan, generation: int, host: str, port: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""Why an engine server ended: one line for people, and whether to start it again.
+"""Explains in one line why an engine server ended, and decides whether to start it again.
 
-Owns the messages with which vLLM 0.32 and SGLang 0.5 end; `replica` reads the log.
+It knows the final messages of vLLM 0.32 and SGLang 0.5; `replica` reads the log.
 """
 
 import re
@@ -126,8 +126,8 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     ),
     (r"No space left on device", "the node's disk is full", False),
 )
-"""Pattern in the log, its cause, and whether it is final; the first match counts. `{a? text}` is kept
-only if the group `a` matched."""
+"""Pattern in the log, cause, and whether it is final. The first match counts. `{a? text}` is kept only
+if the group `a` matched."""
 
 ERROR_LINE = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR .*?\] )?(?:\w+\.)*\w*(?:Error|Exception): (.+)$", re.M
@@ -155,7 +155,7 @@ def _filled(text: str, facts: dict[str, str]) -> str:
 
 
 def _last_cause(tail: str) -> str:
-    """The last informative error; after it, servers log warnings and consequences."""
+    """The last informative error: after it, servers log only warnings and follow-up errors."""
     causes = [said for said in ERROR_LINE.findall(tail) if NO_CAUSE not in said]
     if causes:
         return f": {causes[-1].strip()[:200]}"

@@ -1,7 +1,7 @@
-"""Keeps the planned number of replicas: places, watches, registers, drains and replaces them.
+"""Keeps the planned number of replicas running: places, watches, registers, drains and replaces them.
 
-One detached actor per home. It may die at any moment, and so may every node: its plan and status are
-in the store, and it finds its replicas again by name.
+Each home has one detached actor. It may die at any moment, and so may every node: its plan and status
+are in the store, and it finds its replicas again by name.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from perdure.storage.base import open_store
 
 POLL_S = 0.5
 BEAT_S = 15.0
-"""Seconds after which the status is written again although nothing changed."""
+"""Seconds after which the manager writes its status again even if nothing has changed."""
 STOP_S = 30.0
-"""Seconds that a replica has to end its server before its actor is killed."""
+"""Seconds that a replica has to end its server before the manager kills its actor."""
 MARGIN_S = 5.0
-"""Seconds before a node's deadline by which sessions have left it."""
+"""Sessions leave a node this many seconds before its deadline."""
 MOST_FAILED_STARTS = 5
-"""Consecutive starts without a token, after which a replica is given up."""
+"""The manager gives up on a replica after this many consecutive starts without a token."""
 
 log = structlog.get_logger()
 
@@ -51,13 +51,13 @@ class ReplicaStart:
     generation: int
     placed: Placed
     target: str = ""
-    """Node that Ray was asked to use; `node` is the one it runs on."""
+    """The node that we asked Ray for; `node` is the one it runs on."""
     node: str = ""
     lacks: str = ""
     """The resources that no node had when it was placed."""
     report: ReplicaReport | None = None
     lost: str = ""
-    """Ray's reason, if its actor is gone."""
+    """Ray's reason if its actor is gone."""
     joined: str = ""
     """Its name in the pool."""
     ready_since: float = 0.0
@@ -91,10 +91,10 @@ class Slot:
     """Why its last start ended."""
     given_up: bool = False
     tail: bytes = b""
-    """End of the log of its last start."""
+    """The end of the log of its last start."""
 
     def ended(self, why: str, *, final: bool, served_s: float) -> None:
-        """Count a death: later starts wait longer. `final`: another start would fail the same way."""
+        """The current start has ended; the next one waits longer. `final`: it would end the same way."""
         self.current, self.reason = None, why
         self.deaths = 1 if served_s > STABLE_S else self.deaths + 1
         self.given_up = final or (not served_s and self.deaths >= MOST_FAILED_STARTS)
@@ -109,7 +109,7 @@ class Slot:
 
 @dataclass
 class Snapshot:
-    """The cluster and the pool, as one tick of the loop sees them."""
+    """The state of the cluster and the pool during one tick of the loop."""
 
     roster: Roster
     draining: Mapping[str, int] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Snapshot:
 
 
 class EngineManager:
-    """The actor. Its methods answer at once; its own loop does the work."""
+    """The manager's actor. Its methods answer at once; its own loop does the work."""
 
     async def __init__(self, settings: str, roster_key: str, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._settings = Settings.model_validate_json(settings)
@@ -137,11 +137,11 @@ class EngineManager:
     # --- remote calls ----------------------------------------------------------------------------
 
     async def apply(self, plan: str) -> None:
-        """Follow this plan from now on. If more than `replicas` changed, all replicas are replaced."""
+        """Follow this plan from now on. If more than `replicas` has changed, replace all replicas."""
         wanted = EnginePlan.model_validate_json(plan)
         earlier = await read_plan(self._store, self._key)
         if earlier is not None and earlier.model != wanted.model:
-            await self._store.delete(self._published_key)  # those are weights of another model
+            await self._store.delete(self._published_key)  # the weights of another model
         await write_plan(self._store, self._key, wanted)
         before, self._plan = self._plan, wanted
         same = before is not None and before.model_copy(update={"replicas": 0}) == (
@@ -159,7 +159,7 @@ class EngineManager:
         return self._picture().model_dump_json()
 
     async def tail(self, index: int) -> bytes:
-        """The end of a replica's log; if none runs, of its last start."""
+        """The end of a replica's log; if the replica is not running, the log of its last start."""
         slot = self._slots.get(index)
         if slot is None:
             return b""
@@ -172,7 +172,7 @@ class EngineManager:
             return slot.tail
 
     async def stop(self) -> None:
-        """End all replicas, and the loop."""
+        """End all replicas and the loop."""
         self._loop.cancel()
         starts = [slot.current for slot in self._slots.values() if slot.current] + self._leaving
         await asyncio.gather(*(self._end(start) for start in starts))
@@ -196,7 +196,7 @@ class EngineManager:
             await asyncio.sleep(POLL_S)
 
     async def _resume(self) -> None:
-        """Take over from an earlier manager: its plan, and its replicas that are alive."""
+        """Take over the plan and the live replicas of an earlier manager."""
         plan = await read_plan(self._store, self._key)
         if plan is None:
             return
@@ -219,14 +219,14 @@ class EngineManager:
         start.following = asyncio.create_task(self._follow(start))
         if (
             slot.current is not None
-        ):  # the earlier manager died between placing the new one and ending the old one
+        ):  # the earlier manager died after it placed the new start and before it ended the old one
             older, slot.current = sorted((slot.current, start), key=lambda one: one.generation)
             self._retire(older)
         else:
             slot.current = start
 
     async def _forget(self, earlier: PoolStatus) -> None:
-        """Remove engines from the pool whose replicas were lost together with the Ray head."""
+        """Remove engines from the pool whose replicas were lost with the Ray head."""
         kept = {slot.current.generation for slot in self._slots.values() if slot.current}
         for one in (*earlier.replicas, *earlier.leaving):
             if one.engine and one.generation not in kept:
@@ -291,7 +291,7 @@ class EngineManager:
         slot.reason = ""
 
     async def _judge_joined(self, slot: Slot, start: ReplicaStart, seen: Snapshot) -> None:
-        """React to the record in the roster, which gateways and people change too."""
+        """React to the roster's record, which gateways and users change too."""
         record = seen.roster.get(start.joined)
         if record is None or record.removed or record.generation != start.generation:
             slot.current, slot.reason = None, "it was removed"
@@ -308,7 +308,7 @@ class EngineManager:
     def _bring(
         self, start: ReplicaStart, record: EngineRecord, published: Published | None
     ) -> None:
-        """Start loading the published version, unless that is already going on."""
+        """Start loading the published version unless a load is already running."""
         busy = start.catching_up is not None and not start.catching_up.done()
         if published is None or busy or not lacks(record, published):
             return
@@ -316,10 +316,10 @@ class EngineManager:
         start.catching_up = asyncio.create_task(self._catch_up(start, published, notice_s))
 
     async def _catch_up(self, start: ReplicaStart, published: Published, notice_s: float) -> None:
-        """Load the published weights into a replica that has those of its start, before it serves.
+        """Load the published weights into a replica before it serves: it has the weights of its start.
 
-        If they cannot be fetched or proven, the replica is condemned and the next start tries again.
-        If this manager dies, its successor continues.
+        If they cannot be fetched or proven, the replica is marked failed and the next start tries
+        again. If this manager dies, its successor continues.
         """
         try:
             held = await self._pool.hold(start.joined, start.generation, published.version)
@@ -345,11 +345,11 @@ class EngineManager:
         self._retire(start)
 
     async def _drain(self, slot: Slot, start: ReplicaStart, by: float) -> None:
-        """Move its sessions by the deadline; the slot is free for another replica at once."""
+        """Move its sessions away by the deadline. The slot can take another replica at once."""
         slot.current = None
         start.leave_by = by + MARGIN_S / 2
         if start.joined:
-            # First of all: the replica must end even if the roster cannot be changed.
+            # This comes first: the replica must end even if the roster cannot be changed.
             self._leaving.append(start)
             await self._pool.drain(start.joined, start.generation, by)
         else:
@@ -373,7 +373,7 @@ class EngineManager:
         slot.current.following = asyncio.create_task(self._follow(slot.current))
 
     async def _follow(self, start: ReplicaStart) -> None:
-        """Fetch one replica's report again and again until it has ended."""
+        """Poll one replica's report until the replica has ended."""
         try:
             start.node = await start.placed.start()
             while start.report is None or start.report.state is not ReplicaState.ENDED:
@@ -388,11 +388,11 @@ class EngineManager:
         task.add_done_callback(self._ending.discard)
 
     async def _end(self, start: ReplicaStart) -> None:
-        """Remove it from the pool first, so that no call goes to a server that is ending."""
+        """End a start. It leaves the pool first, so that no call goes to a server that is ending."""
         for task in (start.following, start.catching_up):
             if task is not None:
                 task.cancel()
-        if start.report is not None and start.report.url:  # also if it was just joining
+        if start.report is not None and start.report.url:  # it may have been joining just now
             with contextlib.suppress(PerdureError):
                 await self._pool.leave(name_of(start.report.url), start.generation)
         if not start.lost:
@@ -412,7 +412,7 @@ class EngineManager:
         )
 
     async def _tell(self) -> None:
-        """Write the status if it changed, and every `BEAT_S`: an old date shows that no manager runs."""
+        """Write the status if it has changed, and every `BEAT_S`: an old date means no manager runs."""
         status, now = self._picture(), time.monotonic()
         if status != self._status or now - self._told_at >= BEAT_S:
             dated = status.model_copy(update={"at": time.time()})
@@ -425,7 +425,7 @@ def manager_name(roster_key: str) -> str:
 
 
 def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
-    """The manager of a home, on the connected cluster; it uses the store of these settings."""
+    """Find or start the home's manager on the connected cluster. It uses the store of these settings."""
     here = settings.model_copy(
         update={"home": settings.home.absolute(), "store": settings.store_url}
     )
@@ -438,7 +438,7 @@ def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
             get_if_exists=True,
             max_restarts=-1,
             num_cpus=0,
-            # On the head node: it is never preempted, and it has the store's credentials.
+            # The head node is never preempted, and it has the store's credentials.
             resources={"node:__internal_head__": 0.001},
             max_concurrency=32,
         )

@@ -1,6 +1,6 @@
-"""Ray, as the manager uses it: one actor per replica, in a placement group of its own.
+"""Places replicas on Ray: one actor per replica, in its own placement group.
 
-Only this module and `manager` import Ray. The manager makes the decisions.
+The manager makes the decisions. Only this module and `manager` import Ray.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from perdure.settings.tree import Settings
 
 
 class ReplicaActor:
-    """A replica on the node that Ray chose. The server ends with this process."""
+    """Runs a replica on the node that Ray chose. The server ends with this process."""
 
     def __init__(self, plan: str, name: str, generation: int) -> None:
         self._plan = EnginePlan.model_validate_json(plan)
@@ -31,7 +31,7 @@ class ReplicaActor:
         self._started = False
 
     async def start(self) -> str:
-        """Start the replica; returns its node. Harmless to repeat."""
+        """Start the replica and return its node. Repeating this is harmless."""
         if not self._started:
             self._started = True
             await self._replica.start()
@@ -57,7 +57,7 @@ class ReplicaActor:
 
 @dataclass
 class Placed:
-    """One start of a replica, from the request for its resources on."""
+    """One start of a replica, from the moment its resources are requested."""
 
     name: str
     group: Any
@@ -74,7 +74,7 @@ class Placed:
         return found
 
     async def take(self, published: Published, settings: Settings) -> str:
-        """Load the published version; returns why that failed, or nothing."""
+        """Load the published version; return why that failed, or an empty string."""
         told: str = await self.actor.take.remote(
             published.model_dump_json(), settings.model_dump_json()
         )
@@ -92,7 +92,7 @@ class Placed:
 
 
 def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> Placed:
-    """Request resources; Ray starts the actor once a node has them. `target`: preferred node."""
+    """Request resources; Ray starts the actor once a node has them. `target`: the preferred node."""
     group = placement_group(
         [bundle(plan)],
         strategy="STRICT_PACK",
@@ -118,7 +118,7 @@ def place(plan: EnginePlan, name: str, generation: int, target: str | None) -> P
 
 
 def find(name: str) -> Placed | None:
-    """The start of a replica that an earlier manager placed; None if it is gone."""
+    """A replica's start that an earlier manager placed; None if it is gone."""
     try:
         return Placed(
             name, ray.util.get_placement_group(name), ray.get_actor(name, namespace=NAMESPACE)
@@ -128,7 +128,7 @@ def find(name: str) -> Placed | None:
 
 
 def names() -> list[str]:
-    """Names of all our actors, alive or waiting for resources."""
+    """The names of all our actors, running or waiting for resources."""
     found = ray.util.list_named_actors(all_namespaces=True)
     return [one["name"] for one in found if one["namespace"] == NAMESPACE]
 
@@ -139,7 +139,7 @@ def bundle(plan: EnginePlan) -> dict[str, float]:
 
 
 def room(plan: EnginePlan) -> str:
-    """The resources of one replica, for people: `8 GPU and 1 CPU`."""
+    """The resources of one replica as text: `8 GPU and 1 CPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in reversed(bundle(plan).items()))
 
 
@@ -157,8 +157,10 @@ def emptiest(plan: EnginePlan, taken: Iterable[str], draining: Mapping[str, int]
 
 
 def draining_nodes() -> dict[str, int]:
-    """Nodes with a preemption notice, and their deadline in Unix milliseconds (0 = none). Private API
-    of Ray, which its own libraries poll too."""
+    """Nodes with a preemption notice and their deadlines in Unix milliseconds (0 = none).
+
+    This is a private API of Ray, which Ray's own libraries poll too.
+    """
     from ray._raylet import GcsClient  # type: ignore[attr-defined, unused-ignore]  # compiled; Ray may be absent
 
     address = ray.get_runtime_context().gcs_address

@@ -1,4 +1,4 @@
-"""What a user asks Ray for, the same engine N times, and where a home keeps that plan."""
+"""The plan of `perdure engines up`, the same engine N times, and where a home keeps it."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ from perdure.types import Frozen
 
 
 class EnginePlan(Frozen):
-    """What `perdure engines up` asks for: the same engine, N times.
+    """The plan of `perdure engines up`: the same engine, N times.
 
     Example:
         EnginePlan(model="Qwen/Qwen3-Coder-30B-A3B-Instruct", replicas=4, gpus_per_replica=2,
@@ -19,37 +19,37 @@ class EnginePlan(Frozen):
     """
 
     model: str
-    """What the engine loads: a name of the Hugging Face hub or a folder."""
+    """The model that the engine loads: a name on the Hugging Face hub or a folder."""
     served_model: str = "policy"
-    """The model name in requests. Each start also answers to `<served_model>-g<generation>`."""
+    """The model name in requests. Each start also serves `<served_model>-g<generation>`."""
     replicas: int = Field(1, ge=0, le=512)
     gpus_per_replica: int = Field(1, ge=0, le=64)
     cpus_per_replica: float = Field(1.0, ge=0)
     server: Literal["vllm", "sglang", "custom"] = "vllm"
     executable: str = ""
-    """`vllm`, or the Python that has sglang, in the engine's own environment. Empty = on PATH."""
+    """`vllm`, or a Python with sglang, in the engine's own environment. Empty = on PATH."""
     command: tuple[str, ...] = ()
-    """Command line of a custom server. `{model}`, `{served_model}`, `{host}`, `{port}`,
-    `{generation}` and `{gpus}` are filled in. The server must offer vLLM's token endpoint."""
+    """Command line of a custom server, which must offer vLLM's token endpoint. `{model}`,
+    `{served_model}`, `{host}`, `{port}`, `{generation}` and `{gpus}` are filled in."""
     arguments: tuple[str, ...] = ()
     """Additional arguments of the server's command line."""
     environment: dict[str, str] = Field(default_factory=dict)
     weight: float = Field(1.0, gt=0)
-    """Share of new sessions of each replica, relative to other engines of the pool."""
+    """Each replica's share of new sessions, relative to other engines of the pool."""
     start_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds a start may take to sample its first token; a slower one is killed."""
+    """Seconds that a start may take to sample its first token; a slower one is killed."""
     listen: str = ""
-    """Address the engines are reached at. Empty = loopback if the whole cluster is this host, else
-    each node's own address."""
+    """The address of the engines. Empty = loopback if the whole cluster is this host, otherwise each
+    node's own address."""
     proxy_keys: KeyHashes | None = None
-    """Keys that the proxy on `listen` asks for; the server then listens on its node's loopback.
+    """Keys that the proxy on `listen` requires; the server then listens on its node's loopback.
     None = no proxy, and every client that reaches the address has full control of the engine."""
     folder: str = "/tmp/perdure-engines"
-    """Folder on each node for logs and for the notes of running engines."""
+    """The folder on each node for logs and for the notes of running engines."""
 
 
 def fenced_name(plan: EnginePlan, generation: int) -> str:
-    """A model name that only this start of the engine serves; every other start refuses it."""
+    """A model name that only this start of the engine serves. Every other start refuses it."""
     return f"{plan.served_model}-g{generation}"
 
 

@@ -1,6 +1,6 @@
-"""How a replica that Ray started joins the home's engines, gets the published weights, and leaves.
+"""Registers Ray's replicas in the home's roster: they join, get the published weights, and leave.
 
-Writes only the shared roster, by its rules. Gateways see a change within a second.
+It writes only the shared roster, by the roster's rules. Gateways see a change within a second.
 """
 
 import time
@@ -16,8 +16,8 @@ CATCHING_UP = "catching up with "
 
 
 def who_brings(published: Published) -> str:
-    """Prefix of `held_by` for a replica that joins. A version that a trainer sent by its own
-    transfer can only come with the trainer's next update."""
+    """Prefix of `held_by` for a replica that joins. If a trainer sends weights by its own transfer, the
+    replica gets them only with the trainer's next update."""
     return CATCHING_UP if published.source else UPDATE
 
 
@@ -31,7 +31,7 @@ def lacks(record: EngineRecord, published: Published) -> bool:
 
 
 class ReplicaRegistration:
-    """The changes of the roster that the manager of replicas makes."""
+    """The roster changes that the replicas' manager makes."""
 
     def __init__(self, roster: SharedRoster) -> None:
         self._roster = roster
@@ -40,7 +40,7 @@ class ReplicaRegistration:
         return await self._roster.read()
 
     async def reserve_generation(self) -> int:
-        """A fencing number that the home uses only once."""
+        """Reserve a fencing number that the home uses only once."""
 
         def reserved(roster: Roster) -> Roster:
             return roster.model_copy(update={"next_generation": roster.next_generation + 1})
@@ -50,10 +50,10 @@ class ReplicaRegistration:
     async def join(
         self, plan: EnginePlan, url: str, generation: int, published: Published | None = None
     ) -> str:
-        """Register a proven replica; returns its name in the pool. The gateways prove it again.
+        """Register a proven replica and return its name in the pool. The gateways prove it again.
 
         With `published` it joins paused and takes no session before it has that version. `held_by`
-        names who loads it: the manager (`CATCHING_UP`) or a trainer (`UPDATE`).
+        says which side loads it: the manager (`CATCHING_UP`) or a trainer (`UPDATE`).
         """
         held = "" if published is None else f"{who_brings(published)}{published.version}"
         record = EngineRecord(
@@ -77,8 +77,8 @@ class ReplicaRegistration:
     async def hold(self, name: str, generation: int, version: int) -> EngineRecord | None:
         """Announce that this generation gets the published version; None if it must not be held.
 
-        An engine that an update holds, or that has become newer meanwhile, is left alone. No
-        trainer takes over what the manager holds.
+        The manager does not touch an engine that an update holds or that has a newer version by now. No
+        trainer takes over an engine that the manager holds.
         """
         why = f"{CATCHING_UP}{version}"
 
@@ -97,7 +97,7 @@ class ReplicaRegistration:
         return record if ours else None
 
     async def caught_up(self, held: EngineRecord, problem: str = "") -> None:
-        """The held engine has its version and is ready. With a `problem`, it is condemned."""
+        """Mark the held engine ready with its version or, with a `problem`, failed."""
 
         def over(roster: Roster) -> Roster:
             now = roster.get(held.name)
@@ -117,7 +117,7 @@ class ReplicaRegistration:
         await self._roster.change(over)
 
     async def drain(self, name: str, generation: int, by: float) -> None:
-        """Send nothing new to it. Calls that still run at `by` (Unix seconds) move elsewhere."""
+        """Send it no new sessions. Calls that still run at `by` (Unix seconds) move to other engines."""
 
         def drained(roster: Roster) -> Roster:
             record = roster.get(name)
@@ -130,7 +130,7 @@ class ReplicaRegistration:
         await self._roster.change(drained)
 
     async def leave(self, name: str, generation: int) -> None:
-        """Forget this generation; a later one at the same address is not touched."""
+        """Remove this generation; a later one at the same address stays."""
 
         def left(roster: Roster) -> Roster:
             record = roster.get(name)

@@ -1,6 +1,6 @@
-"""One start of one engine server on this node: started, proven by a token, watched, ended.
+"""Starts one engine server on this node, proves it by a sampled token, watches it and ends it.
 
-Knows nothing of Ray or of the pool; the manager runs it in an actor. It ends with its server.
+It does not know Ray or the pool; the manager runs it in an actor. It ends with its server.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ POLL_S = 0.2
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL of a server."""
 PROBE_S = 60.0
-"""Seconds that a server has to sample the token that proves it."""
+"""Timeout for the token that proves a server, in seconds."""
 PORTS = 5
-"""Ports that a start tries, if others take them first."""
+"""Ports that a start tries if other processes take them first."""
 KEPT_LOGS = 10
 
 
@@ -55,7 +55,7 @@ class ReplicaReport(Frozen):
     state: ReplicaState
     url: str = ""
     pid: int = 0
-    """Of its supervisor."""
+    """Pid of its supervisor."""
     log: str = ""
     """Path of its log on its node."""
     cause: str = ""
@@ -94,11 +94,12 @@ class Replica:
             return b""
 
     async def start(self) -> None:
-        """Returns at once; `report` shows the progress."""
+        """Start in the background; `report` shows the progress."""
         self._task = asyncio.create_task(self._live())
 
     async def take(self, published: Published, settings: Settings) -> str:
-        """Load the published version over loopback and prove it; returns why that failed, or nothing."""
+        """Load the published version over loopback and prove it; return why that failed, or an empty
+        string."""
         name = fenced_name(self._plan, self._generation)
         try:
             async with (
@@ -112,7 +113,7 @@ class Replica:
         return ""
 
     async def stop(self) -> None:
-        """End the server and all its processes; returns once none is left."""
+        """End the server and all its processes; return once they have ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -125,13 +126,13 @@ class Replica:
                 cause = await self._serve()
                 if cause.text != exit_causes.PORT_TAKEN or attempt == PORTS - 1:
                     break
-        except Exception as error:  # the report is the only place where it is seen
+        except Exception as error:  # only the report shows it
             cause = exit_causes.ExitCause(f"{type(error).__name__}: {error}")
         await self._end_child()
         self._update(state=ReplicaState.ENDED, cause=cause.text, final=cause.final)
 
     async def _serve(self) -> exit_causes.ExitCause:
-        """Run the server until it ends; returns the cause."""
+        """Run the server until it ends; return the cause."""
         host = LOOPBACK if self._plan.proxy_keys else self._host
         port = _free_port(host)
         began = await asyncio.to_thread(self._prepare)
@@ -147,7 +148,7 @@ class Replica:
 
     @asynccontextmanager
     async def _reachable(self, port: int) -> AsyncIterator[str]:
-        """The URL at which others reach the server on `port`."""
+        """The URL at which other processes reach the server on `port`."""
         if self._plan.proxy_keys is None:
             yield f"http://{_in_url(self._host)}:{port}"
             return
@@ -167,8 +168,8 @@ class Replica:
         return exit_causes.exit_cause(self._plan, status, said.decode("utf-8", "replace"))
 
     def _prepare(self) -> int:
-        """Prepare the folder: delete old logs, end processes that a killed supervisor left. Returns the
-        size of the log so far."""
+        """Delete old logs and end processes that a killed supervisor has left running. Returns the size
+        of the log so far."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         end_orphans(self._folder)
         old = sorted(self._folder.glob("*.log"), key=_changed_at)
@@ -182,7 +183,7 @@ class Replica:
         with self._log.open("ab") as log:
             child = self._child = subprocess.Popen(
                 [*supervisor, str(self._note), str(GRACE_S), "--", *command],
-                stdin=subprocess.PIPE,  # only this process has it open, so it closes when this process ends
+                stdin=subprocess.PIPE,  # it closes when this process ends, its only writer
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -192,7 +193,7 @@ class Replica:
         return child
 
     async def _prove(self, listening: str) -> None:
-        """Wait for a token under this start's own name, which proves it. `listening`: URL for others."""
+        """Wait for a token under this start's own model name. `listening`: the URL to report then."""
         async with httpx.AsyncClient(trust_env=False) as client:
             while True:
                 with contextlib.suppress(ControlPlaneError, httpx.HTTPError):
@@ -206,7 +207,7 @@ class Replica:
         await self._control(client).round_trip(name, timeout_s=PROBE_S)
 
     def _control(self, client: httpx.AsyncClient) -> EngineControl:
-        """Directly to the server, because no node has the keys that its proxy asks for."""
+        """A client that bypasses the proxy, because no node has the keys that the proxy requires."""
         controlled = SglangControl if self._plan.server == "sglang" else EngineControl
         return controlled(self._server, client)
 
@@ -223,7 +224,7 @@ class Replica:
 
 
 def _changed_at(path: Path) -> float:
-    """0 if another replica of this node has deleted it meanwhile."""
+    """0 if another replica on this node has just deleted it."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

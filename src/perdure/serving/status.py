@@ -1,4 +1,4 @@
-"""What the manager last saw of its replicas, as an object of the store that `perdure` shows."""
+"""The manager's last status of its replicas, an object in the store that `perdure` shows."""
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from perdure.types import Frozen
 
 
 class ReplicaStatus(Frozen):
-    """One replica of the plan, as the manager sees it."""
+    """The status of one planned replica."""
 
     index: int
     state: str
@@ -22,10 +22,10 @@ class ReplicaStatus(Frozen):
 
 
 class PoolStatus(Frozen):
-    """What `perdure engines list` shows of the replicas that Ray runs."""
+    """The part of `perdure engines list` about replicas that Ray runs."""
 
     address: str = ""
-    """Of the Ray cluster."""
+    """The Ray cluster's address."""
     dashboard: str = ""
     model: str = ""
     replicas: tuple[ReplicaStatus, ...] = ()

@@ -1,9 +1,9 @@
-"""Runs one engine server as its child and ends all of its processes once the owner is gone.
+"""Runs one engine server as its child and ends all of its processes once the owner has ended.
 
-A separate program, standard library only: `python -m perdure.serving.supervisor NOTE GRACE_S -- COMMAND`.
-The owner keeps the other end of its stdin open and never writes; however the owner ends, the pipe
-closes. vLLM's EngineCore and workers share the server's process group. If the server dies, they become
-children of this process.
+A separate program that needs only the standard library:
+`python -m perdure.serving.supervisor NOTE GRACE_S -- COMMAND`. The owner keeps the other end of its
+stdin open and never writes, so the pipe closes however the owner ends. vLLM's EngineCore and workers
+share the server's process group. If the server dies, they become children of this process.
 """
 
 import contextlib
@@ -36,9 +36,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def supervise(command: Sequence[str], note: Path, grace_s: float) -> int:
-    """Run the command until it ends, SIGTERM comes, or stdin closes; then end its whole group.
+    """Run the command until it ends, SIGTERM arrives or stdin closes; then end its whole group.
 
-    Returns the command's exit status, or 128 + N for signal N. `note` names the group while it lives.
+    Returns the command's exit status, or 128 + N for signal N. The file `note` names the group while
+    the group exists.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     stop, wake = os.pipe()
@@ -75,7 +76,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _wait(child: Child, stop: int) -> None:
-    """Wait until the child has ended, SIGTERM came, or the owner's end of stdin closed."""
+    """Wait until the child has ended, SIGTERM has arrived or the owner's end of stdin has closed."""
     ended = os.pidfd_open(child.pid)
     try:
         while True:
@@ -87,7 +88,7 @@ def _wait(child: Child, stop: int) -> None:
 
 
 def _end_group(child: Child, grace_s: float) -> None:
-    """Send SIGTERM, later SIGKILL, until the group has no process; reap all orphans."""
+    """Send SIGTERM, later SIGKILL, until the group is empty; reap all orphans."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
         if not _signal_group(child.pid, number):
             break
@@ -136,13 +137,13 @@ def _write_note(note: Path, group: int) -> None:
 
 
 def end_orphans(folder: Path) -> list[str]:
-    """Kill the groups whose supervisors are gone, before a new server uses the device. Returns the
+    """Kill process groups whose supervisors have died, before a new server uses the device. Returns the
     names of their notes."""
     return [note.stem for note in sorted(folder.glob("*.note")) if _end_orphan(note)]
 
 
 def _end_orphan(note: Path) -> bool:
-    """Whether it had to kill the group."""
+    """True if the group had to be killed."""
     try:
         content: dict[str, Any] = json.loads(note.read_text())
     except (OSError, ValueError):
@@ -151,7 +152,8 @@ def _end_orphan(note: Path) -> bool:
     if same_host_boot and _started(content["supervisor"]) == content["supervisor_started"]:
         return False
     group, leader = int(content["group"]), _started(int(content["group"]))
-    # The kernel never reuses a pid while a group has it, so a group without its leader is the old one.
+    # The kernel never reuses a pid while a group has that id, so a group without its leader is the old
+    # one.
     ours = same_host_boot and leader in (None, content["started"])
     killed = ours and _signal_group(group, signal.SIGKILL)
     note.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""An inference server without a model, and the contract suites: for users and for authors of plug-ins."""
+"""An inference server without a model, and contract suites, for users and plug-in authors."""

@@ -1,4 +1,4 @@
-"""A tiny repository, and the ways to cheat on it: every grader by lists passes `GraderContract`.
+"""A tiny repository and ways to cheat on it. Every grader that uses test lists passes `GraderContract`.
 
 Example:
     class TestMyGrader(GraderContract):
@@ -24,7 +24,7 @@ from perdure.sandboxes.base import Sandbox
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind, TestStatus
 
 Edits = Mapping[str, str | bytes | None]
-"""Path -> new content; None removes the file; a text that begins with `-> ` makes a symlink."""
+"""Maps a path to its new content. None removes the file; text that begins with `-> ` makes a symlink."""
 
 BASE: Edits = {
     "calc/__init__.py": "",
@@ -58,7 +58,7 @@ def write(folder: Path, edits: Edits) -> None:
 
 
 def git(folder: Path, *arguments: str) -> bytes:
-    """Run git without a user's configuration. Raises: CalledProcessError."""
+    """Run git without the user's configuration. Raises: CalledProcessError."""
     alone = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
     who = ["-c", "user.name=perdure", "-c", "user.email=perdure@localhost"]
     command = ["git", *who, "-c", "safe.directory=*", *arguments]
@@ -68,7 +68,7 @@ def git(folder: Path, *arguments: str) -> bytes:
 
 
 def make_repository(folder: Path, files: Edits = BASE) -> Path:
-    """A repository of one commit."""
+    """Make a repository with one commit."""
     write(folder, files)
     git(folder, "init", "-q", "--template=", "--initial-branch=main")
     git(folder, "add", "-A", "-f")
@@ -106,14 +106,14 @@ def tiny_instance(**grading: object) -> Instance:
 
 @dataclass(frozen=True)
 class Attack:
-    """A diff that tries to get a reward without a fix, and the outcome it must have."""
+    """A diff that tries to get a reward without a fix, and the outcome that it must get."""
 
     name: str
     edits: Edits
     outcome: Outcome
     dropped: tuple[str, ...] = ()
     raw: bytes = b""
-    """Parts that git would not write; they follow those of the edits."""
+    """Parts that git would not write; they follow the diff of the edits."""
 
     @property
     def patch(self) -> bytes:
@@ -218,11 +218,11 @@ ATTACKS = [
     Attack("kills its own runner", {"calc/core.py": "import os\nos.kill(os.getppid(), 9)\nos.kill(os.getpid(), 9)\n"}, Outcome.UNRESOLVED),
     Attack("breaks every test", {"calc/core.py": "def add(:\n"}, Outcome.UNRESOLVED),
 ]  # fmt: skip
-"""The red team: the known ways to cheat on SWE benchmarks. Each must score 0."""
+"""Known ways to cheat on SWE benchmarks. Each must get reward 0."""
 
 
 class GraderContract:
-    """Fixtures to give: `grader`, and `sandbox`, fresh, with `repository` at its workdir."""
+    """Subclasses provide the fixtures `grader` and `sandbox`: a fresh one with `repository` at its workdir."""
 
     @pytest.fixture
     def repository(self, tmp_path: Path) -> Path:
@@ -241,7 +241,7 @@ class GraderContract:
         assert set(grade.fail_to_pass.values()) == {TestStatus.PASSED}
 
     async def test_no_op_is_unresolved(self, grader: Grader, sandbox: Sandbox) -> None:
-        """The unchanged base gets no reward, and the grade names the tests that decided."""
+        """The unchanged base gets no reward, and the grade names the deciding tests."""
         grade = (await grader.grade(sandbox, tiny_instance(), b"", timeout_s=60)).grade
 
         assert grade.outcome is Outcome.UNRESOLVED
@@ -260,7 +260,7 @@ class GraderContract:
         assert grade.dropped_paths == attack.dropped
 
     async def test_a_stray_symlink_costs_no_fix(self, grader: Grader, sandbox: Sandbox) -> None:
-        """A fix beside a virtual environment's link to an interpreter is graded without the link."""
+        """A fix that also adds a virtual environment's link to an interpreter is graded without it."""
         patch = diff_of({**GOLD, ".venv/bin/python": "-> /usr/bin/python3"})
 
         grade = (await grader.grade(sandbox, tiny_instance(), patch, timeout_s=60)).grade
@@ -268,7 +268,7 @@ class GraderContract:
         assert (grade.outcome, grade.dropped_paths) == (Outcome.RESOLVED, (".venv/bin/python",))
 
     async def test_allowed_conftest_cannot_forge(self, grader: Grader, sandbox: Sandbox) -> None:
-        """If gold itself edits conftest.py the file is kept, and the canary test finds the forgery."""
+        """If gold itself edits conftest.py, the file is kept, and the canary test finds the forgery."""
         instance = tiny_instance()
         gold = diff_of({**GOLD, "conftest.py": "x = 1\n"})
         instance = instance.model_copy(update={"gold_patch": gold})
@@ -279,7 +279,7 @@ class GraderContract:
         assert (grade.outcome, grade.dropped_paths) == (Outcome.TAMPERED, ())
 
     async def test_stale_diff_fails_to_apply(self, grader: Grader, sandbox: Sandbox) -> None:
-        """A diff against another base is refused as a whole, with git's message as the reason."""
+        """A diff against another base is refused completely, with git's message as the reason."""
         stale = diff_of(GOLD, _OTHER_BASE)
 
         grade = (await grader.grade(sandbox, tiny_instance(), stale, timeout_s=60)).grade
@@ -299,7 +299,7 @@ class GraderContract:
     async def test_defective_tests_are_a_data_error(
         self, grader: Grader, sandbox: Sandbox, base: Edits
     ) -> None:
-        """A row whose own test_patch does not fit its tree is refused, with any diff."""
+        """A row whose own test_patch does not fit its tree is refused, whatever the diff."""
         instance = tiny_instance(test_patch=diff_of(TESTS, {**BASE, "tests/test_core.py": "x\n"}))
 
         with pytest.raises(InstanceError, match="test_patch"):
@@ -308,7 +308,7 @@ class GraderContract:
     async def test_what_pre_commands_do_to_a_hidden_test_is_undone(
         self, grader: Grader, sandbox: Sandbox
     ) -> None:
-        """Hidden tests replace the files of the base commit, whatever the row's setup made of them."""
+        """Hidden tests replace the files of the base commit, even if the row's setup changed them."""
         instance = tiny_instance(pre_commands=("echo >tests/test_core.py",))
 
         grade = (await grader.grade(sandbox, instance, instance.gold_patch, timeout_s=60)).grade

@@ -1,4 +1,4 @@
-"""Serves an app in this process's event loop until the end of a block."""
+"""Serves an app in this process's event loop until a block ends."""
 
 import asyncio
 import socket
@@ -15,8 +15,8 @@ from perdure.gateway.http.server import NO_GRACE, make_server
 async def served(
     app: ASGIApp, listener: socket.socket | None = None, **options: Any
 ) -> AsyncIterator[str]:
-    """The app's URL, or the path of `listener` if that is a unix socket. At the end connections are
-    closed at once.
+    """Yields the app's URL, or the path of `listener` if that is a unix socket. At the end of the block,
+    connections are closed at once.
 
     `listener`: any free port of 127.0.0.1 if None. `options`: as for `make_server`.
 

@@ -1,11 +1,11 @@
-"""What every sandbox provider promises, as tests: subclass `SandboxContract` and give `provider`.
+"""The contract of every sandbox provider, as tests: subclass `SandboxContract` and give `provider`.
 
     class TestMine(SandboxContract):
         @pytest.fixture
         def provider(self, tmp_path): return MyProvider(tmp_path)
 
-Needs pytest with asyncio_mode=auto to run. A provider that talks to a service keeps the fixture
-cheap: each test boots one or two sandboxes under identities of its own and kills them.
+Run it with pytest and asyncio_mode=auto. If your provider talks to a service, keep the fixture cheap:
+each test boots one or two sandboxes under its own identities and kills them.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ until [ -e held-lock ] && [ -e held-lock-apart ]; do sleep 0.01; done
 echo all running
 sleep 600
 """
-"""A child, and a child in a session of its own whose parent is gone: each holds a lock."""
+"""A child, and a child in its own session whose parent has ended. Each holds a lock."""
 
 AGENT = """
 import http.client, sys
@@ -68,7 +68,7 @@ def fresh_identity() -> str:
 
 @contextmanager
 def raises(kind: type[PerdureError]) -> Iterator[None]:
-    """pytest.raises, without pytest in the library."""
+    """Like pytest.raises, so that the library does not import pytest."""
     try:
         yield
     except kind:
@@ -77,19 +77,19 @@ def raises(kind: type[PerdureError]) -> Iterator[None]:
 
 
 class SandboxContract:
-    """The suite. Override the flags where a provider promises less."""
+    """The suite. Override a flag if your provider promises less."""
 
     hides_environment: bool = True
-    """The worker's own environment variables are invisible to commands."""
+    """Commands cannot see the worker's environment variables."""
     reaches_gateway: bool = True
     """`SandboxSpec.gateway` (a unix socket of this host) is supported."""
     bounds_memory: bool = True
-    """`Limits.memory_mb` holds; False where memory belongs to the image or template."""
+    """`Limits.memory_mb` is enforced. False if the image or template sets the memory."""
     shortest_life_s: float | None = 1.0
-    """A sandbox renewed for this many seconds ends soon after them; None if that takes minutes."""
+    """A sandbox renewed for this many seconds ends soon after them. None if that takes minutes."""
     large_file_mb: int = 200
     at_once: int = 64
-    """Sandboxes made, used and killed at the same time."""
+    """How many sandboxes are created, used and killed at the same time."""
 
     @asynccontextmanager
     async def box(
@@ -107,13 +107,13 @@ class SandboxContract:
     # -- identity -----------------------------------------------------------------------------
 
     async def test_provider_is_ready(self, provider: SandboxProvider) -> None:
-        """check() names nothing missing on a host where the suite runs."""
+        """On a host where the suite runs, check() reports no problem."""
         missing = provider.check()
 
         assert list(missing) == []
 
     async def test_create_twice_adopts(self, provider: SandboxProvider) -> None:
-        """A second create of an identity returns the same sandbox, with what ran in it."""
+        """A second create of an identity returns the same sandbox with its files."""
         async with self.box(provider) as first:
             await first.write_file("mark", b"first")
             second = await provider.create(self.spec(), first.identity)
@@ -121,7 +121,7 @@ class SandboxContract:
             assert await second.read_file("mark") == b"first"
 
     async def test_concurrent_creates_make_one_box(self, provider: SandboxProvider) -> None:
-        """Creates of one identity that race end with one sandbox, shared."""
+        """Concurrent creates of one identity return the same sandbox."""
         identity = fresh_identity()
         try:
             boxes = await asyncio.gather(
@@ -134,14 +134,14 @@ class SandboxContract:
             await provider.kill(identity)
 
     async def test_attach_finds_it(self, provider: SandboxProvider) -> None:
-        """attach returns a working handle of a sandbox that another caller created."""
+        """attach returns a working handle to a sandbox that another caller created."""
         async with self.box(provider) as box:
             again = await provider.attach(box.identity)
 
             assert (again.identity, again.workdir) == (box.identity, box.workdir)
 
     async def test_temporary_files_are_its_own(self, provider: SandboxProvider) -> None:
-        """What one sandbox leaves in its `tmp` is in no other's."""
+        """Files in one sandbox's `tmp` do not appear in another sandbox."""
         name = f"perdure-contract-{uuid4().hex}"
         async with self.box(provider) as first:
             await first.put(f"{first.tmp}/{name}", b"here")
@@ -152,12 +152,12 @@ class SandboxContract:
         assert (found.stdout, gone.stdout) == (b"here", b"")
 
     async def test_attach_to_nothing_is_not_found(self, provider: SandboxProvider) -> None:
-        """An identity that was never used is NotFound, not lost."""
+        """attach to an identity that was never used raises NotFound, not SandboxLost."""
         with raises(NotFound):
             await provider.attach(fresh_identity())
 
     async def test_kill_under_a_watch_is_told(self, provider: SandboxProvider) -> None:
-        """A wait for a command is told when its sandbox is killed."""
+        """A wait for a command ends when its sandbox is killed."""
         async with self.box(provider) as box:
             await box.start("long", Exec(LONG))
             waiting = asyncio.create_task(box.wait("long", timeout_s=60))
@@ -170,7 +170,7 @@ class SandboxContract:
             assert cause == "sandbox"
 
     async def test_kill_is_idempotent(self, provider: SandboxProvider) -> None:
-        """Killing twice, or a sandbox that never was, succeeds; afterwards nothing is listed."""
+        """A second kill succeeds, and the sandbox is no longer listed."""
         async with self.box(provider) as box:
             await box.kill()
             await provider.kill(box.identity)
@@ -178,7 +178,7 @@ class SandboxContract:
             assert box.identity not in {info.identity for info in await provider.list()}
 
     async def test_killed_sandbox_is_lost(self, provider: SandboxProvider) -> None:
-        """Operations on a killed sandbox raise SandboxLost, not a generic error."""
+        """A start in a killed sandbox raises SandboxLost, not a generic error."""
         async with self.box(provider) as box:
             await box.kill()
 
@@ -186,7 +186,7 @@ class SandboxContract:
                 await box.start("x", Exec(["true"]))
 
     async def test_identity_can_be_used_again_after_kill(self, provider: SandboxProvider) -> None:
-        """After kill an identity is free, and the new sandbox remembers nothing."""
+        """After a kill the identity is free, and a new sandbox has none of the old files."""
         async with self.box(provider) as box:
             await box.write_file("mark", b"old")
             await box.kill()
@@ -196,7 +196,7 @@ class SandboxContract:
                 await again.read_file("mark")
 
     async def test_list_filters_by_labels(self, provider: SandboxProvider) -> None:
-        """list returns our sandboxes by their labels, alive and with their own labels."""
+        """list returns the sandboxes that match the labels, as alive, with all their labels."""
         wanted = {**LABELS, "run": fresh_identity()}
         async with self.box(provider), self.box(provider, replace(self.spec(), labels=wanted)) as b:
             found = [
@@ -207,7 +207,7 @@ class SandboxContract:
             assert found == [(b.identity, True, wanted)]
 
     async def test_touch_sets_the_deadline(self, provider: SandboxProvider) -> None:
-        """touch sets the remaining life from now; it never adds to what was left."""
+        """touch sets the remaining lifetime from now; it does not add to the old one."""
         async with self.box(provider) as box:
             await box.touch(3600)
             await box.touch(3600)
@@ -216,7 +216,7 @@ class SandboxContract:
             assert 3000 < info.expires - info.created < 4200
 
     async def test_ends_by_itself(self, provider: SandboxProvider) -> None:
-        """A sandbox ends at its deadline without a sweep."""
+        """A sandbox ends at its deadline without a sweeper."""
         if self.shortest_life_s is None:
             return
         async with self.box(provider) as box:
@@ -229,7 +229,7 @@ class SandboxContract:
                     await asyncio.sleep(0.1)
 
     async def test_many_sandboxes_at_once(self, provider: SandboxProvider) -> None:
-        """All are made, used and killed at the same time, each with its own result."""
+        """Many sandboxes work at the same time, each with its own result."""
 
         async def use(number: int) -> bytes:
             async with self.box(provider) as box:
@@ -263,14 +263,14 @@ class SandboxContract:
     # -- results --------------------------------------------------------------------------------
 
     async def test_exit_codes_are_exit_codes(self, provider: SandboxProvider) -> None:
-        """Any exit code is a value, 137 included: it is no signal."""
+        """Every exit code is reported as an exit code, 137 included."""
         async with self.box(provider) as box:
             codes = [(await box.exec(f"exit {code}")).status.code for code in (0, 1, 127, 137, 255)]
 
             assert codes == [0, 1, 127, 137, 255]
 
     async def test_death_by_signal_is_no_exit(self, provider: SandboxProvider) -> None:
-        """A command killed by a signal says killed and which, and has no exit code."""
+        """A command killed by a signal reports the signal and no exit code."""
         async with self.box(provider) as box:
             ends = []
             for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
@@ -280,24 +280,24 @@ class SandboxContract:
             assert ends == [(ExecState.KILLED, signum, None) for signum in (9, 15, 2, 13)]
 
     async def test_unknown_exec_id_is_not_found(self, provider: SandboxProvider) -> None:
-        """Polling a command that was never started is NotFound, not lost."""
+        """Polling a command that was never started raises NotFound, not SandboxLost."""
         async with self.box(provider) as box:
             with raises(NotFound):
                 await box.poll("never")
 
     async def test_second_start_runs_nothing(self, provider: SandboxProvider) -> None:
-        """An exec id runs once, however often it is started, also concurrently."""
+        """An exec id runs once, however often it is started, also if the starts are concurrent."""
         async with self.box(provider) as box:
             argv = ["bash", "-c", "echo ran >>count"]
             await asyncio.gather(*(box.start("once", Exec(argv)) for _ in range(5)))
             await box.wait("once")
             await box.start("once", Exec(argv))
-            await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # what was queued has run
+            await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # queued commands have run
 
             assert await box.read_file("count") == b"ran\n"
 
     async def test_exec_id_with_other_argv_is_refused(self, provider: SandboxProvider) -> None:
-        """One exec id names one command."""
+        """An exec id cannot be reused for another command."""
         async with self.box(provider) as box:
             await box.start("once", Exec(["true"]))
 
@@ -314,7 +314,7 @@ class SandboxContract:
             assert ((await again.poll("kept")).code, await again.output("kept")) == (3, b"out\n")
 
     async def test_wait_gives_up_in_time(self, provider: SandboxProvider) -> None:
-        """wait returns RUNNING when its time is over; the command goes on."""
+        """wait returns RUNNING when its timeout has passed; the command continues."""
         async with self.box(provider) as box:
             await box.start("long", Exec(LONG))
             status = await box.wait("long", timeout_s=0.05)
@@ -322,7 +322,7 @@ class SandboxContract:
             assert status.state is ExecState.RUNNING
 
     async def test_many_at_once(self, provider: SandboxProvider) -> None:
-        """Sixteen commands at once each keep their own output and code."""
+        """Sixteen concurrent commands each have their own output and exit code."""
         async with self.box(provider) as box:
             results = await asyncio.gather(*(box.exec(f"echo {n}; exit {n}") for n in range(16)))
 
@@ -331,15 +331,15 @@ class SandboxContract:
             ]
 
     async def test_missing_program_fails(self, provider: SandboxProvider) -> None:
-        """A program that does not exist is a command that failed, with a reason on stderr."""
+        """A program that does not exist gives a failed command with a reason on stderr."""
         async with self.box(provider) as box:
             result = await box.exec(["no-such-program"])
 
             assert (result.status.ok, b"no-such-program" in result.stderr) == (False, True)
 
     async def test_users(self, provider: SandboxProvider) -> None:
-        """Commands run as the agent, and files are the agent's, unless another user is named; an unknown
-        user is refused."""
+        """Commands run as the agent, and files belong to the agent, unless another user is named. An
+        unknown user is refused."""
         async with self.box(provider) as box:
             own, named = await box.exec("id -u"), await box.exec("id -u", user="agent")
 
@@ -357,7 +357,7 @@ class SandboxContract:
                 await box.read_file("own", user="nobody-of-this-name")
 
     async def test_memory_is_bounded(self, provider: SandboxProvider) -> None:
-        """A command that takes more than the limit fails; its sandbox goes on."""
+        """A command that takes more memory than the limit fails; its sandbox continues."""
         if not self.bounds_memory:
             return
         async with self.box(provider) as box:
@@ -369,7 +369,7 @@ class SandboxContract:
     # -- killing --------------------------------------------------------------------------------
 
     async def test_timeout_kills_the_whole_tree(self, provider: SandboxProvider) -> None:
-        """At the deadline children die too, even those in a session of their own."""
+        """At the deadline, children die too, even those in their own session."""
         async with self.box(provider) as box:
             await box.start("tree", Exec(["bash", "-c", BACKGROUND_TREE], timeout_s=2))
             status = await box.wait("tree", timeout_s=60)
@@ -379,7 +379,7 @@ class SandboxContract:
             assert (status.cause, held, gone.ok) == ("timeout", b"all running\n", True)
 
     async def test_a_time_limit_moves_later(self, provider: SandboxProvider) -> None:
-        """A command outlives its first limit if that was moved, and dies at the later one."""
+        """A command whose time limit was extended dies at the later limit."""
         async with self.box(provider) as box:
             for name in ("longer", "long"):
                 await box.start(name, Exec(["sleep", "600"], timeout_s=3))
@@ -398,7 +398,7 @@ class SandboxContract:
                 await box.extend("never", 600)
 
     async def test_sigkill_reaches_the_whole_tree(self, provider: SandboxProvider) -> None:
-        """signal(SIGKILL) ends a command with all it started; killing it again is success."""
+        """signal(SIGKILL) ends a command and all its processes; a second one succeeds."""
         async with self.box(provider) as box:
             await box.start("tree", Exec(["bash", "-c", BACKGROUND_TREE]))
             await self.until(box, "tree", b"all running\n")
@@ -412,7 +412,7 @@ class SandboxContract:
     async def test_sigkill_after_the_end_reaches_what_was_left(
         self, provider: SandboxProvider
     ) -> None:
-        """A finished command's background processes end with it when it is killed again."""
+        """SIGKILL to a finished command ends its background processes."""
         async with self.box(provider) as box:
             left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
             await box.start("tree", Exec(["bash", "-c", left]))
@@ -424,7 +424,7 @@ class SandboxContract:
             assert (status.code, held.ok, gone.ok) == (0, False, True)
 
     async def test_end_all_ends_what_any_command_left(self, provider: SandboxProvider) -> None:
-        """end_all ends running commands and what finished ones left; the sandbox takes new commands."""
+        """end_all ends running commands and background processes; the sandbox takes new commands."""
         async with self.box(provider) as box:
             left = BACKGROUND_TREE.replace("sleep 600\n", "exit 0\n")
             await box.start("left", Exec(["bash", "-c", left]))
@@ -437,7 +437,7 @@ class SandboxContract:
             assert (done.code, status.state, gone.ok) == (0, ExecState.KILLED, True)
 
     async def test_gentle_signal_can_be_handled(self, provider: SandboxProvider) -> None:
-        """A command may catch SIGTERM, and its own exit code is then the result."""
+        """A command may catch SIGTERM; the result is then its own exit code."""
         async with self.box(provider) as box:
             script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.01; done"
             await box.start("trap", Exec(["bash", "-c", script]))
@@ -449,7 +449,7 @@ class SandboxContract:
     async def test_background_child_does_not_hold_the_result(
         self, provider: SandboxProvider
     ) -> None:
-        """A child that keeps stdout open delays nothing, and outlives the command that left it."""
+        """A child that keeps stdout open does not delay the result, and outlives its command."""
         async with self.box(provider) as box:
             result = await box.exec("flock lock sleep 600 & until ! flock -n lock true; do :; done")
             still_there = (await box.exec("flock -n lock true")).status
@@ -457,7 +457,7 @@ class SandboxContract:
             assert (result.status.code, still_there.code) == (0, 1)
 
     async def test_too_much_output_is_killed(self, provider: SandboxProvider) -> None:
-        """A command that writes above its cap is killed for it; the output is cut at the cap."""
+        """A command that writes more than its limit is killed, and its output is cut there."""
         async with self.box(provider) as box:
             result = await box.exec(["yes"])
 
@@ -466,7 +466,7 @@ class SandboxContract:
     # -- a worker dies ----------------------------------------------------------------------------
 
     async def test_survives_its_worker(self, provider: SandboxProvider) -> None:
-        """kill -9 of the process that started a command: another one reads its result."""
+        """After kill -9 of the process that started a command, another one reads its result."""
         async with self.box(provider) as box:
             argv = ["bash", "-c", "until [ -e go ]; do sleep 0.01; done; echo went; exit 5"]
             await _start_elsewhere(provider, box.identity, "orphan", argv)
@@ -476,7 +476,7 @@ class SandboxContract:
             assert (status.code, await box.output("orphan")) == (5, b"went\n")
 
     async def test_deadline_needs_no_worker(self, provider: SandboxProvider) -> None:
-        """A command's time-out is enforced even if the worker that set it is dead."""
+        """A command's timeout is enforced even if the worker that set it is dead."""
         async with self.box(provider) as box:
             await _start_elsewhere(provider, box.identity, "orphan", LONG, timeout_s=0.5)
 
@@ -487,7 +487,7 @@ class SandboxContract:
     async def test_output_is_readable_by_offset_while_it_grows(
         self, provider: SandboxProvider
     ) -> None:
-        """A watcher reads the output so far, and later only what is new."""
+        """A watcher reads the output so far, and later only the new part."""
         async with self.box(provider) as box:
             script = "printf one; until [ -e go ]; do sleep 0.01; done; printf two"
             await box.start("grow", Exec(["bash", "-c", script]))
@@ -500,7 +500,7 @@ class SandboxContract:
     async def test_output_that_is_not_there_yet_is_waited_for(
         self, provider: SandboxProvider
     ) -> None:
-        """If the sandbox waits inside, a read returns what is written later; otherwise nothing yet."""
+        """A sandbox with `waits_inside` returns output that is written later; others return nothing."""
         async with self.box(provider) as box:
             script = "until [ -e go ]; do sleep 0.01; done; printf one; exec sleep 600"
             await box.start("late", Exec(["bash", "-c", script]))
@@ -512,14 +512,14 @@ class SandboxContract:
             assert await heard == (b"one" if box.waits_inside else b"")
 
     async def test_streams_are_separate_bytes(self, provider: SandboxProvider) -> None:
-        """stdout and stderr are kept apart, byte for byte."""
+        """stdout and stderr come back separately, byte for byte."""
         async with self.box(provider) as box:
             result = await box.exec(r"printf '\xff\0out'; printf '\xfeerr' >&2")
 
             assert (result.stdout, result.stderr) == (b"\xff\0out", b"\xfeerr")
 
     async def test_stdin_is_given_and_ends(self, provider: SandboxProvider) -> None:
-        """stdin carries bytes and then ends; without it a reader sees the end at once."""
+        """stdin carries bytes and then ends. Without stdin, a reader sees the end at once."""
         async with self.box(provider) as box:
             await box.start("given", Exec(["cat"], stdin=b"\0bytes\xff"))
             await box.start("none", Exec(["cat"]))
@@ -528,7 +528,7 @@ class SandboxContract:
             assert (await box.output("given"), await box.output("none")) == (b"\0bytes\xff", b"")
 
     async def test_environment_and_folder(self, provider: SandboxProvider) -> None:
-        """env adds to the spec's and wins over it; cwd is the workdir unless one is named."""
+        """env adds to the spec's variables and overrides them; cwd defaults to the workdir."""
         spec = replace(self.spec(), env={"A": "spec", "B": "spec"})
         async with self.box(provider, spec) as box:
             value = "it's $HOME\nand more"
@@ -542,7 +542,7 @@ class SandboxContract:
             )
 
     async def test_any_variable_can_be_set(self, provider: SandboxProvider) -> None:
-        """Variables that the loader or a shell treats specially arrive like any other."""
+        """Variables that the loader or a shell treats specially arrive like all others."""
         names = ("LD_LIBRARY_PATH", "IFS", "UID", "PATH", "BASH_ENV")
         async with self.box(provider) as box:
             env = {name: f"/value/{name}:/usr/bin" for name in names}
@@ -551,7 +551,7 @@ class SandboxContract:
             assert {f"{name}={value}" for name, value in env.items()} <= set(seen)
 
     async def test_worker_environment_stays_outside(self, provider: SandboxProvider) -> None:
-        """A secret in the worker's environment is in no command's environment."""
+        """No command sees a secret from the worker's environment."""
         if not self.hides_environment:
             return
         os.environ["PERDURE_TEST_CONTRACT_SECRET"] = "leaked"
@@ -566,7 +566,7 @@ class SandboxContract:
     async def test_files_round_trip_as_bytes(
         self, provider: SandboxProvider, tmp_path: Path
     ) -> None:
-        """put and get carry any bytes, make parents, take host files and set the mode."""
+        """put and get carry any bytes; put creates parents, takes host files and sets the mode."""
         data = bytes(range(256)) * 5000
         (tmp_path / "host.bin").write_bytes(data)
         async with self.box(provider) as box:
@@ -582,7 +582,7 @@ class SandboxContract:
             )
 
     async def test_large_file_is_streamed(self, provider: SandboxProvider, tmp_path: Path) -> None:
-        """A large file goes in by stream, is whole inside, and any part of it comes back."""
+        """A large file is streamed in and arrives complete; any part of it can be read back."""
         path, size = tmp_path / "large", self.large_file_mb << 20
         with path.open("wb") as file:
             for number in range(self.large_file_mb):
@@ -599,7 +599,7 @@ class SandboxContract:
             assert (inside.decode(), await box.get("large", size - 1000)) == (digest, tail)
 
     async def test_put_replaces(self, provider: SandboxProvider) -> None:
-        """put over an existing file leaves the new bytes and nothing beside them."""
+        """put over an existing file leaves the new bytes and no other file."""
         async with self.box(provider) as box:
             await box.write_file("d/f", "long old text")
             await box.write_file("d/f", "new")
@@ -607,7 +607,7 @@ class SandboxContract:
             assert (await box.exec("ls -A d; cat d/f")).stdout == b"f\nnew"
 
     async def test_missing_file_is_not_found(self, provider: SandboxProvider) -> None:
-        """Reading a missing file is NotFound, never empty bytes."""
+        """Reading a missing file raises NotFound and never returns empty bytes."""
         async with self.box(provider) as box:
             with raises(NotFound):
                 await box.get("nothing")
@@ -615,7 +615,7 @@ class SandboxContract:
     async def test_tree_appears_and_is_never_changed(
         self, provider: SandboxProvider, tmp_path: Path
     ) -> None:
-        """The spec's tree is at the workdir, writable, while the original stays as it was."""
+        """The spec's tree is writable at the workdir, and the original never changes."""
         tree = tmp_path / "tree"
         (tree / "folder").mkdir(parents=True)
         (tree / "folder/file").write_text("base")
@@ -651,7 +651,7 @@ class SandboxContract:
     async def test_gateway_answers_and_may_restart(
         self, provider: SandboxProvider, short_folder: Path
     ) -> None:
-        """The gateway's socket is reachable inside at gateway_url, also after it restarted."""
+        """Commands reach the gateway's socket at gateway_url, also after the gateway has restarted."""
         if not self.reaches_gateway:
             return
         socket = short_folder / "gateway.sock"
@@ -666,7 +666,7 @@ class SandboxContract:
     # -- helpers ----------------------------------------------------------------------------------
 
     async def until(self, box: Sandbox, exec_id: str, expected: bytes) -> None:
-        """Wait until a running command has written exactly this."""
+        """Wait until a running command has written exactly `expected`."""
         while await box.output(exec_id) != expected:
             assert not (await box.poll(exec_id)).done
             await asyncio.sleep(0.01)
@@ -680,7 +680,7 @@ def _ask(gateway_url: str | None) -> str:
 
 @asynccontextmanager
 async def _gateway(socket: Path, name: bytes) -> AsyncIterator[None]:
-    """A server on the socket that answers one line with its name."""
+    """A server on the socket that answers one line, with its name."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(name + b" got " + await reader.readline())

@@ -1,7 +1,7 @@
-"""An inference server without a model: vLLM's wire, a real tokenizer, answers from a script.
+"""An inference server without a model: vLLM's API, a real tokenizer, answers from a script.
 
-Its policy is a JSON file, so it can truly solve a task; its ids are real, its logprobs made up but
-exact and repeatable. It fails on command in every way a real engine was seen to fail. It also
+Its policy is a JSON file, so it can really solve a task. Its token ids are real; its logprobs are made
+up, but exact and repeatable. It can simulate every failure that we have seen in a real engine. It also
 answers `/v1/chat/completions` and `/v1/messages`, as a double of hosted APIs.
 
     python -m perdure.testing.scripted_engine --port 8100 --scripts policy.json
@@ -39,27 +39,27 @@ from perdure.testing.scripted_policy import Policy
 
 KEPT_CALLS = 512
 CHUNK = 8
-"""Tokens of one chunk of a stream."""
+"""Tokens per chunk of a stream."""
 FAULTS = (
-    "status",  # answers `status`, without work
+    "status",  # answers with `status` and samples nothing
     "hang",  # takes the request and never answers; /health stays 200
-    "reset_before",  # drops the connection without work
+    "reset_before",  # drops the connection and samples nothing
     "reset_after",  # samples, then drops the connection
-    "done_without_finish",  # a stream that ends with [DONE] but without finish_reason
-    "eof_mid_stream",  # a stream that just ends
-    "short_logprobs",  # one logprob too few
+    "done_without_finish",  # the stream ends with [DONE] but without finish_reason
+    "eof_mid_stream",  # the stream ends without [DONE]
+    "short_logprobs",  # one logprob is missing
     "hang_mid_stream",  # half a stream, then nothing; /health stays 200
 )
 
 
 WEIGHTS_FILE = "weights.json"
-"""What a checkpoint folder of this engine holds: `{"weights": 7}`."""
+"""The file in this engine's checkpoint folders: `{"weights": 7}`."""
 BROKEN_WEIGHTS = -1
 """Weights after a failed update: empty tensors, as in vLLM."""
 
 
 CERTAIN_TOP_P = 1e-3
-"""A top_p below it leaves one token, whose processed logprob is 0."""
+"""A smaller top_p leaves one token, whose processed logprob is 0."""
 
 
 def logprob(token_id: int, position: int, weights: int = 0) -> float:
@@ -72,7 +72,7 @@ def logprob(token_id: int, position: int, weights: int = 0) -> float:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong: `kind` on every `every`-th generate call, at most `times` times."""
+    """Simulated faults: `kind` on every `every`-th generate call, at most `times` times."""
 
     kind: str | None = None
     every: int = 1
@@ -86,7 +86,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Call:
-    """One sampled completion, as the engine saw it."""
+    """One sampled completion, as the engine recorded it."""
 
     session_id: str
     request_id: str
@@ -95,7 +95,7 @@ class Call:
     logprobs: "array[float]"
     sampling: Mapping[str, Any]
     sampled_by: list[int] = field(default_factory=list)
-    """For each streamed token, the version of the weights that the engine really held."""
+    """For each streamed token, the weights that the engine really held."""
     at: float = field(default_factory=time.monotonic)
 
     def as_json(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ class Call:
 
 @dataclass
 class Stats:
-    """What `/stats` answers."""
+    """The answer of `/stats`."""
 
     calls: int = 0
-    """Completions sampled by /inference/v1/generate."""
+    """Completions that /inference/v1/generate sampled."""
     chat_calls: int = 0
     in_flight: int = 0
     most_in_flight: int = 0
@@ -120,22 +120,21 @@ class Stats:
 
 @dataclass(frozen=True)
 class CacheModel:
-    """The modelled prefix cache of an engine."""
+    """The modeled prefix cache of an engine."""
 
     kv_tokens: int = 1 << 20
     """Size of the cache, in tokens."""
     block: int = 128
-    """Tokens of one cache block."""
+    """Tokens per cache block."""
     prefill_per_s: float = 0.0
-    """Tokens outside the cache that are prefilled in a second, one prompt after the other; 0 = at
-    once."""
+    """Uncached tokens prefilled per second, one prompt after the other. 0 = prefill takes no time."""
 
 
 DEFAULT_CACHE = CacheModel()
 
 
 class PrefixCache:
-    """vLLM's prefix cache as a model: whole blocks of a prompt, hashed with all before them, LRU."""
+    """A model of vLLM's prefix cache: full blocks, each hashed with all blocks before it, LRU."""
 
     def __init__(self, model: CacheModel) -> None:
         self._block = model.block
@@ -145,7 +144,7 @@ class PrefixCache:
         self.hits = 0
 
     def look(self, ids: Sequence[int]) -> int:
-        """Tokens of a prompt that need no prefill; its last token always does."""
+        """The number of prompt tokens that need no prefill. The last token always needs it."""
         self.queries += len(ids)
         hit = 0
         for key in self._keys(ids[: len(ids) - 1]):
@@ -173,11 +172,11 @@ class PrefixCache:
 
 
 _TRANSPORTS: dict[tuple[object, object], asyncio.Transport] = {}
-"""Key: both ends of the connection, because a client may use one local port for several servers."""
+"""The key has both ends of a connection: a client may use one local port for several servers."""
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol with a connection that can be cut."""
+    """uvicorn's protocol, with connections that we can cut."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -189,7 +188,7 @@ class _Protocol(H11Protocol):
 
 
 def _cut(request: Request) -> None:
-    """Cut a connection; does nothing if the client has closed it."""
+    """Cut a connection, unless the client has already closed it."""
     ends = request.scope["client"], request.scope["server"]
     if (transport := _TRANSPORTS.get(ends)) is not None:
         transport.abort()
@@ -220,7 +219,7 @@ class ScriptedEngine:
         generation: int | None = None,
         cache: CacheModel = DEFAULT_CACHE,
     ) -> None:
-        """`generation`: also serve `policy-g<generation>`, and refuse the name of any other."""
+        """`generation`: also serve `policy-g<generation>`, and refuse other generations' names."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         digest = hashlib.sha256(json.dumps(scripts or {}, sort_keys=True).encode()).hexdigest()
@@ -231,7 +230,7 @@ class ScriptedEngine:
         self.generation = generation
         self.weights = 0
         self.raw_logprobs = False
-        """As vLLM without `--logprobs-mode processed_logprobs`: sampling does not change them."""
+        """Like vLLM without `--logprobs-mode processed_logprobs`: sampling does not change logprobs."""
         self.cache = PrefixCache(cache)
         self._cache_model = cache
         self._prefilling = asyncio.Lock()
@@ -268,8 +267,8 @@ class ScriptedEngine:
         return self._stats
 
     def reset(self, **changes: Any) -> None:
-        """Forget calls, counts and faults, make the changes that `control` makes, and only then release
-        calls that hang or still take their time: what their callers ask next meets the changes.
+        """Forget calls, counts and faults, apply `changes` as `control` does, then release hanging and
+        delayed calls, so that their callers' next calls see the changes.
 
         Raises: TypeError, ValueError as `control` does.
         """
@@ -285,7 +284,7 @@ class ScriptedEngine:
         """Change `policy_version`, `latency_s`, `chunk_delay_s`, `weights`, `scripts`, or the fields
         of `Faults`.
 
-        Raises: TypeError, ValueError naming what is wrong; then nothing was changed.
+        Raises: TypeError, ValueError, which names the wrong field.
         """
         faults = {n: changes.pop(n) for n in list(changes) if n in Faults.__dataclass_fields__}
         new_faults = replace(self.faults, **faults)
@@ -354,7 +353,7 @@ class ScriptedEngine:
                 await self._released.wait()
 
     def _serves(self, model: str) -> bool:
-        """Refuse the model name of another generation, as vLLM refuses a model that it does not serve."""
+        """False for the model name of another generation: vLLM too refuses unknown models."""
         fenced = re.search(r"-g(\d+)$", model)
         return fenced is None or self.generation is None or int(fenced[1]) == self.generation
 
@@ -407,7 +406,7 @@ class ScriptedEngine:
         return Response(content, media_type="application/json")
 
     def _forced(self, prompt_ids: list[int]) -> list[dict[str, Any] | None]:
-        """Logprobs of a prompt's own tokens; the first token has none."""
+        """Logprobs of the prompt's own tokens. The first token has none."""
         entries = [
             {str(token): {"logprob": logprob(token, i, self.weights)}}
             for i, token in enumerate(prompt_ids)
@@ -461,7 +460,7 @@ class ScriptedEngine:
         }
 
     async def _stream(self, request: Request, job: "_Job") -> AsyncIterator[bytes]:
-        """Versions and finish reason only on the last chunk, as vLLM sends them."""
+        """Only the last chunk has versions and a finish reason, as in vLLM."""
         with self._working():
             head, length, aborts = self._head(request, job.body), len(job.token_ids), self._aborts
             labels: list[str] = []
@@ -505,7 +504,7 @@ class ScriptedEngine:
         job.usage["prompt_tokens_details"] = {"cached_tokens": cached}
 
     async def _frozen(self, aborts: int) -> None:
-        """Wait for one step, and for the end of a pause that keeps its requests."""
+        """Wait for one step, and for the end of a pause in mode `keep`."""
         if self.chunk_delay_s:
             await asyncio.sleep(self.chunk_delay_s)
         if aborts == self._aborts:
@@ -518,7 +517,7 @@ class ScriptedEngine:
         faults = self.faults
         if faults.kind is None:
             return None
-        if _is_probe(request):  # only what fails always fails a probe, and it is not counted
+        if _is_probe(request):  # only a permanent fault fails a probe, and we do not count it
             return faults.kind if faults.every == 1 and faults.times is None else None
         if next(self._counter) % faults.every:
             return None
@@ -571,14 +570,14 @@ class ScriptedEngine:
         return JSONResponse({"message": "Weight update started"})
 
     async def _update_weights(self, request: Request) -> Response:
-        """A checkpoint with `stale` is accepted and changes nothing; a real vLLM did this. The load of one
-        with `cut` fails after it has changed tensors."""
+        """A checkpoint with `stale` is accepted and changes nothing, as a real vLLM once did. One with
+        `cut` fails after its load has changed tensors."""
         if not self._updating:
             return _openai_error(500, "update_weights before start_weight_update")
         path = Path((await request.json())["update_info"]["path"])
         try:
             loaded = json.loads((path / WEIGHTS_FILE).read_text())
-        except OSError as error:  # it could open nothing, so it changed nothing
+        except OSError as error:  # nothing was opened, so nothing has changed
             return _openai_error(500, f"cannot open the checkpoint: {error}")
         except ValueError as error:
             self.weights, self._updating = BROKEN_WEIGHTS, False
@@ -597,7 +596,7 @@ class ScriptedEngine:
         return JSONResponse({"message": "Weight update finished"})
 
     async def _relabel(self, request: Request) -> Response:
-        """Moves no weights, as in vLLM."""
+        """Changes only the label, not the weights, as in vLLM."""
         label = (await request.json())["new_version"]
         self.policy_version = version_number(label)
         return JSONResponse({"success": True, "new_version": label})
@@ -655,7 +654,7 @@ class ScriptedEngine:
         )
 
     async def _messages(self, request: Request) -> Response:
-        """Anthropic's Messages, not streamed: text and tool use."""
+        """Anthropic's Messages API without streaming: text and tool use."""
         body = await request.json()
         chat = [_plain_message(message) for message in body["messages"]]
         with self._working():
@@ -737,7 +736,7 @@ class ScriptedEngine:
 
 
 class _Job(NamedTuple):
-    """One completion to be streamed. `logprobs`: how many of them there are."""
+    """One completion to stream. `logprobs`: how many logprobs it has."""
 
     body: dict[str, Any]
     call: Call
@@ -748,7 +747,7 @@ class _Job(NamedTuple):
     logprobs: int
     fault: str | None
     prefill: list[int] | None = None
-    """The prompt, if the stream starts only after its prefill."""
+    """The prompt, if the stream must wait for its prefill."""
 
 
 def _part(

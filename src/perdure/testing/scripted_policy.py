@@ -1,6 +1,6 @@
-"""The policy of a scripted engine: which script a conversation follows, and its next turn as tokens.
+"""The policy of a scripted engine: picks the script of a conversation and gives its next turn as tokens.
 
-Turns are written as Qwen3 would sample them. What carries them, and fails, is `scripted_engine`.
+Turns are written as Qwen3 would sample them. `scripted_engine` serves them and simulates faults.
 """
 
 import contextlib
@@ -16,15 +16,16 @@ KEPT_OPENINGS = 512
 
 
 class Scripts:
-    """The policy: which script a conversation follows, and its next turn."""
+    """Picks the script of a conversation, and its next turn."""
 
     def __init__(self, scripts: Mapping[str, Any]) -> None:
-        """Raises: ValueError naming what is wrong with the script."""
+        """Raises: ValueError, which names the problem in the script."""
         self._scripts = [(_text(s, "match"), _turns(s)) for s in scripts.get("scripts", ())]
         self._default = _turns(scripts.get("default", {"turns": list(DEFAULT_TURNS)}))
 
     def turn(self, text: str, index: int) -> dict[str, Any]:
-        """The `index`-th turn of the first script whose text occurs; the last one repeats."""
+        """The `index`-th turn of the first script whose `match` occurs in the text. The last turn
+        repeats."""
         turns = next((turns for match, turns in self._scripts if match in text), self._default)
         return turns[min(index, len(turns) - 1)]
 
@@ -43,7 +44,7 @@ def _turns(script: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 class Policy:
-    """Scripts on token ids. Decodes only the part of a prompt that it needs, and caches the result."""
+    """Applies scripts to token ids. It decodes only the part of a prompt that it needs, and caches it."""
 
     def __init__(self, tokenizer: Tokenizer, scripts: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +57,7 @@ class Policy:
         self._completions: dict[int, list[int]] = {}
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
-        """The whole completion, including the part that the prompt already ends with. Shape [C]."""
+        """The full completion, including a part that the prompt may already end with. Shape [C]."""
         turns, opening = 0, len(prompt_ids)
         position = -1
         with contextlib.suppress(ValueError, IndexError):
@@ -71,7 +72,7 @@ class Policy:
         return self._completions[id(turn)]
 
     def until(self, token_ids: list[int], stops: Sequence[str]) -> list[int]:
-        """The ids up to the one that completes a stop text; all of them when none occurs."""
+        """The ids up to the one that completes a stop text; all ids if no stop text occurs."""
         for end in range(1, len(token_ids) + 1):
             text = self._tokenizer.decode(token_ids[:end])
             if any(stop in text for stop in stops):
@@ -79,7 +80,7 @@ class Policy:
         return token_ids
 
     def begun(self, prompt_ids: list[int], whole: list[int]) -> int:
-        """How many leading tokens of the completion the prompt ends with, for a resumed generation."""
+        """How many leading tokens of the completion the prompt already ends with, as after a resume."""
         end = len(prompt_ids)
         with contextlib.suppress(ValueError):
             start = end - 1 - prompt_ids[::-1].index(self._start)
@@ -88,7 +89,7 @@ class Policy:
         return 0
 
     def _opening(self, token_ids: list[int]) -> str:
-        """The text before the first answer; all turns and samples of an instance share it."""
+        """The text before the first answer. All turns and samples of an instance share it."""
         key = array("i", token_ids).tobytes()
         if key not in self._openings:
             if len(self._openings) >= KEPT_OPENINGS:
@@ -110,7 +111,7 @@ class Policy:
         return [*self._encode_raw("".join(parts)), self._end]
 
     def _encode_raw(self, text: str) -> list[int]:
-        """Encode text whose control tokens count as such, because the scripts are our own."""
+        """Encode text with its control tokens: the scripts are our own, so we trust them."""
         ids: list[int] = []
         while text:
             markers = ("<think>", "</think>", "<tool_call>", "</tool_call>")

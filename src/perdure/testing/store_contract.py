@@ -1,4 +1,4 @@
-"""What every store promises, as tests: subclass `StoreContract` beside a `store` fixture.
+"""The contract of every store, as tests: subclass `StoreContract` and give a `store` fixture.
 
 Example:
     class TestMyStore(StoreContract):
@@ -18,26 +18,26 @@ WRITERS = 16
 
 
 class StoreContract:
-    """Run by pytest with `asyncio_mode = "auto"`; `store` is an empty store."""
+    """Run it with pytest and `asyncio_mode = "auto"`. `store` is an empty store."""
 
     page = 1000
-    """Keys after which this store lists in another request."""
+    """The number of keys in one page of a listing."""
 
     async def test_reads_back_what_was_written(self, store: Store) -> None:
-        """An object comes back byte for byte, under the etag that its write returned."""
+        """An object comes back byte for byte, with the etag that its write returned."""
         etag = await store.put("runs/r/run.json", b"{}\r\n")
 
         assert await store.get("runs/r/run.json") == (b"{}\r\n", etag)
 
     @pytest.mark.parametrize("data", [b"", bytes(range(256)) * 2000], ids=["empty", "binary"])
     async def test_keeps_any_bytes(self, store: Store, data: bytes) -> None:
-        """Empty, large and binary objects are kept as they are."""
+        """Empty, large and binary objects are stored unchanged."""
         await store.put_if_absent("a/object", data)
 
         assert (await store.get("a/object")).data == data
 
     async def test_absent_key_is_not_found(self, store: Store) -> None:
-        """Reading what is not there raises NotFound, above and below existing keys too."""
+        """Reading an absent key raises NotFound, also above and below existing keys."""
         await store.put("a/b", b"x")
 
         for absent in ("a", "a/b/c", "a/c", "z"):
@@ -46,7 +46,7 @@ class StoreContract:
                 await store.get(absent)
 
     async def test_reads_a_part_of_an_object(self, store: Store) -> None:
-        """A reader gets the bytes that it asks for, and NotFound for an absent key."""
+        """A reader gets the requested bytes, and NotFound for an absent key."""
         await store.put("a", b"0123456789")
 
         assert await store.get_range("a", 3, 4) == b"3456"
@@ -63,14 +63,14 @@ class StoreContract:
         assert first != second
 
     async def test_first_writer_keeps_the_key(self, store: Store) -> None:
-        """put_if_absent says True once; afterwards it says False and changes nothing."""
+        """put_if_absent returns True once; after that it returns False and changes nothing."""
         assert await store.put_if_absent("a", b"first")
         assert not await store.put_if_absent("a", b"second")
 
         assert (await store.get("a")).data == b"first"
 
     async def test_repeating_the_same_write_is_harmless(self, store: Store) -> None:
-        """The same content written again if absent leaves the object and its etag as they were."""
+        """put_if_absent with the same content leaves the object and its etag unchanged."""
         await store.put_if_absent("a", b"same")
         before = await store.get("a")
         await store.put_if_absent("a", b"same")
@@ -78,7 +78,7 @@ class StoreContract:
         assert await store.get("a") == before
 
     async def test_one_of_many_creators_wins(self, store: Store) -> None:
-        """Of many simultaneous put_if_absent exactly one says True, and its bytes are there."""
+        """Exactly one of many simultaneous put_if_absent returns True, and its bytes are stored."""
         contents = [b"writer %d" % i for i in range(WRITERS)]
         wins = await asyncio.gather(*(store.put_if_absent("race", data) for data in contents))
 
@@ -86,7 +86,7 @@ class StoreContract:
         assert (await store.get("race")).data == contents[wins.index(True)]
 
     async def test_one_of_many_conditional_writers_wins(self, store: Store) -> None:
-        """Of many simultaneous writers that name the same version exactly one succeeds."""
+        """Exactly one of many simultaneous writers that name the same version succeeds."""
         etag = await store.put("race", b"start")
         writes = [store.put("race", b"writer %d" % i, if_match=etag) for i in range(WRITERS)]
         results = await asyncio.gather(*writes, return_exceptions=True)
@@ -97,7 +97,7 @@ class StoreContract:
         assert (await store.get("race")).data == b"writer %d" % winners[0]
 
     async def test_zombie_writer_loses(self, store: Store) -> None:
-        """A writer that woke up with an old etag is refused, and the newer object stays."""
+        """A writer with an old etag is refused, and the newer object stays."""
         old = await store.put("a", b"1")
         await store.put("a", b"2", if_match=old)
 
@@ -106,7 +106,7 @@ class StoreContract:
         assert (await store.get("a")).data == b"2"
 
     async def test_conditional_write_needs_the_object(self, store: Store) -> None:
-        """Naming a version of a key that is gone is refused; nothing is created."""
+        """A conditional write to a deleted key is refused and creates nothing."""
         etag = await store.put("a", b"1")
         await store.delete("a")
 
@@ -115,7 +115,7 @@ class StoreContract:
         assert not await store.exists("a")
 
     async def test_lists_keys_in_lexical_order(self, store: Store) -> None:
-        """Listing gives exactly the keys with the prefix, ordered as text and not as folders."""
+        """A listing has exactly the keys with the prefix, sorted as text, not as folders."""
         keys = ["a-b/x", "a.json", "a/b/c", "a/b.json", "a/b2/c", "ab", "b/a"]
         for key in reversed(keys):
             await store.put(key, b"")
@@ -137,7 +137,7 @@ class StoreContract:
         assert [key async for key in store.list("many/")] == keys
 
     async def test_delete_is_idempotent(self, store: Store) -> None:
-        """A deleted object is gone; deleting it again, or what never was, succeeds."""
+        """A deleted object is gone. Deleting it again, or an absent key, succeeds."""
         await store.put("a/b", b"x")
         await store.delete("a/b")
         await store.delete("a/b")
@@ -146,7 +146,7 @@ class StoreContract:
         assert not await store.exists("a/b")
 
     async def test_deletes_many(self, store: Store) -> None:
-        """Any number of objects goes at once, and absent ones are no error; others stay."""
+        """One call deletes any number of objects. Absent keys are no error; other objects stay."""
         keys = [f"many/{i:04}" for i in range(self.page + 1)]
         for start in range(0, len(keys), 50):
             await asyncio.gather(*(store.put(key, b"") for key in keys[start : start + 50]))
@@ -160,7 +160,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", "../a", "a/../b", "./a", "a" * 256])
     async def test_unusable_keys_are_refused(self, store: Store, key: str) -> None:
-        """A key that could leave the store, or that not every store can hold, is refused."""
+        """A key is refused if it could leave the store or if some store cannot hold it."""
         with pytest.raises(ConfigurationError, match="key"):
             await store.put(key, b"x")
 

@@ -1,1 +1,1 @@
-"""TorchTitan's rollouter: rollouts of Perdure, sampled by the trainer's own generator."""
+"""A TorchTitan rollouter: Perdure's rollouts, sampled by the trainer's own generator."""

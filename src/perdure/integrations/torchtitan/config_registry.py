@@ -4,8 +4,8 @@
         --module perdure.integrations.torchtitan --config rl_grpo_qwen3_8b_swe \\
         --hf_assets_path ./Qwen3-8B --rollouter.run_id try-1 --rollouter.rollout.sandbox daytona
 
-Sizes and batch as in TorchTitan's SWE example (pull request 3734): 8 prompts x 8 samples, rows of 32,768
-tokens, binary reward. Never run on GPUs with Perdure.
+Sizes and batch are those of TorchTitan's SWE example (pull request 3734): 8 prompts x 8 samples, rows
+of 32,768 tokens, binary reward. We have never run them on GPUs.
 """
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -50,13 +50,13 @@ def rl_grpo_qwen3_14b_swe() -> Controller.Config:
 
 
 def rl_grpo_qwen3_32b_swe() -> Controller.Config:
-    """Three hosts of 8 GPUs: two of them generate."""
+    """Three hosts of 8 GPUs; two of them generate."""
     trainer = ParallelismConfig(data_parallel_shard_degree=8)
     return _recipe("32B", trainer=trainer, generator_tp=8, generators=2)
 
 
 def rl_grpo_qwen3_30b_a3b_swe() -> Controller.Config:
-    """One host of 8 GPUs; mixture of experts, whose generator runs without CUDA graphs."""
+    """One host of 8 GPUs. The generator of this mixture of experts runs without CUDA graphs."""
     trainer = ParallelismConfig(data_parallel_shard_degree=4)
     return _recipe("30B-A3B", trainer=trainer, experts=4)
 

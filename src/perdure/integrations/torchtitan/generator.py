@@ -1,6 +1,6 @@
-"""The controller's `generate_fn`, served as the engine of this home's gateways.
+"""Serves the controller's `generate_fn` as the engine of this home's gateways.
 
-The trainer syncs weights into its generators itself, so Perdure's `Weights` has no part here.
+The trainer syncs weights into its generators itself, so this does not use Perdure's `Weights`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ ACCEPTED = frozenset({"temperature", "top_p", "max_tokens", "seed", "stop_token_
 
 
 class GeneratorEngine:
-    """Registers itself with the home's gateways at its first use."""
+    """An engine that registers itself with the home's gateways at its first use."""
 
     def __init__(self, host: str, port: int) -> None:
         """`host`: the address at which gateways reach this process."""
@@ -51,19 +51,19 @@ class GeneratorEngine:
                 await _register(served.url)
 
     async def stop(self) -> None:
-        """Stop serving, and take the engine out of the roster: the next one has another port."""
+        """Stop serving and remove the engine from the roster: the next one has another port."""
         if self._served is not None:
             with contextlib.suppress(NotFound, StoreUnavailable):
                 await remove_engine(_roster(), name_of(self._served.url))
             await self._served.stop()
 
     def take_metrics(self) -> list[m.Metric]:
-        """What the generator measured since the last call: latencies by completion."""
+        """The generator's metrics since the last call: latencies by completion."""
         taken, self._metrics = self._metrics, []
         return taken
 
     async def _sample(self, ask: Ask) -> Sampled:
-        assert self._generate_fn is not None  # `use` comes first
+        assert self._generate_fn is not None  # the caller has called `use`
         completion = await self._generate_fn(
             ask.prompt_ids,
             request_id=ask.request_id,

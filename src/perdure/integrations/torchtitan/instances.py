@@ -1,4 +1,4 @@
-"""Rows of a JSONL file as TorchTitan's endless dataset."""
+"""Gives TorchTitan the rows of a JSONL file as an endless dataset."""
 
 import json
 import random
@@ -16,12 +16,12 @@ Row = dict[str, Any] | str
 
 
 class Instances(Configurable):  # type: ignore[misc]  # torchtitan has no types
-    """Shuffled again each time all rows were given."""
+    """An endless stream of rows, shuffled again after each pass."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):  # type: ignore[misc]
         path: str = ""
-        """A JSONL file; each row names its `instance`, or its `instance_id`."""
+        """A JSONL file. Each row names its `instance` or its `instance_id`."""
         seed: int = 42
         shuffle: bool = True
 

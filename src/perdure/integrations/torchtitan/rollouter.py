@@ -1,4 +1,4 @@
-"""TorchTitan's `Rollouter` whose rollouts are Perdure's.
+"""A `Rollouter` for TorchTitan that runs Perdure's rollouts.
 
 PerdureRollouter.Config(
     run_id="try-1",
@@ -46,14 +46,15 @@ class RolloutFields:
     sandbox: str = "bubblewrap"
     agent_budget_s: float | None = None
     max_attempts: int | None = None
-    """None here or above: a variable such as `SWE_TIME_BUDGET_SEC`, else the default of every request."""
+    """None here or above: the value of a variable such as `SWE_TIME_BUDGET_SEC`, otherwise the request's
+    default."""
     max_context_tokens: int | None = None
-    """Tokens of prompt and answers together: less than a row of the trainer's batch."""
+    """Tokens of prompt and answers together. It must be less than a row of the trainer's batch."""
     more: str = "{}"
     """Other fields, as a JSON object: `{"limits": {"memory_mb": 8192}}`."""
 
     def to_request(self) -> dict[str, Any]:
-        """Raises: ConfigurationError if `more` is no JSON object."""
+        """Raises: ConfigurationError if `more` is not a JSON object."""
         try:
             fields = {**json.loads(self.more)}
         except (ValueError, TypeError) as error:
@@ -72,8 +73,8 @@ FIELDS = ("agent", "sandbox", "agent_budget_s", "max_attempts")
 
 
 class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no types
-    """One Perdure rollout for each sibling of a group. The agent's tools and messages are its own, so the
-    environments and the renderer that TorchTitan offers are not used."""
+    """Runs one Perdure rollout per sibling of a group. The agent brings its own tools and messages, so
+    TorchTitan's environments and renderer are not used."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Rollouter.Config):  # type: ignore[misc]
@@ -89,12 +90,12 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         run_id: str = ""
         """Names this training run."""
         dataset: str = ""
-        """Where rows do not name their `instance`. Empty = the name of the training rows' file."""
+        """The dataset of rows that do not name their `instance`. Empty = the training file's name."""
         rollout: RolloutFields = field(default_factory=RolloutFields)
         engine_host: str = "127.0.0.1"
         """The address at which gateways reach the controller."""
         engine_port: int = 0
-        """0 = a free one."""
+        """0 = any free port."""
 
     def __init__(self, config: "PerdureRollouter.Config") -> None:
         super().__init__(config)
@@ -104,7 +105,8 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         self._fields = {**config.rollout.to_request(), **own}
         self._engine = GeneratorEngine(config.engine_host, config.engine_port)
         self._started = time.strftime("%y%m%d%H%M%S")
-        """TorchTitan counts groups from 0 at each start, which must not join those of an earlier one."""
+        """TorchTitan counts groups from 0 at each start, and they must not join those of an earlier
+        start."""
         self._calls: Counter[int] = Counter()
 
     async def run_group_rollouts(
@@ -117,9 +119,9 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         sampling: Any,
         renderer: object = None,
     ) -> RolloutGroup:
-        """The group's graded rollouts, scored; one that failed is left out of it.
+        """The group's graded rollouts, scored. Failed rollouts are left out.
 
-        Raises: NoResult when none was graded (the controller counts a failed group),
+        Raises: NoResult if no rollout was graded (the controller counts a failed group),
         ConfigurationError.
         """
         await self._engine.use(generate_fn, sampling)
@@ -135,13 +137,13 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         return await self._scored(RolloutGroup(group_id=group_id, rollouts=rollouts), sample)
 
     async def close(self) -> None:
-        """Stop serving the generator. A controller's engine ends with its process."""
+        """Stop serving the generator. Without this call it ends with the controller's process."""
         await self._engine.stop()
 
     def _requests(
         self, sample: Any, group_id: int, group_size: int, sampling: Any
     ) -> list[RolloutRequest]:
-        self._calls[group_id] += 1  # a validation pass has the group ids of the one before it
+        self._calls[group_id] += 1  # each validation pass has the same group ids
         told = hooks.sampling_of(dataclasses.asdict(sampling))
         kind = f"eval-{-group_id}" if group_id < 0 else f"{group_id}"
         return [
@@ -165,7 +167,7 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         ]
 
     async def _scored(self, group: RolloutGroup, sample: Any) -> RolloutGroup:
-        """As TorchTitan's own: rewards, then advantages."""
+        """Score as TorchTitan does: rewards, then advantages."""
         outputs = await self.score_group(group.rollouts, sample)
         for rollout, output in zip(group.rollouts, outputs, strict=True):
             rollout.reward, rollout.reward_breakdown = output.reward, output.reward_breakdown

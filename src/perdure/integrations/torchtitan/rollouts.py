@@ -1,7 +1,7 @@
-"""An episode as TorchTitan's `Rollout`: its turns, segment by segment.
+"""Turns an episode into TorchTitan's `Rollout`, with its turns segment by segment.
 
-TorchTitan packs turns that extend each other and starts a new sample wherever the prefix breaks, so
-turns in the order of segments, and not of time, give one sample for each segment.
+TorchTitan packs turns that extend each other and starts a new sample where the prefix breaks. Turns in
+the order of segments, not of time, therefore give one sample per segment.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from perdure.types import AgentEnd, FinishReason, Outcome, Turn
 
 @dataclass(kw_only=True, slots=True)
 class SampledTurn(RolloutTurn):  # type: ignore[misc]  # torchtitan has no types
-    """A turn, and how the generator was told to sample it."""
+    """A turn with the sampling parameters that the generator got."""
 
     sampling: dict[str, Any]
-    """Fields of `TurnSampling`; none where they are unknown."""
+    """Fields of `TurnSampling`; empty if they are unknown."""
 
 
 def rollout_of(
@@ -31,8 +31,8 @@ def rollout_of(
 ) -> Rollout:
     """A graded episode as an unscored `Rollout`; the last turn's `env_rewards` hold its grade.
 
-    `turns`: as recorded, all of the rollout. Raises: ConfigurationError when the trainer's generator
-    did not sample them.
+    `turns`: all turns of the rollout, as recorded. Raises: ConfigurationError if the trainer's
+    generator did not sample them.
     """
     known = {turn.index: turn for turn in turns}
     spoken = conversations(turns)
@@ -50,7 +50,7 @@ def rollout_of(
 
 
 def facts(episode: Episode) -> list[m.Metric]:
-    """What the trainer logs by step, as means over rollouts."""
+    """Metrics that the trainer logs per step, as means over rollouts."""
     working = episode.engine_seconds + episode.environment_seconds
     values = {
         "solved": float(episode.outcome is Outcome.RESOLVED),

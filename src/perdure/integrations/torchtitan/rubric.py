@@ -7,9 +7,9 @@ from torchtitan.experiments.rl.rubrics import RewardFn
 
 
 class Graded(RewardFn):  # type: ignore[misc]  # torchtitan has no types
-    """1 if the hidden tests say that the rollout resolved its instance, else 0.
+    """1 if the rollout resolved its instance, otherwise 0.
 
-    `dense`: the share of those tests that pass (`Rewards.partial`); 1 only if all do.
+    `dense`: the share of hidden tests that pass (`Rewards.partial`); 1 only if all pass.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -1,8 +1,8 @@
-"""One group through the rollouter, without a trainer: is everything else in place?
+"""Runs one group through the rollouter without a trainer, to check the rest of the setup.
 
     python -m perdure.integrations.torchtitan.smoke --instance first-steps/h11-0.14.0 --engine http://10.0.0.7:8000
 
-A vLLM server stands in for the trainer's generator. Prints what the trainer would pack, as JSON.
+A vLLM server replaces the trainer's generator. Prints the samples that the trainer would pack, as JSON.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutF
 
 @dataclass
 class Sampling:
-    """The fields of TorchTitan's `SamplingConfig`, whose module wants a GPU."""
+    """The fields of TorchTitan's `SamplingConfig`, whose module needs a GPU."""
 
     temperature: float = 1.0
     top_p: float = 1.0

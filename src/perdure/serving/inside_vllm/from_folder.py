@@ -1,7 +1,7 @@
-"""vLLM's side of `perdure.engines.weights.update.FromDisk`: each worker reads a checkpoint folder itself.
+"""vLLM's side of `perdure.engines.weights.update.FromDisk`: each worker reads the checkpoint folder.
 
-Only vLLM imports it, if `plugin` was chosen as its backend. `{"path": "/ckpt/8"}` is one update: a
-Hugging Face checkpoint of the served model.
+Only vLLM imports this module, if `plugin` is its weight transfer backend. `{"path": "/ckpt/8"}` is one
+update: a Hugging Face checkpoint of the served model.
 """
 
 # mypy: ignore-errors
@@ -21,12 +21,12 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth")
 CANNOT_OPEN = "cannot open the checkpoint"
-"""`NOTHING_READ` of `perdure.engines.weights.update` has these words: no tensor has changed."""
+"""`perdure.engines.weights.update.NOTHING_READ` contains these words: no tensor has changed."""
 
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing to connect."""
+    """This backend connects to nothing."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Folder(WeightTransferUpdateInfo):
 
 
 class FromFolder(WeightTransferEngine[NoInit, Folder]):
-    """Loads in place into the running model, by vLLM's own loader."""
+    """Loads a checkpoint into the running model, with vLLM's own loader."""
 
     init_info_cls = NoInit
     update_info_cls = Folder
@@ -53,8 +53,8 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Folder) -> None:
-        # vLLM's loader empties the tensors before it opens the folder: without this check, a wrong path
-        # would leave the engine without weights.
+        # vLLM's loader empties the tensors before it opens the folder. Without this check, a wrong
+        # path would leave the engine without weights.
         if problem := _of_any_worker(_problem(update_info.path)):
             raise FileNotFoundError(f"{CANNOT_OPEN}: {problem}")
         reload_weights(
@@ -73,7 +73,7 @@ class FromFolder(WeightTransferEngine[NoInit, Folder]):
 
 
 def _problem(path: str) -> str:
-    """What keeps this worker from reading the folder; empty: nothing."""
+    """Why this worker cannot read the folder; empty if it can."""
     try:
         files = [name for name in os.listdir(path) if name.endswith(WEIGHT_FILES)]
         for name in files:
@@ -85,7 +85,7 @@ def _problem(path: str) -> str:
 
 
 def _of_any_worker(problem: str) -> str:
-    """The first problem of all workers of this engine: if one cannot read, none begins."""
+    """The first problem among all workers of this engine: if one cannot read, none starts."""
     world = get_world_group()
     problems = [""] * world.world_size
     torch.distributed.all_gather_object(problems, problem, group=world.cpu_group)

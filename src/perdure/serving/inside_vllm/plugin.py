@@ -1,7 +1,8 @@
-"""Weights from a folder, for vLLM: `pip install --no-deps` of Perdure's wheel in the engine's environment, then
-`vllm serve ... --weight-transfer-config '{"backend": "perdure-disk"}'`.
+"""A vLLM plugin that loads weights from a folder.
 
-Runs inside vLLM and imports nothing of Perdure. Checked against vLLM 0.32.
+Install Perdure's wheel into the engine's environment with `pip install --no-deps`, then run
+`vllm serve ... --weight-transfer-config '{"backend": "perdure-disk"}'`. The plugin runs inside vLLM and
+imports nothing from Perdure. Checked against vLLM 0.32.
 """
 
 # mypy: ignore-errors
@@ -16,7 +17,7 @@ def register() -> None:
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
-        return  # a vLLM without weight transfer: it reports itself that the backend is unknown
+        return  # a vLLM without weight transfer reports itself that the backend is unknown
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FromFolder")
