@@ -292,7 +292,7 @@ class SandboxContract:
             await asyncio.gather(*(box.start("once", Exec(argv)) for _ in range(5)))
             await box.wait("once")
             await box.start("once", Exec(argv))
-            await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # queued commands have run
+            await asyncio.gather(*(box.exec(["true"]) for _ in range(5)))  # the queue is empty
 
             assert await box.read_file("count") == b"ran\n"
 
