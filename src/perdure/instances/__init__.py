@@ -1,1 +1,1 @@
-"""Turns the rows of each dataset into instances; also builders and environments."""
+"""Turns rows of datasets into instances, builds datasets, and prepares environments."""

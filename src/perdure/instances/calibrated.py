@@ -1,4 +1,4 @@
-"""What a calibration proves about an instance. `perdure.graders.calibrate` runs one."""
+"""The result of a calibration. `perdure.graders.calibrate` runs one."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance
 
 MakeSandbox = Callable[[str], Awaitable[Sandbox]]
-"""Purpose (`gold-1`, `nop-1`, ...) -> a fresh sandbox of the instance; it is killed afterwards."""
+"""Purpose (`gold-1`, `nop-1`, ...) -> a fresh sandbox of the instance, which the caller kills."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class CalibrationReport:
     """What calibration ran, and its results."""
 
     runs: int
-    """Runs with the gold patch; the unpatched base is run as often."""
+    """Runs with the gold patch, and the same number of runs of the unpatched base."""
     fail_to_pass: int
     pass_to_pass: int
     unstable: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class CalibrationReport:
     """Files of the gold patch that the filter drops before grading."""
     longest_run_s: float = 0.0
     without_twins: Mapping[str, str] = field(default_factory=dict)
-    """FAIL_TO_PASS id -> why no twin checks its result: its grades are `unverified`."""
+    """FAIL_TO_PASS id -> why it has no twin, so that its grades are `unverified`."""
 
 
 @dataclass(frozen=True)

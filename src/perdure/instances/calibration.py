@@ -1,6 +1,6 @@
-"""What calibration found about a row in one kind of sandbox; readers join it with the row.
+"""The record of a row's calibration in one kind of sandbox. Readers join it with the row.
 
-A row without a record was never calibrated, or has changed since: its rewards are marked.
+Rewards of a row without a record are marked: the row was not calibrated, or has changed since.
 `perdure.rollouts.calibration` makes the records.
 """
 
@@ -31,37 +31,37 @@ class Calibration(Frozen):
 
     instance: InstanceRef
     instance_sha256: str
-    """Of the row as it was calibrated: `digest_of`."""
+    """`digest_of` the row at its calibration."""
     sandbox: str
     state: CalibrationState
     reason: str = ""
     """Why it is quarantined."""
     runs: int
-    """Runs with the gold patch; the unpatched base was run as often."""
+    """Runs with the gold patch, and the same number of runs of the unpatched base."""
     gold_resolved: int = 0
-    """Runs of gold that resolve the row by its own lists, before flaky tests left them."""
+    """Runs of gold that resolve the row by its original lists, with flaky tests still in them."""
     base_resolved: int = 0
-    """The same of the unpatched base: what no patch at all is paid for."""
+    """The same count for the unpatched base: how often an empty patch is rewarded."""
     round: int = 0
-    """That of the CalibrationRequest."""
+    """The `round` of the CalibrationRequest."""
     fail_to_pass: tuple[str, ...] = ()
-    """Tests of the list that passed in all runs of gold and in no run of the base."""
+    """Tests of the row's list that passed in all runs of gold and in no run of the base."""
     pass_to_pass: tuple[str, ...] = ()
     """Tests of both lists that always pass with gold and are not flaky."""
     dropped: dict[str, str] = Field(default_factory=dict)
-    """Test -> why it is in neither list any more."""
+    """Test -> why calibration dropped it from its list."""
     base_passes: bool | None = None
     """The unpatched base passes every PASS_TO_PASS test of the row, in every run. None: the row has no
     such list."""
     longest_run_s: float = 0.0
     twins: tuple[Twin, ...] | None = None
-    """Proven to fail under gold and base. None: none were chosen."""
+    """Twins that were proven to fail under gold and base. None: calibration chose none."""
     without_twin: dict[str, str] = Field(default_factory=dict)
     """FAIL_TO_PASS test -> why it has no twin."""
 
 
 class Mark(NamedTuple):
-    """What a list of instances says of one of them."""
+    """How a list of instances marks one of them."""
 
     state: CalibrationState | None
     """None: not calibrated in this kind of sandbox, or changed since."""
@@ -78,7 +78,7 @@ async def save(store: Store, record: Calibration) -> None:
 
 
 async def read(store: Store, instance: Instance, sandbox: str) -> Calibration | None:
-    """The record of this row as it is now; None where there is none."""
+    """The record of this row; None if it has none, or changed since."""
     record = await _record(store, instance.ref, sandbox)
     return record if record and record.instance_sha256 == digest_of(instance) else None
 
@@ -93,13 +93,13 @@ def joined(instance: Instance, record: Calibration) -> Instance:
     }
     if record.twins is not None:
         proved["twins"] = record.twins
-    if record.twins:  # they are lines of `test_patch`, which was proven in the place of those files
+    if record.twins:  # twins are lines of `test_patch`, which was proven in place of those files
         proved["tests_from"] = None
     return instance.model_copy(update={"grading": instance.grading.model_copy(update=proved)})
 
 
 async def marks(store: Store, refs: Iterable[str], sandbox: str) -> dict[str, Mark]:
-    """What to say of each reference, in the same order. Reads only rows that have a record."""
+    """The mark of each reference, in the same order. Reads only rows that have a record."""
     found = await records(store, refs, sandbox)
     return {
         ref: Mark(here[0].state, here[0].reason) if here else Mark(None)
@@ -110,7 +110,7 @@ async def marks(store: Store, refs: Iterable[str], sandbox: str) -> dict[str, Ma
 async def records(
     store: Store, refs: Iterable[str], sandbox: str = ""
 ) -> dict[str, list[Calibration]]:
-    """The records of each row as it is now, in the same order; `sandbox`: only those of this kind."""
+    """The valid records of each row, in the same order; with `sandbox`, only those of this kind."""
     wanted = list(refs)
     known: defaultdict[str, list[str]] = defaultdict(list)
     for dataset in {ref.split("/", 1)[0] for ref in wanted}:

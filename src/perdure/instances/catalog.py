@@ -15,12 +15,12 @@ HOW_TO_ADD = "`perdure instances build` or `perdure instances import` adds it"
 
 
 async def save(store: Store, instance: Instance) -> None:
-    """Keep the instance under its reference; an older version of it is replaced."""
+    """Store the instance under its reference. It replaces an older version."""
     await store.put(keys.instance(instance.ref), instance.model_dump_json(indent=1).encode())
 
 
 async def save_import(store: Store, dataset: str, rows: list[dict[str, Any]]) -> None:
-    """Keep what became of each row of the dataset's source."""
+    """Store the import result of each row of the dataset's source."""
     await store.put(keys.dataset_import(dataset), json.dumps(rows, indent=0).encode())
 
 

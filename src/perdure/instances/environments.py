@@ -1,7 +1,7 @@
-"""Environments: an instance's base repository and what it needs to run, built once per worker.
+"""Environments: an instance's base repository and its dependencies, built once per host.
 
-Each is built in a sandbox that reaches the package index, then shared read-only by all rollouts.
-This module owns the cache and its locks; the rollout stages make the sandboxes that use it.
+A sandbox that reaches the package index builds each; then all rollouts share it read-only. This
+module owns the cache and its locks. The rollout stages make the sandboxes that use it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ FORMAT = 1
 """Part of every key: increase it when the content of an environment changes."""
 
 START = Path("/proc/sys/kernel/random/boot_id")
-"""Differs after each start of the machine."""
+"""Its content changes at each boot of the host."""
 VENV = "/opt/perdure/venv"
 WORK = "/opt/perdure/work"
 UV_CACHE = "/opt/perdure/uv-cache"
@@ -51,11 +51,11 @@ LOCK_POLL_S = (0.02, 0.5)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a sandbox of this instance is made of: the fields of a SandboxSpec, and the base."""
+    """Fields of a SandboxSpec for this instance, and the base commit."""
 
     workdir: str
     tree: Path | None
-    """The base repository, one commit; None when it is already in the image."""
+    """The base repository, one commit; None if the image contains it."""
     image: str | None
     mounts: tuple[Mount, ...]
     env: dict[str, str]
@@ -63,9 +63,10 @@ class Prepared:
 
 
 class Environments:
-    """The cache below `root`: `ready/<key>`, and beside it locks, logs and half-built ones.
+    """The cache below `root`: `ready/<key>`, and other folders for locks, logs and unfinished
+    builds.
 
-    Any number of processes may share it; each environment is built by one of them at a time.
+    Any number of processes may share it; only one at a time builds an environment.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Environments:
         build_hosts: str = "",
     ) -> None:
         """`runs_on`: the provider whose sandboxes use the environments, if `provider` only builds
-        them. `build_hosts`: what builds may reach besides the package index."""
+        them. `build_hosts`: hosts that builds may reach besides the package index."""
         self.root = root.absolute()
         self._store = store
         self._provider = provider
@@ -94,12 +95,12 @@ class Environments:
         limits: Limits = INSTALL_LIMITS,
         network: Network = Network.INDEX,
     ) -> Prepared:
-        """The instance's environment; builds it if it does not exist yet. `limits` and `network`
-        apply to the sandbox in which its install lines run.
+        """The instance's environment, built if it does not exist. `limits` and `network` apply to
+        the sandbox that runs its install lines.
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
-        sandbox cannot build it), and what making a sandbox raises.
+        sandbox cannot build it); any error of making a sandbox.
         """
         if instance.source.kind is SourceKind.IMAGE:
             return _from_image(instance, self._runs_on)
@@ -121,9 +122,9 @@ class Environments:
 
     @asynccontextmanager
     async def _locked(self, key: str) -> AsyncIterator[None]:
-        """One builder per key among all processes; the kernel frees the lock of a dead one.
+        """Allow one builder per key among all processes; the kernel frees the lock of a dead one.
 
-        Polled: a blocking flock would take one of the event loop's few threads for each waiter.
+        It polls, because each blocking flock would occupy one of the event loop's few threads.
         """
         with (self.root / "locks" / key).open("w") as file:
             pause, longest = LOCK_POLL_S
@@ -135,8 +136,8 @@ class Environments:
     async def _build(
         self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
     ) -> None:
-        """Build in another folder and publish it: a folder under `ready/` is complete, even if a
-        builder is killed or the power fails."""
+        """Build in another folder, then publish it. So a folder under `ready/` is complete, even if
+        a builder is killed or the power fails."""
         await self._sweep(key)
         folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
         for part in ("tree", "venv", "work"):
@@ -156,8 +157,8 @@ class Environments:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _sweep(self, key: str) -> None:
-        """Remove what a killed builder of this environment left: its sandbox first, then its
-        folder."""
+        """Remove the leftovers of a killed builder of this environment: first sandboxes, then
+        folders."""
         for left in await self._provider.list({"environment": key}):
             await self._provider.kill(left.identity)
         for folder in (self.root / "building").glob(f"{key}-*"):
@@ -167,7 +168,7 @@ class Environments:
     async def _way_out(
         self, instance: Instance, spec: SandboxSpec, key: str
     ) -> AsyncIterator[tuple[SandboxSpec, Asked]]:
-        """The spec of a sandbox with loopback only, which reaches the package index by a proxy."""
+        """The spec of a sandbox that has only loopback and reaches the package index by a proxy."""
         if spec.network is not Network.INDEX:
             yield spec, Asked()
             return
@@ -178,7 +179,7 @@ class Environments:
             yield replace(spec, network=Network.NONE, gateway=socket, env=env), asked
 
     async def _install(self, instance: Instance, key: str, spec: SandboxSpec, asked: Asked) -> None:
-        """Run the install lines under the paths that every later sandbox has."""
+        """Run the install lines under the same paths that later sandboxes use."""
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
         try:
             async with await self._provider.create(spec, identity) as sandbox:
@@ -190,7 +191,7 @@ class Environments:
                     timeout=INSTALL_TIMEOUT_S,
                     env=variables(sandbox.gateway_url) if sandbox.gateway_url else None,
                 )
-        except SandboxLost as error:  # not the rollout's sandbox: building again is safe
+        except SandboxLost as error:  # this is not the rollout's sandbox, so a retry is safe
             raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
         log = self.root / "logs" / f"{key}.log"
         await asyncio.to_thread(log.write_bytes, done.stdout + done.stderr)
@@ -198,10 +199,10 @@ class Environments:
             raise _install_error(instance, done, log, asked)
 
     def _cache_of(self, instance: Instance) -> Path:
-        """Builds of one dataset share a cache. What they put there reaches no other dataset.
+        """The uv cache that builds of this dataset share. It never affects another dataset.
 
-        A build that a power cut ended may leave damaged files in it, so a cache is used only until the
-        machine starts again.
+        A power cut during a build may leave damaged files in it, so each boot of the host starts a
+        new cache.
         """
         caches = self.root / "caches"
         start = caches / START.read_text().strip()
@@ -242,8 +243,9 @@ class Environments:
 
 
 def environment_key(instance: Instance) -> str:
-    """Digest of everything that decides the content: instances with the same digest share one
-    build. The dataset is part of it where install lines run, because they read its cache."""
+    """Digest of everything that decides the content; instances with the same digest share one
+    build. If there are install lines, it includes the dataset, because they read the dataset's
+    cache."""
     source = instance.source
     parts = [
         FORMAT,
@@ -259,8 +261,8 @@ def environment_key(instance: Instance) -> str:
 
 
 def install_script(lines: tuple[str, ...]) -> str:
-    """One shell for all lines, so that exported variables reach the next line; the first failure
-    ends it."""
+    """One shell runs all lines, so exported variables reach the next line. It stops at the first
+    failure."""
     echoed = [f"printf '%s\\n' {shlex.quote('+ ' + line)}\n{line}" for line in lines]
     return "exec 2>&1\nset -e\n" + "\n".join(echoed) + "\n"
 
@@ -274,7 +276,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _commit(tree: Path) -> str:
-    """Commit after the install: build output is part of the base, so it is never an agent's edit."""
+    """Commit after the install, so that build output is in the base and never in an agent's
+    diff."""
     for folder in tree.rglob("__pycache__"):
         shutil.rmtree(folder, ignore_errors=True)
     return repository.commit_all(tree)
@@ -286,7 +289,7 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
     prefix = find_python(environment.python)
     mounts = _python_mounts(prefix)
     if elsewhere and environment.install and prefix != Path("/usr"):
-        mounts = (Mount(prefix, str(prefix)),)  # an image holds nothing of this host
+        mounts = (Mount(prefix, str(prefix)),)  # an image has none of this host's files
     path = f"{prefix}/bin:{SYSTEM_PATH}"
     variables = _environment_variables(instance)
     if environment.install:
@@ -304,7 +307,7 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
 
 
 def check_image(instance: Instance, provider: SandboxProvider) -> None:
-    """Raises: ConfigurationError if the tree is in an image and the provider runs none."""
+    """Raises: ConfigurationError if the tree is in an image and the provider cannot run images."""
     if instance.source.kind is SourceKind.IMAGE and not provider.runs_images:
         raise ConfigurationError(
             f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
@@ -329,8 +332,8 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
 
 
 def _check_portable(instance: Instance, runs_on: SandboxProvider) -> None:
-    """An environment that this host installed runs on another host only with the same
-    interpreter."""
+    """Raises: ConfigurationError if the environment needs this host's /usr, because it can run
+    elsewhere only with the same interpreter."""
     prefix = find_python(instance.environment.python)
     if instance.environment.install and prefix == Path("/usr"):
         raise ConfigurationError(
@@ -349,13 +352,13 @@ def _environment_variables(instance: Instance) -> dict[str, str]:
 
 
 def _python_mounts(prefix: Path) -> tuple[Mount, ...]:
-    """The interpreter's own folder. Every sandbox has /usr, and local ones have Perdure's Python
-    too."""
+    """The mount of the interpreter's folder. Every sandbox has /usr, and local ones also have
+    Perdure's Python."""
     return () if prefix in (Path("/usr"), Path(sys.base_prefix)) else (Mount(prefix, str(prefix)),)
 
 
 def _fingerprint(folder: Path) -> str:
-    """Digest of names, sizes, modes and times below a folder on this host."""
+    """Digest of the names, sizes, modes and mtimes below a folder on this host."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if ".git" not in path.parts:

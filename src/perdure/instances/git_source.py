@@ -1,4 +1,4 @@
-"""Commits of a git repository, fetched one by one without their history, and kept in the home."""
+"""Fetches single commits of a git repository without their history, and caches them in the home."""
 
 import fcntl
 import hashlib
@@ -18,9 +18,10 @@ from perdure.instances import repository
 from perdure.settings.load import load_settings
 
 ATTRIBUTES = "* -export-ignore -export-subst\n"
-"""A tree has all files of its commit, also those that the project keeps out of its archives."""
+"""Makes a tree contain all files of its commit, also those that the project excludes from
+archives."""
 _WAITING: defaultdict[Path, list[tuple[str, ...]]] = defaultdict(list)
-"""Commits that threads of this process wait for, by repository: the next fetch brings all of them."""
+"""Commits that threads of this process wait for, by repository. The next fetch gets all of them."""
 _AWAY = ("Could not resolve host", "Connection", "timed out", "unable to access")
 
 
@@ -39,14 +40,14 @@ def changed_paths(url: str, before: str, after: str) -> list[str]:
 
 
 def existing(url: str, commit: str, paths: list[str]) -> list[str]:
-    """Those of these paths that a commit has. Raises: InstanceError, RetryHere."""
+    """The given paths that exist in a commit. Raises: InstanceError, RetryHere."""
     words = ("ls-tree", "-r", "--name-only", "-z", commit, "--", *paths)
     names = repository.git(_with(url, commit), *words) if paths else b""
     return [name.decode("utf-8", "surrogateescape") for name in names.split(b"\0") if name]
 
 
 def difference(url: str, before: str, after: str, paths: list[str]) -> bytes:
-    """The binary-safe diff between two commits, of these paths alone."""
+    """The binary-safe diff of these paths between two commits."""
     if not paths:
         return b""
     options = ["--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv"]
@@ -61,23 +62,23 @@ def _with(url: str, *commits: str) -> Path:
         waits.append(commits)
         try:
             with locked(folder) as lock:
-                if missing := _missing(folder, commits):  # else another thread has fetched them
+                if missing := _missing(folder, commits):  # another thread may have fetched them
                     _prepare(folder, url, lock)
                     _fetch_all(folder, url, missing, lock)
         finally:
             waits.remove(commits)
-    os.utime(folder)  # the time of the last use, for whoever removes old ones
+    os.utime(folder)  # cleanup by age reads the time of the last use
     return folder
 
 
 def cache() -> Path:
-    """The folder of the home with a repository for each address, and a lock beside each."""
+    """The folder of the home that holds a repository and a lock for each URL."""
     return load_settings().home.absolute() / "git"
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The repository `name` of the cache, which `make` fills if it is not there. It is renamed to its
-    name when it is complete, so a killed process leaves none that is half made."""
+    """The repository `name` of the cache, which `make` fills if it is absent. It gets its name once
+    it is complete, so a killed process never leaves half of one there."""
     folder = cache() / name
     if not is_whole(folder):
         with locked(folder):
@@ -94,8 +95,8 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """The lock of a folder of the cache, for one process at a time: the kernel frees that of a dead
-    one."""
+    """Lock a folder of the cache. One process holds the lock; the kernel frees it if the process
+    dies."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -120,12 +121,12 @@ def _missing(folder: Path, commits: Iterable[str]) -> list[str]:
 
 
 def _fetch_all(folder: Path, url: str, missing: list[str], lock: int) -> None:
-    """Fetch these commits, in one call with those that other threads wait for."""
+    """Fetch these commits, and in the same call those that other threads wait for."""
     others = [commit for commits in list(_WAITING[folder]) for commit in commits]
     together = _missing(folder, [*missing, *others])
     try:
         _fetch(folder, url, together, lock)
-    except InstanceError:  # the address lacks one of them: perhaps another thread's
+    except InstanceError:  # the repository lacks one, which another thread may have asked for
         if together == missing:
             raise
         _fetch(folder, url, missing, lock)
@@ -142,14 +143,15 @@ def _has(folder: Path, commit: str) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a killed git left. No other one runs: git itself holds our lock to its end."""
+    """Remove the files of a killed git. No other git runs here, because each holds our lock until
+    it ends."""
     pack = folder / ".git" / "objects" / "pack"
     for left in (*(folder / ".git").glob("*.lock"), *pack.glob("tmp_*")):
         left.unlink()
 
 
 def _borrow(folder: Path, url: str) -> None:
-    """Read the objects of a clone on this host where they are, instead of copying them."""
+    """Make git read the objects of a clone on this host in place, instead of copying them."""
     clone = Path(url)
     if clone.is_absolute() and (clone / ".git").exists():
         told = repository.git(clone, "rev-parse", "--git-path", "objects").decode().strip()

@@ -1,5 +1,5 @@
-"""Which hosts a build may reach: the package indexes that this host's pip and uv use, npm's registry for
-rows that install npm packages, and those that a setting adds.
+"""The hosts that a build may reach: the package indexes that this host's pip and uv use, npm's
+registry for rows that install npm packages, and hosts that a setting adds.
 """
 
 import configparser
@@ -17,13 +17,13 @@ from perdure.instances import uv
 from perdure.settings import environment
 
 PUBLIC_INDEX = ("https://pypi.org", "https://files.pythonhosted.org")
-"""Of a tool that is given no index of its own."""
+"""The index of a tool for which no index is configured."""
 FILES_OF = {"pypi.org": "files.pythonhosted.org", "test.pypi.org": "test-files.pythonhosted.org"}
-"""Where the files of a public index are."""
+"""Public index -> the host of its files."""
 PUBLIC_NPM = ("https://registry.npmjs.org", "https://registry.yarnpkg.com")
 SETTING = "PERDURE_SANDBOX__BUILD_HOSTS"
 SHOWN = 4
-"""Refused hosts that a message names."""
+"""Most refused hosts that a message names."""
 
 _NPM = re.compile(r"\b(npm|npx|pnpm|yarn|corepack)\b")
 _URL = re.compile(r"https?://[^\s,\"']+")
@@ -32,7 +32,7 @@ _KEYS = ("index-url", "extra-index-url", "find-links")
 
 
 class Place(NamedTuple):
-    """A host name in lower case and a port. Port 0 stands for those of HTTP and HTTPS."""
+    """A lowercase host name and a port. Port 0 means the ports of HTTP and HTTPS."""
 
     host: str
     port: int
@@ -43,8 +43,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexHosts:
-    """`configured` places may have any address, because somebody configured this host to use them.
-    `public` ones never lead to this host itself or its neighbours on the link."""
+    """`configured` places may have any address, because an administrator configured this host to
+    use them. `public` ones may not resolve to this host or to link-local addresses."""
 
     configured: frozenset[Place] = field(default=frozenset())
     public: frozenset[Place] = field(default=frozenset())
@@ -57,12 +57,12 @@ class IndexHosts:
         return on_web or place in self.public
 
     def may_connect(self, place: Place, address: str) -> bool:
-        """`address`: one that the name of a known place has."""
+        """`address`: one to which the name of a known place resolves."""
         return place in self.configured or not _is_here(address)
 
 
 def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
-    """`install`: the lines of the build. `added`: hosts, or hosts with a port, separated by commas."""
+    """`install`: the install lines. `added`: hosts, with or without a port, separated by commas."""
     variables, files = uv.registry_settings()
     texts = {mount.target.rpartition("/")[2]: mount.source for mount in files}
     configured = [*_of_uv(variables, texts), *_of_pip(variables, texts)]
@@ -81,7 +81,7 @@ def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
 
 
 def place_of(authority: str, scheme: str = "https") -> Place | None:
-    """`Host:443` -> Place("host", 443); None if it is none."""
+    """`Host:443` -> Place("host", 443); None if it is not a host."""
     try:
         parts = urlsplit(f"//{authority}")
         port = parts.port or _PORTS[scheme]
@@ -138,7 +138,7 @@ def _added(name: str) -> Place:
 
 
 def _is_here(address: str) -> bool:
-    """This host itself, or something that only its link reaches: metadata services, link-local."""
+    """The address is this host's own, or link-local, such as a metadata service's."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(found, "ipv4_mapped", None)
     found = mapped or found
@@ -147,7 +147,7 @@ def _is_here(address: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Only an address of this host can be bound."""
+    """Test by binding a socket: only this host's own addresses can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -158,7 +158,7 @@ def _is_own(address: str) -> bool:
 
 
 def how_to_allow(places: Sequence[str]) -> str:
-    """One sentence for whoever runs the build."""
+    """The sentence that tells the user how to allow the hosts."""
     hosts = sorted({place.removesuffix(":443").removesuffix(":80") for place in places})
     more = f" and {len(hosts) - SHOWN} more" if len(hosts) > SHOWN else ""
     return (

@@ -1,5 +1,7 @@
-"""The way out of a build: an HTTP proxy on a unix socket that connects to package indexes and to nothing
-else. The sandbox has only its loopback, on which a forwarder leads to this socket.
+"""A build's only network access: an HTTP proxy on a unix socket that connects to package indexes
+only.
+
+The sandbox has only loopback, on which a forwarder connects to this socket.
 """
 
 import asyncio
@@ -22,17 +24,18 @@ HEAD_BYTES = 16 << 10
 HEAD_S, CONNECT_S = 30.0, 20.0
 CHUNK = 1 << 16
 MOST_NOTED = 100
-"""Names kept of each kind: a hostile build may ask for any number."""
+"""Names to record of each kind: a hostile build may ask for any number."""
 _CONTROL = re.compile(rb"[\r\n\0]")
 _NOT_PASSED = (
     b"proxy-", b"connection:", b"keep-alive:", b"host:", b"content-length:", b"transfer-encoding:"
 )  # fmt: skip
-"""Fields of a plain request that end here: it has no body, and its host is the one that was checked."""
+"""Header fields of a plain request that the proxy drops: the request has no body, and the proxy
+sends the host that it checked."""
 
 
 @dataclass
 class Asked:
-    """What the build asked for and did not get."""
+    """The hosts that the build asked for and did not reach."""
 
     refused: set[str] = field(default_factory=set)
     unreachable: set[str] = field(default_factory=set)
@@ -43,7 +46,7 @@ class Asked:
 
 
 def variables(url: str) -> dict[str, str]:
-    """What makes pip, uv, git, curl and npm use the proxy."""
+    """Variables that make pip, uv, git, curl and npm use the proxy."""
     names = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
     chosen = {name: url for upper in names for name in (upper, upper.lower())}
     return {**chosen, "NO_PROXY": "", "no_proxy": ""}
@@ -51,7 +54,7 @@ def variables(url: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def index_proxy(path: Path, hosts: IndexHosts) -> AsyncIterator[Asked]:
-    """Serve on the socket `path` until the end."""
+    """Serve on the unix socket `path` while the context is open."""
     asked = Asked()
     open_now: set[asyncio.Task[None]] = set()
 
@@ -77,7 +80,8 @@ async def index_proxy(path: Path, hosts: IndexHosts) -> AsyncIterator[Asked]:
 
 
 def _bound(path: Path) -> socket.socket:
-    """Bound by its folder's descriptor, because the kernel limits the length of a socket's path."""
+    """Bind through the folder's descriptor, because the kernel limits the length of a socket's
+    path."""
     path.unlink(missing_ok=True)  # left behind by a killed worker
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
@@ -90,11 +94,11 @@ def _bound(path: Path) -> socket.socket:
 
 
 class _Answered(Exception):
-    """The request ended with an error that was sent."""
+    """The proxy has answered the request with an error."""
 
 
 class _Exchange:
-    """One connection of the build: one request, then bytes in both directions."""
+    """One connection of the build: a request, then bytes in both directions."""
 
     def __init__(
         self,
@@ -140,8 +144,8 @@ class _Exchange:
             writer.close()
 
     async def _plain(self, method: str, target: str, fields: list[bytes]) -> None:
-        """One request of a plain-HTTP index. Its connection ends with the answer, so that the next
-        request is looked at as well."""
+        """Pass one request to a plain-HTTP index. The connection closes after the answer, so the
+        proxy checks every request."""
         parts = urlsplit(target)
         if method not in ("GET", "HEAD") or parts.scheme != "http":
             await self._refuse(405, "only CONNECT, and GET and HEAD of http:// addresses, pass")
@@ -151,7 +155,7 @@ class _Exchange:
         try:
             host = place.host if place.port == 80 else str(place)
             asked = f"{parts.path or '/'}{'?' if parts.query else ''}{parts.query}"
-            wanted = f"http://{host}{asked}" if upstream else asked  # never the text that came
+            wanted = f"http://{host}{asked}" if upstream else asked  # never the received text
             kept = [one for one in fields if not one.lower().startswith(_NOT_PASSED)]
             head = [f"{method} {wanted} HTTP/1.1\r\nHost: {host}".encode("latin-1"), *kept]
             head.append(b"Connection: close")
@@ -206,12 +210,12 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class _Upstream:
-    """The proxy that this host itself needs."""
+    """The proxy through which this host reaches the internet."""
 
     host: str
     port: int
     authorization: bytes
-    """A header line, or nothing."""
+    """A header line, or empty."""
 
 
 def _upstream(scheme: str, place: Place) -> _Upstream | None:
@@ -231,7 +235,7 @@ def _upstream(scheme: str, place: Place) -> _Upstream | None:
 async def _first(
     addresses: list[str], port: int
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first address that answers. Raises: OSError of the last one."""
+    """Connect to the first address that answers. Raises: OSError of the last address."""
     for address in addresses[:-1]:
         with contextlib.suppress(OSError):
             return await asyncio.open_connection(address, port)

@@ -1,4 +1,4 @@
-"""The interpreter of a row: one that starts on this machine, else one that uv can install."""
+"""Finds the interpreter of a row: one that starts on this host, otherwise one that uv installs."""
 
 import asyncio
 import functools
@@ -16,7 +16,8 @@ from perdure.types import Instance, SourceKind
 def find_python(version: str) -> Path:
     """The prefix of an interpreter of this version, such as `3.10` or `3.10.13`.
 
-    Perdure's own, one of this machine, or what uv installs. Raises: InstanceError with uv's own words.
+    It is Perdure's own, another one on this host, or one that uv installs. Raises: InstanceError
+    with uv's message.
     """
     if version.split(".")[:2] == [str(part) for part in sys.version_info[:2]]:
         return Path(sys.base_prefix)
@@ -33,8 +34,8 @@ def find_python(version: str) -> Path:
 
 
 async def check(instances: Iterable[Instance]) -> None:
-    """This machine has the interpreters of these instances. Raises: InstanceError naming the first
-    instance that lacks its own."""
+    """Check that this host has the interpreters of these instances. Raises: InstanceError naming
+    the first instance without one."""
     versions: dict[str, str] = {}
     for instance in instances:
         if instance.source.kind is not SourceKind.IMAGE:
@@ -47,6 +48,6 @@ async def check(instances: Iterable[Instance]) -> None:
 
 
 def _told(stderr: bytes) -> str:
-    """In one line, without uv's own `error:`."""
+    """uv's message in one line, without its `error:`."""
     words = " ".join(stderr.decode("utf-8", "replace").split())
     return words.removeprefix("error: ")[:600] or "it says nothing"

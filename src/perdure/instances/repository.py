@@ -1,5 +1,5 @@
-"""Git on the host, without any user's configuration: one-commit repositories and diffs of trees.
-Paths and diffs are bytes. `graders` captures and applies an agent's diff.
+"""Runs git on the host without any user's configuration: one-commit repositories and diffs of
+trees. Paths and diffs are bytes. `graders` captures and applies an agent's diff.
 """
 
 import datetime
@@ -34,17 +34,16 @@ IDENTITY = {
 DATES = ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE")
 
 ATTRIBUTES = "* -text -ident -filter !eol !working-tree-encoding\n"
-"""Overrides the tree's own .gitattributes: the commit holds exactly the bytes on disk, CRLF
-included."""
-
+"""Overrides the tree's own .gitattributes, so that the commit has exactly the bytes on disk,
+including CRLF."""
 EXCLUDE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n"
-"""Files that tests create must not look like an edit; released trees often lack a .gitignore."""
+"""Keeps files that tests create out of diffs, because released trees often lack a .gitignore."""
 
 
 def commit_all(tree: Path) -> str:
-    """Make `tree` a repository of exactly one commit that holds every file; return its id.
+    """Make `tree` a repository with one commit of every file, and return the commit's id.
 
-    Removes git folders that are in the tree first.
+    Removes all git folders in the tree first.
     """
     for folder in sorted(tree.rglob(".git")):
         shutil.rmtree(folder) if folder.is_dir() and not folder.is_symlink() else folder.unlink()
@@ -56,7 +55,7 @@ def commit_all(tree: Path) -> str:
 
 
 def start(tree: Path) -> None:
-    """Make `tree` an empty repository whose commits hold exactly the bytes on disk."""
+    """Make `tree` an empty repository whose commits will have exactly the bytes on disk."""
     git(tree, "init", "-q", "--template=", "--initial-branch=main")
     info = tree / ".git" / "info"
     info.mkdir(exist_ok=True)
@@ -66,7 +65,8 @@ def start(tree: Path) -> None:
 def add_commit(
     tree: Path, message: str, moment: datetime.datetime | None = None, work_tree: Path | None = None
 ) -> str:
-    """Commit every file; return the commit's id, which author, time, message and files decide."""
+    """Commit every file and return the commit's id, which depends on author, time, message and
+    files."""
     dates = {} if moment is None else {name: f"{int(moment.timestamp())} +0000" for name in DATES}
     git(tree, "add", "-A", "-f", work_tree=work_tree)
     words = ("commit", "-q", "--allow-empty", "--no-verify", "--cleanup=verbatim", "-m", message)
@@ -82,7 +82,7 @@ def changed_paths(repository: Path, tree: Path) -> list[str]:
 
 
 def diff(repository: Path, tree: Path, paths: Sequence[str]) -> bytes:
-    """The binary-safe diff from the repository's commit to `tree`, of these paths alone."""
+    """The binary-safe diff of these paths, from the repository's commit to `tree`."""
     if not paths:
         return b""
     _stage(repository, tree)
@@ -99,7 +99,7 @@ def git(
     """Run git in a repository. `keep_open`: descriptors that git holds until it ends. `identity`: the
     author and the time of a commit.
 
-    Raises: InstanceError with what git said; MissingDependency.
+    Raises: InstanceError with git's message; MissingDependency.
     """
     settings = [part for name, value in SETTINGS.items() for part in ("-c", f"{name}={value}")]
     place = [f"--git-dir={tree / '.git'}", f"--work-tree={work_tree or tree}"]

@@ -1,5 +1,4 @@
-"""Folders for the time of one piece of work, in the home: the next one removes what a killed process
-left."""
+"""Temporary folders in the home. Each new one also removes the folders of killed processes."""
 
 import contextlib
 import fcntl
@@ -14,7 +13,7 @@ from perdure.settings.load import load_settings
 
 @contextmanager
 def scratch(purpose: str) -> Iterator[Path]:
-    """An empty folder, which is removed at the end."""
+    """An empty folder, removed when the context ends."""
     root = load_settings().home.absolute() / "scratch"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = root / f"{purpose}-{uuid4().hex[:12]}"
@@ -33,7 +32,7 @@ def scratch(purpose: str) -> Iterator[Path]:
 
 
 def _remove_left(root: Path) -> None:
-    """Those whose process is gone: the kernel has freed their locks."""
+    """Remove the folders of dead processes, whose locks the kernel has freed."""
     for path in root.glob("*.lock"):
         if path.name == ".lock":
             continue

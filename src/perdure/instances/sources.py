@@ -1,5 +1,5 @@
-"""Base trees: fetch what a Source names and unpack it as plain files. `repository` makes the git
-repository of it; `environments` installs its dependencies.
+"""Fetches the base tree that a Source names, and unpacks it as plain files. `repository` makes it a
+git repository; `environments` installs its dependencies.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ DAMAGED = (
 
 
 async def fetch(source: Source, tree: Path, store: Store) -> None:
-    """Make the folder `tree` and fill it. A blob holds the tree itself; an sdist holds it in one
-    folder.
+    """Fill the folder `tree`. A blob contains the tree itself; an sdist contains it in one folder.
+
 
     Raises: InstanceError (no such release, unsafe archive), NotFound (no such blob), RetryHere.
     """
@@ -56,7 +56,7 @@ class Downloaded(NamedTuple):
 
 
 def download_sdist(requirement: str) -> Downloaded:
-    """The released source distribution, verified against the index's digest.
+    """Download a released source distribution and verify it against the index's digest.
 
     Raises: InstanceError, RetryHere.
     """
@@ -69,7 +69,7 @@ def download_sdist(requirement: str) -> Downloaded:
 
 
 def download(url: str, sha256: str) -> bytes:
-    """Raises: RetryHere where it cannot be had, or has another digest."""
+    """Raises: RetryHere if the download fails or has another digest."""
     data = _download(url)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise RetryHere(f"{url} arrived damaged", boundary=Boundary.INSTANCE)
@@ -80,7 +80,8 @@ def unpack(archive: bytes, tree: Path, strip: int = 0) -> None:
     """Write the archive's files, folders and symlinks below `tree`, and nowhere else.
 
     `strip`: leading path parts to drop. Owners and times are dropped; of the mode, only the
-    executable bit is kept. (Not tarfile's own data filter: Debian 12's Python 3.11.2 lacks it.)
+    executable bit is kept. (It cannot use tarfile's data filter, which Debian 12's Python 3.11.2
+    lacks.)
     Raises: InstanceError when the archive is damaged or reaches outside.
     """
     tree.mkdir(parents=True, exist_ok=True)
@@ -102,7 +103,7 @@ def unpack(archive: bytes, tree: Path, strip: int = 0) -> None:
 
 
 def pack(tree: Path) -> bytes:
-    """A tar.gz of the folder's content, the same bytes for the same content."""
+    """A tar.gz of the folder's content; equal content gives equal bytes."""
     buffer = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped,

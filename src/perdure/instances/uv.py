@@ -1,6 +1,6 @@
-"""The host's uv: finds its binary, and the URL of an sdist.
+"""Runs the host's uv, and finds the URL of an sdist with it.
 
-Index, mirror and certificate settings are uv's own (files and variables); nothing here names a host.
+Index, mirror and certificate settings are uv's own files and variables; this module names no host.
 """
 
 import datetime
@@ -22,9 +22,9 @@ UNREACHABLE = re.compile(
     rb"Failed to fetch|Request failed|error sending request|tcp connect error|dns error"
     rb"|Tunnel connection failed: 50\d|Temporary failure in name resolution|Connection refused|timed out|operation timed out"
 )
-"""Messages of uv and pip that mean a fault of the registry, not of the request."""
+"""Messages of uv and pip that mean that the registry failed, not that the request was wrong."""
 LAST_CAUSE = 300
-"""Characters."""
+"""Characters of uv's last cause that an error message quotes."""
 
 REGISTRY_VARIABLES = re.compile(
     r"^(UV_(DEFAULT_INDEX|INDEX.*|EXTRA_INDEX_URL|FIND_LINKS|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS"
@@ -44,7 +44,7 @@ CONFIG_FILES = {
 
 
 class Sdist(NamedTuple):
-    """A source distribution as the index describes it."""
+    """The index's entry for a source distribution."""
 
     url: str
     sha256: str
@@ -54,12 +54,13 @@ class Sdist(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def locate_sdist(requirement: str) -> Sdist:
-    """Ask the configured index, once, for the sdist of a pinned requirement.
+    """Find the sdist of a pinned requirement in the configured index; the result is cached.
+
 
     Raises: InstanceError when there is none; RetryHere when the index cannot be reached.
     """
-    # The first answer proves that a wheel has the metadata: without one, uv would run the sdist's
-    # setup.py on this host to learn it.
+    # The first call proves that a wheel has the metadata. Without a wheel, the second call would
+    # make uv run the sdist's setup.py on this host.
     _compile(requirement, "--no-build")
     package = tomllib.loads(_compile(requirement).decode())["packages"][0]
     sdist = package.get("sdist", {})
@@ -69,7 +70,7 @@ def locate_sdist(requirement: str) -> Sdist:
 
 
 def registry_settings() -> tuple[dict[str, str], tuple[Mount, ...]]:
-    """What a build sandbox needs to reach the same registry as this host: variables and files."""
+    """The variables and files with which a build sandbox reaches the same registry as this host."""
     env = environment.matching(REGISTRY_VARIABLES)
     mounts = [Mount(path, str(path)) for path in sorted(_certificates(env))]
     for variable, candidates in CONFIG_FILES.items():
@@ -83,7 +84,7 @@ def registry_settings() -> tuple[dict[str, str], tuple[Mount, ...]]:
 
 
 def _certificates(env: dict[str, str]) -> set[Path]:
-    """Certificate files outside the folders that every sandbox has."""
+    """Certificate files outside /etc/ssl/certs, which every sandbox has."""
     files = {Path(value) for name, value in env.items() if name in CERTIFICATE_FILES}
     return {f for f in files if f.is_file() and not f.is_relative_to("/etc/ssl/certs")}
 
@@ -106,7 +107,7 @@ def _compile(requirement: str, *options: str) -> bytes:
 
 
 def run(arguments: Sequence[str], stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    """uv in the root folder, so that the project or workspace around Perdure has no effect."""
+    """Run uv in the root folder, so that no surrounding project or workspace affects it."""
     return subprocess.run(
         [find_uv(), *arguments], input=stdin, capture_output=True, cwd="/", check=False
     )

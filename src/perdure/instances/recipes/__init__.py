@@ -1,1 +1,1 @@
-"""What makes the instances of a dataset: its `dataset.toml`, and the builders that it may name."""
+"""Makes the instances of a dataset from its `dataset.toml` and the builders that it names."""

@@ -1,6 +1,7 @@
-"""Builds a dataset from its recipe: entries, environments, calibration, catalog.
+"""Builds a dataset from its recipe: finds entries, builds environments, calibrates, stores
+instances.
 
-It uses the sandboxes and environments of this home's workers, so nothing is built twice.
+It shares environments with the workers of this home, so none is built twice.
 """
 
 import asyncio
@@ -40,7 +41,8 @@ TTL_S = 3600.0
 
 @dataclass(frozen=True)
 class Built:
-    """The result for one entry: its instance, or the problem. `report` is None if it was kept."""
+    """The result for one entry: its instance, or the problem. `report` is None if an instance in
+    the store was kept."""
 
     instance_id: str
     seconds: float
@@ -50,7 +52,9 @@ class Built:
 
 
 def candidates_of(recipe: Recipe, folder: Path, *, demo: bool = False) -> list[Candidate]:
-    """What the recipe in `folder` can make; of `releases`, a pair of each package comes first.
+    """The entries of the recipe in `folder`. For `releases`, the first pair of every package comes
+    before any second pair.
+
 
     Raises: InstanceError, RetryHere.
     """
@@ -69,7 +73,10 @@ def candidates_of(recipe: Recipe, folder: Path, *, demo: bool = False) -> list[C
 def chosen(
     candidates: Sequence[Candidate], only: Sequence[str], limit: int | None = None
 ) -> list[Candidate]:
-    """Those whose instance id matches one of the globs, at most `limit`. Raises: ConfigurationError."""
+    """The candidates whose instance id matches one of the globs, at most `limit`.
+
+    Raises: ConfigurationError.
+    """
     found = [
         one
         for one in candidates
@@ -84,10 +91,9 @@ def chosen(
 async def build_all(
     builder: "Builder", candidates: Sequence[Candidate], *, rebuild: bool = False, jobs: int = 0
 ) -> AsyncIterator[Built]:
-    """Build `jobs` entries at a time (0: as many as there are cores); yield each result when it is
-    there.
+    """Build `jobs` entries at a time (0: one per core), and yield each result as it completes.
 
-    An entry that cannot be built is a result with a `problem`, not an exception.
+    An entry that cannot be built gives a result with a `problem`, not an exception.
     """
     slots = asyncio.Semaphore(jobs or os.cpu_count() or 1)
 
@@ -99,7 +105,7 @@ async def build_all(
     try:
         for next_one in asyncio.as_completed(tasks):
             yield await next_one
-    finally:  # each of them ends its sandboxes
+    finally:  # each canceled task ends its sandboxes
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -127,8 +133,8 @@ class Builder:
         )
 
     async def build(self, candidate: Candidate, *, rebuild: bool) -> Built:
-        """Make and calibrate the row. One that is in the store is kept, and an entry that made none is
-        not tried again, unless `rebuild`."""
+        """Make and calibrate the row. Unless `rebuild`, a row in the store is kept, and an entry
+        that was rejected is not tried again."""
         started = time.monotonic()
         ref = f"{self.recipe.name}/{candidate.instance_id}"
         facts = digest_of(candidate)
@@ -183,7 +189,8 @@ class Builder:
 
 
 def _record(instance: Instance, report: CalibrationReport, sandbox: str) -> Calibration:
-    """A built row is a calibrated one: its lists come from the same kind of runs."""
+    """The calibration record of a built row, because building runs the same proof as
+    calibration."""
     grading = instance.grading
     return Calibration(
         instance=instance.ref,

@@ -1,4 +1,4 @@
-"""A row that a recipe can make, and the note about one that it could not make."""
+"""A row that a recipe can make, and the record of a row that it could not make."""
 
 import hashlib
 from typing import Protocol
@@ -20,19 +20,19 @@ class Candidate(Protocol):
 
     @property
     def facts(self) -> str:
-        """What decides the row: other facts make another row."""
+        """Text that decides the row's content; if it changes, the row is built again."""
         ...
 
     async def make(self, dataset: str, store: Store) -> Instance:
-        """The instance; tests lists that only a run can tell are still empty.
+        """Make the instance; test lists that only a run can give are still empty.
 
-        Raises: InstanceError (it can never be one), RetryHere (what it needs is out of reach).
+        Raises: InstanceError (the entry can never make a row), RetryHere (a server is unreachable).
         """
         ...
 
 
 class Rejection(Frozen):
-    """Why an entry makes no row. It is not tried again until the entry changes."""
+    """Why an entry makes no row. The builder tries it again only if the entry changes."""
 
     facts: str
     """Digest of the entry's facts."""
@@ -48,7 +48,7 @@ async def reject(store: Store, ref: str, rejection: Rejection) -> None:
 
 
 async def accept(store: Store, ref: str) -> None:
-    """Forget that the entry once made no row."""
+    """Delete the entry's rejection."""
     await store.delete(keys.rejection(ref))
 
 

@@ -1,5 +1,5 @@
-"""Finds the changelogs of a released package, and the entry of one version. It reads
-reStructuredText and Markdown by their headings only.
+"""Finds the changelogs of a released package, and the entry of one version. It reads only the
+headings of reStructuredText and Markdown.
 """
 
 import re
@@ -27,7 +27,7 @@ def entry(tree: Path, version: str) -> str:
 
 
 def section(text: str, version: str) -> str:
-    """The text below the version's heading, up to the next version's."""
+    """The text from the version's heading to the next version's."""
     lines = text.splitlines()
     headings = [index for index in range(len(lines)) if _is_version_heading(lines, index)]
     for position, start in enumerate(headings):
@@ -38,8 +38,8 @@ def section(text: str, version: str) -> str:
 
 
 def _files(tree: Path) -> list[Path]:
-    """Changelogs, nearest first; the package's description comes last, because some end with a
-    changelog."""
+    """Changelogs, nearest first. The package's description is last, because some descriptions end
+    with a changelog."""
     folders = [tree / place for place in PLACES]
     found = [
         file
@@ -64,7 +64,7 @@ def _is_version_heading(lines: list[str], index: int) -> bool:
 
 
 def _heading(line: str) -> str:
-    """Without link targets: `Unreleased <.../compare/2.10.1...HEAD>`__ names no version."""
+    """Remove link targets: `Unreleased <.../compare/2.10.1...HEAD>`__ names no version."""
     return re.sub(r"<[^>]*>|\([^)]*\)", "", line)
 
 
@@ -73,7 +73,7 @@ def _names(heading: str, version: str) -> bool:
 
 
 def _trimmed(lines: list[str]) -> str:
-    """Without the heading's underline and the next heading's overline."""
+    """Remove the heading's underline and the next heading's overline."""
     kept = list(lines)
     while kept and (not kept[0].strip() or UNDERLINE.match(kept[0])):
         kept.pop(0)

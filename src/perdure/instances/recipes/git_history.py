@@ -1,8 +1,8 @@
-"""Makes instances from a git history: the parent of a commit is the base, and the commit has the gold
-patch, the tests and the words of the problem.
+"""Makes instances from a git history. The parent of a commit is the base; the commit gives the gold
+patch, the tests and the problem statement.
 
-Merges count as one commit, against their first parent. FAIL_TO_PASS and PASS_TO_PASS are computed by
-running the tests; most of what a row needs is read from the tree (`needs`).
+A merge counts as one commit, compared with its first parent. Calibration computes FAIL_TO_PASS and
+PASS_TO_PASS; `needs` reads most of the environment from the tree.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ class Commit(NamedTuple):
 
 
 def candidates(history: History, folder: Path) -> "list[CommitRow]":
-    """The newest commits that touch both tests and code, at most `history.limit`.
+    """The newest commits that change both tests and code, at most `history.limit`.
 
-    `folder`: where a relative path begins. Raises: InstanceError (no such repository or revision),
-    RetryHere (its releases are out of reach).
+    Relative paths start at `folder`. Raises: InstanceError (no such repository or revision),
+    RetryHere (the server of its releases is unreachable).
     """
     if history.package is not None:
         clone, name = releases.repository_of(history.package, history.versions), history.package
@@ -89,13 +89,14 @@ class CommitRow:
         return f"{self.commit.id} {self.history.requires}"
 
     async def make(self, dataset: str, store: Store) -> Instance:
-        """Raises: InstanceError (no test module is left, too large, says nothing)."""
+        """Raises: InstanceError (the commit removes its test modules, is too large, or has no
+        message)."""
         made, base = await asyncio.to_thread(self._made, dataset)
         key = await put_blob(store, base)
         return made.model_copy(update={"source": Source(kind=SourceKind.BLOB, key=key)})
 
     def _made(self, dataset: str) -> tuple[Instance, bytes]:
-        """The instance, and its base as tar.gz."""
+        """The instance, and its base tree as tar.gz."""
         url, commit = str(self.clone), self.commit
         gold = git_source.difference(url, commit.parent, commit.id, list(commit.gold))
         if (lines := gold.count(b"\n")) > MAX_GOLD_LINES:
@@ -133,7 +134,8 @@ class CommitRow:
         return told.decode("utf-8", "replace")
 
     def _version(self) -> str:
-        """Of the last tag before the commit; a tree whose metadata asks git for it is told this one."""
+        """The version in the last tag before the commit. A build that asks git for its version gets
+        it."""
         try:
             told = repository.git(
                 self.clone, "describe", "--tags", "--abbrev=0", self.commit.parent
@@ -145,7 +147,8 @@ class CommitRow:
 
 
 def statement(name: str, message: str) -> str:
-    """The commit's text without what concerns only its history. Raises: InstanceError when it is empty."""
+    """The commit message without trailers, merge lines and issue numbers. Raises: InstanceError if
+    that is empty."""
     text = _NUMBER.sub("", _TRAILER.sub("", _MERGE.sub("", message))).strip()
     if not text:
         raise InstanceError("the commit has no text that says what it changes")

@@ -1,5 +1,5 @@
-"""What the tests of a tree need besides the tree itself, by its own metadata: extras, groups, files of
-requirements, an interpreter. Nothing of the tree is run.
+"""Reads from a tree's metadata what its tests need: extras, groups, requirements files, an
+interpreter. It runs none of the tree's code.
 """
 
 import configparser
@@ -19,7 +19,8 @@ from perdure.instances.recipes import poetry
 from perdure.types import Environment
 
 NAMES = ("test", "tests", "testing", "dev")
-"""Extras and groups that hold what tests need, the best first; one is taken."""
+"""Extras and groups with the requirements of tests, the best first; the first one present is
+used."""
 FILES = (
     "requirements-test.txt",
     "requirements-tests.txt",
@@ -46,7 +47,7 @@ RELEASED = {
 }
 PREFERRED = "3.11"
 EDITABLE = datetime.datetime(2022, 9, 1, tzinfo=datetime.UTC)
-"""Earlier releases of setuptools cannot install a tree editable as uv asks for it."""
+"""Earlier releases of setuptools do not support the editable install that uv needs."""
 _CLAUSE = re.compile(r"^(~=|==|!=|<=|>=|<|>)\s*v?(\d+(?:\.\d+)*)(\.\*)?$")
 _REQUIREMENT = re.compile(r"^[A-Za-z0-9][\w.-]*(\[[\w,-]+\])?\s*([<>=!~][\w<>=!~.,*\s]*)?$")
 _IN_SETUP = re.compile(r"python_requires\s*=\s*[\"']([^\"']+)[\"']")
@@ -55,10 +56,11 @@ _IN_SETUP = re.compile(r"python_requires\s*=\s*[\"']([^\"']+)[\"']")
 def environment_at(
     tree: Path, moment: datetime.datetime, version: str, *, requires: Sequence[str] | None = None
 ) -> Environment:
-    """The tree installed editable with what its tests need, all as published by `moment`.
+    """The environment: an editable install of the tree and its test requirements, as published by
+    `moment`.
 
-    `version`: what the tree calls itself where it asks git. `requires`: the requirements of its tests;
-    None: pytest, and what its metadata names. Raises: InstanceError when no interpreter fits.
+    `version`: the version for a tree that asks git. `requires`: the requirements of its tests;
+    None: pytest, and those that its metadata names. Raises: InstanceError when no interpreter fits.
     """
     wanted = _asked(tree) if requires is None else [*map(shlex.quote, requires), "-e", "."]
     python = choose_python(requires_python(tree), moment.date())
@@ -79,8 +81,8 @@ def _written(moment: datetime.datetime) -> str:
 
 
 def choose_python(requires: str, day: datetime.date) -> str:
-    """One that starts here, that the project accepts, and that was released by `day`; if there is none,
-    the oldest later one. Raises: InstanceError."""
+    """A version that starts on this host, that the project accepts, and that was released by `day`.
+    If there is none, the oldest later one. Raises: InstanceError."""
     accepted = [version for version in RELEASED if accepts(requires, version)]
     if not accepted:
         raise InstanceError(f"requires-python {requires!r} accepts none of {', '.join(RELEASED)}")
@@ -103,7 +105,7 @@ def accepts(requires: str, version: str) -> bool:
 
 
 def requires_python(tree: Path) -> str:
-    """The specifier of the tree's metadata; empty where it has none."""
+    """The version specifier in the tree's metadata; empty if it has none."""
     project = _pyproject(tree)
     found = project.get("project", {}).get("requires-python") or poetry.python_of(project)
     found = found or _setup_cfg(tree).get("options", "python_requires", fallback="")
@@ -117,7 +119,7 @@ def requires_python(tree: Path) -> str:
 def _fits(clause: str, version: str) -> bool:
     parsed = _CLAUSE.match(clause)
     if parsed is None:
-        return True  # written in another way: the install says whether it fits
+        return True  # an unknown form: the install fails if the version does not fit
     operator, bound, any_patch = parsed.groups()
     own, limit = _numbers(version)[:2], _numbers(bound)
     if operator in (">=", "~="):
@@ -155,7 +157,7 @@ def _asked(tree: Path) -> list[str]:
 
 
 def _of_tox(tree: Path) -> list[str]:
-    """The plain requirements among the `deps` of tox: those without a factor, an option or a variable."""
+    """The plain requirements in tox's `deps`: those without a factor, an option or a variable."""
     deps = _ini(tree / "tox.ini").get("testenv", "deps", fallback="")
     return [line.strip() for line in deps.splitlines() if _REQUIREMENT.match(line.strip())]
 
@@ -181,7 +183,7 @@ def _pyproject(tree: Path) -> dict[str, Any]:
 
 
 def _published(tree: Path) -> email.message.Message:
-    """The metadata that a source distribution brings: it also says what only setup.py computes."""
+    """The metadata in a source distribution, which also has the values that setup.py computed."""
     try:
         text = (tree / "PKG-INFO").read_text("utf-8", "replace")
     except OSError:

@@ -1,9 +1,9 @@
-"""Makes instances from the patches of a Debian source package that are fixes of upstream: rows of CPython
-in document 001's format (`rows.formats.cpython`).
+"""Makes instances from patches of a Debian source package that are upstream fixes. They are rows of
+CPython, in the format of `rows.formats.cpython`.
 
-The package becomes a git repository in the home: its upstream tree, then one commit for each patch. Row
-k has the commit before its patch as base, and the commit of the patch as merge. Patches that change
-code to compile come first, so one build of the interpreter serves all rows.
+The package becomes a git repository in the home: its upstream tree, then one commit for each patch.
+A row's base is the commit before its patch, and its merge commit is the patch. Patches that change
+compiled code come first, so one build of the interpreter serves all rows.
 """
 
 import asyncio
@@ -53,7 +53,8 @@ class PatchRow:
         return f"{self.patch} {self.series.model_dump_json(exclude={'rows'})}"
 
     async def make(self, dataset: str, store: Store) -> Instance:
-        """Raises: InstanceError (no such patch, nothing to test), RetryHere (the archive is away)."""
+        """Raises: InstanceError (no such patch, or no test), RetryHere (the archive is
+        unreachable)."""
         return await asyncio.to_thread(self._made, dataset)
 
     def _made(self, dataset: str) -> Instance:
@@ -86,9 +87,10 @@ class PatchRow:
 
 
 def repository_of(series: PatchSeries) -> Path:
-    """The upstream tree and its patches as commits, each with its file's name as tag. It is made once.
+    """The upstream tree and its patches as commits, each tagged with its file's name. It is made
+    once.
 
-    Raises: InstanceError (a patch does not apply), RetryHere (the archive is away).
+    Raises: InstanceError (a patch does not apply), RetryHere (the archive is unreachable).
     """
     given = series.model_dump_json(include={"upstream", "packaging", "first"})
     digest = hashlib.sha256(given.encode()).hexdigest()[:16]
@@ -113,7 +115,7 @@ def _make(series: PatchSeries, folder: Path) -> None:
 
 
 def patches_of(packaging: bytes, first: str) -> dict[str, bytes]:
-    """Patches from `first` on, in the order of the series. Raises: InstanceError."""
+    """The patches from `first` on, in the order of the series. Raises: InstanceError."""
     with tarfile.open(fileobj=io.BytesIO(packaging)) as tar:
         lines = _member(tar, SERIES).decode().splitlines()
         names = [line.split()[0] for line in lines if line.strip() and line[0] != "#"]
@@ -134,7 +136,7 @@ def _member(tar: tarfile.TarFile, name: str) -> bytes:
 
 
 def message_of(patch: bytes) -> str:
-    """The words above the diff, without the marks of mail, cherry-picks and Debian."""
+    """The text above the diff, without mail headers and the marks of cherry-picks and Debian."""
     text = patch.decode("utf-8", "replace")
     found = _DIFF.search(text)
     head = text[: found.start()] if found else ""
@@ -154,6 +156,6 @@ def _compiles(patch: bytes) -> bool:
 
 
 def _module(path: str) -> str:
-    """`Lib/test/test_email/test_email.py` -> `test_email`: what regrtest calls it."""
+    """`Lib/test/test_email/test_email.py` -> `test_email`, its name in regrtest."""
     match = re.match(r"Lib/test/(test_\w+?)(\.py|/.*)$", path)
     return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""What a changed file is for, by its path: a test, packaging and prose, or code."""
+"""Classifies a changed file by its path: a test, packaging and prose, or code."""
 
 import shlex
 from collections.abc import Iterable
@@ -18,14 +18,15 @@ PACKAGING = {
     "setup.py",
     "tox.ini",
 }
-"""These files belong to a release, not to a fix: the environment is built from the base's own."""
+"""These files belong to a release, not to a fix. The environment is built from the base's
+versions."""
 PROSE_FOLDERS = {"doc", "docs", "requirements", "examples"}
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache"}
 CACHED = {".pyc", ".pyo"}
 
 
 def is_test(path: str) -> bool:
-    """By folder or file name, as pytest and its users name them."""
+    """Test by folder or file name, as pytest and its users name tests."""
     *folders, name = PurePosixPath(path).parts
     if is_cache(path):
         return False
@@ -37,7 +38,7 @@ def is_test(path: str) -> bool:
 
 
 def is_metadata(path: str) -> bool:
-    """Packaging, changelogs, documentation, other people's tool settings, caches."""
+    """Packaging, changelogs, documentation, settings of developer tools, caches."""
     *folders, name = PurePosixPath(path).parts
     top = (folders or [name])[0]
     return (
@@ -52,18 +53,18 @@ def is_metadata(path: str) -> bool:
 
 
 def is_cache(path: str) -> bool:
-    """An interpreter or a tool wrote it and writes it again: no patch should hold it."""
+    """An interpreter or a tool generates the file, so it belongs in no patch."""
     pure = PurePosixPath(path)
     return bool(CACHES & set(pure.parts)) or pure.suffix in CACHED
 
 
 def is_test_module(path: str) -> bool:
-    """pytest collects it when it is named."""
+    """pytest collects the file if the command names it."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test") or name.endswith("_test.py"))
 
 
 def pytest_command(changed: Iterable[str]) -> str:
-    """pytest on the test modules among these files; empty where there is none."""
+    """pytest on the test modules among these files; empty if there is none."""
     modules = sorted(path for path in changed if is_test_module(path))
     return f"pytest -rA {shlex.join(modules)}" if modules else ""

@@ -1,4 +1,4 @@
-"""Poetry's own metadata, `[tool.poetry]`, in the words of pip: groups of development dependencies."""
+"""Translates Poetry's metadata, `[tool.poetry]`, for pip: groups of development dependencies."""
 
 import re
 from typing import Any
@@ -16,12 +16,13 @@ def groups(project: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def python_of(project: dict[str, Any]) -> object:
-    """The Python versions that the project accepts, in Poetry's words; None where it does not say."""
+    """The Python versions that the project accepts, in Poetry's syntax; None if it names none."""
     return _poetry(project).get("dependencies", {}).get("python")
 
 
 def requirements(group: dict[str, Any]) -> list[str]:
-    """As pip reads them, without what comes from a folder, a repository or a URL."""
+    """A group's requirements as pip reads them, without those from a folder, a repository or a
+    URL."""
     found = []
     for name, given in group.items():
         for one in given if isinstance(given, list) else [given]:
@@ -47,7 +48,7 @@ def _marked(clause: str) -> str:
 
 
 def _clauses(constraint: str) -> list[str]:
-    """pip's specifiers; none for alternatives (`||`), which pip has no words for."""
+    """pip's specifiers; empty for alternatives (`||`), which pip cannot express."""
     if "|" in constraint:
         return []
     return [said for part in constraint.split(",") for said in _specifiers(part.strip())]

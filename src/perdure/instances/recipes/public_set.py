@@ -1,4 +1,5 @@
-"""Rows that a recipe names: read from the hub, its cache or files, with the dataset's own rules."""
+"""Reads the rows that a recipe names from the hub, its cache or files, and applies the recipe's
+rules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,17 +15,17 @@ from perdure.types import Instance
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A recipe with [rows], and where its rows are."""
+    """A recipe with [rows], and the place of its rows."""
 
     recipe: Recipe
     folder: Path
-    """Of the recipe."""
+    """The recipe's folder."""
     elsewhere: str = ""
-    """A file or folder that holds the rows; empty: where the recipe says."""
+    """A file or folder with the rows; empty: the place that the recipe names."""
 
     @property
     def rows(self) -> PublishedRows:
-        """Raises: ConfigurationError for a recipe of release pairs."""
+        """Raises: ConfigurationError if the recipe has no [rows]."""
         if self.recipe.rows is None:
             raise ConfigurationError(
                 f"{self.recipe.name} is built, not imported: `perdure instances build {self.recipe.name}`"
@@ -40,7 +41,8 @@ class PublicSet:
             yield row if row.problem else row._replace(fields=self._completed(row))
 
     def finished(self, instance: Instance) -> Instance:
-        """With the dataset's defaults. Raises: InstanceError where another grader would grade it."""
+        """The instance with the dataset's defaults. Raises: InstanceError if its fields choose a
+        grader that the recipe does not allow."""
         protocol = instance.grading.protocol
         if protocol not in self.rows.graders:
             raise InstanceError(

@@ -1,8 +1,8 @@
-"""`dataset.toml`: where the rows of a dataset come from, how they are read and how they are graded.
+"""`dataset.toml`: where the rows of a dataset come from, and how to read and grade them.
 
-One folder under `datasets/` has one recipe. It names rows that are published elsewhere, or what
-`perdure instances build` makes into rows: pairs of releases, commits of a git history,
-or patches of a source package.
+Each folder under `datasets/` has one recipe. It names rows that are published elsewhere, or the
+material from which `perdure instances build` makes rows: pairs of releases, commits of a git
+history, or patches of a source package.
 """
 
 import datetime
@@ -33,7 +33,7 @@ Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 
 
 class Pair(Request):
-    """Two releases of a package, and what running the tests changed between them takes."""
+    """Two releases of a package, and what the tests that changed between them need."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
@@ -43,15 +43,15 @@ class Pair(Request):
     test_cmd: Annotated[str, StringConstraints(min_length=1)] | None = None
     """None: pytest on the test modules that the later release changes."""
     exclude_newer: datetime.date | None = None
-    """The environment holds no package that was published after this day. None: a day after the later
-    release."""
+    """The environment has no package that was published after this day. None: the day after the
+    later release."""
     requires: tuple[str, ...] | None = None
-    """What the tests need besides the package itself. None: pytest, and what the package's own metadata
-    names (`needs`)."""
+    """Requirements of the tests besides the package itself. None: pytest, and the requirements that
+    the package's metadata names (`needs`)."""
     python: str | None = None
-    """None: by the package's metadata and the day."""
+    """None: chosen from the package's metadata and the day."""
     demo: bool = False
-    """The demo runs it, because it is quick."""
+    """The demo runs this pair, because it is quick."""
 
     @property
     def instance_id(self) -> str:
@@ -59,12 +59,12 @@ class Pair(Request):
 
 
 class Releases(Request):
-    """Releases of a package, in order: each two that follow one another are a pair."""
+    """Releases of a package, in order; each two consecutive ones are a pair."""
 
     package: Name
     versions: tuple[Name, ...] = Field(min_length=2)
     requires: tuple[str, ...] | None = None
-    """As of a `Pair`."""
+    """As in `Pair`."""
 
     @property
     def pairs(self) -> list[Pair]:
@@ -77,17 +77,17 @@ class History(Request):
     """A git repository whose commits become rows: a clone on this host, or one made of releases."""
 
     repository: str | None = None
-    """The folder of a clone; a relative one begins at the recipe's folder."""
+    """The folder of a clone; a relative path starts at the recipe's folder."""
     package: Name | None = None
     versions: tuple[Name, ...] = ()
-    """Releases of `package`, in order: each becomes a commit."""
+    """Releases of `package`, in order; each becomes a commit."""
     revision: str = "HEAD"
-    """The commits are this one and its first parents."""
+    """The commits are this one and its chain of first parents."""
     limit: int = Field(50, ge=1)
-    """Commits at most, the newest that touch both tests and code."""
+    """Most commits: the newest that change both tests and code."""
     requires: tuple[str, ...] | None = None
-    """What the tests need besides the tree. None: pytest, and what the tree's own metadata names
-    (`needs`)."""
+    """Requirements of the tests besides the tree. None: pytest, and the requirements that the
+    tree's metadata names (`needs`)."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "History":
@@ -99,53 +99,54 @@ class History(Request):
 
 
 class Archive(Request):
-    """A file that is downloaded."""
+    """A file to download."""
 
     url: str
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 class PatchSeries(Request):
-    """A Debian source package whose patches are fixes of upstream."""
+    """A Debian source package whose patches are upstream fixes."""
 
     package: Name
     version: str
-    """Debian's."""
+    """Debian's version."""
     repo: str
-    """Of upstream, such as `python/cpython`."""
+    """The upstream repository, such as `python/cpython`."""
     upstream: Archive
-    """The tar file of upstream."""
+    """The upstream tar file."""
     packaging: Archive
     """The tar file with `debian/patches`."""
     first: str
-    """The first patch of the series that applies to the tree of upstream; earlier ones are Debian's own."""
+    """The first patch of the series to use; earlier ones are Debian's own changes."""
     install: tuple[str, ...] = ()
     test_cmd: str
-    """`{modules}` are the test modules that a patch changes."""
+    """`{modules}` stands for the test modules that a patch changes."""
     rows: tuple[str, ...] = Field(min_length=1)
     """Names of the patches that become rows."""
 
 
 class PublishedRows(Request):
-    """Rows that exist already: a dataset of the Hugging Face hub, or files beside the recipe."""
+    """Published rows: a dataset of the Hugging Face hub, or files in the recipe's folder."""
 
     hub: HubName | None = None
-    """`owner/name`, loaded through the library `datasets`, also from its cache."""
+    """`owner/name`. The library `datasets` loads it from the hub or from its cache."""
     config: str | None = None
-    """The hub's name of a subset."""
+    """The name of a subset on the hub."""
     split: str = "test"
     revision: Commit | Literal["unverified"] = UNVERIFIED
-    """A commit of the hub's repository. `unverified`: no commit was checked, so the newest is read."""
+    """A commit of the hub's repository. `unverified`: use the newest, because no commit was
+    checked."""
     files: tuple[str, ...] = ()
     """.jsonl, .json or .parquet files in the recipe's folder."""
     format: str
-    """The `data_source` of rows that name none: it chooses reader and grader."""
+    """The `data_source` of rows that name none. It selects the reader and the grader."""
     image: str = FROM_ROW
     """`row`: each row names its image or its source. Otherwise a rule of `rows/images.py`."""
     defaults: dict[str, JsonValue] = Field(default_factory=dict)
     """Fields for rows that lack them, such as `ignore = [...]` of CPython's flaky tests."""
     graders: tuple[str, ...] = ("swebench",)
-    """The protocols by which these rows are graded; a row that would get another one is refused."""
+    """The grading protocols that are allowed; a row that selects another one is refused."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> "PublishedRows":
@@ -155,16 +156,16 @@ class PublishedRows(Request):
 
 
 class Paths(Request):
-    """Globs of paths of a model's diff; `*` also matches `/`."""
+    """Globs for the paths of a model's diff; `*` also matches `/`."""
 
     include: tuple[str, ...] = ()
-    """Only these are graded; all of them when empty."""
+    """Only matching paths are graded; all paths if empty."""
     exclude: tuple[str, ...] = ()
-    """These are dropped."""
+    """Matching paths are dropped."""
 
 
 class Recipe(Request):
-    """What a `dataset.toml` says.
+    """The content of a `dataset.toml`.
 
     Example:
         name = "cpython"
@@ -191,12 +192,13 @@ class Recipe(Request):
     histories: tuple[History, ...] = Field(default=(), alias="history")
     patches: PatchSeries | None = None
     counted: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Instance id -> how many tests to fix and to keep its author counted; a build that counts others
-    says so."""
+    """Instance id -> the numbers of FAIL_TO_PASS and PASS_TO_PASS tests that its author counted. A
+    build reports a difference."""
     patch: Paths = Paths()
-    """Which paths of a model's diff are graded, for rows that do not say; the others are recorded."""
+    """Which paths of a model's diff are graded, for rows that do not say. Dropped paths are
+    recorded."""
     timeout_s: float | None = Field(None, gt=0)
-    """Limit of the test run, for rows that set none."""
+    """Time limit of the test run, for rows that set none."""
     phases: Phases = Phases()
     """Limits of the sandboxes, for rows that set none."""
 
@@ -209,7 +211,7 @@ class Recipe(Request):
         return self
 
     def applied_to(self, instance: Instance) -> Instance:
-        """The instance with this dataset's defaults. What the row itself says is kept."""
+        """The instance with this dataset's defaults. Values of the row itself win."""
         grading = instance.grading
         changes: dict[str, object] = {}
         if self.timeout_s is not None and "timeout_s" not in grading.model_fields_set:
@@ -224,7 +226,7 @@ class Recipe(Request):
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """The recipe in a `dataset.toml`, or in the folder that holds one.
+    """Read the recipe in a `dataset.toml`, or in the folder that contains one.
 
     Raises: ConfigurationError naming the file, the entry and the field.
     """

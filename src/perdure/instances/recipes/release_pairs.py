@@ -1,8 +1,8 @@
 """Makes instances from consecutive releases: release N is the base, and release N+1 has the gold
 patch and the tests.
 
-This module reads the recipe (facts only) and makes everything except the FAIL_TO_PASS and
-PASS_TO_PASS lists; calibration in `graders` computes those by running the tests.
+This module makes everything except the FAIL_TO_PASS and PASS_TO_PASS lists. Calibration in
+`graders` computes those by running the tests.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ MAX_GOLD_LINES = 2000
 
 
 class Split(NamedTuple):
-    """The changed paths of a release by what they are for."""
+    """The changed paths of a release, by purpose."""
 
     gold: list[str]
     tests: list[str]
@@ -77,8 +77,8 @@ class ReleasePair:
 
 
 def environment_of(pair: Pair, tree: Path, moment: datetime.datetime) -> Environment:
-    """The base installed editable, everything else as of `exclude_newer`, or of the `moment` of the
-    later release."""
+    """The base as an editable install, with all other packages as of `exclude_newer` or of the
+    `moment`."""
     if pair.requires is None or pair.exclude_newer is None:
         found = needs.environment_at(tree, moment, pair.before, requires=pair.requires)
         return found if pair.python is None else found.model_copy(update={"python": pair.python})
@@ -95,7 +95,7 @@ def environment_of(pair: Pair, tree: Path, moment: datetime.datetime) -> Environ
 
 
 def split_paths(changed: list[str], before: Path, after: Path, pair: Pair) -> Split:
-    """Sort changed paths into gold, tests, and files that a release changes without a fix."""
+    """Sort changed paths into gold, tests, and files that change at every release."""
     split = Split([], [], [])
     for path in changed:
         if paths.is_test(path):
@@ -118,15 +118,15 @@ class Difference(NamedTuple):
     test_cmd: str
     environment: Environment
     day: str
-    """Of which the environment is."""
+    """The date of the environment's packages."""
 
 
 def difference(
     pair: Pair, before: bytes, after: bytes, uploaded: datetime.datetime | None = None
 ) -> Difference:
-    """Compare two sdists (their bytes), the later one `uploaded` at that time.
+    """Compare two sdists, given as bytes; `uploaded` is the time of the later one.
 
-    Raises: InstanceError when no instance can be made of them.
+    Raises: InstanceError when they cannot become an instance.
     """
     moment = _moment(pair, uploaded)
     with scratch("pair") as folder:
@@ -151,7 +151,7 @@ def difference(
 
 
 def _moment(pair: Pair, uploaded: datetime.datetime | None) -> datetime.datetime:
-    """The day that the pair names; else a day after the later release."""
+    """The day that the pair names; otherwise the day after the later release."""
     if pair.exclude_newer is not None:
         return datetime.datetime.combine(pair.exclude_newer, datetime.time(), datetime.UTC)
     if uploaded is None:

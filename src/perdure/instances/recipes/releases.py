@@ -1,4 +1,4 @@
-"""A git repository whose commits are the releases of a package, kept in the home."""
+"""Makes a git repository whose commits are the releases of a package, and caches it in the home."""
 
 import functools
 import hashlib
@@ -12,9 +12,10 @@ from perdure.instances.recipes import changelog
 
 
 def repository_of(package: str, versions: Sequence[str]) -> Path:
-    """One commit for each release, in order: its files, its changelog entry, its time, its tag.
+    """One commit per release, in order, with its files, changelog entry, time and tag. It is made
+    once.
 
-    It is made once. Raises: InstanceError (no such release), RetryHere (the index is out of reach).
+    Raises: InstanceError (no such release), RetryHere (the index is unreachable).
     """
     digest = hashlib.sha256(" ".join((package, *versions)).encode()).hexdigest()[:16]
     make = functools.partial(_make, package, versions)

@@ -1,1 +1,1 @@
-"""Rows of the public datasets: one file per format, and what the formats share."""
+"""Converts rows of public datasets: one file per format, and the code that formats share."""

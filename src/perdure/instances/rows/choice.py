@@ -1,4 +1,4 @@
-"""Which rows of a source a command asks for."""
+"""The rows of a source that a command asks for."""
 
 import fnmatch
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ class Choice:
     exclude: tuple[str, ...] = ()
     limit: int | None = None
     skip_bad_rows: bool = False
-    """A bad row does not count against the limit. Else it is an error if it is among the first."""
+    """A bad row does not count against the limit. If False, it counts, and the caller fails on
+    it."""
 
     def wants(self, instance_id: str) -> bool:
         included = not self.include or any(fnmatch.fnmatch(instance_id, g) for g in self.include)

@@ -1,4 +1,4 @@
-"""Decides which format a row has, and makes the row an instance.
+"""Finds a row's format, and converts the row to an instance.
 
 A new row format is one file with `to_instance(row, dataset)` and one line in `registry.ROWS`.
 """
@@ -21,7 +21,7 @@ Reader = Callable[[Row, str], Instance]
 def to_instance(
     row: Mapping[str, Any], dataset: str, row_number: int, folder: Path | None = None
 ) -> Instance:
-    """The instance that a row describes. Relative paths in the row begin at `folder`.
+    """The instance that a row describes. Relative paths in the row start at `folder`.
 
     Raises: InstanceError with the row's number, the field and the fix.
     """

@@ -1,4 +1,4 @@
-"""Git diffs made from contents, for rows that carry files instead of diffs."""
+"""Makes git diffs from contents, for rows that have files instead of diffs."""
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
@@ -36,7 +36,7 @@ def is_inside(path: object) -> bool:
 
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> bytes:
-    """The git diff between two sets of files, whose paths are all `is_inside`."""
+    """The git diff between two sets of files. All paths must be `is_inside`."""
     with TemporaryDirectory() as folder:
         tree = Path(folder)
         _write(tree, before)

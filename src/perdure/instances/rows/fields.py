@@ -1,4 +1,4 @@
-"""Reads one row's fields in every form that the public datasets use. Every error names the row, the
+"""Reads one row's fields in every form that public datasets use. Each error names the row, the
 field and the fix. The formats decide what a field means.
 """
 
@@ -24,7 +24,7 @@ class Row:
     number: int
     fields: Mapping[str, Any]
     folder: Path = Path()
-    """Of the file that the row came from: relative paths in the row begin there."""
+    """The folder of the row's file; relative paths in the row start there."""
 
     def lacks(self, name: str, fix: str) -> InstanceError:
         return InstanceError(f"row {self.number} lacks `{name}`: {fix}")
@@ -40,7 +40,7 @@ class Row:
         return replace(self, fields={**self.fields, **fields})
 
     def beside(self, path: str) -> Path:
-        """A file that the row names."""
+        """The path of a file that the row names."""
         return self.folder / path
 
     def has(self, name: str) -> bool:
@@ -62,13 +62,13 @@ class Row:
         return value or default
 
     def patch(self, name: str, fix: str | None = None) -> bytes:
-        """A diff with its line ends unchanged; required if `fix` is given, which the error then
-        quotes."""
+        """A diff with unchanged line endings. It is required if `fix` is given; the error quotes
+        `fix`."""
         text = self.text(name, fix) if fix else self.optional_text(name)
         return text.encode("utf-8", "surrogateescape")
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """A list of strings in any form; absent, null and "" are the empty list."""
+        """A list of strings in any form; empty if the field is absent, null or ""."""
         value = self.fields.get(name)
         if value is None or value == "":
             return ()
@@ -78,9 +78,9 @@ class Row:
         return tuple(values)
 
     def lines(self, name: str) -> tuple[str, ...]:
-        """Shell lines: a list in any form, or one string, cut at its line ends.
+        """Shell lines: a list in any form, or one string, split at newlines.
 
-        Some rows escaped them: a string without a single real line end is cut at literal \\n.
+        Some rows escape newlines: a string without a real newline is split at literal \\n.
         """
         value = self.fields.get(name)
         if isinstance(value, str) and not isinstance(_literal(value), (list, tuple)):
@@ -89,7 +89,8 @@ class Row:
         return self.strings(name)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """An object, or JSON text of one; empty when absent. Null members are left out."""
+        """An object, or JSON text of one, without its null members; empty if the field is
+        absent."""
         value = self.fields.get(name)
         if value is None or value == "":
             return {}
@@ -99,12 +100,12 @@ class Row:
         return {key: member for key, member in value.items() if member is not None}
 
     def kept(self, *names: str) -> dict[str, JsonValue]:
-        """The named plain values, for an instance's metadata."""
+        """Those of the named fields that are plain values, for an instance's metadata."""
         values = {name: self.fields.get(name) for name in names}
         return {k: v for k, v in values.items() if isinstance(v, (str, int, float)) and v != ""}
 
     def invalid(self, error: ValidationError, prefix: str = "") -> InstanceError:
-        """The first validation error of a model, with this row's number and field."""
+        """An error with the model's first validation error, this row's number and the field."""
         first = error.errors(include_url=False)[0]
         name = ".".join([*([prefix] if prefix else []), *(str(part) for part in first["loc"])])
         if first["type"] == "string_pattern_mismatch" and name == "instance_id":
@@ -121,7 +122,7 @@ def _kind(value: Any) -> str:
 
 
 def _literal(text: str) -> Any:
-    """JSON, else a Python literal, else None. Never evaluates anything."""
+    """The value of JSON or of a Python literal; None if it is neither. It evaluates no code."""
     try:
         return json.loads(text)
     except ValueError:

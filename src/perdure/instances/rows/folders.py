@@ -1,4 +1,4 @@
-"""Tasks that are folders instead of rows: Harbor's, and plain ones with one file for each long field.
+"""Reads tasks that are folders: Harbor's, and plain ones with one file for each long field.
 
 mine-1/
   row.json       every other field of a row, in any known format
@@ -18,12 +18,12 @@ TEXTS = {"problem.md": "problem_statement", "gold.patch": "patch", "tests.patch"
 
 
 def task_folders(folder: Path) -> list[Path]:
-    """The folder itself if it is a task, else the tasks directly below it, by name."""
+    """The folder itself if it is a task, and the tasks directly below it, by name."""
     return [path for path in (folder, *sorted(folder.iterdir())) if _is_task(path)]
 
 
 def fields_of(folder: Path) -> dict[str, Any]:
-    """A row with what the folder holds. Raises: ValueError (text or JSON is malformed)."""
+    """The folder's content as the fields of a row. Raises: ValueError (malformed text or JSON)."""
     if (folder / HARBOR).is_file():
         return {"data_source": "harbor", "task_folder": str(folder.absolute())}
     row = json.loads((folder / PLAIN).read_bytes())

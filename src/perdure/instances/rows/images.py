@@ -1,4 +1,5 @@
-"""Image names of the public datasets: the row's own, else by the rule of its publisher.
+"""Image names of the public datasets: the row's own, or the name by its publisher's rule.
+
 `perdure.sandboxes.images` decides where an image is pulled from, and its name at a provider.
 """
 
@@ -8,14 +9,14 @@ from perdure.errors import ConfigurationError
 from perdure.instances.rows.fields import Row
 
 GIVEN = ("image", "image_name", "docker_image", "image_url")
-"""Fields in which a dataset may name the image; Scale-SWE, SWE-smith and R2E-Gym always do."""
+"""Fields that may name the image; rows of Scale-SWE, SWE-smith and R2E-Gym always have one."""
 
 Rule = Callable[[Row], str | None]
 
 
 def image_of(row: Row) -> str | None:
-    """The row's image: as given, by its data source's rule, or by SWE-bench's rule if the row has
-    its fields."""
+    """The row's image: its own, or by its data source's rule, or by SWE-bench's rule if it has a
+    `version`."""
     if own := given(row):
         return own
     source = row.optional_text("data_source").lower().replace("_", "-").rpartition("/")[2]
@@ -26,7 +27,7 @@ def image_of(row: Row) -> str | None:
 
 
 def rule_named(name: str) -> Rule:
-    """The rule of a data source whose name begins with `name`. Raises: ConfigurationError."""
+    """The rule for data sources that begin with `name`. Raises: ConfigurationError."""
     for prefix, rule in RULES:
         if prefix == name:
             return rule
@@ -56,7 +57,8 @@ def swe_rebench(row: Row) -> str | None:
 
 
 def _by_id(row: Row, owner: str, instead: str) -> str | None:
-    """Docker forbids two underscores in a row, and each publisher replaces them differently."""
+    """The image named by the instance id. Docker forbids `__`, and each publisher replaces it in
+    its own way."""
     instance_id = row.optional_text("instance_id").lower()
     if "__" not in instance_id:
         return None
@@ -103,4 +105,4 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ("r2e", r2e_gym),
     ("multi-swe", multi_swe),
 )
-"""By prefix of `data_source`; longer prefixes come first."""
+"""Rules by prefix of `data_source`; a longer prefix comes before its shorter one."""

@@ -20,17 +20,17 @@ from perdure.storage.base import Store
 from perdure.types import Instance
 
 AT_ONCE = 32
-"""Rows that are converted at a time: some formats fetch commits, which takes seconds each."""
+"""Rows to convert at a time: some formats fetch commits, which takes seconds per row."""
 
 
 class ImportedRow(NamedTuple):
-    """What became of one row."""
+    """The import result of one row."""
 
     number: int
     instance_id: str
-    """Empty where the row names none."""
+    """Empty if the row names none."""
     problem: str = ""
-    """Why it was left out."""
+    """Why it was not imported."""
     is_left: bool = False
     """Not imported yet: no command has asked for it."""
 
@@ -49,12 +49,12 @@ class ImportReport:
 
     @property
     def problems(self) -> list[str]:
-        """One line for each row that was left out."""
+        """One line for each row that could not be imported."""
         return [row.problem for row in self.rows if row.problem]
 
     @property
     def left(self) -> int:
-        """Rows that are not imported yet."""
+        """Number of rows that are not imported yet."""
         return sum(row.is_left for row in self.rows)
 
 
@@ -67,15 +67,14 @@ async def import_rows(
     *,
     keep: bool = False,
 ) -> ImportReport:
-    """Keep the chosen rows of `source` in the catalog; a bad row is reported and left out.
+    """Import the chosen rows of `source` into the catalog; bad rows are reported and skipped.
 
-    A limit counts the rows of a file in their order, those of a public set by their ids, as a run does.
-
-    `dataset`: its name in the catalog, by default the file's name or the recipe's. `validate`: a
-    further check (the grader's), which raises InstanceError. `keep`: do not read rows again that
-    are imported.
+    A limit counts the rows of a file in their order, and those of a public set by id, as a run
+    does. `dataset`: its name in the catalog; the default is the file's name or the recipe's.
+    `validate`: a further check (the grader's), which raises InstanceError. `keep`: do not read
+    imported rows again.
     Raises: ConfigurationError or MissingDependency when the source cannot be read at all; RetryHere
-    naming the row whose repository cannot be reached. What was imported before it stays.
+    naming the row whose repository cannot be reached. Rows imported earlier stay.
     """
     own_name = source.recipe.name if isinstance(source, PublicSet) else dataset_name(str(source))
     name = dataset or own_name
@@ -93,7 +92,7 @@ async def import_rows(
 
 
 async def earlier_import(store: Store, dataset: str) -> ImportReport | None:
-    """What earlier imports of this dataset left."""
+    """The state of this dataset's rows after earlier imports; None if there were none."""
     rows = await catalog.load_import(store, dataset)
     return None if rows is None else ImportReport(dataset, [ImportedRow(**row) for row in rows])
 
@@ -118,13 +117,13 @@ class _Import:
         self.choice = choice
         self.validate = validate
         self._done = {place for place, row in enumerate(rows) if keep and not row.is_left}
-        """Positions of rows that need no conversion any more."""
+        """Positions of rows that need no further conversion."""
         good = (place for place in self._done if not self.rows[place].problem)
         self._first = {self.rows[place].instance_id: place for place in good}
         """Instance id -> the position of its row."""
 
     def is_complete(self) -> bool:
-        """Every row that the choice asks for is imported."""
+        """Whether every row that the choice asks for is imported."""
         return not self._round()
 
     async def save(self, store: Store) -> None:
@@ -139,12 +138,12 @@ class _Import:
                 asked = ((place, row) for place, row in rows if place in places)
                 while some := list(islice(asked, AT_ONCE)):
                     await self._convert(store, threads, some)
-                self._done |= places  # also of a source that became shorter
+                self._done |= places  # ends the loop even if the source became shorter
 
     def _round(self) -> set[int]:
-        """Positions of the rows to convert next; empty: the choice is complete."""
+        """Positions of the rows to convert next; empty if the choice is complete."""
         unnamed = {place for place in self._open() if not self.rows[place].instance_id}
-        if unnamed and self.published:  # their ids decide their order
+        if unnamed and self.published:  # the limit counts by id, so all ids must be known
             return unnamed
         chosen: set[int] = set()
         counted = 0
@@ -187,7 +186,7 @@ class _Import:
     async def _kept(
         self, store: Store, row: NumberedRow, place: int, result: Instance | BaseException
     ) -> ImportedRow:
-        """Save the instance. Raises: what is no fault of the row."""
+        """Save the instance. Raises: `result`, if it is an error that the row did not cause."""
         if isinstance(result, Instance):
             own = result.instance_id
             if self._first.setdefault(own, place) == place:
@@ -201,7 +200,7 @@ class _Import:
         return ImportedRow(row.number, given if isinstance(given, str) else "", str(result))
 
     def _instance_of(self, row: NumberedRow) -> Instance:
-        """Called in a thread. Raises: InstanceError, RetryHere."""
+        """Convert and check the row; runs in a thread. Raises: InstanceError, RetryHere."""
         if row.problem:
             raise InstanceError(row.problem)
         instance = to_instance(row.fields, self.dataset, row.number, _folder_of(self.source))
@@ -224,18 +223,18 @@ def _read(source: str | Path | PublicSet) -> Iterator[NumberedRow]:
 def _listed(
     source: str | Path | PublicSet, earlier: Sequence[ImportedRow], *, keep: bool
 ) -> Iterator[ImportedRow]:
-    """The rows of the source, with what earlier imports made of them."""
+    """The rows of the source, with their state after earlier imports."""
     for place, row in enumerate(_read(source)):
         given = "" if row.problem else given_id(Row(row.number, row.fields))
         known = earlier[place] if place < len(earlier) else ImportedRow(0, "", is_left=True)
         if known.is_left or given not in ("", known.instance_id):
             yield ImportedRow(row.number, given, is_left=True)
-        else:  # without `keep` the source may have changed: only the id that it gives now counts
+        else:  # without `keep` the source may have changed, so its current id replaces the old one
             yield known if keep else known._replace(instance_id=given)
 
 
 def _folder_of(source: str | Path | PublicSet) -> Path:
-    """Where relative paths in the rows begin."""
+    """The folder from which relative paths in the rows start."""
     if isinstance(source, PublicSet):
         return _folder_of(source.elsewhere) if source.elsewhere else source.folder
     path = Path(source)

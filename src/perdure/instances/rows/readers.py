@@ -1,5 +1,5 @@
-"""Reads rows from files and the Hugging Face hub, exactly as they are stored. It knows the
-containers (JSONL, JSON, parquet, hub); `rows` knows what the fields mean.
+"""Reads rows from files (JSONL, JSON, parquet) and the Hugging Face hub, unchanged. The formats
+interpret their fields.
 """
 
 import datetime
@@ -27,18 +27,18 @@ class Hub(NamedTuple):
     """A dataset of the Hugging Face hub."""
 
     name: str
-    """`owner/name`, or the path of a folder that holds such a dataset's files."""
+    """`owner/name`, or the path of a folder with such a dataset's files."""
     split: str = DEFAULT_SPLIT
     revision: str | None = None
-    """A commit of its repository; None is the newest."""
+    """A commit of its repository; None: the newest."""
     config: str | None = None
     """The name of a subset."""
 
 
 class NumberedRow(NamedTuple):
-    """A row as read. `number` counts from 1; in JSONL it is the line, so that an editor finds it.
+    """A row as stored. `number` counts from 1; in JSONL it is the line number.
 
-    If the row cannot be read, `problem` says why, so that one bad line does not hide the next one.
+    If the row cannot be read, `problem` says why, so that reading continues after a bad line.
     """
 
     number: int
@@ -47,11 +47,11 @@ class NumberedRow(NamedTuple):
 
 
 def read_rows(source: str | Path) -> Iterator[NumberedRow]:
-    """Rows of a .jsonl, .json or .parquet file, of a folder of tasks (`rows.folders`) or one that the
-    library `datasets` can load, or of a hub name `owner/name[:split]`.
+    """Rows of a .jsonl, .json or .parquet file, of a folder of tasks (`rows.folders`), of a folder
+    that the library `datasets` can load, or of a hub name `owner/name[:split]`.
 
-    A folder that exists is never asked of the hub. Raises: ConfigurationError when the source is
-    none of these; MissingDependency.
+    An existing folder wins over a hub name. Raises: ConfigurationError when the source is none of
+    these; MissingDependency.
     """
     path = Path(source)
     if path.is_file():
@@ -91,7 +91,7 @@ def _read_file(path: Path) -> Iterator[NumberedRow]:
 
 
 def _read_jsonl(path: Path) -> Iterator[NumberedRow]:
-    # Lines are cut in bytes, at \n only: text-mode reading would also turn \r\n into \n.
+    # Split bytes at \n only, because text mode would also change \r\n to \n.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -140,7 +140,7 @@ def _read_tasks(tasks: list[Path]) -> Iterator[NumberedRow]:
 
 
 def _read_folder(folder: str, split: str) -> Iterator[NumberedRow]:
-    """`split` empty: `test`, or the only one that there is."""
+    """Without `split`, read `test`, or the only split."""
     splits = _load(folder)
     name = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in splits else next(iter(splits), ""))
     if name not in splits or (not split and name != DEFAULT_SPLIT and len(splits) > 1):
@@ -159,7 +159,7 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
             f"{command_for_extra('instances')}"
         ) from None
     away = "" if Path(name).is_dir() else hub_is_away()
-    if away:  # else the library asks again for minutes; its cache may have the rows
+    if away:  # online, the library would retry for minutes; its cache may have the rows
         environment.force({"HF_HUB_OFFLINE": "1"})
     import datasets
 
@@ -178,7 +178,7 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
 
 
 def hub_is_away() -> str:
-    """Why the Hugging Face hub cannot be reached; empty if it can, or a proxy decides."""
+    """Why the Hugging Face hub cannot be reached; empty if it can, or if a proxy is set."""
     proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     if any(environment.foreign(name) for name in proxies):
         return ""
@@ -198,5 +198,5 @@ def _checked(number: int, row: Any) -> NumberedRow:
 
 
 def _plain(value: Any) -> Any:
-    """Parquet and the hub have a type for times, which rows give as text elsewhere."""
+    """Convert a time of parquet or the hub to text, as other rows give it."""
     return value.isoformat() if isinstance(value, datetime.date) else value

@@ -1,5 +1,5 @@
-"""Recognises the format of a row that names no `data_source`, and refuses fields that its format would
-ignore although another one grades by them.
+"""Recognizes the format of a row that names no `data_source`, and refuses fields that its format
+would ignore but another format grades by.
 """
 
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from perdure.instances.rows.formats import swe_gym
 
 
 class Format(NamedTuple):
-    """A public format, as the fields of its rows tell it from the others."""
+    """A public format, with the fields that distinguish its rows from others."""
 
     title: str
     marks: tuple[str, ...]
-    """Only its rows have these: one of them is enough, and decides how they are graded."""
+    """Only its rows have these fields, and they decide the grading; one of them is enough."""
     needs: tuple[str, ...]
-    """Fields that every row of it has."""
+    """Fields that every row of the format has."""
 
 
 LISTS = ("instance_id", "problem_statement", "patch", "test_patch", "FAIL_TO_PASS")
@@ -59,7 +59,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "slime": Format("slime", ("swepro", "remote_env_info"), ("prompt", "metadata")),
     }
 )
-"""By the name in `registry.ROWS`."""
+"""Name in `registry.ROWS` -> format."""
 
 ALIKE = {
     "swe-bench": "swebench",
@@ -68,13 +68,13 @@ ALIKE = {
     "git-history": "swebench",
     "release-pair": "swebench",
 }
-"""Other names in `registry.ROWS` of a format."""
+"""Other names in `registry.ROWS` -> the format's name in FORMATS."""
 
 
 def recognised(row: Row) -> str:
-    """The format's name in `registry.ROWS`, by the row's fields.
+    """The format's name in `registry.ROWS`, found from the row's fields.
 
-    Raises: InstanceError when none fits, or when two do.
+    Raises: InstanceError when no format or more than one fits.
     """
     marked = [name for name, format_ in FORMATS.items() if _mark_of(row, format_)]
     if _is_slime(row):
@@ -92,8 +92,8 @@ def recognised(row: Row) -> str:
 
 
 def given_id(row: Row) -> str:
-    """The instance id, if the row's format takes it from the field `instance_id`; else empty: only the
-    conversion tells."""
+    """The instance id, if the row's format takes it from the field `instance_id`; otherwise empty,
+    because only the conversion gives it."""
     try:
         named = row.optional_text("data_source")
         name = registry.data_source_named(named) if named else recognised(row)
@@ -105,7 +105,7 @@ def given_id(row: Row) -> str:
 
 
 def refuse_other_marks(row: Row, name: str) -> None:
-    """Refuse a field by which another format than the row's grades, because it would be ignored.
+    """Refuse a field that this format would ignore but by which another format grades.
 
     Raises: InstanceError naming both formats.
     """
@@ -124,7 +124,7 @@ def _mark_of(row: Row, format_: Format) -> str:
 
 
 def _is_slime(row: Row) -> bool:
-    """A grader or an image in `metadata`, or a row that has nothing else."""
+    """`metadata` has a grader or an image, or the row has no `instance_id`."""
     if not row.has("metadata"):
         return False
     inside = row.fields["metadata"]
@@ -135,7 +135,7 @@ def _is_slime(row: Row) -> bool:
 
 
 def _rows_in(value: object) -> str:
-    """What a field holds, if whole rows or predictions; else empty."""
+    """What a field contains, if that is whole rows or predictions; otherwise empty."""
     one = next(iter(value), None) if isinstance(value, list) else value
     if not isinstance(one, Mapping):
         return ""
@@ -145,7 +145,8 @@ def _rows_in(value: object) -> str:
 
 
 def _nearest(row: Row) -> str:
-    """The format with the largest share of its fields in the row, at least half of them."""
+    """The unmarked format with the largest share of its fields in the row, which must be half or
+    more."""
 
     def share(name: str) -> float:
         needs = FORMATS[name].needs

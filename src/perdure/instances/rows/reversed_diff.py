@@ -1,4 +1,4 @@
-"""The reverse of a git diff, as a diff: what `git apply --reverse` would do. No tree is needed."""
+"""Reverses a git diff, as `git apply --reverse` would, without a tree."""
 
 import re
 from collections.abc import Iterator
@@ -15,15 +15,15 @@ _SWAPPED = {
     b"+++ ": b"--- ",
 }
 _FIRST = (b"old mode ", b"rename from ", b"--- ")
-"""Of a pair of header lines, the one that git writes first."""
+"""The first line of each pair of header lines that git writes."""
 
 
 class Irreversible(ValueError):
-    """The diff lacks what its reverse would need, or is no git diff."""
+    """The diff lacks data that its reverse needs, or is not a git diff."""
 
 
 def reversed_diff(diff: bytes) -> bytes:
-    """Raises: Irreversible for binary files, copies, and what is not a git diff."""
+    """Raises: Irreversible for binary files, copies, and bytes that are not a git diff."""
     lines: list[bytes] = []
     for line in diff.removesuffix(b"\n").split(b"\n"):
         if (
@@ -50,7 +50,7 @@ def _reversed(lines: Iterator[bytes]) -> Iterator[bytes]:
             before, _, after = line[6:].partition(b"..")
             after, space, mode = after.partition(b" ")
             yield b"index %b..%b%b%b" % (after, before, space, mode)
-        elif line.startswith(_FIRST):  # the pair, so that the order stays git's own
+        elif line.startswith(_FIRST):  # swap the whole pair, to keep git's order of lines
             yield _header(next(lines, b""))
             yield _header(line)
         else:
@@ -77,7 +77,7 @@ def _other_side(name: bytes, before: bytes, after: bytes) -> bytes:
 
 
 def _git_line(line: bytes) -> bytes:
-    """`diff --git a/X b/Y` -> `diff --git a/Y b/X`; the names differ for a rename only."""
+    """`diff --git a/X b/Y` -> `diff --git a/Y b/X`; the names differ only for a rename."""
     names = line[len(b"diff --git ") :]
     for place in (match.start() for match in re.finditer(rb" \"?b/", names)):
         old, new = names[:place], names[place + 1 :]
@@ -91,7 +91,7 @@ def _git_line(line: bytes) -> bytes:
 
 
 def _body(lines: Iterator[bytes], old: int, new: int) -> Iterator[bytes]:
-    """The lines of a hunk. What was added is removed, and comes first, as git writes it."""
+    """The reversed lines of a hunk. Added lines become removed ones and come first, as in git."""
     added: list[bytes] = []
     removed: list[bytes] = []
     while old > 0 or new > 0:

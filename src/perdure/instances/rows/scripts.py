@@ -1,5 +1,5 @@
-"""From a published test script to the command that Perdure runs once the diff and the hidden tests are
-in place. What the script does beside that (resets, patches, reports) is the grader's own work.
+"""Turns a published test script into the command that Perdure runs once the diff and the hidden
+tests are in place. It drops the script's resets, patches and reports, which the grader does itself.
 """
 
 import re
@@ -10,11 +10,11 @@ START = ">>>>> Start Test Output"
 END = ">>>>> End Test Output"
 
 OFFLINE = "export PIP_NO_INDEX=1"
-"""Published scripts install the tree again before its tests. No index can be reached here, so that pip
-should fail at once instead of waiting; the image's installation stays."""
+"""Makes pip fail at once instead of waiting. Published scripts reinstall the tree before its tests,
+but the grading sandbox reaches no package index; the image's installation stays."""
 
 ENTERS = re.compile(r"(cd|source|conda activate|set) ")
-"""Lines that enter the folder and the environment, and run nothing."""
+"""Matches lines that enter the folder and the environment and run nothing else."""
 
 _INSTALLS = re.compile(r"\bpip3? install\b")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
@@ -30,13 +30,15 @@ _GRADERS_OWN = re.compile(
 
 
 def marked(script: str) -> tuple[str, str] | None:
-    """What a script runs before its start marker, and between its markers; None without markers."""
+    """The script's lines before its start marker, and those between its markers; None without
+    markers."""
     place = re.search(f"^: '{START}'\n(.*?)^: '{END}'", script, re.DOTALL | re.MULTILINE)
     return (script[: place.start()], place[1]) if place else None
 
 
 def command(before: str, tests: str) -> str:
-    """Shell lines that prepare the tests, then those that run them, without the grader's own work."""
+    """The lines that prepare the tests and those that run them, without those that the grader
+    replaces."""
     lines = list(_without_repeats(chain(_kept(before), _kept(tests))))
     if any(_INSTALLS.search(line) for line in lines):
         lines.insert(1 if lines[0].startswith("set ") else 0, OFFLINE)
@@ -44,7 +46,8 @@ def command(before: str, tests: str) -> str:
 
 
 def _kept(script: str) -> Iterator[str]:
-    """Lines without the grader's own; a here-document goes with the line that it feeds."""
+    """The lines that the grader does not replace. A here-document stays with the line that it
+    feeds."""
     patched = set(re.findall(r"^\+\+\+ b/(.*)$", script, re.MULTILINE))
     lines = iter(script.splitlines())
     for line in lines:
@@ -60,13 +63,14 @@ def _kept(script: str) -> Iterator[str]:
 
 
 def _removes(line: str, patched: set[str]) -> bool:
-    """`rm -f` of files that the script's patch adds, which makes room for them. Here they are in place
-    already."""
+    """The line removes files that the script's patch adds. It must be dropped, because here they
+    are already in place."""
     return line.startswith("rm -f ") and set(line.split()[2:]) <= patched
 
 
 def _without_repeats(lines: Iterator[str]) -> Iterator[str]:
-    """Published scripts enter the folder and the environment twice."""
+    """Drop repeated lines that enter the folder or the environment; published scripts do both
+    twice."""
     seen: set[str] = set()
     for line in lines:
         if line not in seen or not ENTERS.match(line):

@@ -1,1 +1,1 @@
-"""The public formats: one file each, with `to_instance(row, dataset)`."""
+"""The public row formats: one file each, with `to_instance(row, dataset)`."""

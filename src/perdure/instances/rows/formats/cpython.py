@@ -1,8 +1,8 @@
-"""CPython rows: a merged pull request of which the tests are hidden, graded by the whole test suite.
+"""CPython rows: a merged pull request with hidden tests, graded by the whole test suite.
 
-A row names two commits. The model's diff without test files meets the pull request's test files.
-Which paths are tests, which tests are ignored and how much memory one may address are the dataset's to
-say: fields of the row, or `[rows.defaults]` of a `dataset.toml`.
+A row names two commits. The grader runs the pull request's tests on the model's diff without its
+test files. The dataset sets which paths are tests, which tests are ignored and how much memory a
+process may address: by fields of the row, or by `[rows.defaults]` of a `dataset.toml`.
 """
 
 import re
@@ -17,13 +17,14 @@ from perdure.types import Grading, Instance, Source, SourceKind
 
 TESTS = ("Lib/test/*",)
 ADDRESS_SPACE = 32 << 30
-"""Bytes that one process of the suite may address."""
+"""Address space in bytes of each process of the test suite."""
 TIMEOUT_S = 7200.0
 _FILE = re.compile(rb"^diff --git a/(?P<path>.+) b/(?P=path)$", re.MULTILINE)
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
-    """Raises: InstanceError naming row, field and fix; RetryHere where its repository is away."""
+    """Raises: InstanceError naming row, field and fix; RetryHere if its repository is
+    unreachable."""
     base = row.text("base_commit", "name the parent of the pull request's merge")
     source = _source(row, base)
     include = row.strings("include") or TESTS
@@ -52,7 +53,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def _source(row: Row, base: str) -> Source:
-    """The row's own source; else its image; else the commit on GitHub."""
+    """The row's own source, or its image, or the commit on GitHub, in this order."""
     if row.has("source"):
         given = row.mapping("source")
         at_base = given if "commit" in given else {**given, "commit": base}
@@ -65,7 +66,7 @@ def _source(row: Row, base: str) -> Source:
 
 
 def _split(row: Row, source: Source, base: str, include: tuple[str, ...]) -> tuple[bytes, bytes]:
-    """The pull request's change of tests, and the rest of it: the reference fix."""
+    """The pull request's change to tests, and the rest, which is the reference fix."""
     if row.has("diff"):
         return _split_diff(row.patch("diff"), include)
     merge = row.text("merge_commit", "name the merge of the pull request, or give its `diff`")

@@ -1,7 +1,9 @@
-"""Harbor task folders: instruction.md, task.toml, environment/, tests/test.sh and perhaps solution/.
+"""Harbor task folders: instruction.md, task.toml, environment/, tests/test.sh and optionally
+solution/.
 
-Perdure builds no images: the task names one that exists. Its tree becomes a repository of one commit,
-so that the agent's change is a diff. What a task asks for and Perdure does not do is refused.
+Perdure builds no images, so the task must name one that exists. Its tree becomes a repository of
+one commit, so that the agent's change is a diff. A task that needs an unsupported feature is
+refused.
 """
 
 import re
@@ -25,7 +27,7 @@ from perdure.types import (
 )
 
 FOLDER = ".perdure-tests"
-"""Of the tests in `grading.files`; the grader `reward_file` moves them to /tests."""
+"""The folder of the tests in `grading.files`; the grader `reward_file` moves them to /tests."""
 ONE_COMMIT = (
     "[ -d .git ] || { git init -q . && git add -A -f && git -c user.name=perdure "
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
@@ -65,7 +67,7 @@ READ: Mapping[str, frozenset[str]] = {
     ),
     "solution": frozenset(),
 }
-"""Keys that are understood, by table. `task` and `metadata` describe the task and may hold anything."""
+"""Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -133,7 +135,7 @@ def _image(row: Row, folder: Path, environment: Mapping[str, Any]) -> str:
 
 
 def _workdir(folder: Path) -> str:
-    """The Dockerfile's last one."""
+    """The last WORKDIR of the Dockerfile; /app if it has no absolute one."""
     dockerfile = folder / "environment" / "Dockerfile"
     text = dockerfile.read_text() if dockerfile.is_file() else ""
     found: list[str] = re.findall(r"^\s*WORKDIR\s+(\S+)\s*$", text, re.MULTILINE)

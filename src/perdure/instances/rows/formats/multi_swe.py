@@ -1,7 +1,7 @@
-"""Multi-SWE-bench rows: one pull request with the results of three stages of its tests.
+"""Multi-SWE-bench rows: one pull request, with the results of three test stages.
 
-Only the last stage is run again. Which tests must pass there, and which may not fail, follows from the
-row's results of the first two.
+The grader runs only the last stage. The row's results of the first two stages decide which tests
+must pass there, and which may not fail.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ FIXED = ("f2p_tests", "s2p_tests", "n2p_tests")
 KEPT = "p2p_tests"
 STAGES = ("run_result", "test_patch_result")
 FIX_AND_TESTS = ("/home/fix.patch", "/home/test.patch")
-"""The image holds both; its scripts apply them."""
+"""Both diffs are in the image; its scripts apply them."""
 COMMAND = """\
 git() {
   case " $* " in *" apply "*" /home/fix.patch "*) ;; *) command git "$@" ;; esac
 }
 . /home/fix-run.sh"""
-"""The publisher's command of the third stage. The grader has applied both diffs, so where the script does
-it, in one of several ways, nothing is to be done."""
+"""The publisher's command for the third stage. The grader has already applied both diffs, so this
+makes the script's `git apply` of them do nothing."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -57,7 +57,7 @@ def image_of(row: Row) -> str | None:
 
 
 def _statement(row: Row) -> str:
-    """The issues that the pull request resolves, or what it says itself."""
+    """The issues that the pull request resolves, or its own title and body."""
     issues = row.fields.get("resolved_issues") or [row.fields]
     if not isinstance(issues, list) or not all(isinstance(issue, Mapping) for issue in issues):
         raise row.wrong("resolved_issues", "give a list of issues with `title` and `body`")

@@ -1,7 +1,7 @@
 """SWE-bench Multimodal rows: SWE-bench's schema 5 and `image_assets`, the binary files of its patches.
 
-A text patch cannot carry them, so that the publisher names their addresses. They are fetched when the
-row is imported, and written before the tests run, as swebench 5 does. The browser suites of some
+A text patch cannot hold binary files, so the publisher gives their URLs. The import downloads them,
+and the grader writes them before the tests run, as swebench 5 does. The browser tests of some
 repositories need a sandbox in which Chromium starts.
 """
 
@@ -18,14 +18,14 @@ from perdure.types import Instance
 
 FETCH_TIMEOUT_S = 60.0
 MAX_BYTES = 32 << 20
-"""Of all assets of a row: they are kept in its instance."""
+"""Total size limit for the assets of a row, because its instance contains them."""
 PARTS = ("test_patch", "patch")
 """swebench writes the assets of both patches before the tests."""
 SHAPE = 'a list of {"path": ..., "url": ...}'
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
-    """Raises: InstanceError naming row, field and fix, also for an address that cannot be read."""
+    """Raises: InstanceError naming row, field and fix, also for a URL that cannot be read."""
     assets = row.mapping("image_assets")
     unknown = sorted(set(assets) - {*PARTS, "problem_statement"})
     if unknown:
@@ -60,7 +60,7 @@ def _path(row: Row, part: str, asset: dict[str, Any]) -> str:
 
 
 def _content(row: Row, part: str, asset: dict[str, Any], left: int) -> bytes:
-    """`content` in base64, else what is at `url`."""
+    """The decoded `content`; without it, the download of `url`."""
     name, url = f"image_assets.{part}", asset.get("url")
     try:
         if given := asset.get("content"):

@@ -1,7 +1,7 @@
-"""R2E-Gym rows: the status of every test after the fix is given, and the tests are in the row.
+"""R2E-Gym rows: they give the status of every test after the fix, and contain the tests.
 
-The image holds the tests, their results and the fix, also inside the repository: all of that is
-removed. Hidden tests come from the row.
+The image has the tests, their results and the fix, also inside the repository. All of these are
+removed, and the hidden tests come from the row.
 """
 
 import json
@@ -18,7 +18,8 @@ TESTS = "r2e_tests"
 WARNINGS = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'"
 PYTEST = f".venv/bin/python -W ignore -m pytest -rA {TESTS}"
 OWN_RUNNER = re.compile(r"^tornado$|^pillow$.*\bunittest\b", re.DOTALL | re.MULTILINE)
-"""Repositories (for pillow with their tests) whose runner is a program in the image."""
+"""Matches repositories whose test runner is a program in the image: tornado, and pillow with
+unittest."""
 SHOWN = (
     "run_tests.sh",
     "syn_issue.json",
@@ -29,12 +30,12 @@ SHOWN = (
     "modified_entities.json",
     TESTS,
 )
-"""What the publisher's own harness hides from the agent: its SKIP_FILES."""
+"""Files that the publisher's own harness hides from the agent: its SKIP_FILES."""
 KEEP_UNTRACKED = (
     "git ls-files -o --exclude-standard --directory --no-empty-directory "
     "| sed 's,^,/,' >>.git/info/exclude"
 )
-"""Untracked files of the image, such as its environment, are no edit of the agent's."""
+"""Keeps untracked files of the image, such as its environment, out of the agent's diff."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -92,7 +93,7 @@ def _grading(row: Row, repo: str, in_tree: bool) -> Grading:
 
 
 def _command(row: Row, repo: str, tests: bytes) -> str:
-    """As in the image's `run_tests.sh`."""
+    """The command in the image's `run_tests.sh`."""
     if OWN_RUNNER.search(f"{repo}\n{tests.decode('utf-8', 'replace')}"):
         fix = f"{repo} has a runner of its own, so name a command that runs pytest"
         raise row.lacks("test_cmd", fix)
@@ -102,7 +103,7 @@ def _command(row: Row, repo: str, tests: bytes) -> str:
 
 
 def _key(name: str) -> str:
-    """As the publisher's reader of results: no colours, no message."""
+    """Remove colors and messages, as the publisher's reader of results does."""
     return name.replace("\x1b[0m", "").replace("\x1b[1m", "").split(" - ")[0]
 
 
@@ -126,7 +127,7 @@ def _test_file(row: Row, name: Any, code: str) -> bytes:
 
 
 def _gold(row: Row) -> bytes:
-    """The fix without its tests, from the contents before and after it."""
+    """The fix without its tests, made from the file contents before and after it."""
     try:
         changes = json.loads(row.text("parsed_commit_content", "add the fix"))["file_diffs"]
         files = [
@@ -153,7 +154,7 @@ def _gold(row: Row) -> bytes:
 
 
 def _is_test(path: str) -> bool:
-    """The publisher's rule."""
+    """Whether a path is a test, by the publisher's rule."""
     *folders, name = path.split("/")
     among = {"tests", "Tests", "test", "Test"} & {*folders, name}
     return name.startswith("test_") or path.endswith("_test.py") or bool(among)

@@ -1,8 +1,8 @@
-"""Scale-SWE rows, flat or inside slime's `remote_env_info`: a script with the tests to fix, and in full
-rows the lists as well.
+"""Scale-SWE rows, flat or inside slime's `remote_env_info`. They have a script with the tests to
+fix; full rows also have the lists.
 
-With lists, both of them are graded, as the publisher does: the patch of the tests is applied, the
-script is one of the tests, and every listed file is run. A script alone is run for its exit code.
+With lists, the grader does as the publisher does: it applies the test patch, adds the script as one
+of the tests, and runs every listed file. A script alone is graded by its exit code.
 """
 
 import shlex
@@ -33,7 +33,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def grading_of(row: Row) -> Grading:
-    """By the lists where the row has them, else by the script's exit code."""
+    """Grade by the lists if the row has them, otherwise by the script's exit code."""
     fail_to_pass, pass_to_pass = row.strings("FAIL_TO_PASS"), row.strings("PASS_TO_PASS")
     tests = row.patch("f2p_patch") + _script(row)
     if not tests:
@@ -54,8 +54,8 @@ def grading_of(row: Row) -> Grading:
 
 
 def _script(row: Row) -> bytes:
-    """The script as a diff that adds it. It is not inlined in the command, as older slime does,
-    because an argument may hold only 128 KiB."""
+    """A diff that adds the script. Older slime puts the script into the command, but Linux limits
+    an argument to 128 KiB."""
     script = row.optional_text("f2p_script")
     return added_file(SCRIPT_PATH, script.encode("utf-8", "surrogateescape")) if script else b""
 
@@ -72,7 +72,8 @@ def _exit_code(row: Row, tests: bytes) -> Grading:
 
 
 def _command(row: Row, tests: tuple[str, ...]) -> str:
-    """Every file of the lists, once: ids themselves could exceed the length of a command."""
+    """The command that runs every file of the lists once. The ids could exceed the length of a
+    command."""
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     if odd := [file for file in files if not file.endswith(".py")]:
         problem = (

@@ -1,7 +1,8 @@
 """slime's rows: `prompt`, `label` and a `metadata` object with the image and the grader.
 
-Flat fields of `metadata` win over those of `metadata.remote_env_info`. Graders in slime's order of
-precedence: `swepro`, `eval_cmd`, `remote_env_info.f2p_script`; then SWE-bench's own fields.
+Flat fields of `metadata` win over those of `metadata.remote_env_info`. The first of these present
+selects the grader, as in slime: `swepro`, `eval_cmd`, `remote_env_info.f2p_script`; then
+SWE-bench's own fields.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """SWE-bench Pro rows, and the `swepro` object of slime's rows.
 
-The publisher keeps two scripts for each row in another place, `run_scripts/<instance_id>/`: they are
-read from `run_script_path` and `parser_script_path`, or from that folder beside the rows.
+The publisher keeps two scripts for each row outside it, in `run_scripts/<instance_id>/`. They are
+read from `run_script_path` and `parser_script_path`, or from that folder next to the file of rows.
 """
 
 import glob
@@ -43,8 +43,8 @@ def image_of(row: Row) -> str | None:
 
 
 def grading_of(row: Row) -> Grading:
-    """`before_repo_set_cmd` sets the tree to its base, and its last line adds the hidden tests: only
-    the grader's sandbox gets those."""
+    """`before_repo_set_cmd` sets the tree to its base, and its last line adds the hidden tests.
+    Only the grader's sandbox gets the tests."""
     *base_lines, last = row.lines("before_repo_set_cmd") or ("",)
     checkout = CHECKOUT.match(last.strip())
     if checkout is None:
@@ -69,7 +69,8 @@ def grading_of(row: Row) -> Grading:
 
 
 def _statement(row: Row) -> str:
-    """The publisher's prompt has the requirements and the interface too: tests rely on their names."""
+    """The problem with requirements and interface, as in the publisher's prompt. Tests use their
+    names."""
     parts = [row.text("problem_statement", "add the text that the agent is given")]
     for field, title in (("requirements", "Requirements"), ("interface", "New interfaces")):
         if text := row.optional_text(field):

@@ -1,5 +1,7 @@
-"""SWE-Gym rows: SWE-bench's schema with lower-case ids and its own images. Some derived sets have ready
-scripts; the published set names a repository and a version, as SWE-bench's schema 4 does.
+"""SWE-Gym rows: SWE-bench's schema with lowercase ids and its own images.
+
+Some derived sets contain the scripts. The published set names a repository and a version, as
+SWE-bench's schema 4 does.
 
 The publisher's fork of swebench 2 also counts a skipped FAIL_TO_PASS test as passed; Perdure does not.
 """
@@ -24,14 +26,16 @@ TEST_CMDS = {
     "pydantic/pydantic": "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
     "python/mypy": "pytest -n0 -rA",
 }
-"""Of the publisher's fork, whose installs are in the images; by repository in lower case."""
+"""The test commands of the publisher's fork, by lowercase repository. Its images are already
+installed."""
 PREPARES = {
     "conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)",
     "pandas-dev/pandas": "python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true",
 }
-"""What the tests need besides: conan is not installed, pandas compiles what a patch changes."""
+"""Extra steps before tests: conan is not installed, and pandas must compile files that a patch
+changes."""
 PARSERS = {"pydantic/pydantic": "parse_log_pytest_v2"}
-"""pydantic's pytest plugin replaces the summary, so that only the lines of `-vv` have results."""
+"""pydantic's pytest plugin replaces the summary, so only the lines of `-vv` have results."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -48,7 +52,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def is_published(row: Row) -> bool:
-    """A row of the published set, which has no field of its own."""
+    """Whether the row is of the published set, which no field marks."""
     ready = ("eval_script", "test_cmd", "eval_cmd", "source")
     return _repository(row) in TEST_CMDS and not any(map(row.has, ready))
 
@@ -58,8 +62,8 @@ def _repository(row: Row) -> str:
 
 
 def _command(row: Row) -> str:
-    """`setup_script` prepares the tree (and applies the hidden tests, which is the grader's work);
-    `test_script` runs the tests."""
+    """The commands of `setup_script` and `test_script`, without the steps that the grader does
+    itself."""
     if not row.has("test_script") and _repository(row) in TEST_CMDS:
         return _published_command(row)
     script = row.text("test_script", "add it, or the command that runs the tests as `test_cmd`")
@@ -70,7 +74,8 @@ def _command(row: Row) -> str:
 
 
 def _published_command(row: Row) -> str:
-    """The files of the test patch are the arguments; mypy's tests are named by `[case NAME]`."""
+    """The publisher's command with the test patch's files as arguments; for mypy, with its `[case
+    NAME]` names."""
     repository = _repository(row)
     tests = [TEST_CMDS[repository], *swebench_4.test_files(row)]
     if repository == "python/mypy":

@@ -1,10 +1,10 @@
 """SWE-rebench rows, versions 1 and 2: the test command and the log parser are in `install_config`.
 
 Version 1 is graded as SWE-bench is: conda environment, install line, files of the test patch as
-arguments. Version 2 has `language`, its own images, and runs `test_cmd` as it is; it resolves only if
-exactly the listed tests pass, where Perdure allows others to pass too. Its publisher's own parsers are in
-no package: put their `lib/agent/log_parsers.py` beside the rows, and rows of other languages than Python
-are read by it.
+arguments. Version 2 has `language` and its own images, and `test_cmd` runs unchanged. Its publisher
+resolves a row only if exactly the listed tests pass; Perdure allows others to pass too. The
+publisher's parsers are in no package. Put its `lib/agent/log_parsers.py` next to the file of rows
+to use it for languages other than Python.
 """
 
 import re
@@ -39,7 +39,8 @@ READ = frozenset(
         "test_cmd",
     ]
 )
-"""Fields of `install_config`; those that this module does not use built the image."""
+"""Known fields of `install_config`; those that this module does not read were used to build the
+image."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -102,7 +103,7 @@ def _test_lines(config: Row) -> tuple[str, ...]:
 
 
 def _folder(row: Row) -> str:
-    """Version 2's images have the repository at `/<name>`."""
+    """The workdir of version 2's images: the repository is at `/<name>`."""
     name = row.text(
         "repo", "add it as owner/name: the tree is in a folder of that name"
     ).rpartition("/")[2]
@@ -112,7 +113,7 @@ def _folder(row: Row) -> str:
 # --- version 2 with the publisher's own parsers ---------------------------------------------------
 
 _DURATION = r"\s*\[\s*[\d.]+\s*m?s\s*\]\s*$|\s*\(\s*[\d.]+\s*m?s\s*\)\s*$|\s+in\s+[\d.]+\s+m?sec\b"
-"""How long a test took, in the names that some runners give it: `test [1.34 ms]`."""
+"""A duration in a test name, which some runners add: `test [1.34 ms]`."""
 _PROGRAM = """
 import enum, json, re, sys, types
 from pathlib import Path
@@ -135,7 +136,7 @@ Path(sys.argv[3]).write_text(json.dumps({"tests": tests}))
 
 
 def _read_by(file: Path, row: Row, instance: Instance) -> Instance:
-    """Its log is read by a program of the row, which is the publisher's file and one call of it."""
+    """The instance with a parser program that contains the publisher's file and calls it."""
     grading = instance.grading
     source, name = file.read_text(), grading.log_parser
     if not re.search(rf"^(?:def )?{re.escape(name)}\b", source, re.MULTILINE):

@@ -1,8 +1,8 @@
-"""SWE-smith rows: `patch` makes the bug, so that its reverse is the reference solution.
+"""SWE-smith rows: `patch` makes the bug, so its reverse is the reference solution.
 
 The publisher's mirror has a branch for each row: the image's tree with the bug, without the files of
-FAIL_TO_PASS. Here both sandboxes make that tree out of the image, without a network. Before the tests
-the grader puts the files of both lists back as the image has them.
+FAIL_TO_PASS. Here both sandboxes make that tree from the image, without network access. Before the
+tests, the grader restores the files of both lists from the image.
 """
 
 import glob
@@ -23,11 +23,11 @@ from perdure.types import (
 )
 
 TEST_CMD = "pytest --disable-warnings --color=no --tb=no --verbose"
-"""Of `PythonProfile` in swesmith 0.0.9; its parser reads the same ids as Perdure's."""
+"""From `PythonProfile` in swesmith 0.0.9; its parser reads the same ids as Perdure's."""
 CONDA = "source /opt/miniconda3/bin/activate && conda activate testbed"
 MARK = "PERDURE_END_OF_BUG"
 LONGEST_PATCH = 96 << 10
-"""Bytes: it is part of one shell argument, which Linux limits to 128 KiB."""
+"""Limit in bytes: the patch is part of one shell argument, which Linux limits to 128 KiB."""
 GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.autocrlf=false"
 
 
@@ -62,7 +62,8 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def _image_of(row: Row) -> str | None:
-    """Rows name the image without its registry and owner, which the publisher's code adds."""
+    """The image's full name. Rows omit the registry and the owner, which the publisher's code
+    adds."""
     given = images.given(row)
     return given if given and "/" in given else images.swe_smith(row)
 
@@ -73,7 +74,7 @@ def _without(environment: Environment, hidden: list[str]) -> Environment:
 
 
 def _test_files(row: Row, name: str) -> list[str]:
-    """The files of a list's tests."""
+    """The files that contain a list's tests."""
     tests = row.strings(name)
     if name == "FAIL_TO_PASS" and not tests:
         raise row.lacks(name, "list the tests that the fix makes pass")
@@ -91,7 +92,8 @@ def _command(files: list[str]) -> str:
 
 
 def _makes_bug(row: Row, bug: bytes) -> tuple[str, ...]:
-    """Shell lines that commit the bug, and the removal of the hidden tests. Twice is as once."""
+    """Shell lines that commit the bug and the removal of the hidden tests. Running them twice
+    changes nothing."""
     try:
         text = bug.decode()
     except UnicodeDecodeError as error:

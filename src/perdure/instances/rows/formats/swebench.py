@@ -1,6 +1,6 @@
 """SWE-bench rows, schemas 4.x and 5.x, and rows whose base tree is a released sdist.
 
-Other formats use its functions for the origin of the tree and for what the tree needs to run.
+Other formats use its functions for a tree's source and environment.
 """
 
 import re
@@ -42,7 +42,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def source_of(row: Row, image_of: Rule) -> Source:
-    """The row's own `source`, else the tree in its image."""
+    """The row's own `source`; without it, the tree in its image."""
     given = row.mapping("source")
     if not given:
         if not image_of(row):
@@ -64,7 +64,7 @@ def source_of(row: Row, image_of: Rule) -> Source:
 
 
 def environment_of(row: Row, image_of: Rule) -> Environment:
-    """What the tree needs to run; names an image only if the tree comes from it."""
+    """The environment of the tree; it names an image only if the tree comes from that image."""
     python, workdir = row.optional_text("python", "3.11"), row.optional_text("workdir", "/testbed")
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", python):
         raise row.wrong("python", f"write a version such as 3.11, not {python!r}")
@@ -84,7 +84,7 @@ def environment_of(row: Row, image_of: Rule) -> Environment:
 
 
 def lists_grading(row: Row) -> Grading:
-    """F2P / P2P lists over a test command."""
+    """Grade by FAIL_TO_PASS and PASS_TO_PASS, over one test command."""
     fields = {
         "test_patch": row.patch("test_patch", "add the diff that adds the hidden tests"),
         "test_cmd": test_command(row),
@@ -102,7 +102,7 @@ def lists_grading(row: Row) -> Grading:
 
 
 def eval_cmd_grading(row: Row) -> Grading:
-    """One command whose exit code is the verdict."""
+    """Grade by one command's exit code."""
     return Grading(
         protocol="eval_cmd",
         eval_cmd=row.text("eval_cmd", "add the command whose exit code 0 means solved"),
@@ -112,7 +112,8 @@ def eval_cmd_grading(row: Row) -> Grading:
 
 
 def test_command(row: Row) -> str:
-    """`test_cmd`, else what the 5.x `eval_script` runs before and between its markers."""
+    """`test_cmd`; without it, the commands before and between the markers of the 5.x
+    `eval_script`."""
     if row.has("test_cmd"):
         return row.text("test_cmd", "")
     script = row.optional_text("eval_script")

@@ -1,6 +1,6 @@
 """SWE-bench rows of schema 4: they name a repository and a version, and swebench 4 knew the rest.
 
-The facts are those of `swebench.harness.constants.python` in swebench 4.1.0, which 5 has removed.
+The values come from `swebench.harness.constants.python` in swebench 4.1.0; swebench 5 removed it.
 """
 
 import re
@@ -22,7 +22,8 @@ ENTER = (
     "conda activate testbed",
     "cd /testbed",
 )
-"""The first lines of every script: the environment and the tree in the publisher's images."""
+"""The first lines of every script: they enter the environment and the tree of the publisher's
+images."""
 NOT_TESTS = (
     ".json",
     ".png",
@@ -36,7 +37,7 @@ NOT_TESTS = (
     ".yaml",
     ".toml",
 )
-"""Endings of files in a test patch that are no arguments of the runner."""
+"""Suffixes of files in a test patch that are not arguments of the test runner."""
 
 
 class Spec(NamedTuple):
