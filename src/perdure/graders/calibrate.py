@@ -45,8 +45,8 @@ async def calibrate(
     twins: int = 5,
     timeout_s: float | None = None,
 ) -> Calibrated:
-    """Compute FAIL_TO_PASS and PASS_TO_PASS by running the tests, prove the lists with the grader, and
-    choose at most `twins` twins for each FAIL_TO_PASS test.
+    """Compute FAIL_TO_PASS and PASS_TO_PASS by running the tests, prove the lists with the grader,
+    and choose at most `twins` twins for each FAIL_TO_PASS test.
 
     F2P: failed or missing in every run of the base, passed in every run of gold.
     P2P: passed in every run of both. Every other test is in neither list.
@@ -211,7 +211,8 @@ def _nothing_fixed(instance: Instance, gold: Sequence[set[str]], run: TestRun) -
 async def _prove(
     grader: Grader, instance: Instance, make_sandbox: MakeSandbox, limit_s: float, run: str
 ) -> float:
-    """Require that gold resolves and the unpatched base does not. Return the longer run's seconds."""
+    """Require that gold resolves and the unpatched base does not. Return the longer run's
+    seconds."""
 
     async def grade(patch: bytes, purpose: str) -> tuple[Outcome, str, float]:
         async with await make_sandbox(f"{purpose}-{run}") as sandbox:

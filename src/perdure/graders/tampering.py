@@ -52,8 +52,8 @@ class Reading:
 
 
 def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest | None]:
-    """The row's test command with a canary and, if the runner can write one, a junit file. Runners of
-    languages other than Python get neither: their command is unchanged.
+    """The row's test command with a canary and, if the runner can write one, a junit file. Runners
+    of languages other than Python get neither: their command is unchanged.
 
     Raises: InstanceError when the command does not call the log parser's runner.
     """
@@ -69,8 +69,8 @@ def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest
 
 
 def distrust(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> str | None:
-    """Why a finished run is `tampered`; None if it is trusted. A difference counts only if the log is
-    *better* than junit, because the other direction cannot raise a score.
+    """Why a finished run is `tampered`; None if it is trusted. A difference counts only if the log
+    is *better* than junit, because the other direction cannot raise a score.
     """
     canary, junit = reading.canary, reading.junit
     if canary is None:
@@ -202,7 +202,8 @@ def _file_of(word: str) -> str:
 
 
 def _keywords(words: list[str]) -> str:
-    """With `-k EXPRESSION` pytest runs only matching names. Begin the canary's with the first name."""
+    """With `-k EXPRESSION` pytest runs only matching names. Begin the canary's with the first
+    name."""
     for option, value in pairwise(words):
         if option == "-k":
             wanted = re.sub(r"\bnot\s+\w+", "", value)

@@ -1,6 +1,7 @@
 """In a fresh sandbox, applies the diff, writes the hidden tests and runs a command.
 
-The provider reports exit codes, `tampering.py` checks the output, and the protocols give the verdict.
+The provider reports exit codes, `tampering.py` checks the output, and the protocols give the
+verdict.
 """
 
 import io
@@ -97,8 +98,8 @@ async def run_tests(
     scratch: str,
     timeout_s: float,
 ) -> TestRun:
-    """Run the tests for at most `timeout_s`. `patch` is already filtered; if it does not apply, that is
-    a result.
+    """Run the tests for at most `timeout_s`. `patch` is already filtered; if it does not apply,
+    that is a result.
 
     Raises: InstanceError when the row's test patch does not apply to the base tree, or its
     `pre_commands` fail; LostDuringTests; RetryHere, SandboxLost when the sandbox failed.
@@ -131,8 +132,8 @@ async def _run(
 ) -> TestRun:
     """Run one script; `junit` of the result is all of stderr.
 
-    `ends_rest` kills processes that the script left running before its output is read. Setup does not
-    set it, because `pre_commands` may start a service for the tests.
+    `ends_rest` kills processes that the script left running before its output is read. Setup does
+    not set it, because `pre_commands` may start a service for the tests.
     """
     exec_id = f"grade-{token_hex(8)}"
     argv = ["bash", "-c", *script]
@@ -154,7 +155,8 @@ _GRACE_S = 60.0
 
 # Setup and tests are two execs. Tests can truncate files that they may write, so only the exit code
 # of an exec that runs no hostile code can tell a defective row from a hostile diff. If a patch does
-# not apply, the setup tries the row's test patch on HEAD. If it applies there, the diff is the cause.
+# not apply, the setup tries the row's test patch on HEAD. If it applies there, the diff is the
+# cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1

@@ -1,7 +1,8 @@
-"""Turns statuses into a verdict: looks up published ids, applies each list's pass rule, computes rewards.
+"""Turns statuses into a verdict: looks up published ids, applies each list's pass rule, computes
+rewards.
 
-It also gives the verdicts that all protocols share: the filter refused the patch, the patch does not
-apply, or the provider killed the tests.
+It also gives the verdicts that all protocols share: the filter refused the patch, the patch does
+not apply, or the provider killed the tests.
 """
 
 import hashlib
@@ -63,8 +64,8 @@ def score(
 ) -> Score:
     """RESOLVED or UNRESOLVED, from the statuses of a run that is trusted.
 
-    `may_xfail`: the hidden tests use xfail. Otherwise an xfail comes from code under test that calls
-    `pytest.xfail()`, and counts as skipped.
+    `may_xfail`: the hidden tests use xfail. Otherwise an xfail comes from code under test that
+    calls `pytest.xfail()`, and counts as skipped.
     """
     f2p = {test: status_of(test, statuses) for test in fail_to_pass}
     p2p = {test: status_of(test, statuses) for test in pass_to_pass}
@@ -91,8 +92,8 @@ def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
 
 
 def names_of(test: str, statuses: Mapping[str, TestStatus]) -> list[str]:
-    """The tests of a run that a published id names. An id with more `[` than `]` was cut at a space,
-    so it names every test that begins with it.
+    """The tests of a run that a published id names. An id with more `[` than `]` was cut at a
+    space, so it names every test that begins with it.
     """
     if test in statuses or test.count("[") <= test.count("]"):
         return [test] if test in statuses else []
@@ -116,8 +117,8 @@ class Verdict:
 
 
 def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
-    """The verdict if the filter has already decided; None if the tests must run. Tests also run for an
-    empty patch, on the base."""
+    """The verdict if the filter has already decided; None if the tests must run. Tests also run for
+    an empty patch, on the base."""
     if filtered.tampered:
         return Verdict(Outcome.TAMPERED, filtered.tampered)
     if filtered.unparsable:

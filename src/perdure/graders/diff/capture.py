@@ -1,8 +1,8 @@
 """Takes the agent's change out of its sandbox as bytes.
 
-It trusts nothing that the agent could write: not `.git`, its configuration or its index. It leaves out
-and records what no diff can hold. If it can form no diff, it returns `refused`, and the caller decides
-whose fault that is. The caller kills the agent first, and stores the bytes afterwards.
+It trusts nothing that the agent could write: not `.git`, its configuration or its index. It leaves
+out and records what no diff can hold. If it can form no diff, it returns `refused`, and the caller
+decides whose fault that is. The caller kills the agent first, and stores the bytes afterwards.
 """
 
 import asyncio

@@ -23,11 +23,11 @@ mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
 
 # The capture is one exec. Most of its cost is starting processes, so a small change starts few.
 # A private git directory holds our own configuration, so git never looks up the agent's hooks,
-# filters, fsmonitor or textconv. Git starts from the pristine index and so hashes few files: it takes
-# a file as unchanged only if its ctime is, and no process can set a ctime. FIFOs are removed first,
-# because git would block for ever on a .gitignore that is a FIFO. `repair` is the second try: it moves
-# nested repositories away, disables attributes, and leaves out what git refuses.
-# Exit codes: 3 the base cannot be read, 4 the change is too large.
+# filters, fsmonitor or textconv. Git starts from the pristine index and so hashes few files: it
+# takes a file as unchanged only if its ctime is, and no process can set a ctime. FIFOs are removed
+# first, because git would block for ever on a .gitignore that is a FIFO. `repair` is the second
+# try: it moves nested repositories away, disables attributes, and leaves out what git refuses. Exit
+# codes: 3 the base cannot be read, 4 the change is too large.
 CAPTURE = (
     r"""
 tree=$1 base=$2 name=$3 mode=$4 aside=$5 max_bytes=$6 max_files=$7

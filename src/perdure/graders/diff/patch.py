@@ -57,8 +57,8 @@ async def filtered(patch: bytes, instance: Instance) -> FilteredPatch:
 
 
 def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
-    """Drop whole files that would control the tests instead of passing them, and symlinks that point
-    out of the tree.
+    """Drop whole files that would control the tests instead of passing them, and symlinks that
+    point out of the tree.
 
     Raises: InstanceError when the row's own `patch` or `test_patch` is not a git diff.
     """
@@ -160,9 +160,9 @@ def _unfit(file: FileDiff) -> str | None:
 def _stays_inside(file: FileDiff) -> bool:
     """Whether a symlink points into the tree; each link is checked alone.
 
-    Its own folder is no link, because git writes nothing through one, and this same rule keeps other
-    links inside. So `..` may only come first: after a name that is itself a link, it would start from
-    that link's target.
+    Its own folder is no link, because git writes nothing through one, and this same rule keeps
+    other links inside. So `..` may only come first: after a name that is itself a link, it would
+    start from that link's target.
     """
     target = file.link_target
     if target is None:  # a moved link changes no content; any other target is unreadable
@@ -235,8 +235,8 @@ _FLAGGED_SUFFIXES = (b".cfg", b".ini", b".toml", b".sh", b".so", b".pyd", b".pyc
 
 
 def _is_flagged(path: bytes, rules: _Rules) -> bool:
-    """The file is applied, but a fix rarely touches it: configuration, build and compiled files, and
-    folders in which the reference fix changes nothing."""
+    """The file is applied, but a fix rarely touches it: configuration, build and compiled files,
+    and folders in which the reference fix changes nothing."""
     if path in rules.gold:
         return False
     if rules.scope and not path.startswith(rules.scope):

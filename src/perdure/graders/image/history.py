@@ -1,8 +1,8 @@
 """Reduces a repository that came with an image to its base, without earlier or later commits.
 
-Such a repository is often a full clone whose later commits hold the fix. Only the parts listed here are
-copied into a new git directory, so unknown hiding places are lost too. The sandbox needs bash, git and
-find.
+Such a repository is often a full clone whose later commits hold the fix. Only the parts listed here
+are copied into a new git directory, so unknown hiding places are lost too. The sandbox needs bash,
+git and find.
 """
 
 from perdure.errors import InstanceError
@@ -14,8 +14,8 @@ LIMIT_S = 600.0
 async def cut_history(sandbox: Sandbox, base_commit: str | None) -> None:
     """Before hostile code runs, remove all commits except `base_commit` to HEAD.
 
-    Commit ids, the index and the working tree do not change. A second call changes nothing, or completes
-    an interrupted first one. Nested repositories and submodules keep only their HEAD.
+    Commit ids, the index and the working tree do not change. A second call changes nothing, or
+    completes an interrupted first one. Nested repositories and submodules keep only their HEAD.
     Raises: InstanceError when there is no repository at the workdir, or it cannot be rewritten.
     """
     argv = ["bash", "-c", _SCRIPT, "cut", base_commit or ""]
@@ -29,9 +29,9 @@ async def cut_history(sandbox: Sandbox, base_commit: str | None) -> None:
 
 
 # Git treats a commit named in `shallow` as one without parents, so its id does not change. Entries
-# move one by one, because an overlay cannot rename a folder of a lower layer. `cut.done` is a complete
-# new git directory inside the old one; `cut.last` holds the entries still to move after the old ones
-# are removed.
+# move one by one, because an overlay cannot rename a folder of a lower layer. `cut.done` is a
+# complete new git directory inside the old one; `cut.last` holds the entries still to move after
+# the old ones are removed.
 _SCRIPT = r"""
 set -u
 unset "${!GIT_@}"

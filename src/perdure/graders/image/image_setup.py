@@ -13,7 +13,8 @@ LIMIT_S = 600.0
 
 
 async def set_up_image(sandbox: Sandbox, instance: Instance) -> None:
-    """Before hostile code runs, apply `environment.remove` and `grading.pre_commands`, then cut history.
+    """Before hostile code runs, apply `environment.remove` and `grading.pre_commands`, then cut
+    history.
 
     Raises: InstanceError naming the field that fails in the image; SandboxLost.
     """

@@ -1,4 +1,5 @@
-"""Finds changes that an image's own setup made in its tree, so that they do not count as the agent's."""
+"""Finds changes that an image's own setup made in its tree, so that they do not count as the
+agent's."""
 
 import glob
 import os
@@ -13,9 +14,9 @@ _STATUS = (
 
 
 async def without_image_edits(sandbox: Sandbox, instance: Instance) -> Instance:
-    """The instance whose `patch_exclude` also names the files in which the image differs from the base
-    commit. A diff of such a file contains the image's change too, so the filter drops the whole file and
-    lists it in the grade's `dropped_paths`. Call this before applying anything.
+    """The instance whose `patch_exclude` also names the files in which the image differs from the
+    base commit. A diff of such a file contains the image's change too, so the filter drops the
+    whole file and lists it in the grade's `dropped_paths`. Call this before applying anything.
 
     Raises: InstanceError when `git status` fails; SandboxLost.
     """

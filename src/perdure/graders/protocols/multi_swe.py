@@ -1,8 +1,9 @@
-"""Grades as Multi-SWE-bench does, in three stages: the base, the base with tests, and both with the fix.
-The row holds the results of the first two. The publisher's own parser for the repository reads the logs.
+"""Grades as Multi-SWE-bench does, in three stages: the base, the base with tests, and both with the
+fix. The row holds the results of the first two. The publisher's own parser for the repository reads
+the logs.
 
-A test counts as fixed only if it passes in the third stage; a skipped test has not passed. Tests that
-passed in an earlier stage may be missing, but none may fail.
+A test counts as fixed only if it passes in the third stage; a skipped test has not passed. Tests
+that passed in an earlier stage may be missing, but none may fail.
 """
 
 import importlib.metadata
@@ -95,8 +96,8 @@ def parsed(repository: str, log: bytes) -> Statuses:
 
 @cache
 def _parser(repository: str) -> Any:
-    """The publisher's class for a repository. The whole package would import 2,000 modules, so this loads
-    only the one that registers the repository. Raises: InstanceError."""
+    """The publisher's class for a repository. The whole package would import 2,000 modules, so this
+    loads only the one that registers the repository. Raises: InstanceError."""
     spec = importlib.util.find_spec("multi_swe_bench")
     assert spec is not None
     assert spec.submodule_search_locations

@@ -1,7 +1,7 @@
 """Runs a row's own parser: a program that reads what the tests, and so hostile code, printed.
 
-It runs on the worker, confined by bubblewrap. It sees this Python, the system's programs and the test
-output, but no network, no environment variable and no other file of the host.
+It runs on the worker, confined by bubblewrap. It sees this Python, the system's programs and the
+test output, but no network, no environment variable and no other file of the host.
 """
 
 import json

@@ -63,7 +63,8 @@ def planned(
 
 
 def validate_suite(instance: Instance) -> None:
-    """Check that the hidden tests can run. The lists may be missing, because calibration computes them.
+    """Check that the hidden tests can run. The lists may be missing, because calibration computes
+    them.
 
     Raises: InstanceError naming the field and the fix.
     """
@@ -107,7 +108,8 @@ def reading_of(suite: SuiteRun) -> Reading:
 
 
 def _junit(run: TestRun, parser: LogParser) -> JunitReport:
-    """The junit report. It is empty if the file is absent or unusable, and then confirms no test."""
+    """The junit report. It is empty if the file is absent or unusable, and then confirms no
+    test."""
     try:
         return parse_junit(run.junit or b"", parser.rename)
     except UnusableJunit:
@@ -115,8 +117,9 @@ def _junit(run: TestRun, parser: LogParser) -> JunitReport:
 
 
 def invalid_by_protocol(suite: SuiteRun, statuses: Statuses) -> str:
-    """Why swebench 5 would reject this run; empty if it would not. Its rules are in `get_logs_eval`:
-    a run without results must say that it ran, and only a failed test explains an exit code."""
+    """Why swebench 5 would reject this run; empty if it would not. Its rules are in
+    `get_logs_eval`: a run without results must say that it ran, and only a failed test explains an
+    exit code."""
     if not statuses and not suite.parser.ran(suite.run.log):
         return f"no test result, and nothing says that the tests ran: {last_line(suite.run)}"
     failed = {TestStatus.FAILED, TestStatus.ERROR} & set(statuses.values())
@@ -144,7 +147,8 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
     if reading.canary_status is TestStatus.MISSING and not claims:
-        # The run ended early and claims no success: the diff broke collection or crashed the runner.
+        # The run ended early and claims no success: the diff broke collection or crashed the
+        # runner.
         reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)

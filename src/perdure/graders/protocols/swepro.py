@@ -1,8 +1,9 @@
-"""Grades as SWE-bench Pro does: the row's script runs the tests, and its parser names those that passed.
+"""Grades as SWE-bench Pro does: the row's script runs the tests, and its parser names those that
+passed.
 
 The publisher runs the parser in the sandbox, where code under test can replace its result. Here
-`row_parser` runs it on the worker. The row's script decides what runs, so Perdure cannot add a canary:
-without twins, code under test that prints false results is trusted.
+`row_parser` runs it on the worker. The row's script decides what runs, so Perdure cannot add a
+canary: without twins, code under test that prints false results is trusted.
 """
 
 import shlex
@@ -58,7 +59,8 @@ def both_streams(run: TestRun) -> bytes:
 
 @dataclass(frozen=True)
 class RowParser(LogParser):
-    """Reads `both_streams` of a calibration run, whose code is not hostile, with the row's program."""
+    """Reads `both_streams` of a calibration run, whose code is not hostile, with the row's
+    program."""
 
     program: str = ""
 
@@ -68,7 +70,8 @@ class RowParser(LogParser):
 
 
 def command(parser: OutputParser, scratch: str) -> Command:
-    """Returns the script's stderr in place of a junit file: the parser needs the streams separate."""
+    """Returns the script's stderr in place of a junit file: the parser needs the streams
+    separate."""
     stderr = f"{scratch}/stderr.log"
     lines = [f"exec 2>{shlex.quote(stderr)}", f"set -- {shlex.quote(parser.arguments)}", parser.run]
     return Command("\n".join(lines), {}, junit_path=stderr)

@@ -1,8 +1,9 @@
-"""Whether a test session ended by itself: checks the runner's summary, its counts and its exit code.
+"""Whether a test session ended by itself: checks the runner's summary, its counts and its exit
+code.
 
-For runners whose only report is the log. A log that was cut has no summary, so results that code prints
-before an early exit do not count. swebench's parsers use a test's last line, so lines that code prints
-later must not contradict the runner's tracebacks.
+For runners whose only report is the log. A log that was cut has no summary, so results that code
+prints before an early exit do not count. swebench's parsers use a test's last line, so lines that
+code prints later must not contradict the runner's tracebacks.
 """
 
 import re
@@ -16,7 +17,8 @@ _FAILED = 1
 
 
 def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection[str]) -> str:
-    """Why a session that claims success was cut or contradicts itself; empty if it was not and does not.
+    """Why a session that claims success was cut or contradicts itself; empty if it was not and does
+    not.
 
     `parser`: the row's, with or without `parse_log_`. `tests`: those that the log says passed; the
     canary ran with them.

@@ -1,7 +1,7 @@
 """Reads pytest's junit file: one status per test, under the keys that pytest derives from ids.
 
-Hostile code can write this file. So the parser bounds its size and depth, refuses DTDs and builds no
-tree, and a result counts only if the log agrees.
+Hostile code can write this file. So the parser bounds its size and depth, refuses DTDs and builds
+no tree, and a result counts only if the log agrees.
 """
 
 import re

@@ -1,11 +1,11 @@
 """Reads a test run's log: one status per test id.
 
 Rows name their parser `parse_log_...`. These are swebench's own, so verdicts equal swebench's.
-`pytest` is Perdure's parser, for rows that name none: it keeps whole ids, and the worse of two results
-counts. `verdict.py` decides which statuses pass.
+`pytest` is Perdure's parser, for rows that name none: it keeps whole ids, and the worse of two
+results counts. `verdict.py` decides which statuses pass.
 
-Hostile code writes the log, and swebench's regular expressions can take long on it. So parsers run in
-`perdure.limited_process`, and read only the first 8 KiB of a line.
+Hostile code writes the log, and swebench's regular expressions can take long on it. So parsers run
+in `perdure.limited_process`, and read only the first 8 KiB of a line.
 """
 
 import importlib.metadata
@@ -131,8 +131,8 @@ _ENDS_OF_LONG_LINES = re.compile(rb"([^\n]{%d})[^\n]+" % LONGEST_LINE)
 
 @cache
 def _published() -> dict[str, Callable[[str, Any], dict[str, str]]]:
-    """swebench's table of parsers. A plain import of its package would load docker, modal and 1,500 more
-    modules. An empty `swebench.harness` package avoids this and does not affect the parsers.
+    """swebench's table of parsers. A plain import of its package would load docker, modal and 1,500
+    more modules. An empty `swebench.harness` package avoids this and does not affect the parsers.
 
     Raises: MissingDependency.
     """
@@ -174,8 +174,8 @@ _STATUS = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) +(?!\[\d+\] )(\
 
 
 def _own_statuses(text: str) -> Statuses:
-    """Reads pytest's `-rA` summary: `FAILED tests/a.py::test_b[x y] - message`. If the log names a test
-    twice, the worse status counts. It takes time linear in the length of the log."""
+    """Reads pytest's `-rA` summary: `FAILED tests/a.py::test_b[x y] - message`. If the log names a
+    test twice, the worse status counts. It takes time linear in the length of the log."""
     found: Statuses = {}
     for line in _lines(text):
         match = _STATUS.fullmatch(line.rstrip())
@@ -189,8 +189,8 @@ def _own_statuses(text: str) -> Statuses:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines that contain a status or a color, with the color removed. Skipping 64 MB of other lines is
-    cheap."""
+    """Lines that contain a status or a color, with the color removed. Skipping 64 MB of other lines
+    is cheap."""
     end = -1
     while match := _MARK.search(text, end + 1):
         start = text.rfind("\n", end + 1, match.start()) + 1 or end + 1

@@ -1,5 +1,6 @@
-"""Twins: each FAIL_TO_PASS test runs twice, once as it is and once with one expectation changed. The
-changed one, the twin, must fail. Code that forges results cannot know which of the two it runs in.
+"""Twins: each FAIL_TO_PASS test runs twice, once as it is and once with one expectation changed.
+The changed one, the twin, must fail. Code that forges results cannot know which of the two it runs
+in.
 
 - `mutate`: the changes that a test's source allows, by rules under which a test and its twin cannot
   both pass.

@@ -1,7 +1,7 @@
 """Calibration: chooses twins that fail under gold, and that fail under the base as their test does.
 
-Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave the
-same in all runs. Each chosen twin then runs once in place of its test.
+Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave
+the same in all runs. Each chosen twin then runs once in place of its test.
 """
 
 import asyncio
@@ -64,10 +64,12 @@ async def choose_twins(
     runs: int = 3,
     timeout_s: float | None = None,
 ) -> Chosen:
-    """Choose at most `wanted` twins for each FAIL_TO_PASS test. The instance's lists must be complete.
+    """Choose at most `wanted` twins for each FAIL_TO_PASS test. The instance's lists must be
+    complete.
 
     A test without a twin is no error: the report says why. This uses two sandboxes at a time.
-    Raises: InstanceError if `test_patch` or the tests' output cannot be read; any error of the sandboxes.
+    Raises: InstanceError if `test_patch` or the tests' output cannot be read; any error of the
+    sandboxes.
     """
     bench = Bench(instance, make_sandbox, timeout_s or instance.grading.timeout_s)
     plain = instance.model_copy(
@@ -160,7 +162,8 @@ async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
 
 
 async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
-    """Drop candidates that exchange two classes of which one is a subclass of the other, or unknown."""
+    """Drop candidates that exchange two classes of which one is a subclass of the other, or
+    unknown."""
     pairs = {
         (one.target.source.path, *candidate.needs_unrelated)
         for one in tried

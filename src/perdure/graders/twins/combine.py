@@ -1,5 +1,5 @@
-"""Combines the grades of a pair's runs into one: the row's own protocol judges the originals, and the
-twins confirm that verdict or not."""
+"""Combines the grades of a pair's runs into one: the row's own protocol judges the originals, and
+the twins confirm that verdict or not."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -38,8 +38,8 @@ def unverified(grade: Grade, reason: str) -> Grade:
 def combined(instance: Instance, runs: Sequence[Ran]) -> Grade:
     """The grade after one or more pairs, or after a single run that decided.
 
-    `outcome` and `rewards` follow the verified verdict: a FAIL_TO_PASS test passes only if each of its
-    originals passed and each of its twins failed.
+    `outcome` and `rewards` follow the verified verdict: a FAIL_TO_PASS test passes only if each of
+    its originals passed and each of its twins failed.
     """
     official = _official(instance, runs)
     if official.outcome is not Outcome.RESOLVED:
@@ -67,7 +67,8 @@ def official_only(grade: Grade) -> Grade:
 
 
 def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The row's protocol, applied to the originals of the first pair and PASS_TO_PASS of its first run."""
+    """The row's protocol, applied to the originals of the first pair and PASS_TO_PASS of its first
+    run."""
     first, *others = runs[:2]
     if first.grade.outcome not in _RAN or not others:
         return first.grade

@@ -1,8 +1,8 @@
 """Flips the host's coin: for each grading, draws the twins and the run that holds each original.
 
-Both runs of a pair look the same from inside: each is the row's own grading with another `test_patch`.
-Each F2P test with twins is the original in one run and a twin in the other. Code that forges results
-can learn neither the coin nor the order.
+Both runs of a pair look the same from inside: each is the row's own grading with another
+`test_patch`. Each F2P test with twins is the original in one run and a twin in the other. Code that
+forges results can learn neither the coin nor the order.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ Pair = tuple[Run, Run]
 
 
 def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[Pair]:
-    """Draw `pairs` pairs of runs, in the order in which they run; none if the instance has no twins.
+    """Draw `pairs` pairs of runs, in the order in which they run; none if the instance has no
+    twins.
 
     Raises: InstanceError if a twin does not fit the instance's test patch.
     """

@@ -26,8 +26,8 @@ class Place(NamedTuple):
 
 
 class Behaviour(NamedTuple):
-    """How a function behaved: the statuses of all its ids, and each (exception, line) of its failures.
-    Lines count from the function's first."""
+    """How a function behaved: the statuses of all its ids, and each (exception, line) of its
+    failures. Lines count from the function's first."""
 
     statuses: frozenset[TestStatus]
     failures: frozenset[tuple[str, int]]

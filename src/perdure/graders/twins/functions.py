@@ -1,4 +1,5 @@
-"""Finds the test function that a published id names, for ids of pytest, unittest, django and sympy."""
+"""Finds the test function that a published id names, for ids of pytest, unittest, django and
+sympy."""
 
 import re
 from collections import defaultdict
@@ -64,8 +65,8 @@ def targets(
 
 
 def matching(sources: Sequence[Source], test: str) -> list[tuple[Source, Function]]:
-    """The functions that an id may name. The id of an inherited test names the subclass, so if no owner
-    matches, functions of any class count."""
+    """The functions that an id may name. The id of an inherited test names the subclass, so if no
+    owner matches, functions of any class count."""
     path, owner, name = named(test)
     found = [
         (source, function)

@@ -1,7 +1,7 @@
 """Which protocols can have twins or a canary test.
 
-Twins need a protocol that gives the status of each test of a test patch. A canary test needs a command
-to which Perdure can add a file.
+Twins need a protocol that gives the status of each test of a test patch. A canary test needs a
+command to which Perdure can add a file.
 """
 
 from collections.abc import Mapping

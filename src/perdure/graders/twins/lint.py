@@ -1,7 +1,7 @@
 """Finds twins that a reader would recognize without running them.
 
-Calibration never uses `refused` twins, and prefers clean ones to `weak` ones. A forger who knows such a
-rule recognizes weak twins, but they still catch a forger who does not.
+Calibration never uses `refused` twins, and prefers clean ones to `weak` ones. A forger who knows
+such a rule recognizes weak twins, but they still catch a forger who does not.
 """
 
 import ast

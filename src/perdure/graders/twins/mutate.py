@@ -1,8 +1,9 @@
 """Changes one expectation of a test, on one line that the test patch adds.
 
 Every rule is exclusive: for one result of the code under test, the test and its twin cannot both pass.
-So a twin can never fail a correct fix that differs from gold. `match=`, `in` and `>` become an equality
-that contradicts them, because another check of their kind could also pass. Line numbers do not change.
+So a twin can never fail a correct fix that differs from gold. `match=`, `in` and `>` become an
+equality that contradicts them, because another check of their kind could also pass. Line numbers do
+not change.
 """
 
 import ast
@@ -134,7 +135,8 @@ _OPPOSITES: dict[type[ast.cmpop], bytes] = {
 def _equal(
     source: Source, function: Function, left: ast.expr, right: ast.expr
 ) -> Iterator[_Change]:
-    """`X == L`: change one leaf of the side that is all literals. The other side is never changed."""
+    """`X == L`: change one leaf of the side that is all literals. The other side is never
+    changed."""
     for side in (right, left):
         if _is_literal(side):
             yield from _leaves(source, function, side, "literal", 0)
@@ -193,7 +195,8 @@ def _leaf_nodes(side: ast.expr) -> Iterator[ast.expr]:
 def _whole(
     source: Source, function: Function, side: ast.expr, value: ast.expr
 ) -> Iterator[_Change]:
-    """`X == name`, where `name` holds a literal: use another literal. This changes the line's shape."""
+    """`X == name`, where `name` holds a literal: use another literal. This changes the line's
+    shape."""
     place = source.place(side)
     if place is None or not isinstance(value, ast.Constant):
         return
@@ -203,7 +206,8 @@ def _whole(
 
 
 def _other_parameter(source: Source, function: Function, side: ast.expr) -> Iterator[_Change]:
-    """Parameters of a parametrized test are constants of it. If the twin fails under gold, they differ."""
+    """Parameters of a parametrized test are constants of it. If the twin fails under gold, they
+    differ."""
     place = source.place(side)
     for name in function.parameters:
         if place is not None and name != _name(side):
@@ -308,7 +312,8 @@ def _other_class(source: Source, node: ast.expr, rule: str) -> Iterator[_Change]
 
 
 def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator[_Change]:
-    """`match="a b"` -> `match="^a c$"`. A text that matches the new pattern does not match the old one."""
+    """`match="a b"` -> `match="^a c$"`. A text that matches the new pattern does not match the old
+    one."""
     assert isinstance(node, ast.Constant)
     place = source.place(node)
     if place is None:

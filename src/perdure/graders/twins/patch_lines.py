@@ -25,8 +25,8 @@ def added_lines(test_patch: bytes) -> dict[str, frozenset[int]]:
 
 
 def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
-    """The test patch with these twins. It has no index lines, because they hold the digest of a file,
-    which would reveal a twin.
+    """The test patch with these twins. It has no index lines, because they hold the digest of a
+    file, which would reveal a twin.
 
     Raises: InstanceError if a twin belongs to another test patch.
     """
@@ -69,7 +69,8 @@ def _path(file: FileDiff) -> str:
 
 
 def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each line of a file's part with its newline, and its number in the new file; 0 if not added."""
+    """Each line of a file's part with its newline, and its number in the new file; 0 if not
+    added."""
     number = old_left = new_left = 0
     for line in _split(raw):
         if old_left <= 0 and new_left <= 0:

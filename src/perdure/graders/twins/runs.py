@@ -1,4 +1,5 @@
-"""Runs the pairs of a grading, each run in its own sandbox, and stops once the result is decided."""
+"""Runs the pairs of a grading, each run in its own sandbox, and stops once the result is
+decided."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
@@ -28,7 +29,8 @@ async def verified(
     *,
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified:
-    """Grade in one run if the instance has no twins or `pairs` is 0, otherwise in up to two per pair.
+    """Grade in one run if the instance has no twins or `pairs` is 0, otherwise in up to two per
+    pair.
 
     `without`: FAIL_TO_PASS test -> why calibration found no twin for it.
     Raises: InstanceError if twins do not fit the test patch; any error of `grade_once`.

@@ -1,4 +1,5 @@
-"""Models a test file: its functions, the lines that the test patch adds, and where expressions are."""
+"""Models a test file: its functions, the lines that the test patch adds, and where expressions
+are."""
 
 import ast
 import builtins
