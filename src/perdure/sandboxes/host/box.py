@@ -20,16 +20,16 @@ from perdure.sandboxes.host.process import ProcessId, is_alive, read_process_id
 DRAFT = ".draft-"
 """Prefix of a folder that is not complete yet."""
 META = "meta.json"
-"""The file's time is the deadline."""
+"""The file's modification time is the deadline."""
 
 
 def hidden_name(prefix: str) -> str:
-    """A new name that tells by the monotonic clock since when it is there."""
+    """A new name that contains the current monotonic time."""
     return f"{prefix}{time.monotonic():.0f}-{uuid4().hex}"
 
 
 def age_of(name: str, prefix: str) -> float:
-    """Seconds; infinite if the machine has started again since, or the name is none of ours."""
+    """Seconds since the name was made; infinite if the machine has rebooted or it is not ours."""
     try:
         age = time.monotonic() - float(name.removeprefix(prefix).partition("-")[0])
     except ValueError:
@@ -58,20 +58,20 @@ class BoxMeta:
     enforced: Mapping[str, str] = field(default_factory=dict)
     """Limit -> the mechanism that enforces it."""
     on_disk: bool = False
-    """Commands write to the disk of the host, which others may fill."""
+    """Commands write to the disk of the host, which other programs may fill."""
     farewell: tuple[str, ...] = ()
-    """Command that removes it from other programs' records, run when its processes are over."""
+    """Command that removes it from other programs' records, run when its processes have ended."""
     paths: Mapping[str, str] = field(default_factory=dict)
     """Path in the spec -> host path, for sandboxes without a mount namespace."""
 
 
 class Booted(NamedTuple):
-    """The file `ready`: what the keeper found out when it booted the sandbox."""
+    """The file `ready`: what the keeper recorded when it booted the sandbox."""
 
     holder: ProcessId | None
     """Pid 1 of its namespaces; None if it has no namespaces."""
     own_pids: tuple[int, ...]
-    """In its pid namespace, running before the first command: the holder and what came with it."""
+    """Processes of its pid namespace before the first command: the holder and its descendants."""
     gateway_url: str | None
     """Where the forwarder listens, seen from inside."""
     user: int | None
@@ -79,7 +79,7 @@ class Booted(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Booted":
-        """The words that `Keeper.boot` writes; none, if the power failed before they were written back."""
+        """Parse the words that `Keeper.boot` writes. After a power failure there may be none."""
         pid, started, port, user, *others = text.split() or ("0", "0", "-", "-")
         holder = ProcessId(int(pid), int(started)) if pid != "0" else None
         return cls(
@@ -106,7 +106,7 @@ class Box:
 
     @property
     def ready(self) -> bool:
-        """The boot finished once. A folder that is not ready was handed to no caller."""
+        """The boot has finished. No caller has a folder that is not ready."""
         return (self.path / "ready").exists()
 
     @property
@@ -134,7 +134,7 @@ class Box:
         return self.ready and all(map(is_alive, self.processes))
 
     def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
-        """Make the folder complete, by rename."""
+        """Create the complete folder, by rename."""
         draft = self.path.parent / hidden_name(DRAFT)
         draft.mkdir(mode=0o700, parents=True)
         for name in ("disk", "execs"):
@@ -146,19 +146,19 @@ class Box:
 
     def meta(self) -> BoxMeta:
         text = (self.path / META).read_text()
-        if not text:  # the power failed before it was written back, so nothing of the sandbox lives
+        if not text:  # after a power failure, so no process of the sandbox is alive
             return BoxMeta("", self.identity, 0.0, "", {}, {}, 0, 0)
         fields = json.loads(text)
         tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
         return BoxMeta(**{**fields, **tuples})
 
     def expires(self) -> float:
-        """Unix seconds. The file's time is the monotonic clock's, which all processes of a host share:
-        a clock that is set, and a machine that was suspended, end no sandbox."""
+        """Unix seconds. The file's time is on the monotonic clock, which all processes of a host
+        share. So no sandbox ends because the clock was set or the machine was suspended."""
         return time.time() + (self.path / META).stat().st_mtime - time.monotonic()
 
     def extend(self, ttl_s: float) -> None:
-        """Also on a full disk: a file's time needs no room."""
+        """Move the deadline. It works on a full disk, because a file's time needs no space."""
         deadline = time.monotonic() + ttl_s
         os.utime(self.path / META, (deadline, deadline))
 
@@ -171,9 +171,8 @@ class Box:
         self._ask(f"{exec_id} {'-' if timeout_s is None else f'{timeout_s:.3f}'}\n")
 
     def request_end_of_all(self) -> Path:
-        """Ask the keeper to let pid 1 kill all others. The file returned appears when that is done.
-
-        Raises: OSError when there is no keeper."""
+        """Ask the keeper to let pid 1 kill all other processes. Returns a file that appears when
+        that is done. Raises: OSError when there is no keeper."""
         done = self.path / f"ended-{uuid4().hex}"
         self._ask(f"- {done.name}\n")
         return done

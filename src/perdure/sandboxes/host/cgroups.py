@@ -22,7 +22,7 @@ from perdure.types import Limits
 PERIOD_US = 100_000
 V1_QUOTA = "cpu.cfs_quota_us"
 BUSY_S = 30.0
-"""Seconds in which the processes of a killed group end, except on a host that is very busy."""
+"""Seconds to wait for a killed group's processes to end. Only a very busy host needs longer."""
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
@@ -114,7 +114,7 @@ def make(plan: Plan) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            # v1 refuses a quota above that of a group further up, such as a container's, which holds.
+            # v1 refuses a quota above an ancestor's, such as a container's, which then applies.
             if error.errno != errno.EINVAL or path.name != V1_QUOTA:
                 raise
     if plan.exec_groups is not None:
@@ -136,7 +136,7 @@ def below(folder: Path) -> list[Path]:
 
 
 def kill(group: Path) -> None:
-    """SIGKILL every process in the group and below it, including those it forks meanwhile."""
+    """SIGKILL every process in the group and below it, including those forked during the call."""
     try:
         (group / "cgroup.kill").write_text("1")
         return
@@ -153,7 +153,7 @@ def kill(group: Path) -> None:
 async def remove(folders: Iterable[Path]) -> bool:
     """Remove the groups. A group is busy for a moment while its last process exits.
 
-    False: after `BUSY_S` one still is, for a killed process can end late on a loaded host.
+    False: one is still busy after `BUSY_S`, because a killed process can end late on a loaded host.
     """
     until = time.monotonic() + BUSY_S
     pause = 0.001

@@ -1,7 +1,7 @@
 """The durable record of one command: a folder on the host that the sandbox cannot reach.
 
-Written by `Sandbox.start` (run, in) and the keeper (pid, cause, out, err). Commands hold none of them:
-they write into out.pipe and err.pipe, which the keeper reads.
+`Sandbox.start` writes run and in; the keeper writes pid, cause, out and err. Commands open none of
+them: they write into out.pipe and err.pipe, which the keeper reads.
 
     no folder                   never started
     pid has a second line       over: exited or killed, as the kernel told the keeper
@@ -49,7 +49,7 @@ class ExecRecord:
     def prepare(
         self, command: Exec, run: bytes, token: str, *, refused: Refusals = NONE_REFUSED
     ) -> None:
-        """Make the folder complete, by rename.
+        """Create the complete folder, by rename.
 
         Raises: ConfigurationError when the exec id is known with another argv.
         """
@@ -94,7 +94,7 @@ class ExecRecord:
 
     @property
     def refused_before(self) -> Refusals | None:
-        """What its host had refused when it was ordered. None: an older version ordered it."""
+        """What its host had refused before the request. None: an older version requested it."""
         fields = self._identified_by()
         return Refusals.parse(fields[3]) if len(fields) > 3 else None
 
@@ -110,7 +110,7 @@ class ExecRecord:
             return file.readline().decode().split()[1:]
 
     def claim_cause(self, cause: KillCause) -> None:
-        """Write why it will be killed. The first cause stays."""
+        """Write why the command will be killed. The first cause stays."""
         with contextlib.suppress(FileExistsError), open(self.path / "cause", "x") as file:
             file.write(f"{cause}\n")
 
@@ -124,7 +124,7 @@ class ExecRecord:
         return self._over() or lost  # it may have ended since
 
     def _given_up(self) -> bool:
-        """Whether it can never run. A keeper on a starved host may start it late."""
+        """Whether it can never run. Otherwise a keeper on an overloaded host may start it late."""
         with contextlib.suppress(FileNotFoundError):
             return stat.S_IMODE((self.path / "pid").stat().st_mode) == GIVEN_UP
         return False
@@ -145,8 +145,8 @@ class ExecRecord:
         number, claimed = int(result["number"]), self._claimed_cause()
         exited = result["how"] == "exit"
         lacked: Literal["", "disk"] = "disk" if result["full"] else ""
-        # A shell reports that its child died of out of memory as its own exit code. Too much output
-        # counts as killed, however the command ended.
+        # A shell whose child was killed for lack of memory exits with that signal's code. Too much
+        # output counts as killed, however the command ended.
         hidden = claimed == "output" or (oom and number == 128 + signal.SIGKILL)
         if exited and not hidden:
             return ExecStatus(ExecState.EXITED, code=number, seconds=seconds, host_lacked=lacked)

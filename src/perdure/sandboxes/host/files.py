@@ -63,7 +63,7 @@ def open_file(root: Path, path: str) -> BinaryIO:
 async def read_file(root: Path, path: str, offset: int, limit: int | None) -> bytes:
     """Bytes [offset, offset + limit) of the file. Raises: NotFound.
 
-    Never on the event loop: code in the sandbox holds the same file.
+    Never on the event loop, because code in the sandbox could block the read.
     """
     return await asyncio.to_thread(_read_file, root, path, offset, limit)
 
@@ -86,8 +86,8 @@ def _read_at(file: BinaryIO, offset: int, size: int) -> bytes:
 async def write_file(
     root: Path, path: str, data: bytes | Path, mode: int, user: int | None = None
 ) -> None:
-    """Write beside the target, check the size, rename. Makes parent folders. What is made belongs to
-    `user` (None: to this process's); only root names another.
+    """Write a draft in the target's folder, check its size, rename it. Creates parent folders. New
+    files belong to `user` (None: this process's user); only root may name another.
 
     Raises: ConfigurationError when the disk is full or the folder is read-only.
     """
@@ -114,8 +114,8 @@ def _write_file(root: Path, path: str, data: bytes | Path, mode: int, user: int 
 
 @contextmanager
 def _making_files_of(user: int | None) -> Iterator[None]:
-    """This thread alone is that user to file systems, but still may all that root may. Nothing else
-    makes files where owners are mapped: the host's root has no id there."""
+    """For file systems, this thread becomes that user but keeps root's rights. It is the only way
+    to create files where owners are mapped, because the host's root has no id there."""
     if user is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The worker's side of keepers: starts the zygote that forks them, and sends each its order."""
+"""The worker's side of keepers: starts the fork server and sends each new keeper its order."""
 
 import asyncio
 import atexit
@@ -25,7 +25,8 @@ _ROOM_FOR_A_PATH = 4096 + 64
 _DEFAULT_SIGNALS = [
     signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ
 ]  # fmt: skip
-"""Reset in the zygote: a worker may ignore these (Python itself ignores two), commands must not."""
+"""Reset in the fork server: a worker may ignore these (Python itself ignores two), commands must
+not."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Holder:
     """How the keeper boots the holder, pid 1 of a sandbox's namespaces."""
 
     argv: tuple[str, ...]
-    """Its command. It writes its pid to descriptor 3 and `up` to 1, reads a system-call filter from 4,
-    and exits at the end of descriptor 0."""
+    """The holder's command. It writes its pid to descriptor 3 and `up` to 1, reads a system-call
+    filter from 4, and exits at the end of descriptor 0."""
     disk: str
     """Mount options of the tmpfs at `disk`; empty: `argv` mounts it and the overlays."""
     overlay: str | None
@@ -42,16 +43,16 @@ class Holder:
     root: str | None = None
     """Mount options of the overlay at `disk/root`, if `argv` uses that as its root folder."""
     pid_file: str | None = None
-    """The file its pid is written to instead of descriptor 3."""
+    """The file to which its pid is written, instead of descriptor 3."""
     own_argv: tuple[str, ...] = ()
-    """Its command if the sandbox gets a user of its own, whose namespace is behind descriptor 5."""
+    """Its command if the sandbox has a user of its own. Descriptor 5 is that user's namespace."""
     user_ids: int = 0
-    """First of the host's ids for such users."""
+    """The lowest id on the host for such users."""
     paths: tuple[str, ...] = ()
-    """What it mounts of the host; root's files there are that user's, in the sandbox."""
+    """Host paths that it mounts. In the sandbox, root's files there belong to that user."""
     kills: bool = False
-    """At each line on descriptor 0, a socket, it kills all other processes of its pid namespace and
-    answers with a line."""
+    """For each line on descriptor 0, a socket, it kills all other processes of its pid namespace
+    and answers with a line."""
 
 
 async def start_keeper(
@@ -62,12 +63,12 @@ async def start_keeper(
     *,
     in_own_users: bool = False,
 ) -> None:
-    """Fork a detached keeper and wait until it takes commands.
+    """Fork a detached keeper and wait until it accepts commands.
 
     `in_own_users`: it becomes root of its own user namespace, where it may mount. `gateway`: the
     port to listen on (0: any) and the unix socket to connect to.
 
-    Raises: RetryHere with the last lines of its log, when it does not boot.
+    Raises: RetryHere with the last lines of its log, when the sandbox does not boot.
     """
     cgroups.make(plan)
     meta = box.meta()
@@ -111,11 +112,11 @@ async def _converse(line: socket.socket, order: bytes) -> bytes:
     return said
 
 
-# -- the zygote -----------------------------------------------------------------------------------
+# -- the fork server ------------------------------------------------------------------------------
 
 
 class _Zygote:
-    """The warm process. A fork of the worker starts its own: it may run as another user."""
+    """The fork server. A fork of the worker starts its own, because it may run as another user."""
 
     def __init__(self) -> None:
         self.owner = os.getpid()
@@ -142,10 +143,10 @@ class _Zygote:
 
 
 def _allow_open_files() -> None:
-    """To this process: as many as it may have. A keeper is asked for by a descriptor in flight.
+    """Raise this process's limit, because each request for a keeper puts a descriptor in flight.
 
-    The kernel counts descriptors in flight for each user, commands' too, and refuses ours beyond the
-    soft limit. Commands have a lower one.
+    The kernel counts descriptors in flight for each user, including those of commands, and refuses
+    ours beyond the soft limit. Commands have a lower limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -153,11 +154,11 @@ def _allow_open_files() -> None:
 
 
 _zygotes: list[_Zygote] = []
-"""Empty, or the one of this process."""
+"""Empty, or this process's only one."""
 
 
 def _fork_keeper(line: int) -> None:
-    """Ask the zygote to fork. Starts one if there is none, and again if it was killed."""
+    """Ask the fork server for a keeper. Starts a server if there is none or it was killed."""
     _allow_open_files()
     try:
         socket.send_fds(_our_zygote().channel, [b"k"], [line])

@@ -26,9 +26,10 @@ INIT = (
     "/bin/bash", "--norc", "-c",
     "echo up; exec >/dev/null 2>&1; while read -r line; do kill -KILL -1; echo >&0; done",
 )  # fmt: skip
-"""Pid 1, a bash: it reaps orphans while it waits for input, without a process to wait for (dash does
-not). At each line it kills every other process at once, and none of them can kill it; then it answers
-with a line. Its input ends when the keeper does, and then it exits. `--norc`: its input is a socket, at which bash reads ~/.bashrc."""
+"""Pid 1: a bash, which reaps orphans while it waits for input (dash does not). For each line that
+it reads, it kills every other process at once and answers with a line. No process can kill it. It
+exits when its input ends, which is when the keeper exits. `--norc`: with a socket as its input,
+bash would read ~/.bashrc."""
 
 
 class NamespaceSandbox(HostSandbox):
@@ -72,7 +73,7 @@ def gateway_of(spec: SandboxSpec) -> tuple[int, Path] | None:
 
 
 def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
-    """Mount options of the tmpfs, and of the overlay on it where there is a tree."""
+    """Mount options of the tmpfs, and of the overlay on it if there is a tree."""
     inodes = max(LEAST_INODES, spec.limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
     disk = f"size={spec.limits.disk_mb}m,nr_inodes={inodes},mode=0755"
     if spec.tree is None:
@@ -92,7 +93,7 @@ def resolver_of(network: Network) -> Path | None:
 
 
 def enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
-    """Limit -> mechanism."""
+    """Limit -> the mechanism that enforces it."""
     fallback = {
         "memory": f"prlimit --data={spec.limits.memory_mb << 20}",
         "pids": f"{PIDS}{spec.limits.pids}",

@@ -1,4 +1,4 @@
-"""Processes of this host, told apart from later ones that reuse their pid. Owns pidfds."""
+"""Processes of this host, distinguished from later ones that reuse their pid. Owns pidfds."""
 
 import asyncio
 import contextlib

@@ -43,13 +43,13 @@ def _holds(pid: str, marker: bytes) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether any thread of it runs: the first one may have ended alone."""
+    """Whether any of its threads is alive: the first one may have ended alone."""
     fields = stat(pid)
     return bool(fields) and (fields[0] not in b"ZX" or int(fields[17]) > 1)
 
 
 def works(pid: int) -> bool:
-    """Whether any thread of it computes, or waits for a core or a disk."""
+    """Whether any of its threads runs, or waits for a core or a disk."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
@@ -67,7 +67,7 @@ def depth(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads."""
+    """The children of all its threads."""
     found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -78,7 +78,7 @@ def children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 found += map(int, file.read().split())
         except OSError:
-            continue  # it ended, and so its children have another parent now
+            continue  # it ended, so its children have another parent now
     return found
 
 

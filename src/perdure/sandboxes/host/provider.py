@@ -1,4 +1,4 @@
-"""What the providers on this host share: folders of boxes, adoption, the sweep of leftovers."""
+"""What the providers on this host share: sandbox folders, adoption, removal of leftover folders."""
 
 import asyncio
 import contextlib

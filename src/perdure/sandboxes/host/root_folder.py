@@ -1,4 +1,4 @@
-"""The root folder of a sandbox that runs this host's own programs: which of them it contains, and
+"""The root folder of sandboxes that run this host's own programs: which programs it contains, and
 its /etc."""
 
 import hashlib
@@ -58,7 +58,7 @@ def write_skeleton(folder: Path) -> None:
 
 
 def etc_digest() -> str:
-    """Changes with the host's /etc as far as sandboxes see it."""
+    """A digest of the part of the host's /etc that sandboxes see."""
     names = [Path("/etc", name) for name in ETC_OF_HOST]
     state = [(str(path), path.stat().st_mtime_ns) for path in names if path.exists()]
     return hashlib.sha256(repr((state, ETC)).encode()).hexdigest()[:16]

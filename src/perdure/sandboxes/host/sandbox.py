@@ -44,11 +44,11 @@ Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 RESULT_S = 1.0
 """Longest pause while waiting for the keeper to write the result of a command that has ended."""
 HOLDER_KILLS_S = 10.0
-"""Longest wait for pid 1 to kill all others; if it does not, they are killed one by one."""
+"""Longest wait for pid 1 to kill all other processes. After that they are killed one by one."""
 LOOK_S = 0.5
-"""How often `wait` looks at a command that has outlived a process of its sandbox."""
+"""Seconds between two looks of `wait` at a command that has outlived its keeper or holder."""
 PIDS = "prlimit --nproc="
-"""What limits the processes of the sandbox's user, where no cgroup limits the sandbox's."""
+"""Limits the processes of the sandbox's user, if no cgroup limits those of the sandbox."""
 INLINE_BYTES = 1 << 18
 """Bytes of output up to which a read runs on the event loop, which is quicker than a thread."""
 
@@ -105,7 +105,7 @@ class HostSandbox(Sandbox):
             await self._launch(record, command.timeout_s)
 
     async def _launch(self, record: ExecRecord, timeout_s: float | None) -> None:
-        """It may be repeated: the keeper runs each folder once."""
+        """May be repeated, because the keeper runs each folder once."""
         try:
             self.box.request(record.path.name, timeout_s)
         except OSError as error:
@@ -126,8 +126,8 @@ class HostSandbox(Sandbox):
     @_lost_with_its_folder
     async def poll(self, exec_id: str) -> ExecStatus:
         record = self._known(exec_id)
-        if record.is_unread:  # a worker that died before it asked, or a starved keeper
-            with contextlib.suppress(OSError):  # it is dead, or has more requests than it can read
+        if record.is_unread:  # a worker died before it asked, or the keeper is slow
+            with contextlib.suppress(OSError):  # the keeper is dead, or its pipe is full
                 self.box.request(exec_id, record.timeout_s)
         status = record.status()
         if status.state is ExecState.LOST:
@@ -141,7 +141,7 @@ class HostSandbox(Sandbox):
 
     @_lost_with_its_folder
     async def wait(self, exec_id: str, timeout_s: float | None = None) -> ExecStatus:
-        """Returns as soon as the command is over: the kernel tells when it, or its sandbox, ends."""
+        """Returns as soon as the command is over: the kernel reports its end or the sandbox's."""
         loop = asyncio.get_running_loop()
         end = None if timeout_s is None else loop.time() + timeout_s
         while True:
@@ -150,7 +150,7 @@ class HostSandbox(Sandbox):
             if status.done or left <= 0:
                 return status
             process = self.box.record(exec_id).process
-            if process is None or not process.pid:  # none yet, or none could be made
+            if process is None or not process.pid:  # it has not started yet, or could not start
                 await asyncio.sleep(min(left, 0.005))
                 continue
             needed = [one for one in self._processes if one is not None]
@@ -168,7 +168,7 @@ class HostSandbox(Sandbox):
         limit: int = 1 << 24,
     ) -> bytes:
         path = self._known(exec_id).path / ("out" if stream == "stdout" else "err")
-        try:  # a file that nothing in the sandbox can hold
+        try:  # no process in the sandbox can hold this file
             with open(path, "rb", buffering=0) as file:
                 size = max(0, min(limit, os.fstat(file.fileno()).st_size - offset))
                 if size <= INLINE_BYTES:
@@ -284,7 +284,7 @@ class HostSandbox(Sandbox):
         return list(dict.fromkeys(pids))
 
     def _kill_tree(self, record: ExecRecord) -> bool:
-        """Kill the command with all it started. It may take a while, so never on the event loop."""
+        """Kill the command and its processes. It may take a while, so never on the event loop."""
         process = record.process
         if process is None:
             return True
@@ -322,7 +322,7 @@ class HostSandbox(Sandbox):
         await self._result_written(record)
 
     def _awaits_result(self, record: ExecRecord) -> bool:
-        """Its process has ended, and a living keeper will write how."""
+        """Whether its process has ended and a live keeper will write how."""
         process = record.process
         ran = process is not None and process.pid > 0
         return ran and record.status().state is ExecState.LOST and is_alive(self._processes[0])
@@ -336,7 +336,7 @@ class HostSandbox(Sandbox):
 
 
 def _open_files(wanted: int) -> int:
-    """Below the worker's own limit, because the kernel counts descriptors in flight for both together."""
+    """At most half the worker's limit: the kernel counts descriptors in flight of both together."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard // 2)
 

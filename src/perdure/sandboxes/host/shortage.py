@@ -1,7 +1,7 @@
 """Whether this host refused a sandbox processes or memory that the sandbox's own limits allow.
 
-The kernel counts refusals for each cgroup. It does not count those of limits that belong to no cgroup
-(`kernel.pid_max`, a user's processes, memory that may not be overcommitted): they are not seen here.
+The kernel counts refusals for each cgroup. It does not count refusals by limits that belong to no
+cgroup (`kernel.pid_max`, a user's processes, memory overcommit), so this module misses them.
 """
 
 from collections.abc import Iterable
@@ -15,14 +15,14 @@ Shortage = Literal["", "disk", "processes", "memory"]
 
 
 class Refusals(NamedTuple):
-    """Counts of the kernel's, now. All only grow."""
+    """The kernel's current counts. They only grow."""
 
     above: int
-    """Processes that the groups above the sandbox's have refused."""
+    """Forks that the groups above the sandbox's have refused."""
     own: int
-    """Processes that were refused in the sandbox's own groups."""
+    """Forks that were refused in the sandbox's own groups."""
     kills: int
-    """Processes of the sandbox that were killed for want of memory."""
+    """Processes of the sandbox that were killed for lack of memory."""
 
     @classmethod
     def of(cls, groups: Iterable[str]) -> "Refusals":
@@ -55,14 +55,14 @@ NONE_REFUSED = Refusals(0, 0, 0)
 def _refused(folder: Path) -> int:
     """Since Linux 6.11 `pids.events` of cgroup v2 also counts groups below, `pids.events.local` does not.
 
-    cgroup v1, and v2 before, count where the fork was tried, whichever group's limit was the cause.
+    cgroup v1, and v2 before 6.11, count in the forking process's group, whichever group refused.
     """
     local = _fields(folder / "pids.events.local")
     return (local or _fields(folder / "pids.events")).get("max", 0)
 
 
 def _was_full(folder: Path) -> bool:
-    """Whether its own limit of processes may have been the cause. An old kernel does not tell."""
+    """Whether the group's own process limit may be the cause. An old kernel does not tell."""
     if not (folder / "pids.events").exists():
         return False
     peak, limit = _number(folder / "pids.peak"), _number(folder / "pids.max")

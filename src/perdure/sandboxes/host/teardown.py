@@ -34,8 +34,8 @@ async def destroy(box: Box) -> None:
         return
     booted = box.ready  # read first: the boot may still finish until its keeper is stopped
     meta, keeper, holder = box.meta(), box.keeper, box.holder
-    # The keeper first: otherwise it would record that a signal ended the commands, rather than
-    # the end of the sandbox.
+    # Kill the keeper first. Otherwise it would record that a signal ended the commands, rather
+    # than the end of the sandbox.
     session_killed = keeper is not None and _kill_session(keeper)
     if meta.exec_groups:
         cgroups.kill(Path(meta.exec_groups))
@@ -60,7 +60,7 @@ async def destroy(box: Box) -> None:
 
 
 async def _bid_farewell(command: Sequence[str]) -> None:
-    """Ignores failures, because the thing that it removes may never have existed."""
+    """Ignores failures, because what the command removes may never have existed."""
     if command:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -72,8 +72,8 @@ async def _bid_farewell(command: Sequence[str]) -> None:
 
 
 def _kill_session(keeper: ProcessId) -> bool:
-    """Kill the keeper and all it spawned on the host's side; False when it was dead already."""
-    kill_process(keeper, signal.SIGSTOP)  # it forks no more while its session is killed
+    """Kill the keeper and every process it started on the host; False when it was already dead."""
+    kill_process(keeper, signal.SIGSTOP)  # so that it forks nothing while its session is killed
     if not is_alive(keeper):
         return False
     with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """The `apptainer` provider: one instance per sandbox, without a daemon, for clusters.
 
 `apptainer instance start` makes the namespaces over an overlay on our tmpfs. The keeper then treats
-its first process like any holder: the same commands, records, limits and filter. It was never run
+its first process like any holder: the same commands, records, limits and filter. It has never run
 with the real Apptainer: the tests use `tests/doubles/apptainer_cli.py`.
 """
 
@@ -54,7 +54,7 @@ echo up
 exec >/dev/null
 wait
 """
-"""If this shell is killed, its background half lives on, sees the end of its input, and stops the
+"""If this shell is killed, its background process reads the end of its input and stops the
 instance."""
 
 OWN_VARIABLES = re.compile(
@@ -115,7 +115,7 @@ class ApptainerProvider(NamespaceProvider):
         return self._handle(box, meta)
 
     def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
-        """What the keeper runs in the box's folder after it has mounted the disk there."""
+        """The command that the keeper runs in the sandbox's folder after mounting the disk."""
         start = shlex.join(start_command(self._binary, image, spec, box))
         script = HOLD.format(start=start, stop=shlex.join(stop_command(self._binary, _name(box))))
         return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
@@ -196,7 +196,7 @@ def stop_command(binary: str, name: str) -> list[str]:
 
 
 def _build(binary: str, mirrored: str, folder: Path) -> str:
-    """Unpack under a draft name, then rename: a folder of that name is complete."""
+    """Unpack under a draft name, then rename, so that a folder named `folder` is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = folder.with_name(hidden_name(DRAFT))
     try:

@@ -32,15 +32,15 @@ from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import LINKED
 
 OVERLAYS_MAP_OWNERS = (5, 19)
-"""The first Linux whose overlays do."""
+"""The first Linux version whose overlays show mapped owners."""
 WORKERS_USER = ("--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID))
 """Commands and pid 1 run as the worker's user."""
 OWN_USER = (
     *("--userns", "5", "--uid", "0", "--gid", "0"),
     *("--cap-drop", "ALL", "--cap-add", "CAP_KILL", "--cap-add", "CAP_DAC_READ_SEARCH"),
 )
-"""In place of those: pid 1 is root inside, for it kills processes of another user, `agent`. It must
-enter the workdir, which is `agent`'s and may be closed to others."""
+"""Instead, if the sandbox has its own user. Pid 1 is root inside, because it kills processes of
+another user, `agent`, and enters the workdir, which `agent` owns and may close to others."""
 
 
 class BubblewrapProvider(NamespaceProvider):
@@ -73,7 +73,7 @@ class BubblewrapProvider(NamespaceProvider):
         return self._handle(box, meta)
 
     def _with_own_user(self, spec: SandboxSpec, holder: Holder) -> Holder:
-        """Where this process is root, and overlays show files whose owners are mapped."""
+        """Give the sandbox its own user if this process is root and overlays show mapped owners."""
         first = self.settings.sandbox.user_ids
         if not first or os.geteuid() or needs_own_users() or _kernel() < OVERLAYS_MAP_OWNERS:
             return holder
@@ -85,7 +85,7 @@ class BubblewrapProvider(NamespaceProvider):
         )
 
     def command(self, spec: SandboxSpec, box: Box) -> list[str]:
-        """How `bwrap` makes this sandbox, once its disk is mounted."""
+        """The `bwrap` command that makes this sandbox once its disk is mounted."""
         return _bwrap(spec, box, self._etc)
 
 
@@ -141,7 +141,7 @@ def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
 
 
 def _bind(source: Path, target: str, *, writable: bool = False) -> tuple[str, ...]:
-    """bwrap would close the folders above to others than root."""
+    """Also makes the folders above `target`, which bwrap would close to all users but root."""
     folders = [str(folder) for folder in reversed(PurePosixPath(target).parents)][1:]
     above = (part for folder in folders for part in ("--dir", folder))
     return (*above, "--bind" if writable else "--ro-bind", str(source), target)

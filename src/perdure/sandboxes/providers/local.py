@@ -32,7 +32,7 @@ from perdure.types import Limits
 log = structlog.get_logger()
 
 OWN_FOLDERS = ("tree", "home", "tmp")
-"""What commands write to, in a sandbox's folder."""
+"""Folders that commands write to, in the sandbox's folder."""
 
 
 class LocalSandbox(HostSandbox):
@@ -173,14 +173,14 @@ def _copy_tree(tree: Path | None, target: Path) -> None:
         return
     try:
         shutil.copytree(tree, target, symlinks=True)
-    except shutil.Error as error:  # of many files
+    except shutil.Error as error:  # it lists the errors of many files
         if f"[Errno {errno.ENOSPC}]" not in str(error):
             raise
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from None
 
 
 def _check_room(box: Box) -> None:
-    """Raises: OSError when the disk is full: what runs there would fail by its writes."""
+    """Raises: OSError when the disk is full, because commands there would fail at their writes."""
     box.path.parent.mkdir(parents=True, exist_ok=True)
     if is_full(str(box.path.parent)):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(box.path.parent))

@@ -44,8 +44,8 @@ PULLER = Puller(
 
 
 class PodmanProvider(NamespaceProvider):
-    """Needs root, in a container too: podman must share our mount namespaces. Commands run as the one
-    user of its container, root without capabilities."""
+    """Works as root or as an ordinary user, also in a container. Commands run as the only user of
+    the sandbox's container, root without capabilities."""
 
     name = "podman"
     runs_images = True
@@ -122,7 +122,7 @@ class PodmanProvider(NamespaceProvider):
     # -- images -----------------------------------------------------------------------------------
 
     async def _image(self, name: str) -> "_Image":
-        """The image, pulled once and mounted, so that the sandboxes' overlays can use it as lower layer."""
+        """The image, pulled once and mounted as the lower layer of the sandboxes' overlays."""
 
         async def find(name: str) -> str | None:
             return await asyncio.to_thread(_find, name)
@@ -179,7 +179,7 @@ class _NoRuntime(str):
 
 
 def _podman() -> list[str]:
-    """With the settings that it needs in containers and without systemd; they harm nowhere else."""
+    """With the settings that it needs in containers and without systemd, harmless elsewhere."""
     runtime = _runtime()
     chosen = [] if isinstance(runtime, _NoRuntime) or not runtime else ["--runtime", runtime]
     return [*_plain_podman(), *chosen]
@@ -223,7 +223,7 @@ def _try_runtime(name: str, root: str) -> str | None:
 
 
 def _variables() -> list[str]:
-    """What podman needs to find the storage of this user."""
+    """The variables that podman needs to find this user's storage."""
     names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF")
     return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
 
@@ -231,7 +231,7 @@ def _variables() -> list[str]:
 def _in_own_users(
     command: Sequence[str], box: Box, disk: str, overlay: str | None, root: str
 ) -> list[str]:
-    """For an ordinary user: only in podman's user namespace may it mount the sandbox's disk."""
+    """For an ordinary user, who may mount the sandbox's disk only in podman's user namespace."""
     folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
     script = [
         "set -e",

@@ -1,6 +1,6 @@
-"""Carries the lines of the relay inside a sandbox to this host, and pieces of answers back.
+"""Reads the requests of the relay inside a sandbox, and sends it pieces of answers.
 
-All that is read is untrusted.
+Everything that it reads is untrusted.
 """
 
 import asyncio
@@ -23,21 +23,21 @@ LARGEST_LOG = 64 << 20
 """Bytes after which a new relay is started. An honest relay writes far less."""
 READ = 1 << 20
 POLLS_PER_S = 500.0
-"""For all relays of this process together. A sandbox service was seen to allow 833."""
+"""For all relays of this process together. One sandbox service allowed 833 when measured."""
 LONGEST_PAUSE_S = 0.5
 NEAR_PAUSE_S, FAR_PAUSE_S = 0.005, 0.05
-"""The shortest pause between two reads in seconds: if a read is a system call, if it is a request."""
+"""Seconds of the shortest pause between two reads: if a read is a system call, or a request."""
 READ_WAIT_S = 5.0
 """Seconds that one read waits in the sandbox, if the sandbox `waits_inside`."""
 LOOK_S = 2.0
-"""Seconds between two looks whether a silent relay still runs."""
+"""Seconds between two checks that a silent relay still runs."""
 
 JsonObject = dict[str, Any]
 T = TypeVar("T")
 
 
 class Lines:
-    """Cuts bytes into lines. Each must be a JSON object of bounded size; others are dropped."""
+    """Splits bytes into lines. Each must be a JSON object of bounded size; others are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -101,7 +101,7 @@ class RelayProcess:
         self._sender = uuid4().hex[:8]
 
     async def batches(self) -> AsyncIterator[list[JsonObject]]:
-        """The first batch is all lines so far, so that requests that are done already are not started.
+        """The first batch is all lines so far, so that requests already answered are not started.
 
         Ends when the relay's process has ended.
         """
@@ -147,7 +147,7 @@ class RelayProcess:
             return None
 
     async def answer(self, head: JsonObject, body: bytes) -> None:
-        """Hand over one piece. It may be repeated; the relay asks again for what was lost."""
+        """Send one piece. It may be repeated; the relay asks again for a piece that was lost."""
         name = f"{next(self._numbers):08d}.{self._sender}.piece"
         data = json.dumps(head, separators=(",", ":")).encode() + b"\n" + body
         await _patiently(lambda: self._sandbox.put(f"{self._spool}/in/{name}", data))

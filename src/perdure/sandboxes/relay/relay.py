@@ -1,8 +1,8 @@
 """The host's side of a relay: carries model requests of a sandbox that cannot reach the gateway.
 
-Starts the relay inside (`relay_program`), hears its requests, asks the gateway and hands the answers
-back. The sandbox and the gateway's journal hold everything that must survive this
-process. So another worker can make the same `Relay` and continue.
+Starts the relay inside (`relay_program`), reads its requests, asks the gateway and sends back the
+answers. The sandbox and the gateway's journal hold everything that must survive this process, so
+another worker can make the same `Relay` and continue.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from perdure.sandboxes.relay.process import LARGEST_BODY, JsonObject, RelayProce
 
 PORT = 18001
 RELAYED = "x-perdure-relayed"
-"""Marks what a relay carries: its connection does not tell whether the agent hung up."""
+"""Header of relayed requests: their connection does not show whether the agent has hung up."""
 AT_ONCE = 32
 """Requests of one sandbox that wait for the gateway at a time."""
 MOST_REQUESTS = 128
@@ -42,7 +42,7 @@ READY_S = 60.0
 FLUSH_S = 0.25
 """Seconds that a part of an answer waits for more: each piece costs a request to the provider."""
 PIECE = 1 << 20
-"""Bytes of a part that waits for no more."""
+"""Bytes at which a part is sent without waiting."""
 LARGEST_ANSWER = 64 << 20
 GATEWAY_RETURNS_S = 30.0
 """Seconds that requests wait for a gateway that restarts; then they are answered with 503."""
@@ -97,9 +97,9 @@ class Relay:
         reads_are_cheap: bool = False,
         again_s: float = 30.0,
     ) -> None:
-        """`reads_are_cheap`: a read from the sandbox is a system request, not a request. `output_mb`: the
-        sandbox's limit, of which the relay uses a part. `again_s`: seconds after which the relay
-        asks again for an answer."""
+        """`reads_are_cheap`: a read from the sandbox is a system call, not a request to a service.
+        `output_mb`: the sandbox's limit, of which the relay uses a part. `again_s`: seconds after
+        which the relay asks again for an answer."""
         self.url = ""
         self._sandbox = sandbox
         self._key = session_key
@@ -157,7 +157,7 @@ class Relay:
         await self._gateway.aclose()
 
     def check(self) -> None:
-        """Raise the error that ended the serving, if one did."""
+        """Raise the error that stopped the relay, if one did."""
         if self._serving.done():
             self._serving.result()
 
@@ -199,7 +199,7 @@ class Relay:
         )
 
     async def _explain_early_end(self, number: int) -> None:
-        """Raise if it never wrote a line: then the next one would not either."""
+        """Raise if the relay never wrote a line, because the next one would not either."""
         if self._port:
             log.warning(
                 "the relay ended; starting it again", sandbox=self._sandbox.identity, number=number
@@ -272,7 +272,7 @@ class Relay:
                 body = await self._body(request.line)
                 if body is not None:
                     await self._ask(request, body)
-        except PerdureError as error:  # the serving task meets it too, and raises it
+        except PerdureError as error:  # the serving task fails with it too, and raises it
             log.warning("cannot give the relay an answer", error=str(error))
 
     async def _body(self, line: JsonObject) -> bytes | None:
@@ -285,7 +285,7 @@ class Relay:
         return None if body is None or len(body) > LARGEST_BODY else body
 
     async def _ask(self, request: _AgentRequest, body: bytes) -> None:
-        """Ask until the gateway has begun to answer. It recognises a repeated request."""
+        """Ask until the gateway has begun to answer. It recognizes a repeated request."""
         line, try_id = request.line, uuid4().hex[:8]
         if not _PATH.fullmatch(line["path"]) or ".." in line["path"]:
             return await self._tell(request, try_id, 404, f"no route {line['path'][:100]}")

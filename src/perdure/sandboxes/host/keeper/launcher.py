@@ -171,8 +171,8 @@ class Launcher:
 
 def _seal() -> None:
     """Before hostile code runs: hide files of /proc that root can read without capabilities. Make
-    /proc and devices read-only, so that no process changes a device or another's memory. A bind takes
-    one system call here; `bwrap` takes three, and reads the list of all mounts again."""
+    /proc and devices read-only, so that no process changes a device or another's memory. A bind
+    takes one system call here; `bwrap` takes three, and reads the list of all mounts again."""
     if os.statvfs("/dev").f_flag & linux.MS_RDONLY:  # the container runtime has done it
         return
     for name in TOLD_TO_ROOT:

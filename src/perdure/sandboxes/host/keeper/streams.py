@@ -17,7 +17,7 @@ LARGEST_PIPE = 1 << 20
 
 
 def pipe_of(name: str) -> str:
-    """The named pipe in a command's folder for its output `name`. It lasts as long as its folder."""
+    """The named pipe for output `name` in a command's folder. It lasts as long as the folder."""
     return f"{name}.pipe"
 
 

@@ -36,7 +36,7 @@ async def client() -> "AsyncDaytona":
     loop = asyncio.get_running_loop()
     place = (loop, account["DAYTONA_API_URL"], account["DAYTONA_API_KEY"])
     if place not in _clients:
-        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
+        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must continue
     if place not in _clients:
         made = _make(account)
         closing = _close_with_loop(made, place)
@@ -46,7 +46,7 @@ async def client() -> "AsyncDaytona":
 
 
 def _import() -> None:
-    """Build the models here, once: two concurrent first uses would see incomplete ones."""
+    """Build the models once, because two concurrent first uses would see incomplete ones."""
     import daytona
     import daytona_api_client_async as api
     import daytona_toolbox_api_client_async as toolbox
@@ -86,7 +86,7 @@ async def _close_with_loop(
         yield
     finally:
         _clients.pop(place, None)
-        await made.close()  # type: ignore[no-untyped-call]  # the SDK left it so
+        await made.close()  # type: ignore[no-untyped-call]  # untyped in the SDK
 
 
 def unread_file(folder: Path) -> str:

@@ -8,9 +8,9 @@ from perdure.sandboxes.guest.retries import Conflict, Missing, retry_after
 from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 REFUSAL_PASSES_S = 6.5
-"""Seconds to wait after a refused key that has worked: the proxy caches the refusal for 5 s."""
+"""Seconds to wait after a refusal of a key that worked before: the proxy caches it for 5 s."""
 RELEASE_S = 10.0
-"""Seconds between tries to boot while the account's quota is used up."""
+"""Seconds to wait before another boot while the account's quota is used up."""
 QUOTA = re.compile(r"Total \w+ limit exceeded|quota", re.IGNORECASE)
 NOT_NOW = re.compile(r"valid state|is not running|in progress|failed to convert exit code")
 

@@ -1,4 +1,4 @@
-"""The `daytona` provider: sandboxes of Daytona or a service that speaks its protocol, by its SDK.
+"""The `daytona` provider: sandboxes of Daytona or a compatible service, through its SDK.
 
 The identity is part of the sandbox's name, so a second create finds the first sandbox. The guest
 program runs commands and keeps their records. The service's exit codes are only hints.
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UPLOAD_BYTES_PER_S = 1_000_000
-"""The slowest link for which the time-out of an upload is still long enough."""
+"""Speed of the slowest link on which an upload does not time out."""
 QUEUE_MINUTES = 5
-"""Minutes that the service may look for a machine to run it on."""
+"""Minutes that the service may look for a machine to run a sandbox on."""
 LEAST_DISK_GIB = 3
 """The service's default. The image needs disk too."""
 LOOK_S = 0.2
@@ -82,7 +82,7 @@ class DaytonaSandbox(SdkSandbox):
         self.sdk = sdk
 
     async def touch(self, ttl_s: float) -> None:
-        """Set the deadline and the idle timer. The timer sees our calls, but no running process."""
+        """Set the deadline and the idle timer. Our calls reset that timer; processes do not."""
         minutes = _minutes(ttl_s)
         await self._call("set_ttl", lambda: self.sdk.set_ttl(minutes, self.provider.request_s))
         if (self.sdk.auto_stop_interval or 0) < minutes:
@@ -128,11 +128,11 @@ class DaytonaSandbox(SdkSandbox):
 
 
 class DaytonaProvider(SdkProvider):
-    """`DAYTONA_API_KEY` and the like name the account; `PERDURE_DAYTONA__SCOPE` which deployment,
-    where several hosts share one or several deployments share an account."""
+    """`DAYTONA_API_KEY` and the SDK's other variables name the account. `PERDURE_DAYTONA__SCOPE`
+    names the deployment, if several hosts share one or several share an account."""
 
     name = "daytona"
-    limits = frozenset({"output_mb"})  # a snapshot has the others
+    limits = frozenset({"output_mb"})  # the snapshot sets the others
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
     account_variables = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
@@ -177,7 +177,7 @@ class DaytonaProvider(SdkProvider):
                 provider=self.name,
                 alive=_state(sdk) not in ENDED,
                 created=_time(sdk.created_at) or 0.0,
-                # the service's clock decides: what it still has has not expired
+                # the service's clock decides: a sandbox that it lists has not expired
                 expires=max(_time(sdk.auto_destroy_at) or math.inf, time.time() + 1),
                 labels={
                     name: value
@@ -224,7 +224,7 @@ class DaytonaProvider(SdkProvider):
             try:
                 return await self._ask(spec, identity, own)
             except RateLimited:
-                raise  # nothing was made; otherwise the next create finds the name taken
+                raise  # nothing was made; if something was, the next create gets a Conflict
             except (Conflict, ControlPlaneError) as error:
                 if (found := await self._find(identity)) is not None:
                     return found
@@ -253,8 +253,10 @@ class DaytonaProvider(SdkProvider):
             ) from error
 
     async def _started(self, sdk: "AsyncSandbox", identity: str) -> "AsyncSandbox":
-        """Wait until it has started. Raises: SandboxLost when it ended, failed or makes no progress; then
-        it is deleted."""
+        """Wait until it has started.
+
+        Raises: SandboxLost when it ended, failed or makes no progress. Then it is also deleted.
+        """
         began = moved = time.monotonic()
         seen = ("", "")
         while (state := _state(sdk)) != "started":
@@ -321,7 +323,7 @@ class DaytonaProvider(SdkProvider):
         return None if _state(sdk) in GONE else sdk
 
     async def lives(self, sandbox_id: str, *, silent: bool) -> bool:
-        """What the control plane says; but a daemon that was `silent` for too long is dead."""
+        """What the control plane says, except that a daemon `silent` for too long is dead."""
         try:
             sdk = await confirmed(lambda: self._get(sandbox_id))
         except Missing:

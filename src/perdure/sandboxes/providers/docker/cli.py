@@ -59,7 +59,7 @@ async def call(
             ) from None
         finally:
             if process.returncode is None:
-                # this ends the client; the engine may carry the call out
+                # this ends the client; the engine may still execute the call
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await asyncio.shield(process.wait())

@@ -94,7 +94,7 @@ class DockerSandbox(ContainerSandbox):
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """A shell reads the line from standard input: every user of this host can list arguments."""
+        """A shell reads the line from standard input, because any user can list arguments."""
         argv, given = ("sh", "-c", 'line=$(cat) && eval "$line"'), command.encode()
         said = await self._exec(*argv, what=what, seconds=REQUEST_S + extra_s, given=given)
         return said.out.decode("utf-8", "replace")
@@ -135,8 +135,8 @@ class DockerSandbox(ContainerSandbox):
 
 
 class DockerProvider(ServiceProvider):
-    """`DOCKER_HOST` or Docker's context says which engine. Its sandboxes have no network, so that model
-    calls need a relay, unless `PERDURE_DOCKER__NETWORK` names one of the engine's."""
+    """`DOCKER_HOST` or Docker's context selects the engine. Its sandboxes have no network, so model
+    calls need a relay, unless `PERDURE_DOCKER__NETWORK` names a network of the engine."""
 
     name = "docker"
 
@@ -366,7 +366,7 @@ class DockerProvider(ServiceProvider):
         return found is not None and found.is_running
 
     async def make_room(self, name: str) -> None:
-        """Raise the pids limit, so that the guest can end commands that fork without end."""
+        """Raise the pids limit, so that the guest can end commands that fork constantly."""
         said = await cli.call(
             *("container", "inspect", "--format", "{{.HostConfig.PidsLimit}}", name),
             seconds=REQUEST_S,

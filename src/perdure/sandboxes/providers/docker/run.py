@@ -27,7 +27,7 @@ Other runtimes have a kernel, and so terminals, of their own."""
 
 @dataclass(frozen=True)
 class DockerEngine:
-    """What the engine can do. It is asked once."""
+    """What the engine can do, as it said when it was first asked."""
 
     binds: bool
     """It sees this host's folders under the same paths."""
@@ -49,8 +49,8 @@ def engine_of(info: Mapping[str, Any], *, here: bool) -> DockerEngine:
 
 
 def agent_user() -> str:
-    """The worker's ids, so that commands can read bound files that only the worker may read; never
-    root's."""
+    """The worker's ids, but never root's, so that commands can read bound files that only the
+    worker may read."""
     return f"{os.getuid()}:{os.getgid()}" if os.getuid() else "1000:1000"
 
 
@@ -63,7 +63,7 @@ def run_command(
     *,
     settings: Settings,
 ) -> list[str]:
-    """`docker run` of one sandbox. The root folder of an instance's own image is writable."""
+    """The `docker run` of one sandbox. The root folder of an instance's own image is writable."""
     network, runtime = settings.docker.network or "none", settings.docker.runtime
     files = settings.sandbox.open_files
     owner = ROOT if spec.image else agent_user()

@@ -7,9 +7,9 @@ from perdure.sandboxes.guest.retries import Conflict, Missing
 from perdure.sandboxes.guest.sandbox import DiskTooSmall
 
 REFUSAL_PASSES_S = 6.5
-"""Seconds to wait after a refused key that has worked: proxies cache the refusal for 5 s."""
+"""Seconds to wait after a refusal of a key that worked before: proxies cache it for 5 s."""
 RELEASE_S = 10.0
-"""Seconds between tries to boot while the account has as many sandboxes as it may."""
+"""Seconds to wait before another boot while the account has as many sandboxes as it may."""
 
 
 def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:

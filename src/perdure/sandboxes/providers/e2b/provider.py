@@ -1,4 +1,4 @@
-"""The `e2b` provider: sandboxes of E2B or a service that speaks its protocol, through its SDK.
+"""The `e2b` provider: sandboxes of E2B or a compatible service, through its SDK.
 
 The identity is the idempotency key of the create, and is in the metadata. The guest program runs
 commands and keeps their records, so lost answers do no harm. Trees and mounts are uploaded.
@@ -130,11 +130,11 @@ class E2BSandbox(SdkSandbox):
 
 
 class E2BProvider(SdkProvider):
-    """`E2B_API_KEY` and the SDK's other variables name the account; `PERDURE_E2B__SCOPE` which
-    deployment, where several hosts share one or several deployments share an account."""
+    """`E2B_API_KEY` and the SDK's other variables name the account. `PERDURE_E2B__SCOPE` names the
+    deployment, if several hosts share one or several share an account."""
 
     name = "e2b"
-    limits = frozenset({"output_mb"})  # the template has the others
+    limits = frozenset({"output_mb"})  # the template sets the others
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
     account_variables = ("E2B_API_KEY",)
@@ -152,7 +152,7 @@ class E2BProvider(SdkProvider):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of every call. The SDK reads the key and the URLs from the environment."""
+        """Options of every call. The SDK reads the key and the URLs from the environment."""
         return {"retries": 0, "request_timeout": self.request_s}
 
     @property
@@ -232,7 +232,7 @@ class E2BProvider(SdkProvider):
             box = E2BSandbox(self, sdk, identity, own)
             try:
                 await box.set_up(spec)
-            except SandboxLost:  # the key of a killed one, or a new one that is not visible yet
+            except SandboxLost:  # the key is a killed one's, or the new one is not visible yet
                 if box.has_answered:
                     raise
                 await self._kill(sdk.sandbox_id)
@@ -274,7 +274,7 @@ class E2BProvider(SdkProvider):
 
     def _template(self, spec: SandboxSpec) -> str:
         """The template to boot. A tree is uploaded into the default one. Without a tree it is the
-        image, unless routing tags lead to that."""
+        image, unless routing tags already name the image."""
         if spec.tree is None and spec.image is not None and not self._routing_tags(spec.image):
             return spec.image
         return self.settings.e2b.template
@@ -335,7 +335,7 @@ class E2BProvider(SdkProvider):
         return await confirmed(lambda: again(lambda: self._once("get_info", info)))
 
     async def _known(self, identity: str) -> E2BSandbox | None:
-        """The sandbox this host made, even if the list does not show it yet. Raises: SandboxLost."""
+        """This host's sandbox, even if the list does not show it yet. Raises: SandboxLost."""
         sandbox_id = _noted(self._hint(identity))
         if sandbox_id is None:
             return None
@@ -391,5 +391,5 @@ def _noted(hint: Path) -> str | None:
 
 
 async def _import() -> None:
-    """It takes half a second, and heartbeats must go on."""
+    """In a thread: it takes half a second, and heartbeats must continue."""
     await asyncio.to_thread(importlib.import_module, "e2b")

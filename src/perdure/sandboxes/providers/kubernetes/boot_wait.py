@@ -32,7 +32,7 @@ PULLER = Puller(
 
 
 class BootWait:
-    """How long a pod may be on its way, by what it waits for."""
+    """Limits how long a pod may boot, by what it waits for."""
 
     def __init__(self, identity: str) -> None:
         self.identity = identity
@@ -41,7 +41,7 @@ class BootWait:
         self._cause = ""
 
     def judged(self, pod: Pod) -> PerdureError | None:
-        """The error with which to give the pod up, or None."""
+        """The error if the pod should be given up, otherwise None."""
         found = pods.obstacle(pod)
         kind = found.kind if found is not None else ""
         if kind != self._kind:

@@ -27,7 +27,7 @@ PAGE = 500
 
 
 class CommandOutput(NamedTuple):
-    """What a command printed. `status`: how it ended, by the API; None if the socket was cut."""
+    """What a command printed. `status`: the API's report of its end; None if the socket was cut."""
 
     out: bytes
     err: bytes
@@ -98,8 +98,8 @@ class PodApi:
     async def run(
         self, name: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> CommandOutput:
-        """Run a command in the pod to its end. It must know the length of `given`, because its standard
-        input does not end.
+        """Run a command in the pod to its end. The command must know the length of `given`, because
+        its standard input does not end.
 
         Raises: TimeoutError; aiohttp's and the system's errors.
         """
@@ -184,7 +184,7 @@ async def pod_api(context: str, namespace: str, request_s: float) -> PodApi:
     """
     place = _place(context)
     if place not in _clients:
-        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must go on
+        await asyncio.to_thread(_import)  # it takes seconds, and heartbeats must continue
         configuration = await _configuration(context)
         if place not in _clients:
             await _make(configuration, place)
@@ -193,7 +193,8 @@ async def pod_api(context: str, namespace: str, request_s: float) -> PodApi:
 
 
 async def renew_credentials(context: str) -> None:
-    """Read the credentials again: a kubeconfig program's tokens last minutes. Running calls go on.
+    """Read the credentials again, because a kubeconfig program's tokens last minutes. Running calls
+    continue.
 
     Raises: ConfigurationError when they cannot be read.
     """
@@ -247,7 +248,7 @@ async def _read_credentials(made: Any, context: str) -> None:
         if files:
             await config.load_kube_config(files, context or None, made, persist_config=False)
         else:
-            config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # left so
+            config.load_incluster_config(made)  # type: ignore[no-untyped-call]  # untyped there
     except Exception as error:  # for a wrong file, the reader raises any error
         raise _unreadable(error) from error
     if made.proxy and not str(made.proxy).startswith(("http://", "https://")):

@@ -11,9 +11,9 @@ from perdure.sandboxes.guest.retries import Conflict, Missing, retry_after
 
 ROLE = "infra/k8s/sandboxes.yaml"
 REFUSAL_PASSES_S = 2.0
-"""Seconds to wait after a 401 for credentials that have worked; they are read again meanwhile."""
+"""Seconds to wait after a 401 for credentials that worked before. They are also read again."""
 RELEASE_S = 10.0
-"""Seconds between tries to boot while a quota is used up."""
+"""Seconds to wait before another boot while a quota is used up."""
 
 
 class ErrorAnswer(Exception):

@@ -192,7 +192,7 @@ def obstacle(pod: Mapping[str, Any]) -> Obstacle | None:
 
 
 def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of the sandbox's container: a cluster may add others, such as a service mesh's."""
+    """The state of the sandbox's container. A cluster may add others, such as a service mesh's."""
     statuses = status.get("containerStatuses") or ()
     ours: Mapping[str, Any] = next((one for one in statuses if one.get("name") == CONTAINER), {})
     state: Mapping[str, Any] = ours.get("state") or {}
@@ -200,7 +200,7 @@ def _container_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def lacks_room(found: Obstacle) -> bool:
-    """No node has room now, in contrast to: no node may ever run it."""
+    """No node has room now, although one may have room later."""
     return "Insufficient" in found.message or "Too many pods" in found.message
 
 

@@ -1,4 +1,4 @@
-"""The `kubernetes` provider: one bare pod a sandbox, in a namespace of any cluster.
+"""The `kubernetes` provider: one bare pod per sandbox, in a namespace of any cluster.
 
 The identity is part of the pod's name, so the API makes it once. The guest program runs commands and
 keeps their records. Orders reach it over the pod's exec socket, on standard input, so that no URL
@@ -46,11 +46,11 @@ from perdure.types import AccountCaps
 T = TypeVar("T")
 
 UPLOAD_BYTES_PER_S = 1_000_000
-"""The slowest link for which the time-out of an upload is still long enough."""
+"""Speed of the slowest link on which an upload does not time out."""
 LOOK_S = (0.1, 1.0)
 """The first and the longest pause between two looks at a pod, in seconds."""
 GONE_S = 30.0
-"""Seconds after a delete until a pod that is still there is removed without its node."""
+"""Seconds after a delete until a pod that still exists is removed without its node."""
 SILENT_S = 600.0
 """Seconds without an answer after which a running pod counts as lost."""
 CLOSED_S = 10.0
@@ -116,7 +116,7 @@ class KubernetesSandbox(ContainerSandbox):
     # -- how the guest is reached -----------------------------------------------------------------
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """A shell reads the line from standard input: a URL would show it in the cluster's audit log."""
+        """A shell reads the line from standard input: the cluster's audit log would show a URL."""
         given = command.encode()
         argv = ["sh", "-c", 'line=$(head -c "$1") && eval "$line"', "sh", str(len(given))]
         said = await self._exec(what, argv, [given], self.provider.request_s + extra_s)
@@ -136,7 +136,7 @@ class KubernetesSandbox(ContainerSandbox):
     async def _exec(
         self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
     ) -> client.CommandOutput:
-        """Raises: SandboxLost if the API agrees, or nothing has answered for long."""
+        """Raises: SandboxLost if the API confirms it, or after a long silence."""
         try:
             said = await self.provider.run(what, self.name, argv, given, seconds)
         except (Missing, ControlPlaneError) as error:
@@ -168,8 +168,8 @@ class KubernetesSandbox(ContainerSandbox):
 
 
 class KubernetesProvider(ServiceProvider):
-    """`KUBECONFIG`, or the cluster that the worker runs in, says where; `PERDURE_KUBERNETES__SCOPE`
-    which deployment, where several hosts share one or several deployments share a namespace."""
+    """`KUBECONFIG` names the cluster; without it, the worker's own is used. The deployment's name is
+    `PERDURE_KUBERNETES__SCOPE`, if several hosts share one or several share a namespace."""
 
     name = "kubernetes"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
@@ -246,7 +246,8 @@ class KubernetesProvider(ServiceProvider):
             await self._gone(name, pod["metadata"]["uid"])
 
     async def _gone(self, name: str, uid: str) -> None:
-        """Wait until its node has ended it. If the node does not answer, delete it without the node.
+        """Wait until its node has ended the pod. If the node does not answer, delete it without the
+        node.
 
         Raises: Missing when it is gone.
         """
@@ -394,7 +395,7 @@ class KubernetesProvider(ServiceProvider):
         return done
 
     async def _renew_credentials(self, why: str) -> None:
-        """Raises: ControlPlaneError when they cannot be read: they were valid before, so try again."""
+        """Raises: ControlPlaneError when they cannot be read: they worked before, so try again."""
         try:
             await client.renew_credentials(self.settings.kubernetes.context)
         except ConfigurationError as error:
@@ -411,7 +412,7 @@ class KubernetesProvider(ServiceProvider):
 
 
 def _of_image(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Without the variables of Kubernetes, ours, and those of a user or a shell."""
+    """The image's variables: without those of Kubernetes, Perdure, a user or a shell."""
     ours = ("KUBERNETES_", "PERDURE_")
     shell = ("HOME", "HOSTNAME", "LOGNAME", "OLDPWD", "PWD", "SHLVL", "USER", "_")
     return {

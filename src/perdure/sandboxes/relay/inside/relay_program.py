@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 LARGEST_BODY = 32 << 20
 INLINE = 48 << 10
-"""Up to this size in bytes, a request's line contains its body. A larger one is in a file beside
-the log."""
+"""Up to this size in bytes, a request's line contains its body. A larger body is in a file."""
 MOST_REQUESTS = 64
 """Requests at a time. One more is answered with 503."""
 TOO_LARGE = f"a request may have at most {LARGEST_BODY} bytes"
@@ -66,8 +65,8 @@ class AgentRequest:
         self._complete = False
 
     def take(self, head: dict[str, Any], body: bytes) -> None:
-        """Take a piece. Duplicates are dropped. If a second host answers what the first has begun, the
-        answer is broken off: the agent asks again, and the gateway recognises the request."""
+        """Take a piece; drop duplicates. If a second host answers a request that the first has begun
+        to answer, break off: the agent asks again, and the gateway recognizes the request."""
         if self._complete:
             return
         if head["try"] != self._try:
@@ -301,7 +300,7 @@ def _chunk(body: bytes) -> bytes:
 
 
 def listen(port: int, remembered: str) -> Server:
-    """Listen at the port of the relay before this one; if there was none, at `port`, or at any."""
+    """Listen on the previous relay's port or, if there was none, on `port` or any free port."""
     try:
         with open(remembered) as file:
             wanted = [int(file.read())]
