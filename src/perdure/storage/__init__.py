@@ -1,1 +1,1 @@
-"""The durable results of activities: S3 or a local directory, one contract."""
+"""The store for durable results of activities: S3 or a local folder, with one contract."""

@@ -17,14 +17,14 @@ MAX_KEY, MAX_NAME = 1024, 255
 
 
 class Stored(NamedTuple):
-    """An object that was read: its bytes, and the etag that names this version in a conditional write."""
+    """An object's bytes, and the etag that identifies this version in a conditional write."""
 
     data: bytes
     etag: str
 
 
 class Reads(Protocol):
-    """What reading episodes needs of a store."""
+    """The part of a store that reading episodes needs."""
 
     async def get(self, key: str) -> Stored: ...
 
@@ -32,17 +32,17 @@ class Reads(Protocol):
 class Store(Protocol):
     """Objects under `/`-separated keys.
 
-    All methods raise `StoreUnavailable` if the store cannot be reached, or refuses for a reason that
-    can pass (keys, an absent bucket, a full disk): repeat the call. `preflight` finds stores that
-    have never worked. `ConfigurationError`: this very call can never succeed.
+    All methods raise `StoreUnavailable` if the store cannot be reached or refuses for a reason that
+    may pass (credentials, a missing bucket, a full disk): retry the call. `preflight` finds stores
+    that have never worked. They raise `ConfigurationError` if the call can never succeed.
     """
 
     url: str
-    """`file:///...` or `s3://bucket/prefix`; `url + "/" + key` is what people see."""
+    """`file:///...` or `s3://bucket/prefix`. Users see `url + "/" + key`."""
 
     @property
     def worked(self) -> bool:
-        """This object has carried out a call."""
+        """Whether a call of this object has succeeded."""
         ...
 
     async def get(self, key: str) -> Stored:
@@ -50,19 +50,19 @@ class Store(Protocol):
         ...
 
     async def get_range(self, key: str, start: int, length: int) -> bytes:
-        """The bytes that the object has from byte `start` on, at most `length`. Raises: NotFound."""
+        """At most `length` bytes of the object from byte `start` on. Raises: NotFound."""
         ...
 
     async def put(self, key: str, data: bytes, *, if_match: str | None = None) -> str:
-        """Write atomically and return the new etag.
+        """Write atomically. Returns the new etag.
 
         `if_match`: overwrite only the version with this etag.
-        Raises: PreconditionFailed if the key has another version, or none.
+        Raises: PreconditionFailed if the key has another version, or does not exist.
         """
         ...
 
     async def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write unless the key exists. True = written; False = the key existed, nothing changed."""
+        """Write unless the key exists. Returns whether it wrote."""
         ...
 
     async def exists(self, key: str) -> bool: ...
@@ -72,19 +72,19 @@ class Store(Protocol):
         ...
 
     async def delete(self, key: str) -> None:
-        """Deleting an absent key succeeds."""
+        """Delete the object. Succeeds if the key does not exist."""
         ...
 
     async def delete_many(self, keys: Sequence[str]) -> None:
-        """Delete the objects in as few requests as possible, in any order. After an error some may be
-        gone."""
+        """Delete the objects in as few requests as possible, in any order. After an error, some may
+        be deleted."""
         ...
 
 
 def check_key(key: str) -> str:
-    """Return the key if every store treats it the same way.
+    """Return the key if all stores treat it the same way.
 
-    Raises: ConfigurationError naming the key.
+    Raises: ConfigurationError, which names the key.
     """
     parts = key.split("/")
     fits = len(key.encode()) <= MAX_KEY and all(len(part.encode()) <= MAX_NAME for part in parts)
@@ -97,7 +97,7 @@ def check_key(key: str) -> str:
 
 
 async def put_blob(store: Store, data: bytes) -> str:
-    """Store bytes under their own digest and return the key; storing them again changes nothing."""
+    """Store bytes under their own digest. Returns the key. Idempotent."""
     digest = hashlib.sha256(data).hexdigest()
     key = f"blobs/sha256/{digest[:2]}/{digest}"
     await store.put_if_absent(key, data)
@@ -105,9 +105,9 @@ async def put_blob(store: Store, data: bytes) -> str:
 
 
 def store_to_read(settings: Settings) -> Store:
-    """The store, for a command that only reads it: it makes no folder.
+    """Open the store for a command that only reads. Creates no folder.
 
-    Raises: ConfigurationError, also if `PERDURE_STORE` names a folder that is not there.
+    Raises: ConfigurationError, also if `PERDURE_STORE` names a folder that does not exist.
     """
     named = settings.store.removeprefix("file://")
     if named and "://" not in named and not Path(named).is_dir():
@@ -116,9 +116,9 @@ def store_to_read(settings: Settings) -> Store:
 
 
 def open_store(settings: Settings) -> Store:
-    """The store that the settings name: a folder, or `s3://bucket/prefix`.
+    """Open the store that the settings name: a folder, or `s3://bucket/prefix`.
 
-    Raises: ConfigurationError for a URL of another kind.
+    Raises: ConfigurationError for any other URL.
     """
     if settings.store_url.startswith("s3://"):
         from perdure.storage.s3 import S3Store
@@ -130,6 +130,6 @@ def open_store(settings: Settings) -> Store:
     if "://" in folder:
         raise ConfigurationError(f"PERDURE_STORE is {folder}: use a folder, or s3://bucket/prefix")
     if not settings.store:
-        with contextlib.suppress(OSError):  # the store says better what is wrong
+        with contextlib.suppress(OSError):  # LocalStore has the better message
             settings.home.absolute().mkdir(mode=0o700, parents=True, exist_ok=True)
     return LocalStore(folder)

@@ -1,11 +1,12 @@
-"""Every key of the store, in one place. Keys are deterministic: they contain no time and no uuid."""
+"""All keys of the store. Keys are deterministic: they contain no time and no uuid."""
 
 import re
 
 from perdure.types import RolloutRequest, slugify
 
 JOURNAL = "journal/"
-"""Gateways write below it; infra/s3 lets what no episode removed expire."""
+"""Prefix of the gateways' journals. The lifecycle rule of infra/s3 deletes what episodes do not
+remove."""
 
 
 def instance(ref: str) -> str:
@@ -18,17 +19,18 @@ def dataset_prefix(dataset: str) -> str:
 
 
 def dataset_import(dataset: str) -> str:
-    """What became of each row of a dataset's source, also of those that are not imported yet."""
+    """The import state of every row of a dataset's source, including rows that are not imported
+    yet."""
     return f"imports/{dataset}.json"
 
 
 def rejection(ref: str) -> str:
-    """Why an entry of a recipe makes no instance."""
+    """Why a recipe's entry does not become an instance."""
     return f"rejections/{ref}.json"
 
 
 def calibration(ref: str, sandbox: str) -> str:
-    """What calibration found about an instance in sandboxes of this provider."""
+    """The calibration record of an instance for sandboxes of this provider."""
     return f"calibrations/{ref}/{slugify(sandbox)}.json"
 
 
@@ -38,7 +40,7 @@ def calibrations(dataset: str) -> str:
 
 
 def calibrated_ref(key: str) -> str:
-    """The instance of a key that `calibration` made."""
+    """The instance ref in a key of `calibration`."""
     return key.split("/", 1)[1].rpartition("/")[0]
 
 
@@ -52,12 +54,12 @@ def calibration_report(workflow_id: str) -> str:
 
 
 def first_term(host: str) -> str:
-    """Number of the host's first term that is not over."""
+    """The number of the host's first term that has not ended."""
     return f"hosts/{host}/term"
 
 
 def job(run_id: str) -> str:
-    """What a job of `integrations.openhands` was asked for. Its rollout's run has the job's name."""
+    """The request of a job of `integrations.openhands`. The job's id is its rollout's run id."""
     return f"jobs/{run_id}.json"
 
 
@@ -66,37 +68,37 @@ def run(run_id: str) -> str:
 
 
 def run_instances(run_id: str) -> str:
-    """JSON list of instance refs of a run, in order: what RunWorkflow pages through."""
+    """JSON list of a run's instance refs, in order. RunWorkflow pages through it."""
     return f"runs/{run_id}/instances.json"
 
 
 def run_identity(run_id: str) -> str:
-    """What the run was asked to be: a later start must ask for the same."""
+    """The run's identity, which every later start must match."""
     return f"runs/{run_id}/identity.json"
 
 
 def run_changes(run_id: str) -> str:
-    """Prefix of what was changed in the run since its first start, numbered in order."""
+    """Prefix of the changes of a run since its first start, numbered in order."""
     return f"runs/{run_id}/changes/"
 
 
 def lists_again(run_id: str) -> str:
-    """Prefix of the lists below."""
+    """Prefix of the keys of `list_again`."""
     return f"runs/{run_id}/again/"
 
 
 def list_again(run_id: str, round: int) -> str:
-    """JSON list of the rollouts that a later start of a run plays again."""
+    """JSON list of the rollouts that a later start of a run reruns."""
     return f"{lists_again(run_id)}{round}.json"
 
 
 def manifest(run_id: str) -> str:
-    """Written last: the run's episodes and totals."""
+    """The run's episodes and totals, written last."""
     return f"runs/{run_id}/manifest.json"
 
 
 def rollouts(run_id: str) -> str:
-    """Prefix of everything that the rollouts of a run write."""
+    """Prefix of all keys that the rollouts of a run write."""
     return f"runs/{run_id}/rollouts/"
 
 
@@ -109,12 +111,13 @@ def rollout_of(request: RolloutRequest) -> str:
 
 
 def rollout_identity(request: RolloutRequest) -> str:
-    """What the rollout is: stored checkpoints and episodes answer only requests for the same."""
+    """The rollout's identity. Stored checkpoints and episodes are reused only if a request matches
+    it."""
     return f"{rollout_of(request)}/identity.json"
 
 
 def episode(request: RolloutRequest) -> str:
-    """The readable episode; `episode.parquet` beside it holds the token arrays."""
+    """The episode as JSON. `episode.parquet` in the same folder holds the token arrays."""
     return f"{rollout_of(request)}/episode.json"
 
 
@@ -123,7 +126,7 @@ def episode_tokens(request: RolloutRequest) -> str:
 
 
 def earlier_episode(episode: str, workflow_run_id: str) -> str:
-    """Where the episode of an earlier workflow run goes when a later one replaces it."""
+    """Key to which the episode of an earlier workflow run moves when a later one replaces it."""
     return f"{episode.removesuffix('.json')}-{workflow_run_id[-8:] or '0'}.json"
 
 

@@ -1,7 +1,7 @@
-"""The store in a local folder: one file per key, written whole or not at all.
+"""The store in a local folder: one file per key, written atomically.
 
-Safe for many processes on one file system that has hard links and locks. Its own files are in
-`.perdure/` under the root: objects being written in `tmp`, locks of writes in `locks`.
+Many processes may share it on one file system with hard links and locks. Its own files are in
+`.perdure/` under the root: unfinished writes in `tmp`, write locks in `locks`.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ from perdure.storage.base import Stored, check_key
 
 OWN = ".perdure"
 INLINE_READ = 1 << 18
-"""Bytes below which reading on the event loop (about 0.05 ms) is cheaper than a thread."""
+"""Bytes below which a read on the event loop (about 0.05 ms) is cheaper than a thread."""
 LIST_BATCH = 1000
 STALE_TMP_S = 86_400.0
-"""Seconds after which a file in `tmp` counts as left by a killed writer."""
+"""Seconds after which a file in `tmp` counts as a leftover of a killed writer."""
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 ABSENT = {errno.ENOENT}
@@ -32,10 +32,10 @@ IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
 
 
 class LocalStore:
-    """Objects as files under `root`; the etag of an object is the sha256 of its bytes.
+    """Objects as files under `root`. An object's etag is the sha256 of its bytes.
 
-    A write is durable once it returns: file and folder entries are fsynced. Unlike in S3, one key
-    cannot continue another object's key (`a` and `a/b`).
+    A write is durable when it returns: it fsyncs the file and its folder entries. Unlike in S3, a
+    key cannot extend another object's key (`a` and `a/b`).
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -118,7 +118,7 @@ class LocalStore:
     def _put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
         with self._readable_errors(key):
-            if path.is_file():  # a repeated write is common, and costs nothing here
+            if path.is_file():  # repeated writes are common, so check before the draft is written
                 return False
         with self._readable_errors(key), self._written(data) as temporary:
             _make_parents(path, self.root)
@@ -141,7 +141,7 @@ class LocalStore:
             _sync_folder(path.parent)
 
     def _delete_many(self, keys: Sequence[str]) -> None:
-        """Folders that are empty afterwards go too."""
+        """Delete objects, and folders that become empty."""
         paths = [self._path(key) for key in keys]
         with self._readable_errors(f"{keys[0]} and others" if keys else ""):
             for path in paths:
@@ -150,11 +150,12 @@ class LocalStore:
             for folder in {path.parent for path in paths} - {self.root}:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     _sync_folder(folder)
-                with suppress(OSError):  # it is not empty
+                with suppress(OSError):  # the folder is not empty
                     folder.rmdir()
 
     def _check_mounted(self) -> None:
-        """Where the whole folder is gone, nothing is known about a key. Raises: StoreUnavailable."""
+        """Raises: StoreUnavailable if the whole folder is gone, so that an absent key proves
+        nothing."""
         if not self._tmp.is_dir():
             raise StoreUnavailable(
                 f"store {self.root} is gone", fix="mount or restore it, or correct PERDURE_STORE"
@@ -175,7 +176,7 @@ class LocalStore:
 
     @contextmanager
     def _written(self, data: bytes) -> Iterator[Path]:
-        """A complete, synced file in `tmp`; afterwards deleted unless it was renamed."""
+        """A complete, synced file in `tmp`. On exit it is deleted unless it was renamed."""
         descriptor, name = tempfile.mkstemp(dir=self._tmp)
         try:
             with open(descriptor, "wb", buffering=0) as file:
@@ -191,15 +192,15 @@ class LocalStore:
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
-        """Hold the key's lock: one writer at a time, across threads and processes. The kernel frees it
-        if this process dies."""
+        """Hold the key's lock, which admits one writer at a time across threads and processes. The
+        kernel releases it if this process dies."""
         stripe = hashlib.sha256(key.encode()).hexdigest()[:2]
         with open(self._locks / stripe, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def _walk(self, prefix: str, after: str = "") -> Iterator[str]:
-        """Keys in lexical order, which differs from the order of a depth-first walk."""
+        """Keys in lexical order, which is not the order of a depth-first walk."""
         folder, _, _ = prefix.rpartition("/")
         if folder:
             check_key(folder)
@@ -207,7 +208,7 @@ class LocalStore:
             yield from self._walk_folder(f"{folder}/" if folder else "", prefix, after)
 
     def _walk_folder(self, base: str, prefix: str, after: str) -> Iterator[str]:
-        """Folders whose keys all come before `after` are not read."""
+        """Walk one folder. Skips subfolders whose keys all come before `after`."""
         try:
             with os.scandir(self.root / base) as entries:
                 names = sorted(e.name + "/" * e.is_dir() for e in entries)
@@ -265,7 +266,7 @@ def _read(path: Path) -> Stored:
 
 
 def _make_parents(path: Path, root: Path) -> None:
-    """Create missing folders below `root` durably: each new one's parent is synced."""
+    """Create missing folders below `root` durably, by an fsync of each new folder's parent."""
     below = itertools.takewhile(lambda folder: folder != root, path.parents)
     missing = list(itertools.takewhile(lambda folder: not folder.is_dir(), below))
     for folder in reversed(missing):

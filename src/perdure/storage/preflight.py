@@ -1,7 +1,7 @@
-"""Tries a store before a run starts: one that has never worked is refused at once.
+"""Tries the store before a run starts, and refuses one that has never worked.
 
-During an outage nothing in the store can be read. So a home remembers in `run/stores/` which stores
-have worked, and a process remembers its own.
+Nothing in the store can be read during an outage. So a home records in `run/stores/` which stores
+have worked, and a process remembers it for its own store.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from perdure.settings.tree import Settings
 from perdure.storage.base import Store, open_store
 
 LIMIT_S = 4.0
-"""Seconds for all calls together: with the start of a command, five."""
+"""Seconds for all calls together. With the start of a command, the user waits about five."""
 
 
 async def check_store(settings: Settings, opened: Callable[[], Store] | None = None) -> None:
-    """Write, read, list and delete one small object. `opened`: gives the store that is in use.
+    """Write, read, list and delete one small object. `opened`: returns the store that is in use.
 
-    Raises: ConfigurationError naming the fix if the store refuses or does not answer, and has never
-    worked; StoreUnavailable if it has worked, or is only busy.
+    Raises: ConfigurationError, which names the fix, if the store refuses or does not answer and has
+    never worked; StoreUnavailable if it has worked before or is only busy.
     """
     known = _memory(settings)
     store: Store | None = None
@@ -53,7 +53,7 @@ async def _try(store: Store) -> None:
             await store.delete(key)
         raise
     await store.delete(key)
-    await store.exists(key)  # without the right to list, absent keys are refused
+    await store.exists(key)  # S3 refuses absent keys if the credentials may not list
 
 
 async def _read_back(store: Store, key: str) -> None:
@@ -78,7 +78,8 @@ def _silent(settings: Settings) -> StoreUnavailable:
 
 
 def _memory(settings: Settings) -> Path:
-    """Of the place, not of the keys: those are rotated."""
+    """The record of this store, named by URL and endpoint. Credentials are not part: they
+    rotate."""
     place = f"{settings.store_url} {settings.s3_endpoint_url}"
     name = hashlib.sha256(place.encode()).hexdigest()[:16]
     return settings.home.absolute() / "run" / "stores" / name

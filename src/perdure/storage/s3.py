@@ -1,6 +1,6 @@
 """The store in an S3 bucket.
 
-Needs a server that honours `If-None-Match` and `If-Match` on PutObject, as AWS and current S3
+It needs a server that honors `If-None-Match` and `If-Match` on PutObject, as AWS and current S3
 servers do. Credentials and region come from the AWS_* variables and files.
 """
 
@@ -35,12 +35,12 @@ PAGE = 1000
 
 
 class S3Store:
-    """Objects under a prefix of a bucket. Etags are S3's, compared as text and never parsed."""
+    """Objects under a prefix of a bucket. Etags come from S3 and are opaque text."""
 
     def __init__(self, url: str, endpoint_url: str | None = None) -> None:
-        """`url`: `s3://bucket` or `s3://bucket/prefix`. Makes no network call yet.
+        """`url`: `s3://bucket` or `s3://bucket/prefix`. Makes no network call.
 
-        Raises: ConfigurationError if the URL names no bucket or the endpoint is no URL.
+        Raises: ConfigurationError if the URL has no bucket or the endpoint is not a URL.
         """
         self.bucket, _, prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not url.startswith("s3://") or not self.bucket:
@@ -137,7 +137,7 @@ class S3Store:
         name = self._name(key)
 
         def put(s3: "S3Client") -> str:
-            # As a file it is sent in blocks, and the time-out counts for each of them.
+            # boto3 sends a file in blocks, and the timeout applies to each block.
             answer = s3.put_object(Bucket=self.bucket, Key=name, Body=BytesIO(data), **conditions)  # type: ignore[arg-type]  # the conditions
             return _etag(answer.get("ETag"))
 
@@ -149,7 +149,8 @@ class S3Store:
         return Stored(answer["Body"].read(), _etag(answer.get("ETag")))
 
     def _exists(self, key: str, s3: "S3Client") -> bool:
-        """Ask for the first byte: a HEAD has no body, so an absent bucket would be an absent key."""
+        """GET the first byte. A HEAD answer has no body to tell an absent bucket from an absent
+        key."""
         try:
             answer = s3.get_object(Bucket=self.bucket, Key=self._name(key), Range="bytes=0-0")
         except Exception as error:
@@ -177,7 +178,7 @@ class S3Store:
         return page
 
     async def _read_back(self, key: str) -> Stored | None:
-        """The object after a write whose answer was lost; None if absent. Raises: StoreUnavailable."""
+        """Read the key after a write in doubt. None if it is absent. Raises: StoreUnavailable."""
         try:
             return await self.get(key)
         except NotFound:

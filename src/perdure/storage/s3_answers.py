@@ -1,8 +1,9 @@
-"""What an error answer of an S3 server means, and what to correct if the store has never worked.
+"""Maps error answers of an S3 server to Perdure's errors, with the fix if the store has never
+worked.
 
-Two answers are about the object: it is absent, or it has another version. A few say that this
-request can never succeed. Every other one can pass, and is StoreUnavailable: keys are rotated,
-clocks are set, buckets and proxies come back.
+Two answers concern the object: it is absent, or it has another version. A few mean that the request
+can never succeed. All others become StoreUnavailable, because their cause may pass: credentials
+rotate, clocks are set, buckets and proxies come back.
 """
 
 from dataclasses import dataclass
@@ -20,15 +21,15 @@ from perdure.errors import (
 )
 
 SDK_ERRORS = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError, HTTPError, OSError)
-"""All that a call of the client may raise. botocore lets urllib3's own errors through where the error
-answer to a GET breaks off."""
+"""All errors that a call of the client may raise. botocore does not wrap urllib3's errors if the
+error answer to a GET is cut off."""
 NEVER = {"EntityTooLarge", "InvalidBucketName", "KeyTooLongError", "NotImplemented"}
 NEVER_STATUS = {413, 501}
 CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "PermanentRedirect"}
 DENIED = {"AccessDenied", "AllAccessDisabled", "AccountProblem"}
 KEYS_REFUSED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
-"""Answered with 400; every 401 and 403 may be about the keys too."""
+"""Codes of answers with status 400. Any 401 or 403 may concern the credentials too."""
 NO_KEYS = (
     sdk.NoCredentialsError,
     sdk.PartialCredentialsError,
@@ -45,11 +46,11 @@ KEYS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFI
 
 
 class Garbled(OSError):
-    """The answer is not what an S3 server sends."""
+    """An answer that an S3 server would not send."""
 
 
 def refuses_keys(error: Exception) -> bool:
-    """Other credentials might be accepted."""
+    """Whether the server might accept other credentials."""
     if not isinstance(error, sdk.ClientError):
         return isinstance(error, NO_KEYS)
     code, status = _code_and_status(error)
@@ -58,14 +59,14 @@ def refuses_keys(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the store is, for messages."""
+    """The store's location, for messages."""
 
     url: str
     bucket: str
     endpoint: str | None
 
     def failure(self, doing: str, error: Exception) -> PerdureError:
-        """The error to raise for what a call raised."""
+        """The error to raise for an error of the client."""
         if not isinstance(error, sdk.ClientError):
             return self._no_answer(f"{self.url}: cannot {doing}: {error}", error)
         code, status = _code_and_status(error)
@@ -121,5 +122,5 @@ def _code_and_status(error: sdk.ClientError) -> tuple[str, int]:
 
 
 def is_empty_object(error: Exception) -> bool:
-    """The answer to a range of an object without bytes."""
+    """Whether this answers a range request for an empty object."""
     return isinstance(error, sdk.ClientError) and _code_and_status(error)[1] == 416

@@ -1,11 +1,11 @@
-"""Calls of an S3 client in threads: limited in time, with the credentials that are valid now.
+"""Makes S3 calls in threads, with a time limit and with the current credentials.
 
-boto3 reads the environment and the shared files once. After a refusal they are read again, and
-the call is repeated if they have changed.
+boto3 reads the environment and the shared files only once. After a refusal, this module reads them
+again and repeats the call if they have changed.
 
-A stage makes some ten calls. If each failed call cost the whole stage, a store that fails a fifth
-of them would stop all work, so a call is repeated here for about a second; longer trouble is
-Temporal's.
+A stage makes about ten calls. If each failed call failed the stage, a store that fails a fifth of
+its calls would stop all work. So a call is retried here for about a second; Temporal handles longer
+outages.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ T = TypeVar("T")
 CONNECTIONS = 64
 CONNECT_S = 5.0
 SILENT_S = 20.0
-"""Seconds without a byte after which a connection is given up."""
+"""Seconds without a byte after which a connection is closed."""
 CALL_S = 40.0
-"""Seconds for a whole call, so that a write and the look after it fit into one try of an activity."""
+"""Seconds for a whole call, so that a write and its read-back fit into one try of an activity."""
 SLOWEST = 1 << 20
-"""Bytes a second: a larger object has more time."""
+"""Bytes per second by which the size of an object extends its time limit."""
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks for other credentials: many calls are refused at the same time."""
+"""Seconds between two reads of the credentials, because many calls are refused at the same time."""
 
 
 PAUSES_S = (0.1, 0.3, 0.9)
-"""Before each further try of a call, up to half as long again."""
+"""Pauses before each retry of a call, plus up to half of that at random."""
 
 
 async def tries(limit: "Limit") -> AsyncIterator[bool]:
-    """Pauses between two tries; true at the last one, for which there is time or number no more."""
+    """Yield once per try, with a pause before each retry. Yields True for the last try."""
     for pause in PAUSES_S:
         if limit.half_over():
             break
@@ -56,7 +56,7 @@ async def tries(limit: "Limit") -> AsyncIterator[bool]:
 
 
 class Limit:
-    """When a call counts as stalled. A read learns the size of its object from the answer's head."""
+    """When a call counts as stalled. A read learns its object's size from the answer's headers."""
 
     def __init__(self, size: int = 0) -> None:
         self._end = time.monotonic() + CALL_S
@@ -70,21 +70,21 @@ class Limit:
         return self._end - time.monotonic()
 
     def half_over(self) -> bool:
-        """Too late for another try."""
+        """Whether it is too late for another try."""
         return time.monotonic() > self._half
 
 
 class _Connection(NamedTuple):
     client: "S3Client"
     keys: Any
-    """The credentials that it was made with; None: there are none."""
+    """The credentials of the client; None if there are none."""
 
 
 class S3Calls:
-    """`worked` is true once the server has carried out a call."""
+    """`worked` becomes true when the server has carried out a call."""
 
     def __init__(self, place: Place) -> None:
-        """Makes no call yet. Raises: ConfigurationError if the endpoint is no URL."""
+        """Makes no call. Raises: ConfigurationError if the endpoint is not a URL."""
         self.worked = False
         self._place = place
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class S3Calls:
         self._threads = _threads()
         try:
             self._connection: _Connection | None = self._connect()
-        except sdk.BotoCoreError:  # AWS files that are being replaced; the first call says so
+        except sdk.BotoCoreError:  # AWS files may be being replaced; the first call reports it
             self._connection = None
         except ValueError as error:
             raise ConfigurationError(
@@ -103,7 +103,7 @@ class S3Calls:
     async def repeat(
         self, doing: str, ask: Callable[["S3Client"], T], limit: Limit | None = None
     ) -> T:
-        """A call that may be carried out twice. Raises: as `once`."""
+        """Make a call that the server may carry out twice. Raises: like `once`."""
         limit = limit or Limit()
         async for is_last in tries(limit):
             try:
@@ -142,7 +142,7 @@ class S3Calls:
             return ask(renewed.client)
 
     def _renewed(self, used: _Connection | None) -> _Connection:
-        """A connection with other credentials than `used`; `used` itself if there are no others."""
+        """A connection with credentials other than those of `used`, or `used` if there are none."""
         with self._lock:
             if self._connection is not None and self._connection is not used:
                 return self._connection
@@ -189,7 +189,8 @@ class S3Calls:
             answer.cancel()
 
     def _give_up(self, future: "Future[Any]") -> None:
-        """A thread cannot be interrupted. When all of them are stuck, others take their place."""
+        """Abandon a call. A thread cannot be interrupted, so replace all threads once all are
+        stuck."""
         if future.cancel():
             return
         self._stuck.add(future)

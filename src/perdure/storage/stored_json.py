@@ -1,6 +1,8 @@
-"""A model as a stored JSON file with the digest of its own text: a changed byte is noticed when it is read.
+"""A model as a stored JSON file that contains a digest of its own text, so that a read detects
+damage.
 
-The digest is the last field. A file without one was written by hand or by another program, and is read too.
+The digest is the last field. A file without a digest was written by hand or by another program, and
+is accepted.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ DIGEST = re.compile(rb',\n "content_sha256": "([0-9a-f]{64})"\n}$')
 
 
 class Damaged(ValueError):
-    """The message names the object."""
+    """A stored object is damaged. The message names it."""
 
 
 def encode(model: BaseModel) -> bytes:
@@ -24,7 +26,7 @@ def encode(model: BaseModel) -> bytes:
 
 
 def check(key: str, data: bytes) -> None:
-    """Raises: Damaged."""
+    """Raises: Damaged if the text does not match its digest."""
     found = DIGEST.search(data)
     if found is None:
         return
@@ -34,14 +36,14 @@ def check(key: str, data: bytes) -> None:
 
 
 def check_file(key: str, data: bytes, sha256: str) -> bytes:
-    """`data`, if it has this digest, or none is known. Raises: Damaged."""
+    """Return `data` if it has this digest, or if no digest is known. Raises: Damaged."""
     if sha256 and hashlib.sha256(data).hexdigest() != sha256:
         raise Damaged(f"{key} is unreadable: its sha256 differs")
     return data
 
 
 def decode(key: str, data: bytes, model: type[Model]) -> Model:
-    """Raises: Damaged, in one line."""
+    """Raises: Damaged, with a message of one line."""
     check(key, data)
     try:
         return model.model_validate_json(data)
