@@ -13,88 +13,88 @@ SUITES := tests/integration tests/contracts tests/unit tests/workflows
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: ## uv, the locked environment, bubblewrap
+setup: ## install uv, the locked environment and bubblewrap
 	@command -v $(UV) >/dev/null || infra/setup/uv $(PYTHON)
 	@$(UV) sync -q --frozen --inexact $(if $(wildcard .venv),,--compile-bytecode) $(EXTRAS)
 	@.venv/bin/python -m compileall -q src activities workflows workers
 	@infra/setup/bubblewrap
 
-demo: ## real instances, three agents, a result table: under three minutes
+demo: ## run three agents on real instances and print a result table: under three minutes
 	@infra/setup/aloud "setting up the locked environment" $(MAKE) --no-print-directory setup
 	@$(RUN) perdure demo
 
-check: setup ## ruff, format, mypy --strict, import contracts
+check: setup ## run ruff, the format check, mypy --strict and the import contracts
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
 	@$(RUN) mypy
 	@$(RUN) lint-imports
 
-compiled: setup # in one process: else each process of `test` compiles all that it imports
+compiled: setup # in one process; otherwise each process of `test` would compile what it imports
 	@$(RUN) pytest -qq -n 0 --collect-only $(SUITES) >/dev/null
 
-test: setup ## check, then unit, contract, workflow and integration tests, in minutes
+test: setup ## run check, then the unit, contract, workflow and integration tests, in minutes
 	@$(MAKE) --no-print-directory -j2 check compiled
 	@$(RUN) pytest --timeout 240 -m "not longer" $(SUITES)
 
-test-all: test ## test, then the longer tests of the same suites: what CI runs
+test-all: test ## run test, then the longer tests of the same suites, as CI does
 	@$(RUN) pytest --timeout 240 -m longer $(SUITES)
 
-test-real: setup ## seven real SWE-bench rows, three times each, through the command line
+test-real: setup ## run seven real SWE-bench rows three times each, by the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
 
-test-trainers: setup ## the trainers' own packages over our entry points, in an environment of their own (slow)
+test-trainers: setup ## test our entry points with the real trainers, in a separate environment (slow)
 	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py tests/real/test_trl.py
 
-test-vllm: setup ## the engine client against a real vLLM on CPU, in an environment of its own (slow)
+test-vllm: setup ## test the engine client with a real vLLM on CPU, in a separate environment (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py
 
-test-families: setup ## model families as published, beside the parsers of vLLM and SGLang (downloads once, slow)
+test-families: setup ## compare our parsers of published model families with vLLM's and SGLang's (downloads once, slow)
 	@$(RUN) pytest -rs tests/real/test_families.py
 
-test-serving: setup ## engines on real Ray nodes that are killed (slow)
+test-serving: setup ## test engines on real Ray nodes and kill the nodes (slow)
 	@$(RUN) --extra serving pytest tests/serving
 
-test-hosts: setup ## four hosts played by namespaces: added, cut off, drained, lost, back (slow; root)
+test-hosts: setup ## simulate four hosts by namespaces: add, cut off, drain, lose and restore them (slow; root)
 	@$(RUN) pytest -n 0 -rs -s tests/hosts
 
-test-charts: setup ## the Helm chart rendered and checked against Kubernetes' schemas, both from PyPI
+test-charts: setup ## render the Helm chart and check it against Kubernetes' schemas, with tools from PyPI
 	@$(RUN) --with 'gotpl[helm]==0.1.0' --with kubernetes-validate==1.37.0 pytest -n 0 -rs tests/charts
 
-test-agents: setup ## every agent from its registry, end to end in a sandbox (slow; downloads once)
+test-agents: setup ## install every agent from its package registry and run it in a sandbox (slow; downloads once)
 	@$(RUN) pytest tests/agents
 
-test-redteam: setup ## hostile code inside every local sandbox provider; it must fail
+test-redteam: setup ## run hostile code in every local sandbox provider; it must fail
 	@$(RUN) pytest -rs tests/redteam
 
-test-cheats: setup ## ways to a reward without a fix, on three runners; all but known ones must fail (slow)
+test-cheats: setup ## try to get a reward without a fix, on three test runners; all but known ways must fail (slow)
 	@$(RUN) pytest -s tests/cheats
 
-test-images: setup ## images in their publishers' layouts and pulls from a registry of this host, by podman (slow)
+test-images: setup ## test images in their publishers' layouts, and pulls from a local registry, by podman (slow)
 	@$(RUN) pytest -rs tests/images
 
-test-compose: setup ## docker-compose.yml by podman, from an image of this checkout: graded episodes (slow; root)
+test-compose: setup ## start docker-compose.yml by podman from this checkout and grade episodes (slow; root)
 	@$(RUN) --with podman-compose==1.5.0 pytest -n 0 -rs tests/compose
 
-test-leaks: setup ## 250 random kill -9: no box, process, cgroup, mount or network is left (slow)
+test-leaks: setup ## kill -9 at 250 random moments: no sandbox, process, cgroup, mount or network may be left (slow)
 	@$(RUN) pytest -s tests/leaks
 
-fmt: setup ## format and fix
+fmt: setup ## format the code and apply ruff's fixes
 	@$(RUN) ruff check --fix -q .
 	@$(RUN) ruff format .
 
-build: setup ## the wheel, installed bare, its client imported
+build: setup ## build the wheel, install it in a bare environment and import its client
 	@$(UV) build -q --wheel
 	@infra/setup/check_wheel
 
-chaos: setup ## kill -9, SIGTERM and lost answers, with real processes (slow); SEEDS=1,2 ROLLOUTS=200
+chaos: setup ## kill real processes with -9 and SIGTERM, and lose answers (slow); SEEDS=1,2 ROLLOUTS=200
 	@$(RUN) --extra serving pytest -s tests/chaos --ray --seeds $(SEEDS) --rollouts $(ROLLOUTS)
 
-bench: setup ## the benchmarks that need nothing else, one after the other (slow)
+bench: setup ## run the benchmarks that need no other software, one after the other (slow)
 	@for b in overhead live crash sandbox gateway_load turn temporal routing gradings; do $(RUN) python -m benchmarks.$$b || exit 1; done
 
 learn: SEEDS = 1,2,3
-learn: setup ## a tiny model learns through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'
+learn: setup ## train a tiny model through the whole stack on two cores (slow; vLLM, 3.2 GB): SEEDS=2 OPTIONS='--staleness 1'
 	@$(RUN) --extra serving python -m benchmarks.learn --seeds $(SEEDS) $(OPTIONS)
 
-clean: ## remove the environment and everything local
+clean: ## remove the environment, the caches and the local stack's data
 	rm -rf .venv .uv dist .perdure .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,8 @@
-"""Creates the bucket that PERDURE_STORE names, unless it exists; abandoned journals and uploads expire.
+"""Creates the bucket that PERDURE_STORE names, unless it exists, and expires abandoned journals and
+uploads.
 
-A graded rollout deletes its journal. What stays belongs to rollouts that ended without a grade. Other
-rules of the bucket are kept. Waits for the S3 server.
+A graded rollout deletes its journal, so the remaining ones belong to rollouts without a grade. The
+script keeps the bucket's other rules and waits for the S3 server.
 """
 
 import argparse
@@ -16,13 +17,13 @@ from perdure.storage import keys
 
 EXISTS = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
 DAYS = 30
-"""Must be longer than a rollout may take, pauses of its run included."""
+"""Must be longer than a rollout may take, including pauses of its run."""
 UPLOAD_DAYS = 7
-"""Until the parts of an upload that never ended are removed."""
+"""Days until the parts of an incomplete upload are removed."""
 
 
 def rules(prefix: str, days: int) -> list[dict[str, Any]]:
-    """`prefix`: of the store in its bucket, empty or with a slash at its end."""
+    """`prefix`: the store's prefix in its bucket, empty or ending with a slash."""
     return [
         _rule(prefix + keys.JOURNAL, Expiration={"Days": days}),
         _rule(prefix, AbortIncompleteMultipartUpload={"DaysAfterInitiation": UPLOAD_DAYS}),

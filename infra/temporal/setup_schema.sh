@@ -12,7 +12,7 @@ for database in temporal visibility; do
     }
     versions="/etc/temporal/schema/postgresql/v12/$database/versioned"
     sql create || true # it exists after the first time
-    # setup-schema would set an existing database back to version 0.0: only where there is none yet.
+    # setup-schema would reset an existing database to version 0.0, so run it only on a new one.
     sql update-schema -d "$versions" || {
         sql setup-schema -v 0.0
         sql update-schema -d "$versions"
