@@ -1,7 +1,7 @@
-"""The nouns of Perdure as frozen data: what crosses a process, a workflow or the store.
+"""Perdure's data types as frozen models: what processes, workflows and the store exchange.
 
-Owns shapes only. Behaviour lives in the rooms (`sandboxes`, `agents`, `graders`, ...). Callers import
-from here.
+This package has data only. Behavior is in `sandboxes`, `agents`, `graders` and so on. Import the
+types from here.
 """
 
 from perdure.types.base import (

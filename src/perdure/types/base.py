@@ -1,4 +1,4 @@
-"""The two kinds of data, and the texts that are safe in names."""
+"""Base classes of all models, and string types that are safe in names."""
 
 import base64
 import re
@@ -19,13 +19,14 @@ from perdure.types.faults import faults
 
 
 class Frozen(BaseModel):
-    """Data Perdure wrote itself: immutable; unknown fields of a later version are ignored."""
+    """Immutable data that Perdure itself wrote. Ignores unknown fields, which a later version may
+    add."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class _Refusing(ModelMetaclass):
-    """Of classes that a program fills by hand: what is wrong is one line, without pydantic's text."""
+    """Metaclass that turns pydantic's error in a constructor call into a one-line message."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -36,9 +37,9 @@ class _Refusing(ModelMetaclass):
 
 
 class Request(BaseModel, metaclass=_Refusing):
-    """Data a person or a program hands us: immutable; an unknown field is refused by name.
+    """Immutable data that a user or a program passes in. Refuses unknown fields by name.
 
-    `Request(...)` raises ConfigurationError; `model_validate` raises pydantic's error.
+    `Request(...)` raises ConfigurationError. `model_validate` raises pydantic's error.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,7 +61,7 @@ def _bytes_out(value: bytes) -> Any:
 
 
 Bytes = Annotated[bytes, BeforeValidator(_bytes_in), PlainSerializer(_bytes_out, when_used="json")]
-"""Bytes that read as text in JSON where they are UTF-8 (CRLF kept), as {"base64": ...} otherwise."""
+"""Bytes. In JSON they are text if they are UTF-8 (CRLF is kept), otherwise {"base64": ...}."""
 
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -74,13 +75,14 @@ INSTANCE_REF = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}/[A-Za-z0-9][A-Za-z0-9._-]{0,1
 
 
 InstanceRef = Annotated[str, StringConstraints(pattern=INSTANCE_REF)]
-"""`<dataset>/<instance_id>`, e.g. `first-steps/click-8.1.3`: names an instance in the store."""
+"""Names an instance in the store: `<dataset>/<instance_id>`, e.g. `first-steps/click-8.1.3`."""
 
 
 _SAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def slugify(text: str) -> str:
-    """Turn any text into a Slug: unsafe runs become one dash, 128 characters at most."""
+    """Turn any text into a Slug of at most 128 characters. Each unsafe sequence becomes one
+    dash."""
     slug = _SAFE.sub("-", text).strip("-._")[:128]
     return slug or "x"

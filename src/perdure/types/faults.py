@@ -1,4 +1,4 @@
-"""A pydantic error as one line: each wrong field, what was given, and what is allowed."""
+"""Formats a pydantic error as one line: each wrong field, the given value, and what is allowed."""
 
 import difflib
 from typing import Any, get_args
@@ -6,16 +6,16 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 MOST = 5
-"""Wrong fields that are named."""
+"""Maximum number of wrong fields in a message."""
 NAME_FORM = "letters, digits, '.', '_' and '-' only, and a letter or digit first"
 SHOWN = 80
-"""Characters of a value."""
+"""Maximum characters of a given value."""
 OBJECTS = ("model_type", "model_attributes_type", "dict_type")
 
 
 def faults(error: ValidationError, model: type[BaseModel] | None = None) -> str:
-    """`sampling.temprature: there is no such field; did you mean temperature?` `model`: the one that
-    was refused; without it, nothing is guessed."""
+    """Example: `sampling.temprature: there is no such field; did you mean temperature?` `model`:
+    the model that refused the input; without it, the message suggests no name."""
     wrong = error.errors(include_url=False)
     more = f"; and {len(wrong) - MOST} more" if len(wrong) > MOST else ""
     return "; ".join(_fault(dict(one), model) for one in wrong[:MOST]) + more
@@ -37,7 +37,7 @@ def _fault(wrong: dict[str, Any], model: type[BaseModel] | None) -> str:
     elif wrong["type"] in OBJECTS:
         message, given = f"it has fields of its own: name one, {name}.FIELD", ""
     elif wrong["type"] == "value_error":
-        given = ""  # the message names what it needs
+        given = ""  # the validator's message names what matters
     return f"{name}: {message}{given}" if name else message
 
 
@@ -56,7 +56,7 @@ def _meant(where: tuple[int | str, ...], model: type[BaseModel] | None) -> str:
 
 
 def _field_of(model: type[BaseModel] | None, name: str) -> type[BaseModel] | None:
-    """The model of a field, also of an optional one."""
+    """The model class of a field, also if the field is optional."""
     if model is None or name not in model.model_fields:
         return None
     kind = model.model_fields[name].annotation

@@ -1,4 +1,4 @@
-"""A task: where its tree comes from, its environment, how its patch is graded."""
+"""An instance: the source of its tree, its environment, and how its patch is graded."""
 
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -11,19 +11,19 @@ from perdure.types.limits import Phases
 
 class SourceKind(StrEnum):
     PYPI_SDIST = "pypi-sdist"
-    """`requirement` names a released source distribution; its tree becomes the base repository."""
+    """`requirement` names a source distribution on PyPI, whose tree becomes the base repository."""
     BLOB = "blob"
     """`key` names a tar.gz of the base tree in the store."""
     DIRECTORY = "directory"
     """`path` names a tree on the worker's host (laptop and tests only)."""
     GIT = "git"
-    """`commit` of the repository `url`, which may be a path on the worker's host."""
+    """The `commit` of the repository `url`, which may be a path on the worker's host."""
     IMAGE = "image"
     """The tree is already in the environment's image, at `workdir`."""
 
 
 class Source(Frozen):
-    """Where the base tree comes from. It becomes a repository of exactly one commit."""
+    """The source of the base tree. The tree becomes a repository with exactly one commit."""
 
     kind: SourceKind
     requirement: str | None = None
@@ -34,10 +34,11 @@ class Source(Frozen):
 
 
 class Environment(Frozen):
-    """What the repository needs to run; prepared once per instance, shared read-only.
+    """What the repository needs to run. It is prepared once per instance and shared read-only.
 
-    `install` are shell lines run once, with the package index, in a sandbox where `$VENV`, `$REPO` and
-    `$WORK` (a scratch directory) are set, in `$REPO`. `env` is set for the agent and the tests.
+    `install`: shell lines that run once in `$REPO`, in a sandbox that reaches the package index and
+    sets `$VENV`, `$REPO` and `$WORK` (a scratch directory). `env` is set for the agent and the
+    tests.
     """
 
     image: str | None = None
@@ -46,52 +47,53 @@ class Environment(Frozen):
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str = "/testbed"
     remove: tuple[str, ...] = ()
-    """Absolute paths of the image that would show the tests or the fix: removed in every sandbox
-    before the agent or the tests start."""
+    """Absolute paths in the image that would reveal the tests or the fix. Every sandbox removes
+    them before the agent or the tests start."""
 
 
 class OutputParser(Frozen):
-    """A script that runs the tests, and a program that reads its output on the host."""
+    """A script that runs the tests, and a program that parses its output on the host."""
 
     run: str
-    """Shell lines; `$1` is `arguments`."""
+    """Shell lines. `$1` is `arguments`."""
     arguments: str = ""
     program: str
-    """Python. Gets the paths of stdout, of stderr and of the JSON file to write:
+    """Python code. Its arguments are the paths of stdout, of stderr and of the JSON file to write:
     {"tests": [{"name": ..., "status": "PASSED"}]}."""
 
 
 class CommittedTests(Frozen):
-    """Hidden tests as files of a later commit that the image's repository holds."""
+    """Hidden tests as files of a later commit in the image's repository."""
 
     commit: str
     paths: tuple[str, ...]
 
 
 class Twin(Frozen):
-    """A hidden test with one expectation changed, so that it fails where the test passes.
+    """A hidden test with one expectation changed, so that it fails if the test passes.
 
-    It is one line of the file that `test_patch` leaves, and the line that replaces it. Lines have no
-    newline at their end. `perdure.graders.twins` chooses and uses them.
+    A twin is one line of the file as `test_patch` leaves it, and the line that replaces it. Both
+    are
+    without the trailing newline. `perdure.graders.twins` chooses and uses twins.
     """
 
     tests: tuple[str, ...]
-    """The FAIL_TO_PASS ids that it makes fail: all ids of one test function."""
+    """The FAIL_TO_PASS ids that the twin makes fail: all ids of one test function."""
     path: str
     line: int
-    """1-based, in the file that `test_patch` leaves."""
+    """1-based line number in the file as `test_patch` leaves it."""
     before: Bytes
     after: Bytes
     rule: str
-    """The rule of `twins.mutate` that made it."""
+    """The rule of `twins.mutate` that made the twin."""
 
 
 class Grading(Frozen):
-    """What the grader needs. Everything here is hidden from the agent's sandbox.
+    """The grader's input. All of it is hidden from the agent's sandbox.
 
-    `protocol` names a grader of the registry: `swebench` (F2P / P2P lists), `eval_cmd` (exit code 0 =
-    resolved), `swepro` (lists, read by the row's own parser), `status_map` (the status of every test
-    is given), `multi_swe` (three stages) or `reward_file` (a script writes the reward).
+    `protocol` names a grader of the registry: `swebench` (F2P / P2P lists), `eval_cmd` (exit code 0
+    = resolved), `swepro` (lists, with the row's own parser), `status_map` (the expected status of
+    every test), `multi_swe` (three stages) or `reward_file` (a script writes the reward).
     """
 
     protocol: str = "swebench"
@@ -107,30 +109,30 @@ class Grading(Frozen):
     expected: dict[str, str] = Field(default_factory=dict)
     """For `status_map`: the status of each test after the reference fix."""
     must_not_fail: tuple[str, ...] = ()
-    """For `multi_swe`: tests that passed without the fix; they may be missing, but not fail."""
+    """For `multi_swe`: tests that pass without the fix. They may be missing, but must not fail."""
     files: dict[str, Bytes] = Field(default_factory=dict)
-    """Hidden files by path below the workdir; written after the diff was applied."""
+    """Hidden files by path below the workdir. The grader writes them after it applies the diff."""
     tests_from: CommittedTests | None = None
-    """Becomes `files` in the grader's sandbox, before its history is cut."""
+    """Becomes `files` in the grader's sandbox, before later commits are removed."""
     pre_commands: tuple[str, ...] = ()
-    """Shell lines that set the tree to its base. If the tree is in an image, they run in the agent's
-    sandbox too, before its history is cut."""
+    """Shell lines that set the tree to its base. If the tree is in an image, they run in the
+    agent's sandbox too, before later commits are removed."""
     patch_include: tuple[str, ...] = ()
-    """Of a model's diff only paths that match one of these globs are graded; all of them when empty.
-    `*` also matches `/`, as in `git apply --include`."""
+    """Globs of paths. Only matching paths of a model's diff are graded; all if empty. `*` also
+    matches `/`, as in `git apply --include`."""
     patch_exclude: tuple[str, ...] = ()
-    """Paths of a model's diff that are dropped, such as `Lib/test/*`."""
+    """Globs of paths that are dropped from a model's diff, such as `Lib/test/*`."""
     timeout_s: float = 1800.0
     twins: tuple[Twin, ...] = ()
-    """Chosen by calibration; several for one test, of which each grading draws one."""
+    """Twins chosen by calibration. A test may have several, and each grading draws one of them."""
 
 
 class Instance(Frozen):
     """One problem: repository state, problem statement, environment and grader.
 
-    Stored at `instances/<dataset>/<instance_id>.json`. `gold_patch`, `gold_script`
-    and `grading` never enter the agent's sandbox, except for the `oracle` agent, which applies the gold
-    patch or runs the script.
+    It is stored at `instances/<dataset>/<instance_id>.json`. `gold_patch`, `gold_script` and
+    `grading` never enter the agent's sandbox, except that the `oracle` agent applies the gold patch
+    or runs the script.
 
     Example:
         Instance(instance_id="click-8.1.3", dataset="first-steps", data_source="release-pair",
@@ -143,7 +145,7 @@ class Instance(Frozen):
     instance_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
     dataset: Slug
     data_source: str = "swebench"
-    """Routes the instance to its grader; `swebench` when a row names none."""
+    """Routes the instance to its grader; `swebench` if the row names none."""
     repo: str = ""
     base_commit: str | None = None
     problem_statement: str
@@ -152,9 +154,9 @@ class Instance(Frozen):
     grading: Grading = Grading()
     gold_patch: Bytes = b""
     gold_script: dict[str, Bytes] = Field(default_factory=dict)
-    """For tasks whose reference solution is a script: `solve.sh` and the files beside it."""
+    """For tasks whose reference solution is a script: `solve.sh` and the files in its folder."""
     phases: Phases = Phases()
-    """What the sandboxes of this instance need, unless a request says otherwise."""
+    """Requirements of this instance's sandboxes. A request overrides them."""
     created_at: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""What a rollout and its phases may use."""
+"""Resource limits of a rollout, its sandbox phases, and provider accounts."""
 
 from typing import Literal
 
@@ -8,7 +8,7 @@ from perdure.types.base import Request
 
 
 class LimitChanges(Request):
-    """Limits of one phase that differ from the rollout's; an absent one is the rollout's."""
+    """Limits of one phase that override the rollout's limits."""
 
     memory_mb: int | None = Field(None, ge=64)
     cpus: float | None = Field(None, gt=0)
@@ -18,31 +18,31 @@ class LimitChanges(Request):
 
 
 class Phase(Request):
-    """How the sandbox of one phase differs; an absent field is as the rollout says."""
+    """Settings of one phase's sandbox that override the rollout's."""
 
     provider: str | None = None
     """A name of the sandbox registry, or a dotted path."""
     limits: LimitChanges = LimitChanges()
     network: Literal["none", "index", "host"] | None = None
-    """`none`: the gateway and nothing else. `index`: the package index, for builds only. `host`:
-    everything the host or the service reaches."""
+    """`none`: only the gateway. `index`: only the package index, for builds. `host`: everything
+    that the host or the provider's service can reach."""
 
 
 PhaseName = Literal["environment", "agent", "grade"]
-"""What a sandbox is for."""
+"""The purpose of a sandbox."""
 
 
 class Phases(Request):
-    """The sandboxes of a rollout, by what they are for.
+    """The sandboxes of a rollout, by phase.
 
     Example:
         {"agent": {"limits": {"memory_mb": 8192}}, "grade": {"provider": "podman"}}
     """
 
     environment: Phase = Phase()
-    """The sandbox in which an environment's install lines run; it reaches the package index."""
+    """The sandbox in which an environment's install lines run. It reaches the package index."""
     agent: Phase = Phase()
-    """The sandbox that the boot stage makes, in which the agent works."""
+    """The sandbox that the boot stage creates and in which the agent works."""
     grade: Phase = Phase()
     """The fresh sandbox in which the tests run."""
 
@@ -55,15 +55,15 @@ class Limits(Request):
     pids: int = Field(512, ge=16)
     disk_mb: int = Field(2048, ge=16)
     output_mb: int = Field(64, ge=1)
-    """Cap on each command's captured stdout and stderr; a command that exceeds it is killed."""
+    """Cap on each command's captured stdout and stderr. A command that exceeds it is killed."""
 
 
 class AccountCaps(Request):
-    """Caps of a sandbox provider's account. If a cap is absent, Perdure learns it from the
-    provider's refusals."""
+    """Caps of a sandbox provider's account. Perdure learns absent caps from the provider's
+    refusals."""
 
     live: int | None = Field(None, ge=1)
-    """Sandboxes that exist at the same time."""
+    """Maximum number of sandboxes at a time."""
     creates_per_s: float | None = Field(None, gt=0)
     starting: int | None = Field(None, ge=1)
-    """Sandboxes that are being created at the same time."""
+    """Maximum number of creates in progress at a time."""

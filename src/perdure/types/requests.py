@@ -1,4 +1,4 @@
-"""What `temporal workflow start --input` carries."""
+"""The inputs of workflows, as `temporal workflow start --input` takes them."""
 
 import hashlib
 from abc import abstractmethod
@@ -13,9 +13,9 @@ from perdure.types.limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
 
 DEFAULT_MODEL = "policy"
-"""The model of a request that names none: the one that the engine settings name."""
+"""Stands for the model that the engine settings name, in a request that names none."""
 GIVEN_PATCHES = "predictions"
-"""The agent of rollouts whose patches were made elsewhere: they start at the grading."""
+"""The agent of rollouts whose patches come from another tool. They start at the grading."""
 
 StartAt = Literal["boot", "grade"]
 FailureType = Literal[
@@ -27,14 +27,16 @@ FailureType = Literal[
     "ActivityTimeout",
     "UnexpectedError",
 ]
-"""Types of failures that another attempt may not meet. `CallUnanswered`: the agent ended after a
-model call that the gateway could not answer. `AgentError`: it ended without a call that was answered."""
+"""Failure types that a new attempt may avoid. `CallUnanswered`: the agent ended after a model call
+that the gateway could not answer. `AgentError`: the agent ended before any model call was
+answered."""
 
 
 class Sampling(Request):
-    """How the policy is sampled. Engines with token ids get exactly this: what an agent's request says
-    of the same fields counts only with `decided_by: agent`. A hosted API gets what differs from the
-    defaults; a field that it does not have is refused.
+    """Sampling parameters of the policy. Engines with token ids get exactly these values: the
+    agent's own values count only with `decided_by: agent`. A hosted API gets the values that differ
+    from the
+    defaults, and a request with a parameter that the API does not have is refused.
 
     Example:
         {"temperature": 0.8, "top_k": 50, "seed": 7}
@@ -43,25 +45,27 @@ class Sampling(Request):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1)
-    """-1 or 0: off."""
+    """-1 and 0 turn it off."""
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     stop: tuple[str, ...] = ()
-    """Texts that end an answer. The agent reads them too."""
+    """Stop strings. The agent receives them as part of the answer."""
     stop_token_ids: tuple[int, ...] = ()
-    """In addition to those of the model (slime: --rollout-stop-token-ids)."""
+    """Stop tokens in addition to the model's own (slime: --rollout-stop-token-ids)."""
     seed: int | None = Field(None, ge=0)
-    """Every call gets a seed of its own, derived from this, the instance, the sample and the call's
-    place: samples differ, and the same request repeats them. Absent: engines draw at random."""
+    """Each call's seed is derived from this seed, the instance, the sample and the call's position,
+    so that samples differ and a repeated request repeats them. If absent, engines sample at
+    random."""
     decided_by: Literal["rollout", "agent"] = "rollout"
-    """`agent`: what the agent's request says of temperature, top_p, top_k, min_p, penalties, stop and
-    seed wins over these fields."""
+    """`agent`: temperature, top_p, top_k, min_p, penalties, stop and seed in the agent's request
+    override these fields."""
     max_tokens_per_turn: int = Field(8192, ge=1)
     """Per-turn cap (slime: --rollout-max-response-len)."""
     max_context_tokens: int = Field(96_000, ge=1)
-    """Prompt + response budget, enforced only in generation (slime: --rollout-max-context-len)."""
+    """Budget of prompt and response, enforced only in generation (slime:
+    --rollout-max-context-len)."""
 
 
 class RolloutRequest(Request):
@@ -84,39 +88,43 @@ class RolloutRequest(Request):
     policy_version: int | None = Field(None, ge=0)
     """The policy version that should sample the rollout, if the caller knows it."""
     max_staleness: int | None = Field(None, ge=0)
-    """How many versions newer than `policy_version` may sample it. 0: only `policy_version` itself.
-    Absent: any version.
+    """How many versions newer than `policy_version` may still sample the rollout. 0: only
+    `policy_version` itself. If absent, any version.
 
-    All samples of a group share both."""
+    All samples of a group share both fields."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     phases: Phases = Phases()
-    """Where a phase's sandbox differs from `sandbox` and `limits`; overrides the instance's own."""
+    """Settings of a phase's sandbox that override `sandbox`, `limits` and the instance's own
+    phases."""
     agent_budget_s: float = Field(1800.0, gt=0)
-    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not count."""
+    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
+    count."""
     grade_timeout_s: float | None = Field(None, gt=0)
-    """Limit of the test run; the instance's own when absent (slime: SWE_EVAL_TIMEOUT_SEC)."""
+    """Limit of one test run. If absent, the instance's own (slime: SWE_EVAL_TIMEOUT_SEC)."""
     max_attempts: int = Field(3, ge=1, le=10)
-    """Attempts of a rollout at most; the next one follows a failure that `retry_on` names. Attempts that
-    end in CallUnanswered do not count: six hours bound them."""
+    """Maximum number of attempts. A new one follows a failure that `retry_on` names. Attempts that
+    end in CallUnanswered do not count: they are limited to six hours."""
     retry_on: tuple[FailureType, ...] = ("SandboxLost", "CallUnanswered")
-    """Failures after which a rollout is tried again in a new sandbox."""
+    """Failures after which a rollout gets a new attempt in a new sandbox."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
     """If a worker dies, another one re-attaches to its agent within this many seconds."""
     verdict: Literal["verified", "official"] = "verified"
-    """What the reward follows: the official verdict checked by twins, or the official one alone."""
+    """Which verdict decides the reward: the official one checked by twins, or the official one
+    alone."""
     twin_pairs: int = Field(1, ge=0, le=8)
-    """Pairs of test runs for a patch that looks resolved. A forger that decides by chance wins at
-    most 1/4 of gradings with 1, 1/16 with 2. 0: twins are not used."""
+    """Pairs of test runs for a patch that looks resolved. Code that forges results at random
+    succeeds in at most 1/4 of gradings with 1 pair, in 1/16 with 2. 0 turns twins off."""
     grade_empty_patch: bool | None = None
-    """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False). Absent:
-    the agent decides. Of ours only `nop` runs them, to get the verdict on the base."""
+    """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False). If
+    absent, the agent's class decides. Of the built-in agents only `nop` runs them, for the verdict
+    on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     round: int = Field(0, ge=0)
-    """A rollout that was graded in an earlier round is played again; in the same round it is done."""
+    """A rollout that was graded in an earlier round runs again. In the same round it is done."""
     start_at: StartAt = "boot"
-    """`grade`: grade the patch that the last attempt left; no agent runs."""
+    """`grade`: grade the patch of the last attempt, without running an agent."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -139,7 +147,7 @@ class RolloutRequest(Request):
 
     @property
     def workflow_id(self) -> str:
-        """Deterministic, so that starting twice is joining."""
+        """Deterministic, so that a second start joins the first."""
         return f"rollout/{self.run_id}/{self.instance_id}/{self.sample_index}"
 
 
@@ -147,8 +155,8 @@ Straggler = Literal["cancel", "keep"]
 
 
 class Changeable(Request):
-    """A request of which some fields may change while its workflow is open and after it has ended. All
-    others fix what it is."""
+    """A request whose CHANGEABLE fields may change, while its workflow is open and after it has
+    ended. The other fields are its identity."""
 
     CHANGEABLE: ClassVar[tuple[str, ...]]
 
@@ -161,7 +169,7 @@ class Changeable(Request):
         return self.model_dump(mode="json", include=set(self.CHANGEABLE))
 
     def changed(self, fields: Mapping[str, JsonValue]) -> Self:
-        """With other values of such fields. Raises: ConfigurationError."""
+        """A copy with other values of these fields. Raises: ConfigurationError."""
         if fixed := sorted(fields.keys() - {*self.CHANGEABLE, "asked_by"}):
             raise ConfigurationError(
                 f"{', '.join(fixed)} cannot change in {self.workflow_id}: give another run_id"
@@ -169,21 +177,21 @@ class Changeable(Request):
         return type(self)(**{**self.model_dump(), **fields})
 
     def changes_to(self, other: Self) -> dict[str, JsonValue]:
-        """Such fields in which the other one differs, with its values."""
+        """The changeable fields in which `other` differs, with its values."""
         old, new = self.changeable(), other.changeable()
         return {name: value for name, value in new.items() if value != old[name]}
 
 
 class GroupRequest(Changeable):
-    """n rollouts of one instance under one baseline: the input of `RolloutGroupWorkflow`."""
+    """n rollouts of one instance that share a baseline: the input of `RolloutGroupWorkflow`."""
 
     CHANGEABLE = ("quorum", "deadline_s")
 
     rollout: RolloutRequest
-    """The template; `sample_index` and `group_id` are filled in per sample."""
+    """The template. The group sets `sample_index` and `group_id` of each sample."""
     n_samples: int = Field(8, ge=1, le=512)
     quorum: int | None = Field(None, ge=1)
-    """Finish when this many rollouts are graded; all of them when absent."""
+    """Finish when this many rollouts are graded. If absent, all of them."""
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
     schema_version: Literal[1] = 1
@@ -209,13 +217,14 @@ class GroupRequest(Changeable):
         return f"group/{self.rollout.run_id}/{self.rollout.instance_id}"
 
     def sample(self, index: int) -> RolloutRequest:
-        """The request of one of its samples."""
+        """The request of one sample."""
         update = {"sample_index": index, "group_id": self.group_id}
         return self.rollout.model_copy(update=update)
 
 
 MISSING = "missing"
-"""Instead of an outcome: the rollout has no episode, for instance because the run was cancelled."""
+"""Used instead of an outcome if a rollout has no episode, for example because its run was
+cancelled."""
 NO_VERDICT = (
     *(status.value for status in RolloutStatus if status is not RolloutStatus.GRADED),
     MISSING,
@@ -223,20 +232,21 @@ NO_VERDICT = (
 
 
 class PlayAgain(Request):
-    """Which rollouts of a run that has ended are played again, and from where.
+    """Which rollouts of an ended run to rerun, and from which stage.
 
     Example:
-        {"round": 1, "outcomes": ["failed", "missing"]} plays what has no verdict;
+        {"round": 1, "outcomes": ["failed", "missing"]} reruns rollouts without a verdict;
         {"round": 2, "start_at": "grade"} grades every captured patch again.
     """
 
     round: int = Field(ge=1)
-    """Numbers the starts of a run after its first one: each has its own list of rollouts."""
+    """Number of this start of the run, counted after the first one. Each has its own list of
+    rollouts."""
     start_at: StartAt = "boot"
     outcomes: tuple[str, ...] = ()
-    """Outcomes, statuses of rollouts without one, or `missing`. Empty: all."""
+    """Outcomes, statuses of rollouts without an outcome, or `missing`. If empty, all."""
     include: tuple[str, ...] = ()
-    """Globs of `<instance id>` or `<instance id>/<sample>`. Empty: all."""
+    """Globs of `<instance id>` or `<instance id>/<sample>`. If empty, all."""
 
     @field_validator("outcomes")
     @classmethod
@@ -254,17 +264,17 @@ class Price(Request):
     input: float = Field(ge=0)
     output: float = Field(ge=0)
     cached: float | None = Field(None, ge=0)
-    """Of prompt tokens that the provider read from its cache; absent: as input."""
+    """Price of prompt tokens that the provider read from its cache. If absent, the input price."""
 
     def of(self, prompt: int, cached: int, sampled: int) -> float:
-        """Dollars of calls with so many tokens; `cached` ones are among `prompt`."""
+        """Cost in dollars of these token counts. `prompt` includes `cached`."""
         read = self.input if self.cached is None else self.cached
         return ((prompt - cached) * self.input + cached * read + sampled * self.output) / 1e6
 
 
 class Budget(Request):
-    """What a run may buy. Once that is used it starts no rollout, and agents at work are stopped; what
-    they left is graded. Tokens count when their rollout has ended.
+    """Limits on what a run may spend. Once one is reached, the run starts no more rollouts, stops
+    running agents and grades their patches. A rollout's tokens count when it has ended.
 
     Example:
         {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
@@ -282,7 +292,7 @@ class Budget(Request):
         return self
 
     def used_up(self, tokens: int, dollars: float) -> str:
-        """What was used of what; empty: there is more."""
+        """Which limit is reached, with figures; empty if none is."""
         if self.tokens is not None and tokens >= self.tokens:
             return f"it has used {tokens:,} of {self.tokens:,} tokens"
         if self.dollars is not None and dollars >= self.dollars:
@@ -293,8 +303,8 @@ class Budget(Request):
 class RunRequest(Changeable):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
-    Give `instances` (a short list) or `dataset` (all of it, filtered by `include` / `exclude`
-    globs and cut by `limit`).
+    Give `instances` (a short list) or `dataset` (all of it, filtered by `include` / `exclude` globs
+    and limited to the first `limit`).
     """
 
     CHANGEABLE = (
@@ -310,25 +320,25 @@ class RunRequest(Changeable):
     limit: int | None = Field(None, ge=1)
     n_samples: int = Field(1, ge=1, le=512)
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of RolloutRequest shared by every rollout (not run_id, instance, sample_index)."""
+    """Fields of RolloutRequest that all rollouts share (not run_id, instance, sample_index)."""
     concurrency: int = Field(8, ge=1, le=2000)
-    """Rollouts in flight at most; can be resized while the run is open."""
+    """Maximum number of rollouts in flight. It can change while the run is open."""
     budget: Budget = Budget()
     start_jitter_s: float = Field(0.0, ge=0, le=3600)
-    """Each instance starts up to so many seconds late, so that a burst spreads."""
+    """Delay each start by a random time of up to this many seconds, to spread a burst."""
     priority: int | None = Field(None, ge=1, le=5)
-    """Temporal's priority of its work: 1 goes first, 5 last; absent: 3. With Temporal's own command also
-    give `--priority-key`."""
+    """Temporal's priority, from 1 (first) to 5 (last); 3 if absent. With `temporal workflow start`,
+    also give `--priority-key`."""
     quorum: int | None = Field(None, ge=1)
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
     asked_by: str = ""
-    """The person who changes the run, for its record."""
+    """The user who changes the run, for its record."""
     asked_at: float = 0.0
-    """Unix seconds of its start or last change, for its record; the workflow sets it."""
+    """Unix seconds of the start or the last change, for the run's record. The workflow sets it."""
     again: PlayAgain | None = None
-    """Play only these rollouts of the run, which has ended. All other fields are those of its first
-    start."""
+    """Rerun only these rollouts of the run, which has ended. All other fields are those of its
+    first start."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -346,11 +356,11 @@ class RunRequest(Changeable):
 
     @property
     def rollouts_each(self) -> int:
-        """Rollouts that one entry of the run's list stands for: an instance's samples, or one."""
+        """Rollouts per entry of the run's list: the samples of an instance, or 1 in a rerun."""
         return 1 if self.again else self.n_samples
 
     def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
-        """The request of one sample. Raises pydantic.ValidationError on a bad `rollout` field."""
+        """The request of one sample. Raises: pydantic.ValidationError for a bad `rollout` field."""
         fields = {"run_id": self.run_id, "instance": instance, "sample_index": sample_index}
         return RolloutRequest.model_validate({**self.rollout, **fields})
 
@@ -367,20 +377,20 @@ class CalibrationRequest(Request):
     exclude: tuple[str, ...] = ()
     limit: int | None = Field(None, ge=1)
     runs: int = Field(3, ge=1, le=20)
-    """Rollouts of the gold patch for each row, and as many of the unpatched base."""
+    """Rollouts of the gold patch per row, and the same number of the unpatched base."""
     twins: int = Field(5, ge=0, le=20)
-    """Twins chosen for each test to fix at most, of which a grading draws one; 0: none."""
+    """Maximum number of twins per FAIL_TO_PASS test, of which a grading draws one. 0: none."""
     round: int = Field(0, ge=0)
-    """Another number calibrates rows again that have a record."""
+    """A new number calibrates rows again that already have a record."""
     concurrency: int = Field(8, ge=1, le=2000)
-    """Rollouts in flight at most."""
+    """Maximum number of rollouts in flight."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
     """Fields of RolloutRequest: sandbox, limits, phases, grade_timeout_s, ..."""
     schema_version: Literal[1] = 1
 
     @property
     def workflow_id(self) -> str:
-        """Differs with everything but the concurrency, so that starting twice is joining."""
+        """Depends on every field except `concurrency`, so that a second start joins the first."""
         asked = self.model_dump_json(exclude={"concurrency"}).encode()
         return f"calibration/{self.dataset}/{hashlib.sha256(asked).hexdigest()[:12]}"
 

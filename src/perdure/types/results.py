@@ -1,4 +1,4 @@
-"""What a rollout, a group and a run come to."""
+"""Results of rollouts, groups and runs."""
 
 import re
 from enum import StrEnum
@@ -20,19 +20,19 @@ class RolloutStatus(StrEnum):
 
 
 class AgentEnd(StrEnum):
-    """How the agent's process ended, judged by the agent's own rules (never by exit code alone)."""
+    """How the agent ended, as its own class decides (never by the exit code alone)."""
 
     FINISHED = "finished"
     GAVE_UP = "gave_up"
     LIMIT = "limit"
-    """Its own turn, cost or context limit, or our wall-clock budget."""
+    """The agent reached its own turn, cost or context limit, or the request's wall-clock budget."""
     CRASHED = "crashed"
-    """Its process failed. What it left is graded if its model calls were answered."""
+    """The agent's process failed. Its patch is graded if its model calls were answered."""
     NEVER_CALLED_MODEL = "never_called_model"
 
 
 class Outcome(StrEnum):
-    """The verdict on a patch (DESIGN section 4). INFRA_ERROR is raised, never stored as a grade."""
+    """The verdict on a patch. An infrastructure error is raised and never stored as a grade."""
 
     RESOLVED = "resolved"
     UNRESOLVED = "unresolved"
@@ -41,11 +41,11 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
     TAMPERED = "tampered"
     UNPARSABLE = "unparsable"
-    """What the tests or the agent wrote costs more than the host's limits to read."""
+    """Parsing the output of the tests or of the agent exceeds the host's limits."""
     CAPTURE_FAILED = "capture_failed"
-    """No diff could be formed from the tree that the agent left."""
+    """No diff could be taken of the tree that the agent left."""
     SANDBOX_DESTROYED = "sandbox_destroyed"
-    """The tests ended every sandbox in which they ran, and the row's own fix ended none."""
+    """The tests ended every sandbox they ran in, and the row's own fix ended none."""
 
 
 class TestStatus(StrEnum):
@@ -61,11 +61,11 @@ class TestStatus(StrEnum):
 
 
 class Rewards(Frozen):
-    """All rewards of one grade; `binary` is the default, the others for dense training.
+    """All rewards of one grade. `binary` is the default, and the others are dense rewards.
 
-    `partial` = (f2p passed + p2p passed) / (f2p total + p2p total); empty F2P counts 0,
-    empty P2P counts 1. All are 0 where no test results are believed: tampered, unparsable,
-    apply_failed, capture_failed, sandbox_destroyed and empty_patch.
+    `partial` = (f2p passed + p2p passed) / (f2p total + p2p total). An empty F2P list counts as 0,
+    an empty P2P list as 1. All are 0 if the outcome has no trusted test results: tampered,
+    unparsable, apply_failed, capture_failed, sandbox_destroyed and empty_patch.
     """
 
     binary: float
@@ -75,16 +75,17 @@ class Rewards(Frozen):
 
 
 class Verification(Frozen):
-    """What twins say about a patch that the row's own protocol calls resolved.
+    """The twins' verdict on a patch that the row's own protocol calls resolved.
 
-    `verified`: every FAIL_TO_PASS test passed and its twin failed. `exposed`: a twin passed as well,
-    so results were forged. `unverified`: a test has no twin, or a run ended early; `reason` says which.
+    `verified`: every FAIL_TO_PASS test passed and its twin failed. `exposed`: a twin passed too, so
+    the results were forged. `unverified`: a test has no twin, or a run ended early. `reason` says
+    which.
     """
 
     state: Literal["verified", "exposed", "unverified"]
     reason: str = ""
     twins: dict[str, TestStatus] = Field(default_factory=dict)
-    """FAIL_TO_PASS id -> the status of its twin, for each twin that ran."""
+    """FAIL_TO_PASS id -> the status of its twin, for twins that ran."""
     runs: int = 1
 
 
@@ -92,9 +93,9 @@ class CalibrationState(StrEnum):
     """What calibration found about a row in one kind of sandbox."""
 
     PROVED = "proved"
-    """Gold resolves the row and the unpatched base does not, in every run."""
+    """In every run, the gold patch resolves the row and the unpatched base does not."""
     QUARANTINED = "quarantined"
-    """A reward of this row would mean nothing; runs of its dataset leave it out."""
+    """A reward of this row would be meaningless. Runs of its dataset leave it out."""
 
 
 class Grade(Frozen):
@@ -102,9 +103,9 @@ class Grade(Frozen):
 
     outcome: Outcome
     official: Outcome | None = None
-    """The verdict of the row's own protocol, whatever twins say. None: a grade without it."""
+    """The verdict of the row's own protocol, regardless of twins. None if the grade lacks it."""
     verification: Verification | None = None
-    """None where the official verdict is not `resolved`: there is nothing to verify."""
+    """None if the official verdict is not `resolved`, so that there is nothing to verify."""
     reason: str = ""
     rewards: Rewards
     fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
@@ -112,19 +113,20 @@ class Grade(Frozen):
     exit_code: int | None = None
     seconds: float = 0.0
     dropped_paths: tuple[str, ...] = ()
-    """Paths of the patch that a rule left out before grading. Every one is listed."""
+    """All paths of the patch that a rule dropped before grading."""
     flagged_paths: tuple[str, ...] = ()
-    """Applied, but a person should look: configuration, compiled files, folders that
-    the reference fix does not touch."""
+    """Paths that were applied and deserve a review: configuration, compiled files, folders that the
+    reference fix does not touch."""
     signals: tuple[str, ...] = ()
-    """Added lines that name test machinery, as `path: word`: for an audit, they decide nothing."""
+    """Added lines that name test machinery, as `path: word`. They serve audits and decide
+    nothing."""
     patch_sha256: str = ""
     grader: str = ""
     grader_version: int = 1
     log_key: str | None = None
     calibration: CalibrationState | None = None
-    """What calibration had found about the row, in the kind of sandbox that graded it. None: the row
-    was not calibrated there, or has changed since."""
+    """What calibration had found about the row, in the kind of sandbox that graded it. None if the
+    row was not calibrated there, or has changed since."""
 
     @property
     def reward(self) -> float:
@@ -132,7 +134,7 @@ class Grade(Frozen):
 
 
 class PatchRef(Frozen):
-    """A captured diff in the store. Its bytes are exactly what git wrote."""
+    """A captured diff in the store. Its bytes are exactly those that git wrote."""
 
     key: str
     sha256: str
@@ -142,19 +144,20 @@ class PatchRef(Frozen):
     ignored_files: int = 0
     too_large: bool = False
     dropped: tuple[str, ...] = ()
-    """What no diff can hold, as `reason: path`: FIFOs, `.git` folders, files over the cap."""
+    """Paths that the diff leaves out, as `reason: path`: FIFOs, `.git` folders, files over the
+    cap."""
     refused: str = ""
-    """Why no diff could be formed; empty where there is one, or nothing changed."""
+    """Why no diff could be taken; empty if there is one, or if nothing changed."""
 
 
 VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")
-"""Parts of a message that differ from rollout to rollout: numbers, digests, paths, quoted names."""
+"""Parts of a message that vary between rollouts: numbers, digests, paths, quoted names."""
 SENTENCE = 240
-"""Characters of a message that tell failures apart."""
+"""Characters at the start of a message that are compared."""
 
 
 class Failure(Frozen):
-    """Why a rollout has no reward: the boundary, the type to act on, one readable sentence."""
+    """Why a rollout has no reward: the boundary, the type to act on, and one sentence for users."""
 
     boundary: Boundary
     type: str
@@ -162,13 +165,13 @@ class Failure(Frozen):
 
     @property
     def likeness(self) -> tuple[str, str, str]:
-        """The same for failures that say the same of different rollouts."""
+        """A key that is equal for failures that differ only in rollout-specific parts."""
         line = " ".join(self.message.split())
         return self.boundary.value, self.type, VARIES.sub("_", line[:SENTENCE])
 
 
 class EpisodeRef(Frozen):
-    """What a workflow returns for a rollout: under 500 bytes; the rest is in the store."""
+    """What a workflow returns for a rollout, in under 500 bytes. The store has the rest."""
 
     uri: str
     instance_id: str
@@ -177,21 +180,21 @@ class EpisodeRef(Frozen):
     status: RolloutStatus
     outcome: Outcome | None = None
     official: Outcome | None = None
-    """The verdict of the row's own protocol, where it differs from `outcome`."""
+    """The verdict of the row's own protocol, if it differs from `outcome`."""
     reward: float | None = None
     attempts: int = 0
     seconds: float = 0.0
     agent_end: AgentEnd | None = None
     turns: int = 0
     model: str = ""
-    """That answered; empty: no model was called."""
+    """The model that answered; empty if none was called."""
     tokens: int = 0
     """Sampled tokens."""
     trained_tokens: int = 0
-    """Those of a trainable rollout that a trainer trains."""
+    """The sampled tokens that a trainer trains on, if the rollout is trainable."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of `prompt_tokens`, those that a hosted API read from its cache."""
+    """The part of `prompt_tokens` that a hosted API read from its cache."""
     trainable: bool = False
     failure: Failure | None = None
     policy_version_min: int | None = None
@@ -199,22 +202,22 @@ class EpisodeRef(Frozen):
 
     @property
     def ending(self) -> str:
-        """Its outcome, or its status without one."""
+        """The outcome, or the status if there is no outcome."""
         return self.outcome.value if self.outcome else self.status.value
 
 
 class RunStatus(Frozen):
-    """How far a run is.
+    """The progress of a run.
 
-    `state`: starting, running, paused, attention or finishing, as its workflow says; done,
-    cancelled, failed or terminated when that is closed. Others are sentences about a run whose workflow
-    does not answer.
+    `state`: starting, running, paused, attention or finishing, as reported by its workflow; done,
+    cancelled, failed or terminated if the workflow is closed. Any other value is a sentence about a
+    run whose workflow does not answer.
     """
 
     run_id: str
     state: str
     total: int = 0
-    """Rollouts that are planned."""
+    """Planned rollouts."""
     started: int = 0
     done: int = 0
     running: int = 0
@@ -226,13 +229,13 @@ class RunStatus(Frozen):
     tokens: int = 0
     """Prompt and sampled tokens of the rollouts that have ended."""
     dollars: float = 0.0
-    """What they cost, if the run's budget has a price."""
+    """Cost of these tokens, if the run's budget has a price."""
     stopped: str = ""
-    """Why the run starts no more rollouts: its budget is used up."""
+    """Why the run's budget keeps it from starting more rollouts; empty if it does not."""
 
 
 class GroupResult(Frozen):
-    """What a group came to: its episodes by sample, failed ones included."""
+    """The result of a group: its episodes in order of samples, including failed ones."""
 
     group_id: str
     graded: int

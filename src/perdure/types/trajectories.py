@@ -1,4 +1,4 @@
-"""What the policy saw and sampled: turns, and the segments that trainers take."""
+"""What the policy saw and sampled: turns, and the segments that trainers consume."""
 
 from enum import StrEnum
 
@@ -31,7 +31,7 @@ class EngineSpan(Frozen):
 
 
 class TurnSampling(Frozen):
-    """What an engine was told for one turn. A field that was not sent has the value that is off."""
+    """The sampling parameters of one turn. A parameter that was not sent has its neutral value."""
 
     temperature: float
     top_p: float
@@ -47,8 +47,8 @@ class TurnSampling(Frozen):
     logit_bias: str = ""
     """JSON: token id -> bias."""
     structured_outputs: str = ""
-    """JSON: the grammar that a tool choice or a response format became. The tokens were sampled under
-    it, and their logprobs are of the distribution that it left."""
+    """JSON: the grammar made from a tool choice or a response format. The tokens were sampled under
+    it, and their logprobs refer to the constrained distribution."""
 
 
 class SamplingSpan(Frozen):
@@ -63,9 +63,9 @@ class Purpose(StrEnum):
     """Why an agent made a model call."""
 
     STEP = "step"
-    """The agent's next step: trained."""
+    """The agent's next step. It is trained."""
     COMPACTION = "compaction"
-    """The agent summarises its own history and continues from the summary. The turn is trained and
+    """The agent summarizes its history and continues from the summary. The turn is trained and
     starts a new branch."""
     SIDE = "side"
     """A request for a title or a topic, or a probe. The outcome does not depend on it, so it is
@@ -73,54 +73,54 @@ class Purpose(StrEnum):
 
 
 class TurnFacts(Frozen):
-    """What is known about one model call besides its tokens and texts.
+    """The facts about one model call, without its tokens and texts.
 
-    The one definition of these fields: `Turn` and the gateway's `TurnRecord` inherit them, and the
-    columns of `turns.parquet` are derived from them.
+    This is the single definition of these fields: `Turn` and the gateway's `TurnRecord` inherit
+    them, and the columns of `turns.parquet` are derived from them.
     """
 
     index: int
-    """Position in the session's journal: turns are numbered in the order of their commits."""
+    """Position in the session's journal. Turns are numbered in commit order."""
     chain: str = "main"
-    """`main`, or the agent id of a sub-agent, as its harness names it."""
+    """`main`, or the id that the agent's harness gave a sub-agent."""
     parent_chain: str = ""
     """The chain that started this one; empty for main."""
     parent: int | None = None
-    """Index of the turn whose prompt + completion this prompt extends, by recorded ids. None: a
-    root, rendered in full for the reason in `bridge_miss`."""
+    """Index of the turn whose prompt + completion this prompt extends, by recorded ids. None for a
+    root, which is rendered in full for the reason in `bridge_miss`."""
     purpose: Purpose = Purpose.STEP
     replayed_from: str = ""
     """`<session id>/<turn index>` of an earlier attempt whose completion answered this request
-    without the engine; empty when it was sampled here."""
+    without the engine; empty if it was sampled in this session."""
     versions: tuple[VersionSpan, ...] = ()
     finish_reason: FinishReason = FinishReason.STOP
     engine: str = ""
-    """The engine that finished it."""
+    """The engine that finished the turn."""
     engines: tuple[EngineSpan, ...] = ()
-    """Which engine sampled which tokens: several if an engine was lost within the turn. Empty: not
-    known, or a hosted API."""
+    """Which engine sampled which tokens. There are several if an engine was lost within the turn,
+    and none if they are unknown or a hosted API answered."""
     bridged: bool = False
-    """The prompt extends the parent's prompt + completion, built from recorded ids."""
+    """Whether the prompt extends the parent's prompt + completion, built from recorded ids."""
     bridge_miss: str | None = None
     """Why a bridge was impossible (`first`, `prefix_changed`, `echo_edited`, ...)."""
     trainable: bool = True
     started_at: float = 0.0
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """In which it was on no engine: all were taken, or none was there."""
+    """Seconds without an engine, because all were full or none was available."""
     seconds: float = 0.0
     request_sha256: str = ""
     sampling: TurnSampling | None = None
-    """None: a hosted API, or a record of an earlier version."""
+    """None for a hosted API, or in a record of an earlier version."""
     asked_model: str = ""
-    """The model that the engine was asked for."""
+    """The model that the request to the engine named."""
     model: str = ""
-    """The model that answered, as the engine names it. Empty: it named none."""
+    """The model that answered, as the engine names it; empty if it named none."""
 
 
 class Usage(Frozen):
-    """What a hosted API counted for one call, in tokens. `cached_tokens` of the prompt were read from its
-    cache."""
+    """A hosted API's token counts for one call. `prompt_tokens` includes `cached_tokens`, which the
+    API read from its cache."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -130,25 +130,25 @@ class Usage(Frozen):
 class Turn(TurnFacts):
     """One model call, exactly as the engine consumed and produced it.
 
-    Shapes: prompt_ids [P], completion_ids [C], logprobs [C]. A hosted API gives no ids: then all
+    Shapes: prompt_ids [P], completion_ids [C], logprobs [C]. A hosted API returns no ids. Then all
     three are empty and `trainable` is False.
     """
 
     new_messages: str = ""
-    """The request's messages after those of its parent turn and its answer, as a JSON list in the
-    gateway's own form (`perdure.dialects.base.ModelRequest`): for reading, never for training."""
+    """The request's messages that follow the parent turn and its answer, as a JSON list in the
+    gateway's own form (`perdure.dialects.base.ModelRequest`). For reading, never for training."""
     answer: str = ""
-    """The assistant message that the agent was given, as JSON in the same form."""
+    """The assistant message that the agent received, as JSON in the same form."""
     unused: bool = False
-    """The agent went on without this answer: it asked again, or continued from another one."""
+    """The agent continued without this answer: it asked again, or continued from another one."""
     prompt_ids: tuple[int, ...] = ()
     completion_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     usage: Usage | None = None
-    """None: the ids are here, or the hosted API did not count."""
+    """None if the ids are recorded, or if the hosted API returned no counts."""
     tools: str = ""
-    """The tools that the request offered, as a JSON list in OpenAI's form; empty: those of its parent
-    turn, or a record of an earlier version."""
+    """The tools that the request offered, as a JSON list in OpenAI's form. Empty if they equal the
+    parent turn's, or in a record of an earlier version."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -178,7 +178,7 @@ class Segment(Frozen):
     """One linear, trainable token sequence cut from the trajectory.
 
     Shapes: prompt_ids [P]; response_ids, loss_mask, logprobs, versions all [R].
-    loss_mask is 1 only on sampled tokens; logprob is 0.0 and version -1 where the mask is 0.
+    loss_mask is 1 only for sampled tokens. Where it is 0, logprob is 0.0 and version is -1.
     """
 
     kind: SegmentKind
@@ -191,27 +191,27 @@ class Segment(Frozen):
     finish_reason: FinishReason
     turns: tuple[int, ...]
     reward_share: float = 1.0
-    """This segment's share of the rollout's reward; all of it by default."""
+    """This segment's share of the rollout's reward. The default is all of it."""
     chain: str = "main"
-    """The chain it is a stretch of: `main`, or a sub-agent's id."""
+    """The chain that it is part of: `main`, or a sub-agent's id."""
     sampling: tuple[SamplingSpan, ...] = ()
-    """How each turn's tokens were sampled; a turn of unknown sampling has no span."""
+    """How each turn's tokens were sampled. A turn whose sampling is unknown has no span."""
 
     @property
     def temperature(self) -> float | None:
-        """The temperature of all its trained tokens; None if it is unknown, or they differ."""
+        """The temperature of all trained tokens; None if it is unknown or varies."""
         told = {span.sampling.temperature for span in self.sampling}
         known = sum(span.end - span.start for span in self.sampling) >= sum(self.loss_mask)
         return told.pop() if len(told) == 1 and known else None
 
     @property
     def policy_version_min(self) -> int | None:
-        """The oldest version of its trained tokens; -1: some are unknown, None: all are unknown."""
+        """The oldest version of the trained tokens; -1 if some are unknown, None if all are."""
         return min(self._trained_versions(), default=None)
 
     @property
     def policy_version_max(self) -> int | None:
-        """The newest, likewise."""
+        """The newest version of the trained tokens; None if all are unknown."""
         return max(self._trained_versions(), default=None)
 
     def _trained_versions(self) -> set[int]:
