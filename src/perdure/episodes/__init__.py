@@ -1,1 +1,1 @@
-"""Cuts turns into segments, builds episodes, and converts both into trainers' formats."""
+"""Cuts turns into segments, builds episodes, and converts both to trainers' formats."""

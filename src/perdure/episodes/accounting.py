@@ -1,4 +1,4 @@
-"""What became of every sampled token of a rollout, and how many tokens a trainer reads.
+"""Counts how every sampled token of a rollout was used, and how many tokens a trainer reads.
 
 Owns the counts of `episode.json` about the trajectory.
 """
@@ -14,7 +14,7 @@ from perdure.types import Frozen, Purpose, Segment, Turn
 
 
 class TrajectoryCounts(Frozen):
-    """Sampled, trained, not trained and why. All tokens are counts.
+    """Numbers of tokens that were sampled, trained, and not trained, with the reasons.
 
     Example:
         TrajectoryCounts(sampled_tokens=410, trained_tokens=398, untrained_tokens={"side": 12},
@@ -24,21 +24,22 @@ class TrajectoryCounts(Frozen):
     sampled_tokens: int = 0
     trained_tokens: int = 0
     untrained_tokens: dict[str, int] = Field(default_factory=dict)
-    """By reason: `side`, `hosted`, `unused`, `drift`. With `trained_tokens` they add up to `sampled_tokens`."""
+    """By reason: `side`, `hosted`, `unused`, `drift`. The sum with `trained_tokens` is
+    `sampled_tokens`."""
     untrained_turns: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
-    """By kind."""
+    """Number of segments of each kind."""
     chains: int = 0
     compactions: int = 0
     training_tokens: int = 0
     """Tokens that a trainer reads: prompts and responses of all segments."""
     duplication: float = 1.0
-    """`training_tokens` divided by their number when every shared prefix is counted once."""
+    """`training_tokens` divided by the number of tokens when each shared prefix counts once."""
     replayed_turns: int = 0
     """Turns answered from an earlier attempt's recording."""
     replayed_tokens: int = 0
     replay_ended_at: int | None = None
-    """The first turn that was sampled afresh after replayed ones; None when there is none."""
+    """The first newly sampled turn after replayed ones; None if there is none."""
 
 
 def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> TrajectoryCounts:
@@ -74,7 +75,7 @@ def _first_fresh(turns: Sequence[Turn], replayed: Sequence[Turn]) -> int | None:
 
 
 def _distinct(sequences: Iterable[tuple[int, ...]]) -> int:
-    """Tokens, when a prefix that several sequences share counts once."""
+    """Number of tokens if a prefix that several sequences share counts once."""
     ordered = sorted(sequences)
     shared = sum(_common(one, other) for one, other in pairwise(ordered))
     return sum(map(len, ordered)) - shared

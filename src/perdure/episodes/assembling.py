@@ -1,6 +1,6 @@
-"""An episode in both its forms, made of what the stages left in the store.
+"""Makes both forms of an episode from the results that the stages stored.
 
-One function on bytes, for a thread: 200 turns of 100k tokens take a second and 250 MB.
+It works on bytes only, to run in a thread: 200 turns of 100k tokens take a second and 250 MB.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ from perdure.episodes.episode import (
 from perdure.types import Segment, Turn
 
 Calls = Mapping[int, ModelUsage]
-"""The calls that an attempt paid for, each by the index of its turn."""
+"""Index of a turn -> the call, for calls that the attempt paid for."""
 
 
 class Assembled(NamedTuple):
-    """`tokens`: the content of `episode.parquet`."""
+    """An episode, and the content of its `episode.parquet`."""
 
     episode: Episode
     tokens: bytes
@@ -39,7 +39,7 @@ def assemble(
     """`parts`: without turns; `turns`: the content of `turns.parquet`, None if there is no such file.
     `discarded`: the calls of attempts that no longer count, by the attempt's number.
 
-    Raises: ValueError when that is no turns file, or grade and status contradict each other.
+    Raises: ValueError when `turns` is not a turns file, or grade and status contradict each other.
     """
     from perdure.episodes.turns_parquet import decode
 
@@ -53,9 +53,8 @@ def assemble(
 
 
 def calls_of(turns: bytes) -> Calls:
-    """`turns`: the content of `turns.parquet`. A replayed turn is not a call: an earlier attempt paid for it.
-
-    Raises: ValueError when that is no turns file.
+    """The calls in the content of a `turns.parquet`. A replayed turn is no call, because an earlier
+    attempt paid for it. Raises: ValueError when `turns` is not a turns file.
     """
     from perdure.episodes.turns_parquet import decode
 
@@ -65,9 +64,9 @@ def calls_of(turns: bytes) -> Calls:
 def _bought(
     parts: EpisodeParts, last: Sequence[Turn], discarded: Mapping[int, Calls]
 ) -> list[AttemptSummary]:
-    """The attempts, each discarded one with its cost. A call that the last attempt replayed is left out:
-    it counts in the last attempt."""
-    # a session's name ends with the number of its attempt
+    """The attempts, each discarded one with its cost. A call that the last attempt replayed counts
+    only in the last attempt."""
+    # A session's name ends with the number of its attempt.
     replayed = {turn.replayed_from.rpartition("-")[2] for turn in last if turn.replayed_from}
     found = {}
     for number, calls in discarded.items():
@@ -77,9 +76,10 @@ def _bought(
 
 
 def assemble_again(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> Assembled:
-    """The turns are lost: their tokens are in `tokens`, the content of the earlier `episode.parquet`.
+    """Assemble an episode whose turns are lost. `tokens`: the content of the earlier
+    `episode.parquet`.
 
-    Raises: ValueError when that cannot be read.
+    Raises: ValueError when `tokens` cannot be read.
     """
     from perdure.episodes.episode_parquet import decode_segments
 

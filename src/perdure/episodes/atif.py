@@ -1,7 +1,8 @@
-"""A rollout in Harbor's Agent Trajectory Interchange Format, from the gateway's record.
+"""Converts a rollout to Harbor's Agent Trajectory Interchange Format, from the gateway's record.
 
-Every agent has the same form: what it wrote about itself is not read. Answers that the agent went on
-without, and side calls for titles, are left out. Prompts' token ids are in `turns.parquet`.
+All agents give the same form, because this reads no files that an agent wrote. Answers that the
+agent did not use and side calls, such as for titles, are left out. `turns.parquet` has the prompts'
+token ids.
 """
 
 import json
@@ -18,7 +19,7 @@ Fields = dict[str, Any]
 
 
 def trajectory(episode: Episode, turns: Sequence[Turn]) -> Fields:
-    """The main chain, with each sub-agent's chain inside. `turns`: at least one that counts."""
+    """The main chain, which contains each sub-agent's chain. `turns`: at least one that is kept."""
     kept = [turn for turn in turns if turn.purpose is not Purpose.SIDE and not turn.unused]
     chains = {
         turn.chain: [one for one in kept if one.chain == turn.chain] for turn in kept or turns
@@ -63,7 +64,8 @@ def _chain(episode: Episode, name: str, turns: Sequence[Turn]) -> Fields:
 
 
 def _steps(turns: Sequence[Turn]) -> list[Fields]:
-    """What was said, in order. A prompt that starts anew repeats earlier messages as copied context."""
+    """The messages in order. If a prompt starts a new line, its messages are marked as copied
+    context."""
     steps: list[Fields] = []
     calls: dict[str, Fields] = {}
     for place, turn in enumerate(turns):
@@ -77,8 +79,8 @@ def _steps(turns: Sequence[Turn]) -> list[Fields]:
 
 
 def _asked(turn: Turn, calls: dict[str, Fields]) -> Iterator[Fields]:
-    """Steps of the messages that a turn adds. A tool's result is an observation of the step that made
-    the call; one that no step made is told as the user's."""
+    """The steps for the messages that a turn adds. A tool's result becomes an observation of the
+    step that made the call, or a user step if no step made it."""
     for message in json.loads(turn.new_messages or "[]"):
         text = _text(message)
         made_by = calls.get(str(message.get("tool_call_id", "")))
@@ -115,7 +117,7 @@ def _answered(turn: Turn) -> Fields:
 
 
 def _said(message: Fields) -> Fields:
-    """An assistant's message."""
+    """The step for an assistant's message."""
     step: Fields = {
         "source": "agent",
         "message": "" if message.get("placeholder") else _text(message),

@@ -1,4 +1,5 @@
-"""The messages of recorded turns, for people and for rules that look at texts; never for training."""
+"""Rebuilds the messages of recorded turns, for people and for rules that use texts; never for
+training."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ Message = dict[str, Any]
 
 
 def conversations(turns: Iterable[Turn]) -> dict[int, list[Message]]:
-    """By turn's index: all messages of its prompt. A parent comes before its turns."""
+    """Turn index -> all messages of its prompt. `turns`: parents come before their children."""
     found: dict[int, list[Message]] = {}
     known: dict[int, Turn] = {}
     for turn in turns:
@@ -23,6 +24,6 @@ def conversations(turns: Iterable[Turn]) -> dict[int, list[Message]]:
 
 
 def answer_of(turn: Turn) -> Message:
-    """The assistant message that the agent was given."""
+    """The assistant message that the agent received."""
     said: Message = json.loads(turn.answer) if turn.answer else {"content": ""}
     return {**said, "role": "assistant"}

@@ -1,7 +1,7 @@
-"""An episode: the facts of one finished rollout, and how they are put together.
+"""An episode: the facts of one finished rollout, and how they are combined.
 
 `build_episode` copies and sums; it judges nothing. A rollout without a grade has reward null, never 0.
-Imports no pyarrow, so that `perdure show` starts fast; `episode_store` writes episodes and reads them back.
+This imports no pyarrow, so `perdure show` starts fast. `episode_store` writes and reads episodes.
 """
 
 import functools
@@ -40,7 +40,7 @@ from perdure.types import (
 
 
 class ModelUsage(Frozen):
-    """What one model answered. Of an engine that names no model, `model` is the one asked for."""
+    """Calls and tokens of one model. If the engine names no model, `model` is the requested one."""
 
     model: str
     asked_model: str = ""
@@ -62,7 +62,7 @@ def usage_of(turn: Turn) -> ModelUsage:
 
 
 def usage_by_model(calls: Iterable[ModelUsage]) -> tuple[ModelUsage, ...]:
-    """By the model that answered, the most used one first."""
+    """Usage per model that answered, the most used model first."""
     found: dict[tuple[str, str], list[ModelUsage]] = {}
     for call in calls:
         found.setdefault((call.model, call.asked_model), []).append(call)
@@ -79,7 +79,7 @@ def usage_by_model(calls: Iterable[ModelUsage]) -> tuple[ModelUsage, ...]:
 
 
 class AttemptSummary(Frozen):
-    """One sandbox in which the rollout was tried, and the keys of its evidence."""
+    """One attempt of the rollout, in one sandbox, and the store keys of its evidence."""
 
     attempt: int
     provider: str = ""
@@ -90,11 +90,11 @@ class AttemptSummary(Frozen):
     tokens: int = 0
     """Sampled tokens."""
     model: str = ""
-    """Which is said to have made a patch that was given."""
+    """If the patch was given: the model that is said to have written it."""
     bought: tuple[ModelUsage, ...] = ()
-    """Of an attempt that does not count: the calls that it sampled and did not replay."""
+    """If the attempt was discarded: its sampled calls that no later attempt replayed."""
     turns_sha256: str = ""
-    """Of its `turns.parquet`, as the gateway wrote it."""
+    """Digest of its `turns.parquet`, as the gateway wrote it."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage: boot, agent, ..."""
     evidence: tuple[str, ...] = ()
@@ -113,11 +113,11 @@ class SegmentSummary(Frozen):
     """Oldest version of the trained tokens; -1 if it is unknown for some of them."""
     policy_version_max: int | None = None
     temperature: float | None = None
-    """Of its trained tokens; None if it is unknown, or they differ."""
+    """Temperature of its trained tokens; None if it is unknown or not the same for all."""
 
 
 class EarlierVerdict(Frozen):
-    """How the rollout ended before it was played or graded again."""
+    """How the rollout ended before a retry or a regrade."""
 
     status: RolloutStatus
     outcome: Outcome | None = None
@@ -125,15 +125,16 @@ class EarlierVerdict(Frozen):
     """The attempt that counted then."""
     finished_at: float
     key: str
-    """Its whole episode in the store."""
+    """The store key of that whole episode."""
 
 
 UNNAMED = "unnamed"
-"""A model whose engine gives it no name of its own."""
+"""Shown for a model to which its engine gives no name."""
 
 
 def models_of(turns: int, answered: Iterable[str], given: str) -> tuple[str, ...]:
-    """The models of an episode for people. `given`: the one said to have made a given patch."""
+    """The models of an episode, for display. `given`: the model that is said to have written a
+    given patch."""
     names = [*answered] if turns else [given] if given else []
     named = dict.fromkeys(name for name in names if name not in ("", DEFAULT_MODEL))
     return tuple(named) or ((UNNAMED,) if turns else ())
@@ -145,11 +146,11 @@ class Provenance(Frozen):
     perdure_version: str
     agent: str
     agent_version: str = ""
-    """Of the program that Perdure installs; empty: it installs none."""
+    """Version of the agent program that Perdure installs; empty if it installs none."""
     agent_options: dict[str, JsonValue] = Field(default_factory=dict)
     sandbox: str
     model: str
-    """As the request names it; `Episode.usage` has the models that answered."""
+    """The model that the request names; `Episode.usage` has the models that answered."""
     sampling: Sampling
     engines: tuple[str, ...] = ()
     instance_sha256: str = ""
@@ -157,7 +158,7 @@ class Provenance(Frozen):
     data_source: str = ""
     workflow_run_id: str = ""
     request: dict[str, JsonValue] = Field(default_factory=dict)
-    """As the user wrote it, without the defaults."""
+    """The request as the user wrote it, without defaults."""
 
 
 class Episode(Frozen):
@@ -175,7 +176,7 @@ class Episode(Frozen):
     """Its reference, `<dataset>/<instance_id>`."""
     sample_index: int
     rollout_id: str
-    """The workflow id; shared by all segments, so that a trainer counts the rollout once."""
+    """The workflow id. All segments share it, so a trainer can count the rollout once."""
     status: RolloutStatus
     outcome: Outcome | None = None
     reward: float | None = None
@@ -183,48 +184,48 @@ class Episode(Frozen):
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
     trainable: bool = False
-    """The rollout is graded, and every turn except side requests has its exact token ids."""
+    """The rollout is graded, and every turn except side requests has exact token ids."""
     turns: int = 0
     segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
-    """Tokens the engines read, summed over turns. Of a hosted API: what it counted."""
+    """Prompt tokens that engines read, summed over turns. A hosted API gives its own count."""
     cached_tokens: int = 0
-    """Those that a hosted API read from its cache."""
+    """Prompt tokens that a hosted API read from its cache."""
     sampled_tokens: int = 0
     usage: tuple[ModelUsage, ...] = ()
-    """By the model that answered."""
+    """Usage per model that answered."""
     turn_tokens: tuple[tuple[int, int], ...] = ()
     """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
-    """Tokens with mask 1; `trajectory` says what became of the rest."""
+    """Tokens with mask 1; `trajectory` counts the others by reason."""
     policy_version_min: int | None = None
     policy_version_max: int | None = None
     bridge_misses: dict[str, int] = Field(default_factory=dict)
     """Turns after the first whose prompt does not extend an earlier turn, by reason."""
     trajectory: TrajectoryCounts = TrajectoryCounts()
-    """What became of every sampled token, and what the segments cost to train."""
+    """How every sampled token was used, and how many tokens the segments have."""
     started_at: float
     finished_at: float
     seconds: float
-    """Wall clock from start to end, waiting included."""
+    """Wall-clock seconds from start to end, including waiting."""
     regraded_at: float | None = None
-    """Unix seconds at which an earlier rollout's patch was graded again; the other times are those of
-    that rollout."""
+    """Unix time of a regrade of this rollout's patch; the other times are those of the first
+    grading."""
     earlier: tuple[EarlierVerdict, ...] = ()
-    """The oldest first."""
+    """Earlier verdicts, the oldest first."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """In which its calls were on no engine."""
+    """Seconds in which its calls waited for an engine."""
     evictions: int = 0
     attempts: tuple[AttemptSummary, ...] = ()
     grade: Grade | None = None
     patch: PatchRef | None = None
     turns_key: str | None = None
     damaged: tuple[str, ...] = ()
-    """Stored parts that did not read back when this episode was made: it lacks what they held."""
+    """Stored files that were unreadable when this episode was made; it lacks their content."""
     turns_sha256: str = ""
-    """Of the files, here and below, which readers compare."""
+    """Digest of the turns file; like `tokens_sha256`, readers compare it with the file."""
     tokens_key: str
     tokens_sha256: str = ""
     provenance: Provenance
@@ -239,18 +240,19 @@ class Episode(Frozen):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that answered, or are said to have made a given patch; empty: none was called."""
+        """The models that answered, or that are said to have written a given patch; empty if
+        none."""
         given = self.attempts[-1].model if self.attempts else ""
         return models_of(self.turns, [one.model for one in self.usage], given)
 
     @property
     def round(self) -> int:
-        """The round of its request."""
+        """The `round` of its request."""
         round = self.provenance.request.get("round", 0)
         return round if isinstance(round, int) else 0
 
     def as_earlier(self) -> EarlierVerdict:
-        """For the episode that replaces it."""
+        """Its verdict, as the episode that replaces it keeps it."""
         return EarlierVerdict(
             status=self.status,
             outcome=self.outcome,
@@ -261,18 +263,18 @@ class Episode(Frozen):
 
     @property
     def ending(self) -> str:
-        """Its outcome, or its status without one."""
+        """Its outcome; its status if it has none."""
         return self.outcome.value if self.outcome else self.status.value
 
     @property
     def official(self) -> Outcome | None:
-        """The verdict of the row's own protocol, where twins change it."""
+        """The verdict of the row's own protocol, if twins changed it; otherwise None."""
         official = self.grade.official if self.grade else None
         return None if official is self.outcome else official
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds of the agent stage in which it asked no engine. Beside `engine_seconds` they tell how
+        """Seconds of the agent stage outside model calls. Their ratio to `engine_seconds` shows how
         many agents keep an engine busy."""
         modelled = self.engine_seconds + self.waiting_seconds
         return max(0.0, self.stage_seconds.get("agent", 0.0) - modelled)
@@ -283,7 +285,7 @@ class Episode(Frozen):
         return f"{keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
 
     def ref(self, store_url: str) -> EpisodeRef:
-        """The few facts that travel through workflows."""
+        """The reference and the few facts that pass through workflows."""
         return EpisodeRef(
             uri=f"{store_url}/{self.key}",
             instance_id=self.instance_id,
@@ -311,10 +313,10 @@ class Episode(Frozen):
 
 @dataclass(frozen=True)
 class EpisodeParts:
-    """Everything an episode is made of.
+    """Everything from which an episode is made.
 
-    `turns` and `patch` are those of the last attempt, the one that counts. `grade` is given exactly
-    when the status is GRADED.
+    `turns` and `patch` are those of the last attempt, the one that counts. `grade` is set if and
+    only if the status is GRADED.
     """
 
     request: RolloutRequest
@@ -323,7 +325,7 @@ class EpisodeParts:
     finished_at: float
     attempts: Sequence[AttemptSummary] = ()
     instance: Instance | None = None
-    """None when it could not be read."""
+    """None if it could not be read."""
     turns: Sequence[Turn] = ()
     turns_key: str | None = None
     agent_end: AgentEnd | None = None
@@ -334,13 +336,13 @@ class EpisodeParts:
     evictions: int = 0
     workflow_run_id: str = ""
     damaged: Sequence[str] = ()
-    """Stored parts that did not read back."""
+    """Stored files that were unreadable."""
     earlier: Episode | None = None
-    """The one that this episode replaces."""
+    """The episode that this one replaces."""
 
 
 def build_episode_again(parts: EpisodeParts, earlier: Episode) -> Episode:
-    """The episode of an attempt whose turns are lost, with what `earlier` says of them."""
+    """The episode of an attempt whose turns are lost, with the counts that `earlier` has."""
     episode = build_episode(parts, ())
     known = {name: getattr(earlier, name) for name in _counts((), ())}
     bought = {one.attempt: one.bought for one in earlier.attempts}
@@ -392,7 +394,7 @@ COPIED = (
 
 
 def _times(parts: EpisodeParts) -> dict[str, Any]:
-    """A patch that is only graded again leaves the times of its rollout as they were."""
+    """The times of the rollout. A regrade of the same patch keeps the earlier ones."""
     before = parts.earlier
     if before is not None and _is_same_patch(before.patch, parts.patch):
         times = {name: getattr(before, name) for name in ("started_at", "finished_at", "seconds")}
@@ -405,12 +407,12 @@ def _times(parts: EpisodeParts) -> dict[str, Any]:
 
 
 def _is_same_patch(one: PatchRef | None, other: PatchRef | None) -> bool:
-    """The same capture: of the same attempt."""
+    """Whether both are the same capture, of the same attempt."""
     return one is not None and other is not None and one.key == other.key
 
 
 def same_attempt(one: Episode, parts: EpisodeParts) -> bool:
-    """Whether both are about the same captured patch, and so about the same turns."""
+    """Whether both have the same captured patch, and so the same turns."""
     return _is_same_patch(one.patch, parts.patch)
 
 
@@ -491,24 +493,25 @@ def _version() -> str:
 
 
 def parse_episode(key: str, data: bytes) -> Episode:
-    """Raises: ValueError, one line, when `data` is not an episode of this version."""
+    """Raises: ValueError with a message of one line when `data` is not an episode of this
+    version."""
     return stored_json.decode(key, data, Episode)
 
 
 @dataclass(frozen=True)
 class EpisodeSegments:
-    """One rollout as trainers read it: its episode and its segments, in order."""
+    """One rollout for a trainer: its episode and its segments, in order."""
 
     episode: Episode
     segments: tuple[Segment, ...]
 
     def reward_of(self, segment: Segment) -> float | None:
-        """The segment's share of the reward; None, never 0, when the rollout was not graded."""
+        """The segment's share of the reward; None, never 0, if the rollout was not graded."""
         reward = self.episode.reward
         return None if reward is None else reward * segment.reward_share
 
     def shared(self, reward_share: RewardShare) -> "EpisodeSegments":
-        """A copy whose reward is divided among the segments by `reward_share`."""
+        """A copy that divides the reward among the segments by `reward_share`."""
         count = len(self.segments)
         segments = tuple(
             segment.model_copy(update={"reward_share": share(reward_share, segment.index, count)})

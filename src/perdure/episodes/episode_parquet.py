@@ -1,6 +1,6 @@
-"""Segments as parquet, `episode.parquet`: token ids, masks, logprobs and versions as arrays.
+"""Encodes segments as `episode.parquet`: arrays of token ids, masks, logprobs and versions.
 
-Owns the form of that file; `episode_store` stores it.
+Owns that file's format; `episode_store` stores it.
 """
 
 import io
@@ -41,10 +41,10 @@ TOKENS_SCHEMA = pa.schema(
     ],
     metadata={b"perdure.episode": b"1"},
 )
-"""One row a segment; a rollout without segments has one row with empty arrays and no kind.
+"""One row per segment; a rollout without segments has one row with empty arrays and no kind.
 `reward` is the segment's share of `rollout_reward`; both are null unless the rollout was graded."""
 ARRAYS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "turns")
-"""The columns that `Segment` has under the same name."""
+"""Columns that `Segment` has under the same name."""
 
 
 def encode_segments(episode: Episode, segments: Sequence[Segment]) -> bytes:
@@ -85,9 +85,9 @@ def _row(episode: Episode, segment: Segment | None) -> dict[str, Any]:
 
 
 def decode_segments(data: bytes, key: str) -> list[Segment]:
-    """The segments that `encode_segments` was given; reward shares are not stored.
+    """The segments that `encode_segments` wrote, without their reward shares, which are not stored.
 
-    Raises: ValueError, naming `key`, when `data` cannot be read.
+    Raises: ValueError naming `key` when `data` cannot be read.
     """
     try:
         rows = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False).to_pylist()
@@ -108,9 +108,9 @@ def _segment(row: dict[str, Any]) -> Segment:
 
 
 def with_all_columns(table: pa.Table) -> pa.Table:
-    """A stored table in the schema of this version: a column that its writer did not know is null.
+    """Convert a stored table to this version's schema; columns that it lacks become null.
 
-    Raises: pa.ArrowException, ValueError when it cannot be read so.
+    Raises: pa.ArrowException, ValueError when it cannot be converted.
     """
     for field in TOKENS_SCHEMA:
         if field.name not in table.column_names:

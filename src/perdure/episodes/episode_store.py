@@ -1,8 +1,8 @@
-"""An episode in the store: `episode.json` for people, `episode.parquet` for trainers.
+"""Writes, finds and reads episodes in the store: `episode.json` for people, `episode.parquet` for
+trainers.
 
-Owns writing, finding and reading them back. Nothing is tokenised here: segments come from
-`episode.parquet` or, when they are cut by other rules, from the recorded turns. Commands that read only
-`episode.json` do not import pyarrow.
+It tokenizes nothing: segments come from `episode.parquet`, or from the recorded turns if they are
+cut by other rules. Commands that read only `episode.json` do not import pyarrow.
 """
 
 import asyncio
@@ -19,18 +19,17 @@ from perdure.types import RolloutRequest
 
 READS_AT_ONCE = 32
 READS_TOGETHER = 1024
-"""Each read that waits for its turn takes memory too."""
+"""Reads to start at a time, because waiting ones also take memory."""
 T = TypeVar("T")
 
 
 async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episode:
-    """Store both forms, the JSON last; returns the episode that is in the store afterwards.
+    """Store both forms, the JSON last, and return the episode that is then in the store.
 
-    `tokens`: the content of `episode.parquet`. An episode that is unreadable is replaced.
-
-    If the same workflow run writes again, its first episode stays. If another workflow run of the
-    same rollout writes (a retry, a reset), its episode replaces the earlier one, which is kept under
-    another name.
+    `tokens`: the content of `episode.parquet`. An unreadable episode is replaced. If the same
+    workflow run writes again, its first episode stays. If another workflow run of the same rollout
+    writes (a retry, a reset), its episode replaces the earlier one, which is kept under another
+    name.
     """
     stored = await _stored(store, episode.key)
     earlier = _readable(episode.key, stored)
@@ -48,12 +47,13 @@ async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episod
             return episode
     except PreconditionFailed:
         pass
-    # The caller repeats the call: it then finds its own episode, or replaces the other one.
+    # When the caller retries, it finds its own episode or replaces the other one.
     raise StoreUnavailable(f"{episode.key} was written by another worker at the same time")
 
 
 async def _keep_earlier(store: Store, earlier: Episode, data: bytes, *, is_fuller: bool) -> None:
-    """`is_fuller`: its tokens are kept beside it, because the new episode has none."""
+    """Store the earlier episode under its own key. `is_fuller`: also its tokens, because the new
+    episode has none."""
     key = earlier.as_earlier().key
     if is_fuller and earlier.segments:
         tokens_key = f"{key.removesuffix('.json')}.parquet"
@@ -65,7 +65,7 @@ async def _keep_earlier(store: Store, earlier: Episode, data: bytes, *, is_fulle
 
 
 async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
-    """The rollout's episode, or None when it has not finished."""
+    """The rollout's episode; None if it has not finished."""
     key = keys.episode(request)
     stored = await _stored(store, key)
     return parse_episode(key, stored.data) if stored is not None else None
@@ -73,7 +73,7 @@ async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """An `episode.json` that cannot be parsed: its store key, and what is wrong with it."""
+    """An `episode.json` that cannot be parsed: its store key, and the reason."""
 
     instance_id: str
     sample_index: int
@@ -93,15 +93,18 @@ async def read_run(store: Store, run_id: str) -> list[Episode]:
 
 
 async def scan_run(store: Store, run_id: str) -> tuple[list[Episode], list[Unreadable]]:
-    """The episodes of a run, by instance and sample, and those that cannot be read."""
+    """The episodes of a run, by instance and sample, and the unreadable ones."""
     return await scan_run_as(store, run_id, lambda episode: episode)
 
 
 async def scan_run_as(
     store: Store, run_id: str, keep: Callable[[Episode], T]
 ) -> tuple[list[T], list[Unreadable]]:
-    """What `keep` makes of each episode of a run, by instance and sample, and those that cannot be read.
-    A whole episode takes 17 KB and more, so 16,500 of them would take 300 MB."""
+    """The results of `keep` for each episode of a run, by instance and sample, and the unreadable
+    episodes.
+
+    A whole episode takes 17 KB or more, so keeping 16,500 of them would take 300 MB.
+    """
     slots = asyncio.Semaphore(READS_AT_ONCE)
     kept: list[tuple[str, int, T]] = []
     unreadable: list[Unreadable] = []
@@ -138,7 +141,8 @@ def _unreadable(key: str, problem: str) -> Unreadable:
 
 
 def _is_episode(key: str) -> bool:
-    """`runs/<run>/rollouts/<instance>/<sample>/episode.json`, and no file of an agent with that name."""
+    """Match `runs/<run>/rollouts/<instance>/<sample>/episode.json`, and no agent's file of that
+    name."""
     parts = key.split("/")
     return len(parts) == 6 and parts[4].isdigit() and parts[5] == "episode.json"
 
@@ -169,7 +173,10 @@ async def read_segments(
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
 ) -> EpisodeSegments:
-    """`keep_unused`: with the answers that the agent went on without. Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable."""
+    """The episode and its segments. `keep_unused`: include answers that the agent did not use.
+
+    Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable.
+    """
     from perdure.episodes import turns_parquet
     from perdure.episodes.episode_parquet import decode_segments
 

@@ -1,7 +1,7 @@
 """Exports a finished run for other programs: predictions, token arrays, JSON lines, messages.
 
-Owns the files outside the store. A rollout that cannot be exported exactly is left out unaltered
-and listed with the reason.
+A rollout that cannot be exported exactly is never changed to fit: it is omitted and listed with the
+reason.
 """
 
 import contextlib
@@ -34,31 +34,31 @@ from perdure.types import RolloutStatus, Turn
 Format = (
     Literal["preds", "preds-all", "episodes", "jsonl", "atif", "sft", "preferences"] | TrainerFormat
 )
-"""preds      predictions of the SWE-bench harness: one JSON object, one patch an instance
+"""preds      predictions for the SWE-bench harness: one JSON object, one patch per instance
 preds-all  the same entries for every graded sample, one JSON line each
-episodes   token arrays: one parquet file, one row a segment
-jsonl      the readable episodes, one JSON line a rollout
-atif       Harbor's trajectories, sub-agents inside, one JSON line a rollout
-sft        the messages of each conversation of a graded rollout and their tools, one JSON line each
-sft-tokens the same by recorded ids: `input_ids`, `labels`, `assistant_masks`, one row a segment
+episodes   token arrays: one parquet file, one row per segment
+jsonl      the readable episodes, one JSON line per rollout
+atif       Harbor's trajectories with sub-agents inside, one JSON line per rollout
+sft        the messages and tools of each conversation of a graded rollout, one JSON line each
+sft-tokens the same as recorded ids: `input_ids`, `labels`, `assistant_masks`, one row per segment
 preferences
-           a better and a worse rollout of one instance: messages, ids and masks, one JSON line a pair
+           a better and a worse rollout of one instance: messages, ids, masks, one JSON line per pair
 slime, skyrl, torchtitan, verl
-           that trainer's own fields: JSON lines, or parquet where the file ends in .parquet"""
+           that trainer's own fields: JSON lines, or parquet if the file ends in .parquet"""
 SELECTING = ("sft", "sft-tokens")
-"""Formats for which a `Selection` is meant: a reward's baseline needs all rollouts."""
+"""Formats that allow a `Selection`. In others, a reward's baseline needs all rollouts."""
 FORMATS: tuple[str, ...] = tuple(name for part in get_args(Format) for name in get_args(part))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How segments are cut and rewarded for a trainer's format, and which rollouts SFT takes."""
+    """How segments are cut and rewarded for a trainer's format, and which rollouts SFT selects."""
 
     mode: SegmentMode = "tree"
     reward_share: RewardShare = "full"
     selection: Selection = EVERYTHING
     keep_unused: bool = False
-    """With the answers that the agent went on without."""
+    """Include answers that the agent did not use."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,13 @@ class Omitted:
     sample_index: int | None
     reason: str
     damaged: bool = False
-    """Its data is missing or unreadable in the store; otherwise this format has no place for it."""
+    """Its data is missing or unreadable in the store. If False, the format cannot hold it."""
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written where; `omitted` is empty when the export is complete."""
+    """The file, how much was written, and what was omitted; `omitted` is empty if the export is
+    complete."""
 
     format: Format
     path: Path
@@ -89,7 +90,7 @@ class _Left(Exception):
 
 
 class _Nothing(Exception):
-    """Every rollout is left out."""
+    """Every rollout is omitted."""
 
 
 class _Damaged(_Left):
@@ -101,11 +102,11 @@ class _Damaged(_Left):
 async def export_run(
     store: Store, run_id: str, format: Format, out: Path, rules: Rules | None = None
 ) -> ExportReport:
-    """Write one file, whole or not at all. `rules` are for the trainers' formats. If every rollout is
-    left out, no file is written, and an earlier one stays.
+    """Write one file, whole or not at all. `rules` apply to the trainers' formats. If every rollout
+    is omitted, it writes no file, and an earlier file stays.
 
-    Raises: ConfigurationError on an unknown format, or a selection that it does not have; NotFound when
-    the run has no episodes.
+    Raises: ConfigurationError for an unknown format or a selection that the format does not allow;
+    NotFound when the run has no episodes.
     """
     _check(format, rules)
     episodes, unreadable = await scan_run(store, run_id)
@@ -170,7 +171,7 @@ class _Exporter:
                     file.write(json.dumps(line).encode() + b"\n")
 
     async def _preds(self, file: BinaryIO) -> None:
-        """One prediction an instance: its first graded sample."""
+        """One prediction per instance, that of its first graded sample."""
         predictions = {}
         chosen = list(self._first_graded())
         async for episode, prediction in self._each(chosen, self._prediction):
@@ -188,7 +189,7 @@ class _Exporter:
                 self.omitted.append(Omitted(instance_id, None, f"no graded sample ({ended})"))
 
     async def _preferences(self, file: BinaryIO) -> None:
-        """One line a pair: the better and the worse rollout of one instance."""
+        """One line per pair of a better and a worse rollout of one instance."""
         for instance_id, group in groupby(self.episodes, key=lambda e: e.instance_id):
             tried = list(group)
             matched = pairs(tried)
@@ -274,7 +275,7 @@ class _Exporter:
         }
 
     async def _sample(self, episode: Episode) -> dict[str, Any]:
-        """A prediction that tells samples apart; the harness ignores the further field."""
+        """A prediction with the sample's index, a field that the harness ignores."""
         return {**await self._prediction(episode), "sample_index": episode.sample_index}
 
     async def _patch(self, episode: Episode) -> str:
@@ -311,7 +312,7 @@ class _Exporter:
         return trajectory(episode, await self._recorded_turns(episode))
 
     async def _demonstrations(self, episode: Episode) -> list[dict[str, Any]]:
-        """Its conversations as text; `sft-tokens` has the exact ids."""
+        """Its conversations as text; the format `sft-tokens` has the exact ids."""
         self._take(episode)
         return [
             {
@@ -327,14 +328,14 @@ class _Exporter:
         ]
 
     def _take(self, episode: Episode) -> None:
-        """Raises: _Left for a rollout that is no demonstration."""
+        """Raises: _Left for a rollout that is not a demonstration."""
         if episode.reward is None:
             raise _Left(f"not graded ({episode.status.value})")
         if episode.rollout_id in self.rejected:
             raise _Left(self.rejected[episode.rollout_id])
 
     async def _recorded_turns(self, episode: Episode) -> list[Turn]:
-        """Its turns with their texts; at least one."""
+        """Its turns with their texts, at least one. Raises: _Left."""
         if episode.turns_key is None:
             raise _Left(f"agent {episode.agent} called no model")
         try:

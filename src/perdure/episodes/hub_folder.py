@@ -1,7 +1,7 @@
-"""A run as a dataset of the Hugging Face hub: a folder with JSON lines and a card.
+"""Writes a run as a dataset for the Hugging Face hub: a folder with JSON lines and a card.
 
 `datasets.load_dataset(FOLDER, "rollouts")` opens it, also from the hub. Tool schemas and arguments stay
-JSON text: their fields differ from tool to tool.
+JSON text, because their fields differ between tools.
 """
 
 import json
@@ -39,7 +39,7 @@ CONFIG = """\
   data_files: data/{name}.jsonl
 """
 DEFAULT = "  default: true\n"
-"""Of the config before it: what `load_dataset` opens when no config is named."""
+"""Marks the config before it as the one that `load_dataset` opens if none is named."""
 COLUMNS = {
     *("instance", "sample_index", "agent", "status", "outcome", "reward", "turns", "seconds"),
     *("prompt_tokens", "cached_tokens", "sampled_tokens", "trainable", "started_at"),
@@ -67,9 +67,9 @@ async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload it as `owner/name`, private if it is new; its address.
+    """Upload the folder as `owner/name`, private if it is new, and return its URL.
 
-    Raises: MissingDependency; ConfigurationError with what the hub said.
+    Raises: MissingDependency; ConfigurationError with the hub's message.
     """
     try:
         from huggingface_hub import HfApi

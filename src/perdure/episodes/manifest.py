@@ -1,4 +1,4 @@
-"""A run's manifest: totals over its episodes, and pass@k. Means are over graded rollouts only."""
+"""A run's manifest: totals over its episodes, and pass@k. Means cover graded rollouts only."""
 
 import math
 from collections import Counter, defaultdict
@@ -15,7 +15,8 @@ NOT_CALIBRATED = "not_calibrated"
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What a manifest counts of one episode. A whole one takes 17 KB and more, this some 2."""
+    """The facts of one episode that a manifest counts. They take about 2 KB, a whole episode 17 or
+    more."""
 
     instance: str
     sample_index: int
@@ -24,10 +25,11 @@ class Counted:
     status: RolloutStatus
     outcome: Outcome | None
     official: Outcome | None
-    """The verdict of the row's own protocol, where twins change it."""
+    """The verdict of the row's own protocol, if twins changed it."""
     verification: str | None
     calibration: str | None
-    """What was known of its row in the sandboxes that graded it; None: it was not graded."""
+    """The calibration state of its row in the kind of sandbox that graded it; None: it was not
+    graded."""
     reward: float | None
     agent_end: AgentEnd | None
     failure: Failure | None
@@ -42,14 +44,14 @@ class Counted:
     discarded_prompt_tokens: int
     discarded_sampled_tokens: int
     played_again: bool
-    """It had a verdict before, in an earlier attempt."""
+    """An earlier attempt also had a verdict."""
     seconds: float
     stage_seconds: Mapping[str, float]
     engine_seconds: float
     environment_seconds: float
 
 
-SAME = [  # fields that an episode has under the same name
+SAME = [  # fields that `Episode` has under the same name
     field.name
     for field in fields(Counted)
     if field.name
@@ -138,7 +140,8 @@ def _entry(episode: Counted) -> dict[str, Any]:
 
 
 def pass_at(episodes: Sequence[Episode | Counted]) -> dict[str, float]:
-    """Unbiased pass@k (Chen et al. 2021) for every k, over the instances with at least k graded samples.
+    """Unbiased pass@k (Chen et al. 2021) for each k, over the instances with at least k graded
+    samples.
 
     Example:
         {"1": 0.5, "2": 0.8333, "3": 1.0, "4": 1.0} for one instance, 2 of its 4 samples resolved.

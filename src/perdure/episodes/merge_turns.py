@@ -1,7 +1,8 @@
-"""`merge_turns`: the rule of slime's coding-agent example until July 2026, for prompts that are rendered again.
+"""`merge_turns`: the rule of slime's coding-agent example until July 2026, for prompts that are
+rerendered.
 
-Perdure's own turns are bridged from recorded ids, so this rule changes only turns recorded elsewhere, and
-histories that the agent edited.
+Perdure's own turns are bridged from recorded ids, so this rule changes only turns recorded
+elsewhere and histories that the agent edited.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ def merge_turns(
 ) -> list[Sequenced]:
     """The sequences of one chain. `versions_of`: one policy version per sampled token.
 
-    A prompt's new tokens are context, mask 0; its answer has mask 1. Where a prompt does not repeat what
-    was sampled, the sequence loses the rest. An answer that is divided so keeps its first part as
-    context. A prompt that does not begin with the leading prompt starts the next sequence.
+    A prompt's new tokens are context with mask 0; its answer has mask 1. From the first token that
+    a prompt does not repeat, the sequence is dropped. If that cuts an answer, its first part
+    becomes context. A prompt that does not start with the sequence's first prompt starts the next
+    sequence.
     """
     found: list[Sequenced] = []
     for turn in turns:

@@ -1,4 +1,4 @@
-"""A file that a user names for output: replaced whole or not at all, and never anything but a file."""
+"""Writes an output file that a user names: it replaces a regular file whole or not at all."""
 
 import os
 import shutil
@@ -21,9 +21,9 @@ def is_standard_output(path: Path) -> bool:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """The file gets its name only when it is complete. A link stays, and its target is written.
+    """The file gets its name once it is complete. A symlink stays, and its target is replaced.
 
-    Raises: ConfigurationError for a folder, a device, a FIFO, or a place that cannot be written.
+    Raises: ConfigurationError for a folder, a device, a FIFO, or a path that cannot be written.
     """
     if is_standard_output(path):
         with tempfile.TemporaryFile() as held:
@@ -51,7 +51,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def check_output(path: Path) -> None:
-    """Raises: ConfigurationError if something other than a file has this name."""
+    """Raises: ConfigurationError if the path exists and is not a regular file."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

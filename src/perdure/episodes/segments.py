@@ -1,7 +1,7 @@
 """Cuts a trajectory into linear, trainable token sequences, from recorded ids alone.
 
-Owns the rule for what continues a segment and what starts a new one. Nothing is rendered or tokenised
-here, so every sampled token is trained exactly once, as it was sampled.
+Owns the rule for which turns continue a segment and which start a new one. It renders and tokenizes
+nothing, so every sampled token is trained exactly once, as it was sampled.
 """
 
 import itertools
@@ -19,20 +19,21 @@ NO_VERSION = -1
 
 RewardShare = Literal["split", "full", "last"]
 """`full`: each of the K segments gets the rollout's whole reward, as in slime and verl, and the trainer
-counts a rollout once; `split`: 1/K of it, as in slime's first coding example; `last`: only the last one
-gets it."""
+counts a rollout once. `split`: each gets 1/K of it, as in slime's first coding example. `last`:
+only the last segment gets it."""
 
 SegmentMode = Literal["tree", "merge_turns", "slime"]
-"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost. The others
-are slime's, and do not train tokens that a later prompt changes: `merge_turns` that of its coding-agent example,
-`slime` its message tree of August 2026."""
+"""`tree`: a turn continues the segment that its recorded ids extend, so no sampled token is lost.
+The other modes are slime's, and do not train tokens that a later prompt changes: `merge_turns` is
+the rule of its coding-agent example, `slime` its message tree of August 2026."""
 
 
 class Untrained(NamedTuple):
-    """A turn whose sampled tokens are in no segment with mask 1, and why.
+    """A turn whose sampled tokens have mask 1 in no segment, and why.
 
-    `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent went on without the
-    answer), `drift` (slime's modes only: a later prompt does not repeat it token for token)."""
+    `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent did not use
+    the answer), `drift` (slime's modes only: a later prompt does not repeat it token for token).
+    """
 
     turn: int
     tokens: int
@@ -55,7 +56,7 @@ class _Stretch:
     """The last turn's prompt and completion, with which the next prompt must start."""
     finish_reason: FinishReason = FinishReason.STOP
     frozen_at: float = 0.0
-    """Position among the turns from which on nothing can be added."""
+    """Position among the turns after which nothing can be added."""
 
     def is_extended_by(self, turn: Turn) -> bool:
         return turn.prompt_ids[: len(self.held)] == self.held
@@ -83,12 +84,14 @@ def cut(
     """The segments of a rollout, in the order in which they ended, `final` last.
 
     A turn continues a segment if that segment's last turn is its parent (or, if it names no parent, its
-    chain's newest turn) and its prompt starts with everything the segment holds. Any other turn opens a
-    segment whose leading prompt is its whole prompt. Tokens sampled earlier are context there, so each
-    sampled token is trained once. The last segment of the main chain is `final`, of any other chain
-    `subagent`, every earlier one `wipe`. Side requests, turns without ids and, unless `keep_unused`,
-    answers that the agent went on without give none: `untrained` lists them. Raises: ValueError in mode
-    `slime` for a turn without its messages.
+    chain's newest turn) and its prompt starts with the segment's whole content. Any other turn
+    starts a segment whose first prompt is the turn's whole prompt. Earlier sampled tokens are
+    context there, so each sampled token is trained once. The last segment of the main chain is
+    `final`, the last one of any other chain `subagent`, every earlier one `wipe`. Side requests,
+    turns without ids and, unless `keep_unused`, answers that the agent did not use give no segment:
+    `untrained` lists them.
+
+    Raises: ValueError in mode `slime` for a turn without its messages.
     """
     taken = [t for t in turns if _why_left_out(t, keep_unused=keep_unused) is None]
     grow = {"tree": _grown, "merge_turns": _merged, "slime": _slimed}[mode]
@@ -117,7 +120,8 @@ def cut(
 
 
 def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrained]:
-    """The turns that `segments`, as cut from `turns`, do not train, each with its reason."""
+    """The turns that `segments`, which were cut from `turns`, do not train, each with its
+    reason."""
     trained = {index for segment in segments for index in segment.turns}
     return [
         Untrained(turn.index, turn.sampled_tokens, _why_left_out(turn) or "drift")
@@ -218,7 +222,7 @@ def _from_slime(found: Sequenced, at: Mapping[int, int]) -> _Stretch:
 
 
 def _sampling_span(turn: Turn, start: int, end: int) -> list[SamplingSpan]:
-    """One span; none when the turn's sampling is unknown."""
+    """One span; none if the turn's sampling parameters are unknown."""
     if turn.sampling is None:
         return []
     return [SamplingSpan(start=start, end=end, sampling=turn.sampling)]

@@ -1,9 +1,10 @@
 """slime's rule for cutting a trajectory, as of its commit 624b824a8 (`slime/agent/trajectory.py`).
 
-Turns form a tree by their messages: a request is mounted where its messages stop matching. Each path to a
-leaf gives one or more sequences. Where a later prompt repeats an answer in other tokens, a short next turn
-overwrites that answer, which then is not trained; otherwise a new sequence begins. Turns of Perdure's
-gateway are bridged from recorded ids, so these rules drop tokens only of turns recorded elsewhere.
+Turns form a tree by their messages: a request is added where its messages stop matching. Each path
+to a leaf gives one or more sequences. If a later prompt repeats an answer with other tokens, a
+short next turn overwrites that answer, which is then not trained; a long one starts a new sequence.
+Turns of Perdure's gateway are bridged from recorded ids, so these rules drop tokens only of turns
+recorded elsewhere.
 """
 
 import json
@@ -15,7 +16,7 @@ from perdure.episodes.conversations import Message
 from perdure.types import Turn
 
 FORK_THRESHOLD = 1024
-"""Sampled tokens from which on a turn is too long to overwrite another, or to be overwritten."""
+"""A turn of this many sampled tokens or more neither overwrites another nor is overwritten."""
 
 
 class Spoken(NamedTuple):
@@ -27,7 +28,7 @@ class Spoken(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The tokens [start, end) of a sequence's response that are a turn's completion, trained."""
+    """The tokens [start, end) of a sequence that are a turn's trained completion."""
 
     turn: Turn
     start: int
@@ -36,10 +37,10 @@ class Span(NamedTuple):
 
 @dataclass
 class Sequenced:
-    """A growing sequence. Shapes: ids, loss_mask, logprobs, versions [L], the first prompt included."""
+    """A growing sequence. Shapes: ids, loss_mask, logprobs, versions [L], with the first prompt."""
 
     prompt: int = 0
-    """Tokens of its first prompt."""
+    """Number of tokens of its first prompt."""
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,7 +52,8 @@ class Sequenced:
     """Where the newest completion starts."""
 
     def fits(self, turn: Turn, threshold: int) -> bool:
-        """Whether the turn continues this sequence, exactly or over its newest completion."""
+        """Whether the turn continues this sequence, exactly or by overwriting its newest
+        completion."""
         drift = self.kept_by(turn)
         if drift == len(self.ids):
             return True
@@ -81,11 +83,12 @@ class Sequenced:
         self.versions += [-1] * len(ids)
 
     def kept_by(self, turn: Turn) -> int:
-        """How many of the tokens the turn's prompt repeats."""
+        """Number of leading tokens that the turn's prompt repeats."""
         return _common(self.ids, turn.prompt_ids)
 
     def drop_from(self, start: int) -> None:
-        """Of a completion that this divides, the rest becomes context."""
+        """Drop the tokens from `start` on. If that cuts a completion, its first part becomes
+        context."""
         for row in (self.ids, self.loss_mask, self.logprobs, self.versions):
             del row[start:]
         for span in self.spans:
@@ -99,16 +102,16 @@ class Sequenced:
 
 @dataclass
 class _Node:
-    """One message. `turn`: the model sampled it, as this turn."""
+    """One message. `turn`: the turn in which the model sampled it, if it did."""
 
     message: Message | None = None
     turn: Turn | None = None
     children: list["_Node"] = field(default_factory=list)
     trained: bool = False
-    """Its turn is in a sequence already: later ones have it as context."""
+    """Its turn is already in a sequence; later sequences have it as context."""
 
     def paths(self) -> Iterator[list["_Node"]]:
-        """From here to each leaf."""
+        """The paths from this node to each leaf."""
         if not self.children:
             yield [self]
         for child in self.children:
@@ -123,7 +126,8 @@ def cut_like_slime(
     threshold: int = FORK_THRESHOLD,
 ) -> list[Sequenced]:
     """The sequences with a trained token, path by path. `versions_of`: one policy version per sampled
-    token."""
+    token.
+    """
     root = _Node()
     for one in spoken:
         if one.prompt:
@@ -161,7 +165,7 @@ def _mount(root: _Node, spoken: Spoken, threshold: int) -> None:
 
 
 def _rewritten(node: _Node, message: Message, threshold: int) -> _Node | None:
-    """The short answer, not continued yet, that this assistant message repeats in other words."""
+    """The short answer without continuation that this assistant message repeats in another form."""
     if message["role"] != "assistant":
         return None
     answers = [one for one in node.children if one.turn or _is_assistant(one)]
@@ -175,7 +179,8 @@ def _is_assistant(node: _Node) -> bool:
 
 
 def _routed(message: Message) -> Message:
-    """A message as slime compares it: without tool-call ids, arguments as objects."""
+    """A message in the form that slime compares: without tool-call ids, with arguments as
+    objects."""
     kept = {k: v for k, v in message.items() if k != "tool_call_id" and v is not None}
     if kept.get("tool_calls"):
         kept["tool_calls"] = [_called(call["function"]) for call in kept["tool_calls"]]

@@ -1,7 +1,7 @@
-"""A run as one file for a trainer: JSON lines, or parquet if the file is named so.
+"""Writes a run as one file for a trainer: JSON lines, or parquet if its name ends so.
 
-Owns the file forms of `perdure.episodes.trainers`. One line is one sample; for SkyRL, whose batches are
-columns, one line is the `GeneratorOutput` of a group.
+Owns the file forms of `perdure.episodes.trainers`. One line is one sample. For SkyRL, whose batches
+are columns, one line is the `GeneratorOutput` of a group.
 """
 
 import json
@@ -20,7 +20,7 @@ from perdure.episodes.trainers import Row
 TrainerFormat = Literal["sft-tokens", "slime", "skyrl", "torchtitan", "verl"]
 
 PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
-"""Fields of SkyRL's output that describe a batch, so that a parquet row cannot hold them."""
+"""Fields of SkyRL's output that describe a batch, which a parquet row cannot hold."""
 
 IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
 TEXT, NUMBER, FLOAT, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
@@ -95,7 +95,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
 
 
 class TrainerFile:
-    """Writes rollouts one by one; `close` completes the file."""
+    """Writes rollouts one by one. `close` completes the file."""
 
     def __init__(
         self, format: TrainerFormat, episodes: Sequence[Episode], file: BinaryIO, *, parquet: bool
@@ -113,9 +113,9 @@ class TrainerFile:
         )
 
     def why_not(self, found: EpisodeSegments) -> str | None:
-        """Why this rollout has no line in this format; None when it has one."""
+        """Why this rollout has no line in this format; None if it has one."""
         if self.format == "slime" and "hosted" not in found.episode.trajectory.untrained_turns:
-            return None  # a rollout that failed has slime's own aborted sample
+            return None  # a failed rollout becomes slime's own aborted sample
         if found.episode.reward is None:
             return f"not graded ({found.episode.status.value}): its reward is unknown, not 0"
         return None if found.segments else "nothing to train on: no turn with token ids"

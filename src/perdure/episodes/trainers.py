@@ -1,7 +1,7 @@
-"""Episodes in the shapes of slime, SkyRL, TorchTitan, verl and TRL, field for field.
+"""Converts episodes to the fields of slime, SkyRL, TorchTitan, verl and TRL.
 
-Owns the mapping from segments to each trainer's fields, as plain dicts; `perdure.integrations` makes
-the trainers' own objects of them. Ids, masks and logprobs are copied, never computed. Fields as of
+Maps segments to each trainer's fields, as plain dicts; `perdure.integrations` makes the trainers'
+own objects from them. Ids, masks and logprobs are copied, never computed. The fields are those of
 slime 624b824a8 and of PyPI's skyrl 0.3.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
 """
 
@@ -27,18 +27,18 @@ MASKED = Segment(
     finish_reason=FinishReason.STOP,
     turns=(),
 )
-"""For trainers that want a row where a rollout left none."""
+"""A masked segment, for trainers that need a row for a rollout without segments."""
 
 
 # --- slime -----------------------------------------------------------------------------------
 
 
 def slime_samples(found: EpisodeSegments, *, index: int, group_index: int) -> list[Row]:
-    """`Sample.from_dict` takes each: one a segment, all with the `rollout_id` of the input sample.
+    """Dicts for `Sample.from_dict`, one per segment, all with the `rollout_id` of the input sample.
 
-    A rollout without a segment or a verdict gives slime's own aborted sample: one masked token, reward
-    0.0, because slime's step ends with a TypeError at None. `metadata["rollout_reward"]` is null where
-    there is no verdict; `integrations.slime.rewards` leaves it out of its group.
+    A rollout without a segment or a verdict gives slime's own aborted sample: one masked token with
+    reward 0.0, because slime's step raises a TypeError for None. `metadata["rollout_reward"]` is
+    null if there is no verdict; `integrations.slime.rewards` leaves such a sample out of its group.
     """
     if found.episode.reward is None or not found.segments:
         return [_slime_placeholder(found, index, group_index)]
@@ -68,7 +68,7 @@ def _slime_placeholder(found: EpisodeSegments, index: int, group_index: int) -> 
 
 
 def slime_abort(index: int, group_index: int, reason: str) -> Row:
-    """The sample of a rollout that left nothing, as slime's own examples return it."""
+    """The sample of a rollout without data, as slime's own examples return it."""
     return {
         "group_index": group_index,
         "index": index,
@@ -108,13 +108,14 @@ def skyrl_output(
     names: Sequence[Row] | None = None,
     step_wise: bool = True,
 ) -> Row:
-    """One `GeneratorOutput`: in the step-wise form one row per segment, the rows of a rollout together,
-    and the whole reward on the last token of the last one, whose advantage SkyRL gives to all. Otherwise
-    one row per rollout, its last segment. Each row repeats the rollout's times.
+    """One `GeneratorOutput`. Each row repeats the rollout's times.
 
-    `names`: SkyRL's `TrajectoryID` of each; known where all have an episode. SkyRL knows no missing
-    reward, so a rollout without a verdict or segments has no row if a sibling has one. Where each needs
-    one (not step-wise, or nothing is left), it has a masked token with its siblings' mean as reward.
+    Step-wise, it has one row per segment, with the rows of a rollout together. The last token of
+    the last row has the whole reward, and SkyRL gives its advantage to all. Otherwise it has one
+    row per rollout, its last segment. `names`: SkyRL's `TrajectoryID` of each; needed if one has no
+    episode. SkyRL has no missing rewards, so a rollout without a verdict or segments has no row if
+    another rollout has one. If each needs a row (not step-wise, or none is graded), it gets one
+    masked token, with the mean reward of its instance's rollouts.
     """
     named = names or [_trajectory(one.episode) for one in found if one is not None]
     rows = _skyrl_rows(list(zip(found, named, strict=True)), step_wise=step_wise)
@@ -180,7 +181,7 @@ def _at_the_end(row: _SkyrlRow) -> list[float]:
 def _metrics(
     found: Sequence[EpisodeSegments | None], rows: Sequence[_SkyrlRow]
 ) -> dict[str, float]:
-    """Numbers of the batch, those left out included."""
+    """Counts of the batch, including rollouts without rows."""
     kept = graded([one for one in found if one is not None])
     outcomes = Counter(one.episode.outcome for one in kept if one.episode.outcome)
     segments = sum(len(one.segments) for one in kept)
@@ -197,10 +198,10 @@ def _metrics(
 
 
 def torchtitan_samples(found: EpisodeSegments, *, group_id: int, advantage: float) -> list[Row]:
-    """`TrainingSample` fields, one a branch: an unbroken chain packed into one sequence [L]. `metadata` is
-    beside them: TorchTitan has no place for it.
+    """`TrainingSample` fields, one sample per segment, packed into one sequence [L]. `metadata` is
+    an extra key, because TorchTitan has no field for it.
 
-    Every branch gets the rollout's whole advantage. None without a verdict or without segments.
+    Every sample gets the rollout's whole advantage. Empty without a verdict or segments.
     """
     if found.episode.reward is None:
         return []
@@ -230,7 +231,8 @@ def _training_sample(
 
 
 def group_advantages(episodes: Iterable[Episode]) -> dict[str, float]:
-    """By `rollout_id`: reward minus the mean over the group's graded rollouts, each counted once."""
+    """`rollout_id` -> its reward minus the mean over the group's graded rollouts, each counted
+    once."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         if episode.reward is not None:
@@ -247,9 +249,9 @@ def group_advantages(episodes: Iterable[Episode]) -> dict[str, float]:
 
 
 def verl_outputs(found: EpisodeSegments) -> list[Row]:
-    """`AgentLoopOutput` fields, one a segment; none without a verdict: verl would compute a reward
-    where `reward_score` is None. Each has the whole reward, whatever the shares are: verl takes the last
-    one's for all of them, and its baseline counts each rollout once."""
+    """`AgentLoopOutput` fields, one per segment; empty without a verdict, because verl would
+    compute a reward for a `reward_score` of None. Each has the whole reward whatever its share:
+    verl uses the last one's for all of them, and its baseline counts each rollout once."""
     if found.episode.reward is None:
         return []
     return [_agent_loop_output(found, segment) for segment in found.segments]
@@ -280,8 +282,10 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
 
 
 def _weight_steps(segment: Segment) -> Row:
-    """The versions that sampled it, as the steps that verl's trainer counts staleness in. None where they
-    are unknown: `verl_agent_loop` gives the row's own step then, because verl's trainer needs a number."""
+    """The versions that sampled it, as the steps in which verl's trainer counts staleness. None if
+    they are unknown: `verl_agent_loop` then gives the row's own step, because verl's trainer needs
+    a
+    number."""
     oldest, newest = segment.policy_version_min, segment.policy_version_max
     known = oldest is not None and oldest != NO_VERSION
     return {
@@ -291,7 +295,7 @@ def _weight_steps(segment: Segment) -> Row:
 
 
 def _reward_facts(episode: Episode) -> dict[str, float]:
-    """verl reads these of every output that has a reward, and reports their means."""
+    """Values that verl reads from every output with a reward, and whose means it reports."""
     return {"resolved": float(episode.outcome is Outcome.RESOLVED)}
 
 
@@ -299,9 +303,9 @@ def _reward_facts(episode: Episode) -> dict[str, float]:
 
 
 def trl_output(found: Sequence[EpisodeSegments | None]) -> Row:
-    """What a `rollout_func` of `GRPOTrainer` returns: one row for each rollout, its last segment.
+    """The return value of a `rollout_func` of `GRPOTrainer`: one row per rollout, its last segment.
 
-    A rollout that left nothing to train has one masked token and reward None.
+    A rollout without trainable segments has one masked token and reward None.
     """
     rows = [_trl_row(one) for one in found]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
@@ -335,7 +339,7 @@ def _trl_row(found: EpisodeSegments | None) -> Row:
 
 
 def graded(found: Sequence[EpisodeSegments]) -> list[EpisodeSegments]:
-    """Those with a verdict and something to train on."""
+    """Those with a verdict and segments."""
     return [one for one in found if one.episode.reward is not None and one.segments]
 
 
@@ -343,7 +347,7 @@ def graded(found: Sequence[EpisodeSegments]) -> list[EpisodeSegments]:
 
 
 def _facts(found: EpisodeSegments, segment: Segment) -> Row:
-    """A segment's metadata under slime's documented names, and the rollout it comes from."""
+    """A segment's metadata, under slime's documented names, and the facts of its rollout."""
     return _episode_facts(found.episode) | {
         "segment_kind": segment.kind.value,
         "finish_reason": segment.finish_reason.value,
@@ -359,7 +363,7 @@ def _facts(found: EpisodeSegments, segment: Segment) -> Row:
 
 
 def sampling_facts(segment: Segment) -> Row:
-    """How its tokens were sampled: the temperature of all, and each turn's span of the response."""
+    """How its tokens were sampled: the common temperature, and each turn's span of the response."""
     return {
         "temperature": segment.temperature,
         "sampling": [span.model_dump(mode="json") for span in segment.sampling],

@@ -1,6 +1,7 @@
-"""Turns as parquet: token ids, logprobs and versions as arrays, exactly as they were captured.
+"""Encodes turns as parquet: arrays of token ids, logprobs and versions, exactly as captured.
 
-Owns the file format that the gateway writes when a session closes and episodes are built from.
+Owns the format of the file that the gateway writes when a session closes, and that episodes are
+built from.
 """
 
 import io
@@ -19,15 +20,15 @@ from perdure.types import Turn
 FORMAT = b"perdure.turns"
 VERSION = b"2"
 GROUP_IDS = 1 << 18
-"""Ids written at once: a row group."""
+"""Ids per row group."""
 LEADING = (
     *("index", "chain", "parent_chain", "parent", "purpose", "replayed_from"),
     *("new_messages", "answer", "prompt_kept", "prompt_ids", "completion_ids", "logprobs"),
 )
 """The first columns of the file. The others follow in the order of their definition in `TurnFacts`,
-so that a new field becomes the last column."""
+so a new field becomes the last column."""
 IDS = ("prompt_ids", "completion_ids", "response_ids")
-"""Columns with many equal values: only these are written with a dictionary."""
+"""Columns with many equal values; only these get a parquet dictionary."""
 WIDE = ("version", "generation", "seed")
 """Integers of 64 bits; all others take 32."""
 SCALARS: dict[type, pa.DataType] = {
@@ -39,8 +40,8 @@ SCALARS: dict[type, pa.DataType] = {
 
 
 def written_as(schema: pa.Schema) -> dict[str, Any]:
-    """Options of a writer. A dictionary and statistics of every column are most of a small file and of
-    the time to write it."""
+    """Options of a parquet writer. Dictionaries and statistics of all columns would be most of a
+    small file, and most of the time to write it."""
     ids = [f"{name}.list.element" for name in IDS if name in schema.names]
     return {"compression": "zstd", "use_dictionary": ids, "write_statistics": False}
 
@@ -76,21 +77,22 @@ SCHEMA = schema_of(Turn)
 
 
 class Delta(NamedTuple):
-    """A turn as the file holds it: `prompt_ids` are those behind the first `kept` ids of its parent
-    turn (its prompt, then its completion)."""
+    """A turn in the form of the file: `prompt_ids` follow the first `kept` ids of its parent turn
+    (its prompt, then its completion)."""
 
     turn: Turn
     kept: int
 
 
 def encode(turns: Sequence[Turn]) -> bytes:
-    """One row per turn. A row holds only the ids that its prompt adds to the parent turn, so the
-    size of the file grows linearly."""
+    """One row per turn. A row has only the ids that its prompt adds to the parent turn, so the file
+    grows linearly."""
     return encode_deltas(_deltas(turns))
 
 
 def encode_deltas(deltas: Iterable[Delta]) -> bytes:
-    """As `encode`, for a writer that holds no whole prompt: a few rows are in memory at a time."""
+    """As `encode`, for a writer that keeps no whole prompt. Only one row group is in memory at a
+    time."""
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, SCHEMA, **written_as(SCHEMA)) as writer:
         rows: list[dict[str, Any]] = []
@@ -115,9 +117,9 @@ def _deltas(turns: Sequence[Turn]) -> Iterator[Delta]:
 
 
 def decode(data: bytes) -> list[Turn]:
-    """The turns that `encode` was given, equal in every field.
+    """The turns that `encode` wrote, equal in every field.
 
-    Raises: ValueError when `data` is no turns file, or of a later format.
+    Raises: ValueError when `data` is not a turns file of this format.
     """
     turns: list[Turn] = []
     known: dict[int | None, tuple[int, ...]] = {}
@@ -136,7 +138,7 @@ class TurnTexts:
 
 
 def decode_texts(data: bytes) -> list[TurnTexts]:
-    """The texts alone, without the cost of the ids. Raises: ValueError as `decode`."""
+    """The texts alone, without reading the ids. Raises: ValueError as `decode`."""
     return [
         TurnTexts(**row)
         for row in _table(data, [field.name for field in fields(TurnTexts)]).to_pylist()
@@ -145,7 +147,7 @@ def decode_texts(data: bytes) -> list[TurnTexts]:
 
 def _table(data: bytes, columns: list[str] | None = None) -> pa.Table:
     try:
-        # not `read_table`, which makes a data set of it first
+        # `read_table` would first make a dataset of the file.
         table = pq.ParquetFile(pa.BufferReader(data)).read(columns, use_threads=False)
     except pa.ArrowInvalid as error:
         raise ValueError(f"not a parquet file: {error}") from error
@@ -160,7 +162,7 @@ def _row(turn: Turn, kept: int) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Spans and sampling as dicts; token ids and logprobs as they are."""
+    """Convert spans and sampling to dicts; keep token ids and logprobs unchanged."""
     if isinstance(value, BaseModel):
         return vars(value)
     if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):

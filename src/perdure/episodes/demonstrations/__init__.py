@@ -1,1 +1,2 @@
-"""What a model learns from without a reward: conversations of good rollouts, and pairs of a better and a worse one."""
+"""Training data without rewards: conversations of good rollouts, and pairs of a better and a worse
+one."""

@@ -1,7 +1,8 @@
-"""A rollout's conversations, from its recorded turns: the messages that each turn was asked, and its answers.
+"""Builds a rollout's conversations from its recorded turns: each turn's new messages and its
+answer.
 
-Messages are of the gateway's form (`perdure.dialects.base.ModelRequest`), for every agent and every
-engine. What an agent wrote about itself is not read.
+Messages have the gateway's form (`perdure.dialects.base.ModelRequest`) for every agent and every
+engine. This reads no files that an agent wrote.
 """
 
 import json
@@ -13,14 +14,15 @@ from perdure.types import Purpose, Turn
 
 Message = dict[str, Any]
 ABOUT_AN_ANSWER = ("placeholder", "parent_echo_changes")
-"""What `turns.parquet` says about an answer, and no model said."""
+"""Fields of an answer that `turns.parquet` adds and no model wrote."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """An unbroken line of turns, from one that starts anew to one that no turn continues.
+    """A line of turns from one without a parent to one that no turn continues.
 
-    `first`: the first of its turns that no earlier conversation has, where a rollout branched.
+    `first`: position of its first turn that no earlier conversation contains, if the rollout
+    branched.
     """
 
     turns: tuple[Turn, ...]
@@ -31,8 +33,8 @@ class Conversation:
         return self.turns[-1].chain
 
     def messages(self) -> list[Message]:
-        """What an SFT trainer reads. Of the assistant's messages only the answers of its own turns are
-        trained; the others have `weight` 0, as in OpenAI's format."""
+        """The messages for an SFT trainer. Only the answers of its own turns are trained; other
+        assistant messages have `weight` 0, as in OpenAI's format."""
         return [
             message
             for place, turn in enumerate(self.turns)
@@ -40,15 +42,15 @@ class Conversation:
         ]
 
     def tools(self) -> list[dict[str, Any]]:
-        """What its last turn was offered, as schemas in OpenAI's form."""
+        """The tools that its last turn was offered, as schemas in OpenAI's form."""
         offered = next((turn.tools for turn in reversed(self.turns) if turn.tools), "[]")
         found: list[dict[str, Any]] = json.loads(offered)
         return found
 
 
 def conversations(turns: Sequence[Turn]) -> list[Conversation]:
-    """All conversations of a rollout, in the order of their last turns. Each answer is trained once, and
-    none that the agent went on without."""
+    """All conversations of a rollout, in the order of their last turns. Each answer that the agent
+    used is trained once."""
     known = {turn.index: turn for turn in turns}
     kept = [t for t in turns if t.purpose is not Purpose.SIDE and not t.unused]
     continued = {turn.parent for turn in kept}
@@ -82,7 +84,7 @@ def asked(turn: Turn) -> list[Message]:
 
 
 def answered(turn: Turn) -> Message:
-    """The assistant's message as it was sampled."""
+    """The assistant's message, as sampled."""
     message: Message = json.loads(turn.answer)
     if message.get("placeholder"):
         message["content"] = ""

@@ -1,7 +1,7 @@
-"""Pairs of two rollouts of one instance: the fixed one is preferred to the failed one.
+"""Pairs two rollouts of one instance; the one with the higher reward is preferred.
 
-Two rollouts share their turns up to the first that was answered differently. Its prompt is the pair's
-prompt; all that follows in each is what is compared.
+Two rollouts share their turns up to the first with different answers. The prompt of that turn is
+the pair's prompt; the pair compares everything that follows in each.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,8 +22,8 @@ from perdure.types import Turn
 
 
 def pairs(tried: Iterable[Episode]) -> list[tuple[Episode, Episode]]:
-    """Better and worse rollouts of one instance: the best with the worst, the second best with the second
-    worst, and so on. Each rollout is in one pair at most, and equal rewards make none."""
+    """Pair the rollouts of one instance: the best with the worst, the second best with the second
+    worst, and so on. Each rollout is in at most one pair, and equal rewards make no pair."""
     graded = [one for one in tried if one.reward is not None]
     ranked = sorted(graded, key=lambda one: (-(one.reward or 0.0), one.sampled_tokens))
     matched = zip(ranked, reversed(ranked), strict=True)
@@ -32,7 +32,7 @@ def pairs(tried: Iterable[Episode]) -> list[tuple[Episode, Episode]]:
 
 @dataclass(frozen=True)
 class Side:
-    """One rollout of a pair, from the turn at which they part."""
+    """One rollout of a pair, from the first turn with different answers."""
 
     episode: Episode
     turns: Sequence[Turn]
@@ -42,7 +42,7 @@ class Side:
         return [answered(first), *(m for turn in rest for m in (*asked(turn), answered(turn)))]
 
     def tokens(self) -> tuple[list[int], list[int]]:
-        """Ids and mask of what follows the pair's prompt: both [R], empty for a hosted API."""
+        """Ids and mask of the tokens after the pair's prompt: both [R], empty for a hosted API."""
         last, start = self.turns[-1], len(self.turns[0].prompt_ids)
         ids = [*last.prompt_ids, *last.completion_ids][start:]
         mask = [0] * len(ids)
@@ -57,10 +57,10 @@ def preference(
     worse: Episode,
     turns: Mapping[str, Sequence[Turn]],
 ) -> dict[str, Any] | None:
-    """One row of the pair; None where their first prompts differ. `turns`: of each, by `rollout_id`.
+    """The pair as one row; None if their first prompts differ. `turns`: `rollout_id` -> its turns.
 
-    Shapes: prompt_ids [P]; chosen_ids and chosen_mask [C]; rejected_ids and rejected_mask [R]. Of a rollout
-    that compacted its history, what comes before the first compaction.
+    Shapes: prompt_ids [P]; chosen_ids and chosen_mask [C]; rejected_ids and rejected_mask [R]. If a
+    rollout compacted its history, only the part before the first compaction is used.
     """
     chosen, rejected = (_opening(turns[one.rollout_id]) for one in (better, worse))
     if chosen is None or rejected is None:
@@ -78,14 +78,14 @@ def preference(
 
 
 def _opening(turns: Sequence[Turn]) -> Conversation | None:
-    """The longest conversation that begins with the main chain's first turn."""
+    """The longest conversation that starts with the main chain's first turn."""
     first = next((turn for turn in turns if turn.chain == MAIN), None)
     begun = [one for one in conversations(turns) if first and one.turns[0] == first]
     return max(begun, key=lambda one: len(one.turns), default=None)
 
 
 def _parting(one: Sequence[Turn], other: Sequence[Turn]) -> int | None:
-    """The first place at which two lines of turns were asked the same and answered differently."""
+    """The first position at which two lines of turns have equal prompts and different answers."""
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if _question(a) != _question(b):
             return None
@@ -103,7 +103,8 @@ def _reply(turn: Turn) -> Any:
 
 
 def _without_ids(message: Message) -> Message:
-    """The gateway gives every call an id of its own, so two equal answers have different ones."""
+    """Remove tool-call ids: the gateway gives every call its own, so they differ in equal
+    answers."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls, "tool_call_id": None}
 

@@ -1,4 +1,4 @@
-"""Rejection sampling: which graded rollouts of each instance become demonstrations."""
+"""Rejection sampling: selects the graded rollouts of each instance that become demonstrations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,16 @@ from perdure.episodes.episode import Episode
 
 @dataclass(frozen=True)
 class Selection:
-    """`best`: at most so many rollouts of each instance, those with the highest reward and, of equal
-    ones, those with the fewest sampled tokens. None: all. `min_reward`: not those with less."""
+    """`best`: at most this many rollouts of each instance, those with the highest reward, and among
+    equals those with the fewest sampled tokens. None: all. `min_reward`: skip rollouts with
+    less."""
 
     best: int | None = None
     min_reward: float | None = None
 
     def rejected(self, episodes: Sequence[Episode]) -> dict[str, str]:
-        """By `rollout_id`: why a graded rollout is not taken. `episodes`: by instance, as of one run."""
+        """`rollout_id` -> why that graded rollout is not selected. `episodes`: of one run, by
+        instance."""
         found: dict[str, str] = {}
         for _, tried in groupby(episodes, key=lambda one: one.instance_id):
             found |= self._rejected(one for one in tried if one.reward is not None)

@@ -1,4 +1,5 @@
-"""Segments as an SFT trainer's rows: the ids that the model consumed and produced, and which are trained."""
+"""Converts segments to an SFT trainer's rows: all ids that the model read and sampled, and which to
+train."""
 
 from typing import Any
 
@@ -11,7 +12,7 @@ NOT_TRAINED = -100
 
 
 def sft_rows(found: EpisodeSegments) -> list[dict[str, Any]]:
-    """One row a segment. Shapes: `input_ids`, `labels`, `assistant_masks` all [P + R].
+    """One row per segment. Shapes: `input_ids`, `labels`, `assistant_masks` are all [P + R].
 
     Example:
         {"input_ids": [1, 2, 4], "labels": [-100, -100, 4], "assistant_masks": [0, 0, 1], "reward": 1.0, ...}
