@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,3 +222,31 @@ def _dedented(text: str) -> str:
     indent = re.match(r" *", text)
     assert indent is not None
     return re.sub(f"^{indent[0]}", "", text, flags=re.MULTILINE)
+
+
+def test_the_picture_of_the_rings_has_their_lines() -> None:
+    """The command that docs/architecture.md prints counts about what its picture says."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    command = re.search(r"^ {4}lines\(\) .*?# all$", page, re.M | re.S)
+    assert command is not None
+    ran = subprocess.run(
+        ["bash", "-c", command[0]], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    first, second, everything = map(int, ran.stdout.split())
+    printed = re.findall(r"ring \d, the \w+ +([\d,]+) lines", page)
+    edges, truth, line = (int(found.replace(",", "")) for found in printed)
+
+    assert (line, truth, edges) == pytest.approx(
+        (first, second, everything - first - second), rel=0.1
+    )
+
+
+def test_the_glossary_has_few_words_of_our_own() -> None:
+    """At most 25 words are Perdure's own; everything else is the field's."""
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    own = page.partition("**Our own words:**")[2].partition("\n## ")[0]
+    words = [
+        word for terms in re.findall(r"^- \*\*(.*?)\*\*:", own, re.M) for word in terms.split(", ")
+    ]
+
+    assert 15 < len(words) <= 25
