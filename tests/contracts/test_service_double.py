@@ -1,14 +1,18 @@
 """What every double of a sandbox service does, whatever the service."""
 
 import asyncio
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 
+from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.host.process import ended, kill_process
+from perdure.settings.tree import Settings
 from tests.doubles.faults import Faults
-from tests.doubles.service_double import Double
+from tests.doubles.service_double import Double, Guests
 
 LARGE = 64 << 20
 """Bytes: more than sockets hold."""
@@ -45,3 +49,20 @@ async def test_one_that_ends_leaves_no_connection_open(tmp_path: Path) -> None:
         while piece := await loop.sock_recv(reader, 1 << 20):
             read += len(piece)
     assert read < LARGE
+
+
+async def test_a_box_that_died_before_its_service_recorded_it_is_made_again(tmp_path: Path) -> None:
+    """Otherwise it would stay until its deadline: its service was killed, and no client knows it."""
+    guests = Guests(Settings(home=tmp_path))
+    await guests.create(SandboxSpec("/home/user"), "box")
+    first = await guests.found("box")
+    assert first is not None
+    keeper = first.box.keeper
+    assert keeper is not None
+    kill_process(keeper, signal.SIGKILL)
+    await ended(keeper, 10.0)
+
+    again = await guests.create(SandboxSpec("/home/user"), "box")
+
+    assert (await again.exec("echo alive")).stdout == b"alive\n"
+    await guests.kill("box")

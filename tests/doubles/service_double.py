@@ -60,6 +60,14 @@ class Guests(BubblewrapProvider):
         at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
         return argv[:at] + argv[at + 2 :]
 
+    async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
+        """Boots it again if it died before the service recorded it: no client has it yet."""
+        try:
+            return await super().create(spec, identity)
+        except SandboxLost:
+            await self.kill(identity)
+            return await super().create(spec, identity)
+
     async def found(self, identity: str) -> NamespaceSandbox | None:
         """The box of this name, if it is alive."""
         try:

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from uuid import uuid4
 
 from perdure.sandboxes.host import procfs
+from perdure.sandboxes.host.box import DRAFT
 from perdure.sandboxes.host.cgroups import group_name
+from perdure.sandboxes.host.teardown import GRAVE
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -90,13 +92,14 @@ class Traces:
         }
         return {kind: list(things) for kind, things in found.items() if list(things)}
 
-    def age(self, seconds: float = 3600) -> None:
-        """As if what was half made or half removed had been so for a while: then it is swept."""
-        then = time.time() - seconds
+    def age(self) -> None:
+        """Renames what was half made or half removed, as if it came from before the last start of this
+        host: then the next sweep removes it."""
         for path in self.boxes():
-            if path.name.startswith((".draft-", ".grave-")):
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(path, (then, then))
+            for prefix in (DRAFT, GRAVE):
+                if path.name.startswith(prefix):
+                    with contextlib.suppress(FileNotFoundError):
+                        path.rename(path.with_name(f"{prefix}aged-{uuid4().hex}"))
 
 
 def _pids() -> Iterator[int]:
