@@ -101,6 +101,17 @@ async def test_one_resident_answers_for_the_guest(box: Folder) -> None:
     assert b"call:" not in arguments[0]
 
 
+async def test_guest_knows_its_resident(box: Folder) -> None:
+    """`end_all` in a container spares the process that this record names."""
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import guest_records as r; print(r.resident())"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code, str(box.folder)), stdout=asyncio.subprocess.PIPE
+    )
+    said = (await process.communicate())[0].decode()
+
+    assert said == f"({box.resident}, '{started_at(box.resident)}')\n"
+
+
 HEADLESS = """
 import ctypes, threading, time
 threading.Thread(target=time.sleep, args=(600,)).start()

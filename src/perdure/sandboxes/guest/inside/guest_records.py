@@ -66,9 +66,9 @@ def process_of(folder: str) -> tuple[int, str] | None:
 
 
 def resident() -> tuple[int, str] | None:
-    """The process that answers orders, as `guest_door` wrote it."""
+    """The process that answers orders, as `guest_entry` wrote it."""
     try:
-        with open(files.state("door.lock")) as file:
+        with open(files.state("resident.lock")) as file:
             fields = file.read().split()
     except FileNotFoundError:
         return None

@@ -168,8 +168,9 @@ class KubernetesSandbox(ContainerSandbox):
 
 
 class KubernetesProvider(ServiceProvider):
-    """`KUBECONFIG` names the cluster; without it, the worker's own is used. The deployment's name is
-    `PERDURE_KUBERNETES__SCOPE`, if several hosts share one or several share a namespace."""
+    """`KUBECONFIG` names the cluster; without it, the worker's own is used. The setting
+    `PERDURE_KUBERNETES__SCOPE` names the deployment, if several hosts share one or several share a
+    namespace."""
 
     name = "kubernetes"
     limits = frozenset({"memory_mb", "cpus", "disk_mb", "output_mb"})  # a node bounds processes
