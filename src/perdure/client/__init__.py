@@ -1,1 +1,1 @@
-"""The SDK for training loops: async first, with a sync twin."""
+"""The SDK for training loops: an async API, and a sync version of it."""

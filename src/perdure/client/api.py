@@ -1,7 +1,7 @@
 """The SDK for training loops: start runs and groups, wait durably, read episodes.
 
-Waits survive a restart of the server or of the caller: ids are deterministic, so starting the same
-request twice joins it. The sync twin is `perdure.client.sync`.
+Waits survive a restart of the server or of the caller: ids are deterministic, so a second start of
+the same request joins the first. `perdure.client.sync` is the sync version.
 """
 
 import asyncio
@@ -72,15 +72,16 @@ PASSING = {
     RPCStatusCode.UNAVAILABLE,
     RPCStatusCode.RESOURCE_EXHAUSTED,
     RPCStatusCode.DEADLINE_EXCEEDED,
-    RPCStatusCode.CANCELLED,  # raised while a server starts or stops; our own cancellation is asyncio's
+    RPCStatusCode.CANCELLED,  # while a server starts or stops; a cancelled caller raises asyncio's error
 }
-"""Statuses of passing troubles: the client keeps waiting."""
+"""Statuses of transient errors, during which the client keeps waiting."""
 BROKEN = "transport error", "h2 protocol error"
-"""Messages of a connection that breaks amid a call: tonic gives it UNKNOWN or INTERNAL, not UNAVAILABLE."""
+"""Messages of a connection that breaks during a call. tonic reports UNKNOWN or INTERNAL, not
+UNAVAILABLE."""
 UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
-"""Waiting does not cure it. A query gets it with FAILED_PRECONDITION, the status of passing troubles
-too, so only the message tells them apart."""
+"""Message of a query error that waiting does not fix. Its status, FAILED_PRECONDITION, is also that
+of transient errors, so only the message distinguishes them."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
 NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
@@ -88,19 +89,20 @@ BY_HAND = "started by hand"
 """State of rollouts without a run."""
 
 ENDED_AMID_UPDATE = "AcceptedUpdateCompletedWorkflow"
-"""The server's type of error for an update that was accepted, and not done when the workflow ended."""
+"""The server's error type for an accepted update that was not done when the workflow ended."""
 
 START_PATIENCE_S = 60.0
 NAMESPACE_PATIENCE_S = 5.0
-"""A busy dev server does not know its namespace for a moment after the namespace was changed."""
+"""Seconds for which a busy dev server may not know its namespace after a change of the
+namespace."""
 START_PAUSE_S = 0.5
 
 QUERY_TRIES = 4
-"""A busy worker may need a while to replay a closed run."""
+"""Tries of a query, because a busy worker may need a while to replay a closed run."""
 
 
 class Perdure:
-    """A connection. Make one per process and share it."""
+    """A connection to Temporal. Create one per process and share it."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -109,14 +111,14 @@ class Perdure:
     async def connect(
         cls, address: str | None = None, *, settings: Settings | None = None
     ) -> "Perdure":
-        """`settings`: by default this process's. Raises: ConfigurationError when no server answers, or it
-        lacks the namespace."""
+        """`settings`: by default those of this process. Raises: ConfigurationError if no server
+        answers, or if it lacks the namespace."""
         client = await connect(address, settings=settings)
         await check_namespace(client)
         return cls(client)
 
     async def start_run(self, request: RunRequest) -> "RunHandle":
-        """Start the run, or join it when it exists. Raises: ConfigurationError."""
+        """Start the run, or join it if it exists. Raises: ConfigurationError."""
         request = run_with_defaults(_a(RunRequest, request))
         _check_agent(request.rollout)
         agent = request.rollout.get("agent", "mini_swe_agent")
@@ -130,10 +132,10 @@ class Perdure:
     async def _change_run(
         self, request: RunRequest, handle: WorkflowHandle[Any, Any]
     ) -> tuple[list[str], WorkflowHandle[Any, Any]]:
-        """Apply each changeable field in which the request differs from the run that it joins.
+        """Apply the changeable fields in which the request differs from the run that it joins.
 
-        An open run is told; one that has ended starts again, and plays what the store has not. One that
-        ends at this moment is looked at again.
+        An open run gets an update. An ended run starts again and runs the rollouts that the store
+        lacks. If the run ends at this moment, try again.
         """
         began = time.monotonic()
         while True:
@@ -152,7 +154,7 @@ class Perdure:
                 await asyncio.sleep(START_PAUSE_S)
                 continue
             if not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
-                return [], handle  # it has ended: nothing would be played otherwise
+                return [], handle  # the run has ended, and these fields affect no ended rollout
             more = current.changed(fields).model_copy(update={"again": None})
             handle, is_open = await self._start_run(
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
@@ -163,7 +165,7 @@ class Perdure:
     async def _change_group(
         self, request: GroupRequest, handle: WorkflowHandle[Any, Any]
     ) -> list[str]:
-        """The same of a group; one that has ended keeps its result."""
+        """Like `_change_run`, for a group. An ended group keeps its result."""
         current, asks, is_open = await self._changes(request, handle)
         fields = current.changes_to(asks)
         if not fields or not is_open:
@@ -179,7 +181,8 @@ class Perdure:
     async def _changes(
         self, request: Asked, handle: WorkflowHandle[Any, Any]
     ) -> tuple[Asked, Asked, bool]:
-        """What holds now, what would hold with all that the request gives, and whether it is open."""
+        """The current request, the request with the given changes, and whether the workflow is
+        open."""
         described = await _durably(handle.describe)
         is_open = described.status is WorkflowExecutionStatus.RUNNING
         current = await self._first_request(handle, type(request))
@@ -191,7 +194,7 @@ class Perdure:
         return current, asks, is_open
 
     async def play_again(self, request: RunRequest) -> "RunHandle":
-        """Start a run that has ended again, for the rollouts that `request.again` names.
+        """Start an ended run again, for the rollouts that `request.again` selects.
 
         Raises: ConfigurationError if it is open.
         """
@@ -240,8 +243,8 @@ class Perdure:
         return RolloutHandle(self, handle, joined=joined)
 
     async def start_calibration(self, request: CalibrationRequest) -> "CalibrationHandle":
-        """Start the calibration, or join it while it is open. One that has ended starts again: rows
-        that have a record are not run again."""
+        """Start the calibration, or join it if it is open. An ended one starts again and skips rows
+        that have a record."""
         handle, _ = await self._start(
             names.CALIBRATION,
             request,
@@ -260,7 +263,8 @@ class Perdure:
         return RunHandle(self, run_id, handle)
 
     async def started_by_hand(self, run_id: str) -> RunStatus | None:
-        """Of rollouts that were started one by one under this run id; None if there are none."""
+        """Status of rollouts that were started one by one under this run id; None if there are
+        none."""
         if not re.fullmatch(SLUG, run_id):
             return None
         counted = await self._counted(run_id, BY_HAND)
@@ -270,17 +274,17 @@ class Perdure:
         return RolloutHandle(self, self.client.get_workflow_handle(workflow_id))
 
     async def runs(self, limit: int = 50) -> list[WorkflowExecution]:
-        """The newest runs first; of a run that was started again, the last execution."""
+        """Runs, newest first. If a run was started again, its last execution."""
         query = f"WorkflowType = '{names.RUN}'"
         found = [w async for w in self.client.list_workflows(query, limit=limit)]
         return rollouts.last_of_each(found)
 
     async def rollouts(self, run_id: str) -> list[RolloutInfo]:
-        """Every rollout of a run that has started, in any state."""
+        """All started rollouts of a run, in any state."""
         return await rollouts.of_run(self.client, run_id)
 
     async def _counted(self, run_id: str, state: str) -> RunStatus:
-        """What the server knows of a run's rollouts without any worker."""
+        """Counts of a run's rollouts, which the server knows without a worker."""
         by_state = await rollouts.count(self.client, run_id)
         running = by_state.get("Running", 0)
         started = sum(by_state.values())
@@ -317,9 +321,9 @@ class Perdure:
         priority: int | None = None,
         again: WorkflowIDReusePolicy = WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
     ) -> tuple[WorkflowHandle[Any, Any], bool]:
-        """Its handle, and whether it had been started before.
+        """Start a workflow. Returns its handle, and whether it had been started before.
 
-        A start that meets a passing trouble is repeated: its id makes that safe.
+        A start that hits a transient error is repeated, which its id makes safe.
         """
         began, repeated = time.monotonic(), False
         while True:
@@ -335,9 +339,9 @@ class Perdure:
                     static_summary=summary,
                     priority=Priority(priority_key=priority, fairness_key=fairness[:64]),
                 )
-                # Without a run id: it follows the next execution after a reset.
+                # Without a run id, the handle follows the next execution after a reset.
                 return self.client.get_workflow_handle(workflow_id), False
-            except WorkflowAlreadyStartedError:  # after a lost answer it is the start of this call
+            except WorkflowAlreadyStartedError:  # perhaps by this call, if its answer was lost
                 handle = self.client.get_workflow_handle(workflow_id)
                 await self._check_same(handle, request)
                 return handle, not repeated
@@ -348,7 +352,7 @@ class Perdure:
             await asyncio.sleep(START_PAUSE_S)
 
     async def _check_same(self, handle: WorkflowHandle[Any, Any], request: BaseModel) -> None:
-        """Refuse to join what was started with another request. Raises: ConfigurationError."""
+        """Raises: ConfigurationError if the workflow was started with another request."""
         before = await self._first_request(handle, type(request))
         if before is not None:
             changes = asked.differences(asked.of_request(before), asked.of_request(request))
@@ -357,7 +361,7 @@ class Perdure:
     async def _first_request(
         self, handle: WorkflowHandle[Any, Any], kind: type[Model]
     ) -> Model | None:
-        """What a workflow was started with; None: it was refused, or comes from another version."""
+        """The input of a workflow; None if the input is invalid or comes from another version."""
         first = await _durably(lambda: anext(handle.fetch_history_events(page_size=1)))
         given = first.workflow_execution_started_event_attributes.input.payloads
         try:
@@ -379,7 +383,8 @@ class RunHandle:
         joined: bool = False,
         changes: Sequence[str] = (),
     ) -> None:
-        """`joined`: it had been started before. `changes`: what this start changed in it, old and new."""
+        """`joined`: the run had been started before. `changes`: what this start changed, old ->
+        new."""
         self.perdure = perdure
         self.run_id = run_id
         self.handle = handle
@@ -389,11 +394,11 @@ class RunHandle:
     async def progress(
         self, *, listed: WorkflowExecution | None = None, patience: timedelta | None = None
     ) -> RunStatus:
-        """How far the run is. A closed run answers from its result. Rollouts that wait for a seat on a
-        host do not count as running.
+        """The run's progress. For a closed run, it comes from the result. Rollouts that wait for a
+        seat on a host do not count as running.
 
-        `listed`: the run as a listing showed it, which saves a request. `patience`: how long its
-        workflow may take to answer; without an answer its rollouts are counted.
+        `listed`: the run from a listing, which saves a request. `patience`: how long the workflow
+        may take to answer. Without an answer, the server's counts are used.
         """
         described = listed or await _described(self.handle, f"run '{self.run_id}'")
         if described.status is WorkflowExecutionStatus.RUNNING:
@@ -427,7 +432,7 @@ class RunHandle:
         )
 
     async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunStatus:
-        """A run without a result: how far it came, if a worker can still tell."""
+        """The progress of a closed run without a result, if a worker can still answer."""
         state = (
             "cancelled"
             if status is WorkflowExecutionStatus.CANCELED
@@ -444,9 +449,9 @@ class RunHandle:
         return RunStatus(run_id=self.run_id, state=state)
 
     async def result(self) -> dict[str, Any]:
-        """Wait to the end, through restarts of the server. The run's summary.
+        """Wait for the run's end, through restarts of the server. Returns the run's summary.
 
-        Raises: Cancelled; NoResult when the run failed or was terminated; NotFound.
+        Raises: Cancelled; NoResult if the run failed or was terminated; NotFound.
         """
         summary: dict[str, Any] = await _result(self.handle, f"run '{self.run_id}'")
         return summary
@@ -464,28 +469,29 @@ class RunHandle:
         return RunStatus.model_validate(await self._update("resize", concurrency))
 
     async def change(self, fields: dict[str, Any]) -> RunStatus:
-        """Other values for fields of RunRequest that may change; the run's record keeps who did it.
+        """Change fields of RunRequest. The run's record keeps who changed them.
 
         Raises: ConfigurationError.
         """
         return RunStatus.model_validate(await self._update("change", fields))
 
     async def cancel(self) -> list[str]:
-        """Every rollout in flight is cancelled and still leaves its episode.
+        """Cancel the run and its rollouts in flight, which still leave their episodes.
 
-        A workflow whose code fails cannot answer the cancellation: it is terminated, without an episode, and
-        the sweeps end its sandbox. Returns the ids of these. One that is only slow is cancelled as others are.
-        Raises: NotFound if it had ended before; the message says how.
+        A workflow whose code fails cannot handle the cancellation. It is terminated without an
+        episode, and a sweep kills its sandbox. Returns the ids of these workflows. A slow workflow
+        is cancelled like the others.
+        Raises: NotFound if the run had ended before; the message says how.
         """
         failing = [one async for one in rollouts.code_fails(self.perdure.client, self.run_id)]
         try:
             await _cancel(self.handle, f"run '{self.run_id}'")
-        except NotFound:  # it may have ended before its rollouts
+        except NotFound:  # the run may have ended before its rollouts
             if not failing:
                 raise
         terminated = []
         for one in failing:
-            with contextlib.suppress(RPCError):  # it has ended meanwhile
+            with contextlib.suppress(RPCError):  # the workflow has ended
                 await self.perdure.client.get_workflow_handle(one).terminate(
                     reason="its workflow code fails, so it cannot be cancelled"
                 )
@@ -506,11 +512,12 @@ class CalibrationHandle:
         self.handle = handle
 
     async def progress(self) -> RunStatus:
-        """How far it is; `by_outcome` counts rows. Raises: RPCError where no worker answers."""
+        """The calibration's progress; `by_outcome` counts rows. Raises: RPCError if no worker
+        answers."""
         return RunStatus.model_validate(await self.handle.query("status", result_type=dict))
 
     async def result(self) -> dict[str, Any]:
-        """Wait to the end, as for a run: the fields of `CalibrationSummary`.
+        """Wait for the end, like `RunHandle.result`. Returns the fields of `CalibrationSummary`.
 
         Raises: Cancelled, NoResult, NotFound.
         """
@@ -531,7 +538,7 @@ class GroupHandle:
         joined: bool = False,
         changes: Sequence[str] = (),
     ) -> None:
-        """`joined`, `changes`: as for a run."""
+        """`joined`, `changes`: see RunHandle."""
         self.perdure = perdure
         self.n_samples = n_samples
         self.handle = handle
@@ -539,7 +546,7 @@ class GroupHandle:
         self.changes = changes
 
     async def episodes(self) -> AsyncIterator[EpisodeRef]:
-        """Episodes as they finish. Use one waiter per group."""
+        """Yield episodes as they finish. Use one iterator per group."""
         cursor = 0
         while cursor < self.n_samples:
             described = await _durably(self.handle.describe)
@@ -552,12 +559,12 @@ class GroupHandle:
                 yield episode
 
     async def result(self) -> GroupResult:
-        """Wait to the end, as for a run. Raises: Cancelled, NoResult, NotFound."""
+        """Wait for the end, like `RunHandle.result`. Raises: Cancelled, NoResult, NotFound."""
         what = f"group '{self.handle.id.removeprefix('group/')}'"
         return GroupResult.model_validate(await _result(self.handle, what))
 
     async def why_open(self) -> str:
-        """What its rollouts do at this moment, as the server lists them: no worker is asked.
+        """What the group's rollouts are doing, according to the server, without asking a worker.
 
         Example: "5 of 8 rollouts have ended; 2 in stage agent, for up to 310 s; 1 in stage waiting, ..."
         """
@@ -574,7 +581,7 @@ class GroupHandle:
                 lambda: self.handle.execute_update("wait_progress", cursor, result_type=list)
             )
         except RPCError as error:
-            if error.status is RPCStatusCode.NOT_FOUND:  # closed in the meantime
+            if error.status is RPCStatusCode.NOT_FOUND:  # the group has ended
                 return []
             raise
         return [EpisodeRef.model_validate(item) for item in found]
@@ -595,15 +602,15 @@ class RolloutHandle:
     def __init__(
         self, perdure: Perdure, handle: WorkflowHandle[Any, Any], *, joined: bool = False
     ) -> None:
-        """`joined`: it had been started before."""
+        """`joined`: the rollout had been started before."""
         self.perdure = perdure
         self.handle = handle
         self.joined = joined
 
     async def result(self) -> EpisodeRef:
-        """Wait to the end; one that failed has its episode too, with `failure`.
+        """Wait for the end. A failed rollout returns its episode too, with `failure`.
 
-        Raises: Cancelled (its episode is in the store); NoResult; NotFound.
+        Raises: Cancelled (the episode is in the store); NoResult; NotFound.
         """
         what = f"rollout '{self.handle.id.removeprefix('rollout/')}'"
         try:
@@ -622,12 +629,13 @@ class RolloutHandle:
         return await _known(ask, f"rollout '{self.handle.id.removeprefix('rollout/')}'")
 
     async def cancel(self) -> None:
-        """Raises: NotFound if it had ended before (the message says how) or never started."""
+        """Raises: NotFound if the rollout had ended before (the message says how) or never
+        started."""
         await _cancel(self.handle, f"rollout '{self.handle.id}'")
 
 
 def _a(kind: type[Request], given: Request) -> Request:
-    """Raises: ConfigurationError for something else, such as a dict."""
+    """Raises: ConfigurationError if `given` is something else, such as a dict."""
     if not isinstance(given, kind):
         raise ConfigurationError(
             f"give a {kind.__name__}, not a {type(given).__name__}: "
@@ -637,7 +645,7 @@ def _a(kind: type[Request], given: Request) -> Request:
 
 
 def _person() -> str:
-    """`ada@head`; only the host where the account has no name."""
+    """Example: `ada@head`; only the host if the account has no name."""
     host = socket.gethostname()
     try:
         return f"{getpass.getuser()}@{host}"
@@ -653,14 +661,15 @@ def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:
 
 
 def _check_agent(rollout: dict[str, Any]) -> None:
-    """Refuse options that the boot stage would; an agent by dotted path may exist on workers only."""
+    """Refuse agent options that the boot stage would refuse. Skip an agent with a dotted path,
+    which may exist only on workers."""
     agent = rollout.get("agent", RolloutRequest.model_fields["agent"].default)
     if ":" not in agent:
         check_options(agent, rollout.get("agent_options", {}))
 
 
 def is_passing(error: RPCError) -> bool:
-    """Whether the same call may succeed later: the server is away, starts, stops or is busy."""
+    """Whether the same call may succeed later: the server is down, starting, stopping or busy."""
     return error.status in PASSING or any(sign in error.message for sign in BROKEN)
 
 
@@ -673,7 +682,7 @@ def _start_patience_s(error: RPCError) -> float:
 
 
 def _why_unanswered(error: RPCError, patience: timedelta | None) -> str:
-    """The state of an open run. A worker that replays a long run first may answer after a short wait."""
+    """The state of an open run. After a short wait, a worker may still be replaying a long run."""
     if FAILING in error.message:
         return CODE_FAILS
     ran_out = error.status in (RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED)
@@ -681,7 +690,7 @@ def _why_unanswered(error: RPCError, patience: timedelta | None) -> str:
 
 
 def _unanswered(error: RPCError) -> bool:
-    """Of a query: no worker has polled for a while, or the first workflow task is not done yet."""
+    """Whether a query failed because no worker polls or the first workflow task is not done yet."""
     if error.status is RPCStatusCode.FAILED_PRECONDITION:
         return UNDECIDED not in error.message and FAILING not in error.message
     return is_passing(error)
@@ -690,7 +699,7 @@ def _unanswered(error: RPCError) -> bool:
 async def _durably(
     call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = is_passing
 ) -> Result:
-    """Wait through restarts of the server: its own retries give up after ten seconds."""
+    """Retry through restarts of the server. The SDK's own retries give up after ten seconds."""
     errors = (RPCError, WorkflowUpdateRPCTimeoutOrCancelledError)
     return await retry.again(
         call,
@@ -701,7 +710,7 @@ async def _durably(
 
 
 async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:
-    """Raises: Cancelled, NoResult, NotFound; each with the reason in its message."""
+    """Wait for a workflow's result. Raises: Cancelled, NoResult, NotFound, with the reason."""
     followed = None
     while True:
         try:
@@ -711,7 +720,7 @@ async def _result(handle: WorkflowHandle[Any, Any], what: str) -> Any:
                 raise Cancelled(f"{what} was cancelled") from failure
             newest = (await _known(lambda: _durably(handle.describe), what)).run_id
             if isinstance(failure.cause, TerminatedError) and newest != followed:
-                followed = newest  # a reset terminates one execution and starts the next
+                followed = newest  # a reset terminates one execution and starts another
                 continue
             raise NoResult(f"{what} ended without a result: {_reason(failure)}") from failure
 
@@ -727,7 +736,7 @@ async def _known(call: Callable[[], Awaitable[Result]], what: str) -> Result:
 
 
 def _episode_in(failure: BaseException | None) -> EpisodeRef | None:
-    """Of a rollout that ended without a verdict: its error carries the episode."""
+    """The episode in the error of a rollout that ended without a verdict; None if there is none."""
     cause = failure.cause if isinstance(failure, WorkflowFailureError) else None
     if (
         isinstance(cause, ApplicationError)
@@ -749,7 +758,7 @@ async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
     found = await _described(handle, what)
     if (
         found.status is not WorkflowExecutionStatus.RUNNING
-    ):  # the server would accept the cancellation
+    ):  # the server itself would accept the cancellation
         ended = await info(found)
         how = ended.outcome or ended.execution.lower().replace("canceled", "cancelled")
         if ended.episode is not None and ended.episode.reward is not None:
@@ -761,7 +770,7 @@ async def _cancel(handle: WorkflowHandle[Any, Any], what: str) -> None:
 async def _update(
     handle: WorkflowHandle[Any, Any], what: str, name: str, *arguments: Any
 ) -> dict[str, Any]:
-    """Raises: ConfigurationError if it is refused; NotFound if the workflow has ended."""
+    """Raises: ConfigurationError if the update is refused; NotFound if the workflow has ended."""
     try:
         told: dict[str, Any] = await handle.execute_update(
             name, args=list(arguments), result_type=dict

@@ -1,6 +1,7 @@
-"""What a run, a group or a rollout was asked to be, and how another request differs.
+"""The identity of a run, a group or a rollout as its request gives it, and differences to another
+one.
 
-Light: workers compare instances and engines too (`perdure.rollouts.identity`).
+This module is light. Workers also compare instances and engines (`perdure.rollouts.identity`).
 """
 
 import json
@@ -13,26 +14,26 @@ from perdure.errors import IdentityDiffers
 from perdure.types import Changeable, GroupRequest, RolloutRequest, RunRequest
 
 Identity = dict[str, str]
-"""Dotted name -> value as text, so that a difference names one thing."""
+"""Dotted name -> value as text, so that a difference names a single field."""
 
 OF_ONE_START = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
     *("expires_at", "heartbeat_timeout_s"),
 }
-"""Fields of a rollout that do not decide its outcome."""
+"""Fields of a rollout that do not affect its outcome."""
 CHOICE = ("instances", "dataset", "include", "exclude", "limit")
-"""Fields of a run that name its instances. Workers compare the instances themselves."""
+"""Fields of a run that select its instances. Workers compare the instances themselves."""
 SHOWN = 12
-"""Differences in an error message."""
+"""Maximum number of differences in an error message."""
 
 
 def of_rollouts(rollout: RolloutRequest) -> Identity:
-    """What decides the outcome of each rollout."""
+    """The fields that affect the outcome of each rollout."""
     return dict(_flat("", rollout.model_dump(mode="json", exclude=OF_ONE_START)))
 
 
 def of_request(request: BaseModel) -> Identity:
-    """All that a request says; for the SDK, which sees neither instances nor engines."""
+    """The identity in a request, for the SDK, which sees neither instances nor engines."""
     if isinstance(request, RunRequest):
         choice = request.model_dump(mode="json", include=set(CHOICE))
         return {
@@ -48,8 +49,9 @@ def of_request(request: BaseModel) -> Identity:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """`name: old -> new`. A name that only one side knows counts for instances and agent options alone:
-    another version of Perdure has other fields, and an endpoint may not say what it serves."""
+    """Lines of `name: old -> new`. A name that only one side has counts only for instances and
+    agent
+    options: another version of Perdure has other fields, and an endpoint may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -66,12 +68,12 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 def changes(old: Changeable, new: Changeable) -> list[str]:
-    """What the second one changes in a run or a group: `n_samples: 2 -> 3`."""
+    """The changeable fields of a run or a group that differ. Example: `n_samples: 2 -> 3`."""
     return differences(*(dict(_flat("", one.changeable())) for one in (old, new)))
 
 
 def refuse(what: str, changes: Sequence[str], fix: str) -> None:
-    """Raises: IdentityDiffers, with what differs, if anything does."""
+    """Raises: IdentityDiffers, which lists `changes`, if there are any."""
     if changes:
         more = f"\n  and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         told = "".join(f"\n  {line}" for line in changes[:SHOWN])

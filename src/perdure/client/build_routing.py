@@ -1,4 +1,4 @@
-"""Which build Temporal sends new work to, and whether workers of that build are there."""
+"""Which build Temporal routes new work to, and whether workers of that build are polling."""
 
 import contextlib
 
@@ -26,24 +26,24 @@ HAS_ENDED = {
     WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_INACTIVE,
     WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_DRAINED,
 }
-"""Of a build: it has no open workflow."""
+"""Statuses of a build that has no open workflow."""
 MOVE = "temporal workflow update-options --versioning-override-behavior auto_upgrade"
 SET_CURRENT = "temporal worker deployment set-current-version --deployment-name"
 
 
 async def own_build_trouble(client: Client, settings: DeploymentSettings) -> str:
-    """As `build_trouble`, for the workers that these settings would start; also which open rollouts those
-    workers leave to another build. Raises: RPCError."""
+    """Like `build_trouble`, for the workers that these settings would start. Also names open
+    rollouts that only another build continues. Raises: RPCError."""
     ours = (settings.name, settings.build_id) if settings.build_id else NO_BUILD
     routed = trouble(_current(await _described(client)), {ours})
     left = []
-    with contextlib.suppress(RPCError):  # no deployment, or a server that knows of none
+    with contextlib.suppress(RPCError):  # no deployment, or a server without worker versioning
         left = await _left_to_others(client, settings)
     return "; ".join(filter(None, [routed, *left]))
 
 
 async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[str]:
-    """A sentence for each other build that has open rollouts or groups."""
+    """One sentence for each other build that has open rollouts or groups."""
     answer = await client.workflow_service.describe_worker_deployment(
         DescribeWorkerDeploymentRequest(namespace=client.namespace, deployment_name=settings.name)
     )
@@ -63,8 +63,8 @@ async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[
 
 
 async def build_trouble(client: Client) -> str:
-    """Why no worker takes new work because of its build id, and what to do; empty: one does, or no worker is
-    there at all. Raises: RPCError."""
+    """Why no worker takes new work because of its build id, and the fix; empty if a worker does, or
+    if there are no workers. Raises: RPCError."""
     answer = await _described(client)
     workers = {
         (poller.deployment_options.deployment_name, poller.deployment_options.build_id)

@@ -1,8 +1,8 @@
-"""Fill a batch: groups until enough trainable tokens have come back.
+"""Fills a batch with groups until they have enough trainable tokens.
 
-Owns the window of groups in flight, what of it a batch takes, and when it closes; the groups themselves
-are durable workflows. A rollout that is open while new weights are published goes on: its tokens say
-which version sampled each.
+Owns the window of groups in flight, which of them a batch takes, and when the batch closes. The
+groups are durable workflows. A rollout that is open when new weights are published continues: each
+token records the version that sampled it.
 """
 
 import asyncio
@@ -26,26 +26,27 @@ logger = logging.getLogger(__name__)
 
 TELL_EVERY_S = 300.0
 LOOK_EVERY_S = 10.0
-"""Between two looks whether the groups wait for an engine, which a person may have to start."""
+"""Seconds between two checks whether the groups wait for an engine, which the user may have to
+start."""
 LEAVES_S = 30.0
-"""How long a caller that stops iterating waits for a server that is away."""
+"""Seconds for which a caller that stops iterating waits for an unavailable server."""
 
 
 @dataclass(frozen=True)
 class FinishedGroup:
-    """One group with the episodes of its samples, failed ones included."""
+    """One group with the episodes of its samples, including failed ones."""
 
     group_id: str
     episodes: tuple[EpisodeRef, ...]
 
     @property
     def trainable_tokens(self) -> int:
-        """Trained tokens of the graded episodes whose tokens are exact."""
+        """Trained tokens of the episodes that are graded and trainable."""
         return sum(e.trained_tokens for e in self.episodes if e.trainable and e.reward is not None)
 
     @property
     def has_signal(self) -> bool:
-        """Whether its rewards differ: a group without variance has no GRPO advantage."""
+        """Whether the group's rewards differ. Without variance there is no GRPO advantage."""
         graded = {e.reward for e in self.episodes if e.status is RolloutStatus.GRADED}
         return len(graded) > 1
 
@@ -55,7 +56,7 @@ def graded_tokens(group: FinishedGroup) -> int:
 
 
 def tokens_with_signal(group: FinishedGroup) -> int:
-    """Counts nothing for a group whose rewards are all the same (DAPO's dynamic sampling)."""
+    """Like `graded_tokens`, but 0 for a group with equal rewards (DAPO's dynamic sampling)."""
     return group.trainable_tokens if group.has_signal else 0
 
 
@@ -63,13 +64,13 @@ Accept = Callable[[FinishedGroup], bool]
 
 
 def has_signal(group: FinishedGroup) -> bool:
-    """A filter: only groups whose rewards differ."""
+    """A filter that accepts only groups whose rewards differ."""
     return group.has_signal
 
 
 def fresh(newest: Callable[[], int], max_staleness: int) -> Accept:
-    """A filter: no token of the group is of a version more than `max_staleness` behind `newest()`, when the
-    group comes back. One of unknown version does not pass."""
+    """A filter that accepts a group if, when it finishes, no token is older than `newest() -
+    max_staleness`. A group with tokens of unknown version does not pass."""
 
     def accept(group: FinishedGroup) -> bool:
         oldest = newest() - max_staleness
@@ -90,13 +91,17 @@ async def collect(
     leftover: Literal["cancel", "keep"] = "cancel",
     tell_every_s: float = TELL_EVERY_S,
 ) -> AsyncGenerator[FinishedGroup, None]:
-    """Groups as they finish, until `count` of those yielded adds up to `trainable_tokens` or none are left.
+    """Yield groups as they finish, until their `count`s add up to `trainable_tokens` or none are
+    left.
 
-    At most `in_flight` groups run at a time; more than are needed are oversampling. Those still running
-    at the end, or when the caller stops iterating, are cancelled, or kept: the same request joins them
-    later. Groups that `accept` refuses are neither yielded nor counted. While none finishes, a warning
-    every `tell_every_s` says what they do, and one within seconds if they wait for an engine. Raises: ConfigurationError for a bad request; NoResult when a
-    group failed or was terminated; ValueError for `trainable_tokens` or `in_flight` below 1.
+    At most `in_flight` groups run at a time; more than the batch needs are oversampling. Groups
+    that still run when the batch is full, or when the caller stops iterating, are cancelled. With
+    `leftover="keep"` they continue, and the same request joins them later. Groups that `accept`
+    refuses are neither yielded nor counted. While no group finishes, a warning every `tell_every_s`
+    says what the groups are doing, and one within seconds says if they wait for an engine.
+
+    Raises: ConfigurationError for a bad request; NoResult if a group failed or was terminated;
+    ValueError for `trainable_tokens` or `in_flight` below 1.
     """
     _check(trainable_tokens, in_flight)
     collector = Collector(
@@ -110,7 +115,7 @@ async def collect(
 
 
 class Collector:
-    """Groups that run on while the trainer trains: each batch takes those that have finished.
+    """Groups that continue while the trainer trains. Each batch takes those that have finished.
 
     Example:
         collector = Collector(perdure, requests(), in_flight=16, accept=fresh(lambda: version, 1))
@@ -119,7 +124,7 @@ class Collector:
             checkpoint["open"] = [request.model_dump() for request in collector.open_requests]
         await collector.aclose()
 
-    After a restart, the requests of the checkpoint come before the others: they join their groups.
+    After a restart, pass the requests of the checkpoint before the others: they join their groups.
     """
 
     def __init__(
@@ -142,13 +147,13 @@ class Collector:
 
     @property
     def open_requests(self) -> list[GroupRequest]:
-        """Those whose groups were started and not yielded yet, in the order of their start."""
+        """Requests of the groups that were started and not yet yielded, in start order."""
         return [started.request for started in self._running.values()]
 
     async def groups(
         self, trainable_tokens: int, count: Callable[[FinishedGroup], int] = graded_tokens
     ) -> AsyncGenerator[FinishedGroup, None]:
-        """A batch, as of `collect`. The groups that still run go on."""
+        """Yield one batch, like `collect`. Groups that still run continue."""
         _check(trainable_tokens, self._in_flight)
         missing = trainable_tokens
         while missing > 0:
@@ -164,7 +169,7 @@ class Collector:
                     logger.info("%s was refused by the filter", group.group_id)
 
     async def aclose(self, leftover: Literal["cancel", "keep"] = "cancel") -> None:
-        """Stop waiting for the groups that still run; cancel them, unless they are kept."""
+        """Stop waiting for the groups that still run. Cancel them unless `leftover` is "keep"."""
         running = {task: started.handle for task, started in self._running.items()}
         self._running = {}
         await _leave(running, cancel=leftover == "cancel")
@@ -180,7 +185,8 @@ class Collector:
             self._running[task] = _Started(request, handle)
 
     async def _finished(self) -> "list[asyncio.Task[FinishedGroup]]":
-        """At least one group, as soon as it is there. They stay among the open ones until they are taken."""
+        """Wait for at least one finished group. The groups count as open until `_taken` removes
+        them."""
         now = asyncio.get_running_loop().time
         tell_at, has_told = now() + self._tell_every_s, False
         while True:
@@ -212,7 +218,8 @@ class Collector:
             logger.warning("%s is still open: %s", started.request.group_id, why)
 
     async def _tell_engine_wait(self) -> bool:
-        """Say why the first group whose agents run waits for an engine. False: it does not wait."""
+        """Log why the first group with running agents waits for an engine. False if it does not
+        wait."""
         client = self._perdure.client
         with contextlib.suppress(RPCError):  # `_tell` says that Temporal does not answer
             for started in list(self._running.values()):
@@ -249,7 +256,7 @@ async def _stream(
 
 
 async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGroup:
-    """A group that was cancelled counts with the episodes it has. Raises: NoResult."""
+    """Wait for a group. A cancelled group counts with the episodes it has. Raises: NoResult."""
     with contextlib.suppress(Cancelled):
         await handle.result()
     return FinishedGroup(request.group_id, tuple([e async for e in handle.episodes()]))
@@ -268,7 +275,7 @@ async def _leave(
 
 
 async def _cancel(handle: "GroupHandle") -> None:
-    """A group that cannot be cancelled goes on buying tokens: the log names it."""
+    """Cancel a group. If that fails, log it, because the group continues to spend tokens."""
     try:
         async with asyncio.timeout(LEAVES_S):
             await handle.cancel()

@@ -1,4 +1,4 @@
-"""Connects to Temporal: to the user's server or to this home's stack, with our data converter."""
+"""Connects to Temporal, the user's server or this home's stack, with Perdure's data converter."""
 
 import atexit
 import gc
@@ -25,10 +25,10 @@ from perdure.settings.tree import Settings
 
 
 class CompactConverter(PydanticPayloadConverter):
-    """Pydantic in and out; fields that were not set stay out of the history.
+    """Converts pydantic models. Fields that were not set stay out of the history.
 
-    One instance per process: the SDK makes one for each workflow and several for each of its tasks,
-    and every new one would build its type adapters again.
+    There is one instance per process. The SDK creates one for each workflow and several for each of
+    its tasks, and each new one would build its type adapters again.
     """
 
     _shared: ClassVar["CompactConverter | None"] = None
@@ -44,17 +44,19 @@ class CompactConverter(PydanticPayloadConverter):
 
 
 DEFAULT_ADDRESS = "localhost:7233"
-"""The `temporal` command's default, and what `perdure up` listens on if it is free."""
+"""The default of the `temporal` command and, if the port is free, of `perdure up`."""
 NAMESPACE_PATIENCE_S, NAMESPACE_PAUSE_S = 3.0, 0.5
-"""A busy dev server does not know its namespace for a moment after the namespace was changed."""
+"""Seconds for which a busy dev server may not know its namespace after a change of the
+namespace."""
 ASK_LIMIT = timedelta(seconds=2)
 EXIT_PAUSE_S = 0.2
 DATA_CONVERTER = DataConverter(payload_converter_class=CompactConverter)
-"""Without encryption."""
+"""The data converter without encryption."""
 
 
 def data_converter(settings: Settings) -> DataConverter:
-    """Ours, encrypting if the settings name keys; then messages and traces of failures are encrypted too.
+    """The data converter. If the settings name keys, it encrypts payloads, failure messages and
+    traces.
 
     Raises: ConfigurationError, MissingDependency.
     """
@@ -76,11 +78,11 @@ async def connect(
     settings: Settings | None = None,
     runtime: Runtime | None = None,
 ) -> Client:
-    """Connect to `address`, else to what `settings`, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's
-    TOML file name, else to the stack that runs in this home, else to localhost:7233.
+    """Connect to the first of these: `address`; the server that `settings`, TEMPORAL_ADDRESS,
+    TEMPORAL_PROFILE or Temporal's TOML file name; the stack of this home; localhost:7233.
 
-    `settings`: by default this process's. Raises: ConfigurationError when nothing answers there, or
-    the settings are wrong.
+    `settings`: by default those of this process. Raises: ConfigurationError if no server answers,
+    or if the settings are wrong.
     """
     settings = settings or load_settings()
     if address or given_address(settings):
@@ -95,7 +97,7 @@ async def connect(
 
 
 async def connect_to(server: Server, settings: Settings, runtime: Runtime | None = None) -> Client:
-    """Raises: ConfigurationError when nothing answers there."""
+    """Raises: ConfigurationError if no server answers there."""
     atexit.unregister(_let_native_threads_end)
     atexit.register(_let_native_threads_end)
     try:
@@ -115,7 +117,8 @@ async def connect_to(server: Server, settings: Settings, runtime: Runtime | None
 async def check_namespace(client: Client) -> None:
     """Raises: ConfigurationError if the server has no such namespace.
 
-    A server that does not tell, such as one with narrow API keys, is believed.
+    If the server refuses to say, for example because of the API key's permissions, assume that it
+    has.
     """
     asked = DescribeNamespaceRequest(namespace=client.namespace)
     try:
@@ -136,7 +139,7 @@ async def check_namespace(client: Client) -> None:
 
 
 def _interceptors(settings: Settings) -> list[Interceptor]:
-    """None without traces, and none in a trainer's process that lacks OpenTelemetry."""
+    """Tracing interceptors; empty without traces, or in a process that lacks OpenTelemetry."""
     if not tracing.wanted(settings) or not tracing.importable():
         return []
     from perdure.client.traced import interceptors
@@ -145,16 +148,16 @@ def _interceptors(settings: Settings) -> list[Interceptor]:
 
 
 def _reason(error: Exception) -> str:
-    """The innermost message of the SDK's nested ones."""
+    """The innermost of the SDK's nested messages."""
     found = re.findall(r'message: "([^"]*)"', str(error))
     return str(found[-1] if found else error)[:200]
 
 
 def _let_native_threads_end() -> None:
-    """Wait a moment at exit: without this, one short script in four aborts after its work is done.
+    """Wait a moment at exit. Without this, one short script in four aborts after its work is done.
 
-    The process dies if a native thread of the SDK returns an answer while Python tears down
-    (temporalio/sdk-python#300), and the SDK offers nothing to wait for.
+    The process aborts if a native thread of the SDK delivers a result during interpreter teardown
+    (temporalio/sdk-python#300), and the SDK offers no way to wait for its threads.
     """
     gc.collect()
     time.sleep(EXIT_PAUSE_S)

@@ -1,7 +1,7 @@
-"""Encrypts everything that Perdure gives Temporal as a payload: AES-256-GCM with keys from one file.
+"""Encrypts all payloads that Perdure sends to Temporal: AES-256-GCM with keys from one file.
 
-The file has one key a line, `<id> <base64 of 32 bytes>`; the first encrypts, all decrypt. It is read
-again when it changes. Owns keys and codec; `perdure.client.connection` applies it.
+The file has one key per line, `<id> <base64 of 32 bytes>`. The first key encrypts, and all keys
+decrypt. The file is read again when it changes. `perdure.client.connection` applies the codec.
 """
 
 import base64
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 ENCODING, KEY_ID = "encoding", "encryption-key-id"
-"""Metadata of an encrypted payload, as in Temporal's own samples."""
+"""Metadata of an encrypted payload, as in Temporal's samples."""
 ENCRYPTED = b"binary/encrypted"
 NONCE_BYTES = 12
 KEY_BYTES = 32
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class KeyUnknown(RetryHere):
-    """A payload names a key that the file lacks. Temporal repeats the work until the key is there."""
+    """A payload names a key that the file lacks. Temporal retries until the file has the key."""
 
 
 class Keys:
@@ -61,7 +61,8 @@ class Keys:
             ) from None
 
     def _load(self) -> None:
-        """Read the file if it changed. After the first time, a broken file keeps the keys in use."""
+        """Read the file if it has changed. After the first load, a broken file keeps the loaded
+        keys."""
         try:
             found = self._file.stat()
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)
@@ -79,7 +80,7 @@ class Keys:
 
 
 def _parsed(file: Path, text: str) -> "dict[str, AESGCM]":
-    """Raises: ConfigurationError, MissingDependency; no message holds a key."""
+    """Raises: ConfigurationError, MissingDependency. No message contains a key."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
@@ -111,9 +112,9 @@ def _decoded(text: str) -> bytes:
 
 
 class EncryptingCodec(PayloadCodec):
-    """Encrypts with the newest key; decrypts with whichever key a payload names.
+    """Encrypts with the newest key, and decrypts with the key that a payload names.
 
-    Payloads that are not encrypted pass: what was written before, and what `temporal` users type.
+    Accepts unencrypted payloads: those written earlier, and inputs that `temporal` users type.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -123,7 +124,7 @@ class EncryptingCodec(PayloadCodec):
         return [self._encrypted(payload) for payload in payloads]
 
     async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Raises: KeyUnknown; ConfigurationError when a payload was damaged."""
+        """Raises: KeyUnknown; ConfigurationError if a payload is damaged."""
         return [self._decrypted(payload) for payload in payloads]
 
     def _encrypted(self, payload: Payload) -> Payload:

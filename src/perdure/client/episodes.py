@@ -1,7 +1,7 @@
-"""Reads the tokens of a finished rollout from its reference, for the adapters of
+"""Reads the tokens of a finished rollout by its reference, for the adapters of
 `perdure.integrations`.
 
-Owns finding the episode in the store; `perdure.episodes` says what its arrays mean.
+This module finds the episode in the store. `perdure.episodes` defines its arrays.
 """
 
 import asyncio
@@ -30,13 +30,13 @@ async def read_episodes(
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
 ) -> list[EpisodeSegments]:
-    """The episodes and their segments, in the order of `refs`; failed rollouts too, reward None.
+    """The episodes and their segments, in the order of `refs`. Failed rollouts have reward None.
 
-    A reference without an address is left out: a straggler whose episode does not exist yet.
-    `keep_unused`: with the answers that the agent went on without.
-    `store` is the one that the settings name, unless given; `http://...` names a gateway, which reads
-    them from its store. Raises: NotFound (deleted since),
-    ConfigurationError (they are in another store), ValueError (unreadable).
+    References without a `uri` are left out: stragglers whose episodes do not exist yet.
+    `keep_unused`: include answers that the agent did not use. `store`: by default the one that the
+    settings name. `http://...` names a gateway, which reads the episodes from its store.
+
+    Raises: NotFound (deleted), ConfigurationError (in another store), ValueError (unreadable).
     """
     source = store or _named(load_settings())
     refs = list(refs)
@@ -58,7 +58,7 @@ async def read_episodes(
 
 
 async def read_turns(episode: Episode, store: Store | None = None) -> list[Turn]:
-    """Every model call of the episode, as recorded, with its messages. Raises: NotFound."""
+    """All model calls of the episode as recorded, with their messages. Raises: NotFound."""
     if episode.turns_key is None:
         return []
     source = store or _named(load_settings())

@@ -1,6 +1,6 @@
-"""Episodes over a gateway, for a trainer that has no credentials of the store.
+"""Reads episodes through a gateway, for a trainer without credentials for the store.
 
-Uses the standard library alone: the client stays light.
+It uses only the standard library, so that the client stays light.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from perdure.types import EpisodeRef
 
 TIMEOUT_S = 120.0
 KEY_PARTS = 6
-"""Of an episode's key: runs/<run>/rollouts/<instance>/<sample>/episode.json."""
+"""Parts of an episode's key: runs/<run>/rollouts/<instance>/<sample>/episode.json."""
 
 
 class GatewayEpisodes:
-    """Reads the files of episodes, and nothing else of the store.
+    """Reads only the episode files of the store.
 
     Example:
         await read_episodes(refs, GatewayEpisodes("http://gateway:18001", secret))
@@ -30,7 +30,7 @@ class GatewayEpisodes:
         self._token = episodes_token(secret)
 
     def key_of(self, ref: EpisodeRef) -> str:
-        """Whatever store it is in: only the gateway knows that."""
+        """The key at the end of the reference's `uri`. Only the gateway knows the store's URL."""
         return "/".join(ref.uri.split("/")[-KEY_PARTS:])
 
     async def get(self, key: str) -> Stored:
@@ -47,7 +47,7 @@ class GatewayEpisodes:
         except urllib.error.HTTPError as error:
             with error:
                 raise self._refused(key, error.code) from None
-        except OSError as error:  # URLError and a time-out too
+        except OSError as error:  # includes URLError and timeouts
             raise GatewayUnavailable(f"{self._url} cannot be read: {error}") from error
 
     def _refused(self, key: str, status: int) -> Exception:

@@ -1,4 +1,4 @@
-"""The order in which a trainer takes instances: shuffled each epoch, without end, and resumable."""
+"""The order in which a trainer takes instances: endless, shuffled each epoch, resumable."""
 
 import hashlib
 import random
@@ -9,7 +9,7 @@ from perdure.errors import ConfigurationError
 
 
 class InstanceOrder(Iterator[str]):
-    """References of instances, epoch after epoch.
+    """An endless iterator over instance references, epoch after epoch.
 
     Example:
         order = InstanceOrder(refs, seed=7)
@@ -19,7 +19,7 @@ class InstanceOrder(Iterator[str]):
     """
 
     def __init__(self, refs: Sequence[str], *, seed: int = 0, shuffle: bool = True) -> None:
-        """Raises: ConfigurationError when there are none."""
+        """Raises: ConfigurationError if `refs` is empty."""
         if not refs:
             raise ConfigurationError("refs: there is no instance to take")
         self._refs = tuple(refs)
@@ -37,13 +37,13 @@ class InstanceOrder(Iterator[str]):
         return self._order[self._taken - 1]
 
     def position(self) -> dict[str, Any]:
-        """What `resume` takes; plain JSON."""
+        """The argument for `resume`, as plain JSON."""
         return {"epoch": self.epoch, "taken": self._taken, "order": self._digest()}
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Continue behind the instance that was taken last.
+        """Continue after the last instance taken.
 
-        Raises: ConfigurationError where the instances, the seed or the shuffling have changed.
+        Raises: ConfigurationError if the instances, the seed or the shuffling have changed.
         """
         if position["order"] != self._digest():
             raise ConfigurationError(
@@ -53,7 +53,7 @@ class InstanceOrder(Iterator[str]):
         self._order = self._of_epoch()
 
     def _of_epoch(self) -> tuple[str, ...]:
-        """Depends on seed and epoch alone."""
+        """The order of the current epoch, which depends only on seed and epoch."""
         order = list(self._refs)
         if self._shuffle:
             random.Random(f"{self._seed}/{self.epoch}").shuffle(order)

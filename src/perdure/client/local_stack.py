@@ -1,6 +1,6 @@
 """The address of the stack that `perdure up` started in this home.
 
-Reads the state that its supervisor writes (`perdure.stack.state`); starts and checks nothing.
+Reads the state file that its supervisor writes (`perdure.stack.state`). Starts and checks nothing.
 """
 
 import json
@@ -10,7 +10,7 @@ from perdure.settings.tree import Settings
 
 
 def address(settings: Settings) -> str | None:
-    """Its Temporal server; None when no stack of these settings is running."""
+    """The address of the stack's Temporal server; None if no stack of these settings is running."""
     try:
         state = json.loads((settings.home.absolute() / "run" / "state.json").read_bytes())
         supervisor = ProcessId(state["pid"], state["started"])

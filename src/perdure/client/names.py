@@ -1,4 +1,4 @@
-"""Names that a caller and the workers must agree on: workflow types, task queues, signals."""
+"""Names that callers and workers share: workflow types, task queues, signals, memos, errors."""
 
 ROLLOUT = "RolloutWorkflow"
 GROUP = "RolloutGroupWorkflow"
@@ -12,20 +12,21 @@ CALIBRATION = "CalibrationWorkflow"
 GRANTED = "granted"
 """Signal to a rollout: the sandbox that it waits for may be created now."""
 BOOTING = "booting"
-"""Signal to a rollout: it has a seat, and its sandbox is being made for longer than a moment."""
+"""Signal to a rollout: it has a seat, and its sandbox takes longer than a moment to boot."""
 SPENT = "spent"
-"""Signal to a rollout or a group: the run's budget is used up, so buy no more and grade what there is."""
+"""Signal to a rollout or a group: the run's budget is used up, so stop the agents and grade their
+work."""
 
 CHANGED = "changed"
-"""Memo of a run: those of its fields that may change, once one of them has changed."""
+"""Memo of a run or a group: its changeable fields, set after the first change."""
 PAUSED = "paused"
-"""Memo of a run that continues as new: whether it was paused, and what it waited for."""
+"""Memo of a run that continues as new: whether it was paused, and for which failure."""
 
 WITHOUT_VERDICT = "NoVerdict"
-"""Type of the error of a rollout that failed; its detail is the EpisodeRef."""
+"""Error type of a rollout that failed. Its detail is the EpisodeRef."""
 
 ENDING = "RunEnding"
-"""Type of the error of a change that comes while the run writes its manifest."""
+"""Error type of a change that arrives while the run writes its manifest."""
 
 WORKFLOWS_QUEUE = "rollout-workflows"
 BOOT_QUEUE = "sandbox-boot"
@@ -49,30 +50,32 @@ SEARCH_ATTRIBUTES = {
     "PerdurePolicyVersion": "Int",
     "PerdureReward": "Double",
 }
-"""Those of every rollout, the way `temporal --search-attribute` spells their types: 8 Keyword, 3 Int and
-1 Double fit the fixed columns of Temporal's SQL visibility."""
+"""Search attributes of rollouts, with the type names of `temporal --search-attribute`. 8 Keyword, 3
+Int and 1 Double fit the fixed columns of Temporal's SQL visibility."""
 
 
 def host_queue(host: str) -> str:
-    """The queue of one host's agent workers: only they reach sandboxes that are its processes."""
+    """The queue of one host's agent workers. Only they reach sandboxes that are processes of the
+    host."""
     return f"{AGENT_QUEUE}@{host}"
 
 
 def upkeep_queue(host: str) -> str:
-    """Captures, clean-ups and sweeps of one host: short work that never waits behind its agents."""
+    """The queue for captures, cleanups and sweeps of one host, which never queue behind its
+    agents."""
     return f"upkeep@{host}"
 
 
 def life_queue(host: str) -> str:
-    """Polled by the process that shows the host's signs of life."""
+    """The queue that the process with the host's heartbeats polls."""
     return f"life@{host}"
 
 
 def host_id(host: str) -> str:
-    """The workflow that knows whether the host lives."""
+    """Id of the workflow that tracks whether the host is alive."""
     return f"host/{host}"
 
 
 def account_id(account: str) -> str:
-    """The workflow that keeps the permits of one provider account."""
+    """Id of the workflow that keeps the permits of one provider account."""
     return f"sandbox-account/{account}"

@@ -1,4 +1,4 @@
-"""Rollouts as Temporal lists them: all of a run, the newest, or those that have been open for longest."""
+"""Rollouts as Temporal lists them: all of a run, the newest ones, or the oldest open ones."""
 
 import time
 from collections import Counter
@@ -19,12 +19,13 @@ from perdure.types import EpisodeRef
 
 PAGE = 1000
 FEW = 50
-"""Listing a rollout costs the server a millisecond, counting thousands costs ten."""
+"""Rollouts listed at most, because listing one costs the server 1 ms and counting thousands 10
+ms."""
 WAITING = "waiting"
-"""The stage of a rollout before its boot has begun."""
+"""The stage of a rollout before its boot begins."""
 INSTANT = timedelta(milliseconds=1)
 FAILS_AFTER = 3
-"""Tries of a workflow task until its failure is not a passing one."""
+"""Tries of a workflow task after which its failure does not count as transient."""
 TASK_ENDS = {
     EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED,
     EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED,
@@ -35,7 +36,7 @@ CODE_FAULTS = {
     WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_NON_DETERMINISTIC_ERROR,
 }
 TOO_SLOW = "_DeadlockError"
-"""The SDK's type of failure where a busy worker did not finish a task within its two seconds."""
+"""The SDK's failure type if a busy worker did not finish a workflow task within two seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RolloutInfo:
     agent: str
     stage: str
     execution: str
-    """Temporal's own name: Running, Completed, Canceled, Failed, Terminated."""
+    """Temporal's name of the status: Running, Completed, Canceled, Failed, Terminated."""
     outcome: str
     attempt: int
     seconds: float
@@ -56,7 +57,7 @@ class RolloutInfo:
 
 
 async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
-    """Every rollout of a run that has started, in any state, by instance and sample: its last play."""
+    """The last execution of each started rollout of a run, ordered by instance and sample."""
     found = [one async for one in client.list_workflows(_query(run_id), page_size=PAGE)]
     return sorted(
         [await info(one) for one in last_of_each(found)],
@@ -72,7 +73,7 @@ async def of_instance(client: Client, run_id: str, instance_id: str) -> list[Rol
 
 
 def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
-    """One line about the rollouts of a group, of which some may not have started."""
+    """One line about the rollouts of a group, some of which may not have started."""
     if not found:
         return "no rollout has started: `perdure status` says whether workers poll"
     running = [one for one in found if one.execution == "Running"]
@@ -86,7 +87,7 @@ def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
 
 
 async def engine_wait(client: Client, found: Sequence[RolloutInfo]) -> str:
-    """Why the agent that has run longest waits for an engine; empty: it does not. Raises: RPCError."""
+    """Why the longest-running agent waits for an engine; empty if it does not. Raises: RPCError."""
     agents = [one for one in found if one.execution == "Running" and one.stage == "agent"]
     if not agents:
         return ""
@@ -99,8 +100,8 @@ async def engine_wait(client: Client, found: Sequence[RolloutInfo]) -> str:
 
 
 async def heartbeat_of(client: Client, step: PendingActivityInfo) -> dict[str, Any]:
-    """What the last heartbeat said (`activities.heartbeats.report`). The server keeps it between two tries,
-    so it counts only while the step is running."""
+    """Details of the last heartbeat (`activities.heartbeats.report`). The server keeps them between
+    two tries, so they count only while the activity is running."""
     if step.state != PendingActivityState.PENDING_ACTIVITY_STATE_STARTED:
         return {}
     details = await client.data_converter.decode(list(step.heartbeat_details.payloads))
@@ -108,14 +109,14 @@ async def heartbeat_of(client: Client, step: PendingActivityInfo) -> dict[str, A
 
 
 async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
-    """In Temporal's order: the open ones that started last, then those that ended last. Of a rollout
-    that was played again or reset, the last execution."""
+    """Rollouts in Temporal's order: open ones by start, then ended ones by end, the latest first.
+    If a rollout was rerun or reset, its last execution."""
     listed = client.list_workflows(_query(run_id), page_size=limit, limit=limit)
     return [await info(w) for w in last_of_each([w async for w in listed])]
 
 
 def last_of_each(found: Sequence[WorkflowExecution]) -> list[WorkflowExecution]:
-    """The execution of each workflow id that started last, in the order of `found`."""
+    """The last started execution of each workflow id, in the order of `found`."""
     last: dict[str, WorkflowExecution] = {}
     for one in found:
         if one.id not in last or last[one.id].start_time < one.start_time:
@@ -131,7 +132,8 @@ async def waiting(client: Client, run_id: str) -> int:
 
 
 async def code_fails(client: Client, run_id: str) -> AsyncIterator[str]:
-    """Open workflows of a run whose code has failed several times at the same task, as after an upgrade."""
+    """Open workflows of a run whose code keeps failing at the same task, for example after an
+    upgrade."""
     query = f"{attributes.RUN.name} = '{run_id}' AND ExecutionStatus = 'Running'"
     async for one in client.list_workflows(query):
         described = await client.get_workflow_handle(one.id).describe()
@@ -141,9 +143,9 @@ async def code_fails(client: Client, run_id: str) -> AsyncIterator[str]:
 
 
 async def _last_task_failed(client: Client, workflow_id: str) -> bool:
-    """Whether the code failed at the pending task; otherwise its worker was too slow, or ended.
+    """Whether the code failed at the pending task. Otherwise its worker was too slow, or ended.
 
-    Of several tries in a row, only the first has events in the history.
+    Of several failed tries in a row, only the first has events in the history.
     """
     request = GetWorkflowExecutionHistoryReverseRequest(
         namespace=client.namespace,
@@ -160,10 +162,10 @@ async def _last_task_failed(client: Client, workflow_id: str) -> bool:
 
 
 async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
-    """The open rollouts that started first, the oldest first. `limit`: at most `FEW`.
+    """The oldest open rollouts, the oldest first. `limit`: at most `FEW`.
 
-    Temporal lists the newest first. So if there are many, counts find a time before which only a few
-    of the open ones started.
+    Temporal lists the newest first. If there are many, count queries find a time before which only
+    a few of the open rollouts started.
     """
     query = f"{_query(run_id)} AND ExecutionStatus = 'Running'"
     listed = client.list_workflows(query, page_size=FEW, limit=FEW)
@@ -177,7 +179,7 @@ async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutIn
 
 async def _few_before(client: Client, query: str, late: datetime, wanted: int) -> datetime:
     """A time before which at least `wanted` and at most `FEW` workflows started. If more than `FEW`
-    started within a millisecond, the end of that millisecond."""
+    started within one millisecond, the end of that millisecond."""
 
     async def started(time: datetime) -> int:
         return (await client.count_workflows(_before(query, time))).count
@@ -199,7 +201,7 @@ async def _few_before(client: Client, query: str, late: datetime, wanted: int) -
 
 
 async def count(client: Client, run_id: str) -> dict[str, int]:
-    """How many rollouts of a run have started, by Temporal's name of their state."""
+    """Number of started rollouts of a run, by Temporal's name of their status."""
     found = await client.count_workflows(f"{_query(run_id)} GROUP BY ExecutionStatus")
     return {str(group.group_values[0]): group.count for group in found.groups}
 
@@ -211,7 +213,7 @@ async def info(found: WorkflowExecution) -> RolloutInfo:
     end = found.close_time.timestamp() if found.close_time else time.time()
     return RolloutInfo(
         workflow_id=found.id,
-        # A refused input has none; then the workflow's id says what was meant.
+        # A refused input sets no instance, so show the workflow id.
         instance=known.get(attributes.INSTANCE) or found.id,
         sample_index=known.get(attributes.SAMPLE) or 0,
         agent=known.get(attributes.AGENT) or "",

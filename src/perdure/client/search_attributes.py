@@ -1,4 +1,4 @@
-"""The search attributes of every rollout, as the SDK's keys. `names.SEARCH_ATTRIBUTES` has their types."""
+"""The search attributes of rollouts as SDK keys. `names.SEARCH_ATTRIBUTES` has their types."""
 
 from typing import Any
 
@@ -18,17 +18,17 @@ DATA_SOURCE = SearchAttributeKey.for_keyword("PerdureDataSource")
 AGENT = SearchAttributeKey.for_keyword("PerdureAgent")
 STAGE = SearchAttributeKey.for_keyword("PerdureStage")
 OUTCOME = SearchAttributeKey.for_keyword("PerdureOutcome")
-"""The grade's outcome, or the status of a rollout that has none (failed, cancelled, expired)."""
+"""The grade's outcome, or the status of a rollout without one (failed, cancelled, expired)."""
 FAILURE = SearchAttributeKey.for_keyword("PerdureFailure")
 SAMPLE = SearchAttributeKey.for_int("PerdureSample")
 ATTEMPT = SearchAttributeKey.for_int("PerdureAttempt")
 POLICY_VERSION = SearchAttributeKey.for_int("PerdurePolicyVersion")
-"""The version that the request names; without one, the newest version that sampled it."""
+"""The version that the request names, or else the newest version that sampled the rollout."""
 REWARD = SearchAttributeKey.for_float("PerdureReward")
 
 
 def of_rollout(request: RolloutRequest) -> TypedSearchAttributes:
-    """What is known about a rollout before it starts."""
+    """The attributes that are known before a rollout starts."""
     pairs: list[SearchAttributePair[Any]] = [
         SearchAttributePair(RUN, request.run_id),
         SearchAttributePair(INSTANCE, request.instance),
@@ -44,10 +44,10 @@ def of_rollout(request: RolloutRequest) -> TypedSearchAttributes:
 
 
 def updates_of(request: RolloutRequest) -> list[SearchAttributeUpdate[Any]]:
-    """The same, for a workflow that was started by hand and sets them itself."""
+    """The same attributes, for a workflow that was started by hand and sets them itself."""
     return [pair.key.value_set(pair.value) for pair in of_rollout(request).search_attributes]
 
 
 def are_set(found: TypedSearchAttributes) -> bool:
-    """Whether the client that started the workflow set our attributes."""
+    """Whether the client that started the workflow set Perdure's attributes."""
     return any(pair.key == RUN for pair in found.search_attributes)

@@ -1,7 +1,7 @@
 """The user's Temporal server: its address, namespace, TLS and API key.
 
-A `PERDURE_TEMPORAL__*` setting wins over the variables and profiles of Temporal's own tools, field by
-field. Knows the forms of Temporal Cloud; connects to nothing.
+Each `PERDURE_TEMPORAL__*` setting overrides the same field in the variables and profiles of
+Temporal's own tools. This module knows the address forms of Temporal Cloud. It makes no connection.
 """
 
 import sys
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 7233
 DEFAULT_NAMESPACE = "default"
 CLOUD = ".tmprl.cloud"
-"""Ends the address of one namespace in Temporal Cloud: `<namespace>.<account>.tmprl.cloud`."""
+"""Suffix of a namespace's address in Temporal Cloud: `<namespace>.<account>.tmprl.cloud`."""
 CLOUD_REGION = ".api.temporal.io"
-"""Ends the address of a region of Temporal Cloud, such as `us-east-1.aws.api.temporal.io`."""
+"""Suffix of a region's address in Temporal Cloud, such as `us-east-1.aws.api.temporal.io`."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """What a client needs to connect. An empty address: none is named anywhere."""
+    """The connection parameters of a client. The address is empty if none is configured."""
 
     address: str = ""
     namespace: str = DEFAULT_NAMESPACE
@@ -36,7 +36,7 @@ class Server:
     metadata: dict[str, str] = field(default_factory=dict, repr=False)
 
     def arguments(self) -> dict[str, Any]:
-        """For `Client.connect`."""
+        """Keyword arguments for `Client.connect`."""
         return {
             "target_host": self.address,
             "namespace": self.namespace,
@@ -47,12 +47,13 @@ class Server:
 
 
 def given_address(settings: Settings) -> str | None:
-    """The address in our settings, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's own TOML file.
+    """The address in Perdure's settings, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's TOML
+    file.
 
-    None: no server is named, so commands use the stack's. Raises: ConfigurationError.
+    None if no server is configured; commands then use the stack's. Raises: ConfigurationError.
     """
     if not (_is_named(settings.temporal) or _has_profile()):
-        return None  # without an import of the SDK, which long-lived programs may do without
+        return None  # before the SDK is imported, which some long-lived programs avoid
     server = given_server(settings)
     if not server.address and (server.api_key is not None or server.tls):
         raise ConfigurationError(
@@ -63,9 +64,9 @@ def given_address(settings: Settings) -> str | None:
 
 
 def given_server(settings: Settings, address: str = "") -> Server:
-    """What settings, variables and profile say of the server. `address` wins over theirs.
+    """The server that settings, variables and profile describe. `address` overrides theirs.
 
-    Raises: ConfigurationError when they contradict each other, or a file cannot be read.
+    Raises: ConfigurationError if they contradict each other, or if a file cannot be read.
     """
     from temporalio.envconfig import ClientConfigProfile
 
@@ -86,24 +87,24 @@ def given_server(settings: Settings, address: str = "") -> Server:
 
 
 def dev_server(settings: Settings, address: str) -> Server:
-    """The server that `perdure up` starts: nothing of another server's settings holds for it."""
+    """The server that `perdure up` starts. Settings of another server do not apply to it."""
     return Server(address, settings.temporal.namespace or DEFAULT_NAMESPACE)
 
 
 def with_port(address: str) -> str:
-    """`host` -> `host:7233`, Temporal's own port; an IPv6 address is written in brackets."""
+    """`host` -> `host:7233`, Temporal's default port. An IPv6 address must be in brackets."""
     _, colon, port = address.rpartition("]")[2].rpartition(":")
     return address if not address or (colon and port) else f"{address}:{DEFAULT_PORT}"
 
 
 def _is_named(ours: TemporalSettings) -> bool:
-    """Whether our settings say anything of a server."""
+    """Whether Perdure's settings configure a server."""
     named = (ours.address, ours.tls_ca_file, ours.tls_cert_file, ours.tls_key_file)
     return any((*named, ours.api_key.get_secret_value(), ours.tls_server_name, ours.tls == "on"))
 
 
 def _has_profile() -> bool:
-    """Whether variables or a file of Temporal's own tools are here."""
+    """Whether there may be variables or a file of Temporal's own tools."""
     if sys.platform != "linux" or any(n.startswith("TEMPORAL_") for n in environment.variables()):
         return True
     found = environment.variables().get("XDG_CONFIG_HOME", "")
@@ -120,7 +121,7 @@ def _is_cloud(host: str) -> bool:
 
 
 def _namespace(address: str, namespace: str, api_key: str | None) -> str:
-    """Raises: ConfigurationError when Temporal Cloud would refuse it with a message that helps less."""
+    """Raises: ConfigurationError if Temporal Cloud would refuse it with a less helpful message."""
     host = _host(address)
     if host.endswith(CLOUD):
         own = host.removesuffix(CLOUD)
@@ -147,7 +148,7 @@ def _namespace(address: str, namespace: str, api_key: str | None) -> str:
 def _tls(
     ours: TemporalSettings, theirs: "ClientConfigTLS | None", *, wanted: bool
 ) -> "bool | TLSConfig":
-    """`wanted`: the server speaks TLS unless a setting turned it off. Raises: ConfigurationError."""
+    """`wanted`: use TLS unless a setting turns it off. Raises: ConfigurationError."""
     from temporalio.envconfig import ClientConfigTLS
 
     theirs = theirs or ClientConfigTLS()

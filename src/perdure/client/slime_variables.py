@@ -1,7 +1,7 @@
-"""Environment variables of slime and its coding-agent example, as defaults of a request.
+"""Environment variables of slime and its coding-agent example, used as defaults of a request.
 
-`perdure.settings.aliases` says which field each one sets. A field that the request sets itself always
-wins.
+`perdure.settings.aliases` says which field each variable sets. A field that the request sets
+overrides the variable.
 """
 
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ from perdure.types import RolloutRequest, RunRequest
 def defaults_for(
     rollout: Mapping[str, Any], agent: str, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """`rollout`, fields of a RolloutRequest, with defaults for those that it does not set.
+    """`rollout`, which has fields of a RolloutRequest, with defaults for the fields it does not
+    set.
 
-    Raises: ConfigurationError naming a variable that is not a number of seconds.
+    Raises: ConfigurationError, which names the variable, if a value is not a number of seconds.
     """
     environment = variables() if environment is None else environment
     filled = dict(rollout)

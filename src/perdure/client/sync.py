@@ -1,6 +1,6 @@
-"""The sync twin: the same calls for trainers without an event loop.
+"""The sync version of the client, for trainers without an event loop.
 
-One background thread runs one event loop and one connection per process. Every call forwards to
+A background thread runs an event loop with the connection. Every call forwards to
 `perdure.client.api` and raises the same errors.
 """
 
@@ -104,7 +104,7 @@ class GroupHandle:
         self._loop, self._handle = loop, handle
 
     def episodes(self) -> Iterator[EpisodeRef]:
-        """Episodes as they finish."""
+        """Yield episodes as they finish."""
         stream = self._handle.episodes()
         while (episode := self._loop.do(_next(stream))) is not None:
             yield episode

@@ -1,7 +1,7 @@
-"""Carries traces through Temporal, and gives each workflow a span that replays do not repeat.
+"""Propagates traces through Temporal, and gives each workflow a span that replays do not repeat.
 
-Temporal's own interceptor puts the current span into headers of workflows and activities. The spans of
-stages and model calls are made where the work is done (`perdure.tracing`).
+Temporal's own interceptor puts the current span into headers of workflows and activities. The code
+that does the work creates the spans of stages and model calls (`perdure.tracing`).
 """
 
 import asyncio
@@ -23,13 +23,14 @@ from temporalio.worker import (
 from perdure.client import names
 
 SPANS = {names.ROLLOUT: "rollout", names.GROUP: "group", names.RUN: "run"}
-"""Name of a workflow's span, by its type. Other workflows have none."""
+"""Workflow type -> name of its span. Other workflows have no span."""
 OF_A_RUN = "run/"
-"""Begins the ids of runs."""
+"""Prefix of the workflow ids of runs."""
 
 
 class WorkflowSpans(ClientInterceptor, Interceptor):
-    """Makes the spans of workflows. It is a client's interceptor, so that its workers get it too."""
+    """Creates the spans of workflows. As a client interceptor, it applies to the client's workers
+    too."""
 
     def workflow_interceptor_class(
         self, input: WorkflowInterceptorClassInput
@@ -38,7 +39,7 @@ class WorkflowSpans(ClientInterceptor, Interceptor):
 
 
 def interceptors() -> list[ClientInterceptor]:
-    """For `Client.connect`; the outermost first."""
+    """Interceptors for `Client.connect`, the outermost first."""
     return [OpenTelemetryInterceptor(), WorkflowSpans()]
 
 
@@ -48,7 +49,7 @@ class _Spanned(WorkflowInboundInterceptor):
         if info.workflow_type not in SPANS:
             return await super().execute_workflow(input)
         span = _begin(SPANS[info.workflow_type], info, input.args)
-        # Never detached: the context ends with the workflow's own task.
+        # Not detached, because the context ends with the workflow's task.
         opentelemetry.context.attach(trace.set_span_in_context(span))
         try:
             result = await super().execute_workflow(input)
@@ -61,7 +62,8 @@ class _Spanned(WorkflowInboundInterceptor):
             span.end()
             raise
         except asyncio.CancelledError:
-            # An eviction from the worker's cache cancels too; then the next worker ends the span.
+            # An eviction from the worker's cache cancels too, and then the next worker ends the
+            # span.
             if workflow.cancellation_reason() is not None:
                 span.end()
             raise
@@ -71,8 +73,8 @@ class _Spanned(WorkflowInboundInterceptor):
 
 
 def _begin(name: str, info: workflow.Info, args: Any) -> trace.Span:
-    """A rollout of a run begins a trace of its own, linked to the run's: one trace for a whole run
-    would be too large to read."""
+    """Start the span. A rollout of a run begins its own trace, linked to the run's, because one
+    trace for a whole run would be too large to read."""
     current = trace.get_current_span().get_span_context()
     apart = name != "run" and info.root is not None and info.root.workflow_id.startswith(OF_A_RUN)
     attributes = {"perdure.workflow_id": info.workflow_id, "temporal.run_id": info.run_id}
@@ -90,7 +92,7 @@ def _begin(name: str, info: workflow.Info, args: Any) -> trace.Span:
 
 
 def _told(result: Any) -> dict[str, Any]:
-    """What the result of a rollout says."""
+    """Span attributes from a rollout's result."""
     found = {
         name: getattr(result, name, None) for name in ("status", "outcome", "reward", "tokens")
     }

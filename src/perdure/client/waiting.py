@@ -1,4 +1,5 @@
-"""What waits for capacity: boots for seats, gradings for slots, model calls for engines. And what to add."""
+"""What waits for capacity (boots for seats, gradings for slots, calls for engines) and what to
+add."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from perdure.client import names
 from perdure.types import Frozen
 
 STAGES = {"boot": names.BOOT_QUEUE, "grade": names.GRADE_QUEUE, "io": names.IO_QUEUE}
-"""Stages whose queues grow when hosts are missing. An agent never waits in a queue."""
+"""Stages whose queues grow if there are too few hosts. Agents never wait in a queue."""
 LONG_S = 20.0
-"""Seconds that the oldest task waits before more hosts are worth their start."""
+"""Seconds of waiting of the oldest task after which more hosts are worth their startup."""
 KV_FULL = 0.95
 
 
@@ -25,7 +26,7 @@ class Backlog(Frozen):
     stage: str
     count: int
     age_s: float
-    """How long the oldest one has waited."""
+    """How long the oldest task has waited."""
 
 
 class Engines(Frozen):
@@ -33,15 +34,15 @@ class Engines(Frozen):
 
     ready: int
     waiting_calls: int
-    """Calls that no engine has room for."""
+    """Calls that wait because no engine has room."""
     kv_used: float
-    """Share of the KV cache in use, over all engines."""
+    """Mean fraction of the KV cache in use, over the ready engines."""
     lacking: str = ""
-    """Why those that are not ready are not."""
+    """Why the other engines are not ready."""
 
 
 async def backlogs(client: Client) -> list[Backlog]:
-    """One for each stage. Raises: RPCError."""
+    """One backlog per stage. Raises: RPCError."""
     return list(await asyncio.gather(*(_backlog(client, *one) for one in STAGES.items())))
 
 
@@ -61,7 +62,7 @@ async def _backlog(client: Client, stage: str, queue: str) -> Backlog:
 
 
 def engines_of(document: dict[str, Any]) -> Engines:
-    """What a gateway answers at `GET /engines`."""
+    """Parse a gateway's answer to `GET /engines`."""
     serving = [one for one in document["engines"] if one["state"] == "ready"]
     used = [one["kv_used"] for one in serving if "kv_used" in one]
     mean = sum(used) / len(used) if used else 0.0
@@ -76,7 +77,8 @@ def engines_of(document: dict[str, Any]) -> Engines:
 
 
 def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
-    """`12 agents wait for seats, the oldest for 240 s: add hosts`; empty: nothing waits for long."""
+    """Example: `12 agents wait for seats, the oldest for 240 s: add hosts`; empty if no wait is
+    long."""
     found = {one.stage: one for one in waiting if one.age_s > LONG_S}
     parts = []
     if boots := found.get("boot"):
