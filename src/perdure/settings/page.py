@@ -1,5 +1,6 @@
 """The page docs/settings.md, written from the tree of settings and the tables beside it."""
 
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ takes a setting from the first of these places:
 3. `perdure.toml` in the working directory, or the file that `PERDURE_CONFIG` names;
 4. its default.
 
-A variable is the key's path: `port` in the table `[gateway]` is `PERDURE_GATEWAY__PORT`. An empty
-variable counts as unset. Unknown variables and keys are errors. `perdure up` hands its resolved
-settings to all its processes; they read no file.
+A variable is the path of a key in that file: `port` in the table `[gateway]` is
+`PERDURE_GATEWAY__PORT`. An empty variable counts as unset. Unknown variables and keys are errors.
+`perdure up` hands its resolved settings to all its processes; they read no file.
 
 ```toml
 store = "s3://bucket/prefix"
@@ -74,17 +75,16 @@ def _table(group: str, about: str) -> str:
     rows = [
         f"## {title}",
         "",
-        about,
+        cleandoc(about),
         "",
-        "| variable | key | default | meaning |",
-        "|---|---|---|---|",
+        "| variable | default | meaning |",
+        "|---|---|---|",
     ]
     for path, field in load.fields().items():
-        owner, _, name = path.rpartition(".")
-        if owner == group:
+        if path.rpartition(".")[0] == group:
             default = shown(field.get_default(call_default_factory=True))
             told = f"`{default}`" if default not in (None, "", {}) else "empty"
-            rows.append(f"| `{load.variable(path)}` | `{name}` | {told} | {meaning(path)} |")
+            rows.append(f"| `{load.variable(path)}` | {told} | {meaning(path)} |")
     return "\n".join(rows) + "\n"
 
 
@@ -92,14 +92,15 @@ def _aliases() -> str:
     rows = ["## Variables of other systems", ""]
     rows += ["A setting ranks them between its own variable and `perdure.toml`. A request's field"]
     rows += ["takes them as a default where the request is made. Empty ones count as unset.", ""]
-    rows += ["| variable | stands for |", "|---|---|"]
+    names: dict[str, list[str]] = {}
     for one in aliases.ALIASES:
         target = f"`{load.variable(one.stands_for)}`"
         if one.kind == "field":
             target = f"`{one.stands_for}` of a request" + (f" ({one.agent})" if one.agent else "")
-        rows.append(f"| `{one.name}` | {target} |")
-    rows += ["", "These stand for nothing here:", "", "| variable | reason |", "|---|---|"]
-    rows += [f"| `{name}` | {reason} |" for name, reason in aliases.NOT_APPLICABLE.items()]
+        names.setdefault(target, []).append(f"`{one.name}`")
+    rows += [f"- {target}: {', '.join(found)}" for target, found in names.items()]
+    rows += ["", "These stand for nothing here:", ""]
+    rows += [f"- `{name}`: {reason}" for name, reason in aliases.NOT_APPLICABLE.items()]
     return "\n".join(rows) + "\n"
 
 
