@@ -1,7 +1,7 @@
-"""The agent contract: what to install, how to start it, how to tell how it ended.
+"""The agent contract: what to install, how to start it, how to classify its end.
 
-An agent is the unmodified CLI or library from its registry. It runs inside the sandbox, detached,
-under the exec id `agent`; starting it is idempotent, watching it is re-attachable.
+An agent is the unmodified CLI or library from its registry. It runs in the sandbox, detached, under
+the exec id `agent`. Starting it is idempotent, and a new watcher can re-attach to it.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,16 @@ from perdure.types import AgentEnd, Instance, Sampling
 
 EXEC_ID = "agent"
 HOME = "/home/agent"
-"""Home of the agent inside every sandbox; outside the repository, so nothing lands in the diff."""
+"""The agent's home in every sandbox. It is outside the repository, so no file in it gets into the
+diff."""
 EVIDENCE = f"{HOME}/evidence"
 """Where an agent leaves its own logs and trajectory."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """Everything an agent may know. The hidden tests are not here; `gold_patch` only for oracle."""
+    """Everything an agent needs to start. Agents other than the oracle must not use
+    `gold_patch`."""
 
     instance: Instance
     workdir: str
@@ -49,7 +51,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a finished process left: it is classified and stored, never trusted."""
+    """The output of a finished agent process. It is classified and stored, never trusted."""
 
     status: ExecStatus
     stdout_tail: bytes
@@ -57,12 +59,13 @@ class Evidence:
     files: Mapping[str, bytes]
     """Contents of `Agent.artifacts` that existed."""
     turns: int
-    """Model calls the gateway recorded for this session."""
+    """Model calls that the gateway recorded for this session."""
 
 
 @runtime_checkable
 class ChecksHost(Protocol):
-    """An agent that needs a program which only a person can install: a run asks before it starts."""
+    """An agent that needs a program which only a person can install. A run checks it before it
+    starts."""
 
     def check_host(self, settings: AgentSettings) -> None:
         """Raises: MissingDependency."""
@@ -79,10 +82,11 @@ class Agent(Protocol):
     """Files inside the sandbox to keep as evidence."""
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        """Make the agent's program available on this host and say what to mount.
+        """Install the agent's program on this host, and return the mounts that it needs.
 
-        `tools` is the host's tool cache; `settings` name programs for hosts without a registry. Safe to call at the same time from many processes.
-        Raises: AgentError when the registry does not deliver it, MissingDependency.
+        `tools` is the host's tool cache; `settings` name programs for hosts without a registry.
+        Many processes may call this at the same time.
+        Raises: AgentError when the registry does not deliver the program; MissingDependency.
         """
         ...
 
@@ -91,5 +95,5 @@ class Agent(Protocol):
         ...
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        """How the agent ended, by its own rules."""
+        """How the agent ended, judged by the agent's own exit codes and log."""
         ...

@@ -1,5 +1,5 @@
-"""Checks an agent's name and options before a sandbox boots, with the same messages everywhere. The
-agent itself plans a launch for an instance that does not exist.
+"""Checks an agent's name and options before a sandbox boots: the agent prepares a launch for a
+dummy instance. All callers get the same messages.
 """
 
 from collections.abc import Mapping

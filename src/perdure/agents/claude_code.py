@@ -1,6 +1,6 @@
 """Claude Code 2.1.329, the native package from npm, unmodified, run headless in the sandbox.
 
-Its standard output is its log, one JSON object a line; the last `result` says how it ended.
+Its standard output is its log, one JSON object per line; the last `result` says how it ended.
 """
 
 import json
@@ -25,24 +25,23 @@ PACKAGE, NODE = "/opt/claude-code-package", "/opt/claude-code-node"
 ON_NODE = f"""#!/bin/sh
 exec {NODE}/bin/node {PACKAGE}/cli.js "$@"
 """
-"""`claude` where a user names the npm package that runs on Node."""
+"""The program `claude` for an npm package that runs on Node."""
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
-"""WebFetch and WebSearch ask hosts that no sandbox reaches."""
-
+"""Without WebFetch and WebSearch, because sandboxes reach no web hosts."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
-"""Values of `terminal_reason` for an end that is neither an answer nor an error."""
+"""Values of `terminal_reason` for a limit, as opposed to an answer or an error."""
 CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
-"""Its message after four answers in a row that the token cap cut off; `terminal_reason` is
+"""Its message after the token limit has cut off four answers in a row; `terminal_reason` is
 `api_error`."""
 
 
 class ClaudeCodeOptions(headless.HeadlessOptions):
     max_turns: int = Field(250, ge=0)
-    """Model calls of the main agent after which it stops; 0 = none."""
+    """Limit on the main agent's model calls; 0 = none."""
     tools: tuple[str, ...] = Field(TOOLS, min_length=1)
-    """Tools it may use; a shorter list is a shorter prompt."""
+    """Tools that it may use; a shorter list makes a shorter prompt."""
     agents: dict[str, JsonValue] = Field(default_factory=dict)
-    """Sub-agents to register, as `--agents` takes them: name -> description, prompt, tools."""
+    """Sub-agents to register, in the form of `--agents`: name -> description, prompt, tools."""
 
 
 class ClaudeCode:
@@ -122,13 +121,13 @@ def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:
 
 
 def _session_id(task: AgentTask) -> str:
-    """The same for every sample of an instance, because it may appear in prompts, which should
-    agree."""
+    """An id that is the same for every sample of an instance, because it may appear in prompts,
+    which should be equal."""
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"perdure:{task.instance.ref}"))
 
 
 def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
-    """Every model name that it uses is set, because the name decides the form of its requests."""
+    """Sets every model name that it uses, because the name decides the form of its requests."""
     models = (
         "ANTHROPIC_MODEL",
         "ANTHROPIC_SMALL_FAST_MODEL",
@@ -147,17 +146,17 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
 def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
     switched_on = (
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
-        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",  # else it repeats a refused request in other forms
+        "CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS",  # it would retry a refused request in other forms
         "CLAUDE_CODE_DISABLE_BACKGROUND_TASKS",  # sub-agents answer before the next turn starts
         "CLAUDE_CODE_DISABLE_AUTO_MEMORY",
         "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS",
         "DISABLE_AUTOUPDATER",
-        "DISABLE_PROMPT_CACHING",  # its cache marks move through the history with each turn
-        "IS_SANDBOX",  # otherwise it refuses to run as root, and images have only root
+        "DISABLE_PROMPT_CACHING",  # its cache marks would change the history at each turn
+        "IS_SANDBOX",  # it would refuse to run as root, and images have only root
     )
     return {
         **dict.fromkeys(switched_on, "1"),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it adds a system text that differs in every chain
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it adds a system text that differs per chain
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(chosen.answer(task)),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(chosen.window(task)),
         "API_TIMEOUT_MS": str(int(task.budget_s * 1000) + 1000),  # the budget ends a slow turn
@@ -166,6 +165,6 @@ def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
 
 
 def _last_result(stdout: bytes) -> dict[str, Any]:
-    """With a background task it prints two results; the last one counts."""
+    """The last result; with a background task, Claude Code prints two."""
     found = (event for event in headless.events(stdout) if event.get("type") == "result")
     return next(found, {})

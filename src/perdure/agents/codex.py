@@ -1,6 +1,6 @@
 """codex 0.169.0, the static binary from npm, unmodified, run headless in the sandbox.
 
-It speaks OpenAI's Responses only. Its standard output is one JSON event a line.
+It speaks only OpenAI's Responses API. Its standard output is one JSON event per line.
 """
 
 import json
@@ -20,10 +20,9 @@ CONFIG = f"{HOME}/.codex/config.toml"
 LAST_MESSAGE = f"{EVIDENCE}/last-message.txt"
 KEY = "PERDURE_SESSION_KEY"
 COMPACT_AT = 0.8
-"""Share of the context window that makes it summarise its history."""
-
+"""Fraction of the context window at which it summarizes its history."""
 CONTEXT_WORDS = ("context_length_exceeded", "context window")
-"""Part of its last error, if neither the task nor a summary fits the context any more."""
+"""Parts of its last error if neither the task nor a summary fits the context window."""
 
 
 class Codex:
@@ -68,7 +67,7 @@ class Codex:
 def _configuration(
     gateway_url: str, task: AgentTask, chosen: headless.HeadlessOptions
 ) -> dict[str, Any]:
-    """Its own settings file. No key in here: files are kept as evidence."""
+    """Its own settings file. It contains no key, because files are kept as evidence."""
     window = chosen.window(task)
     return {
         "model": task.model,
@@ -91,8 +90,7 @@ def _configuration(
 
 
 def _toml(settings: dict[str, Any]) -> bytes:
-    """Plain values first, then one table for each nested dict; a JSON string is a valid TOML
-    string."""
+    """Plain values, then one table per nested dict. JSON strings are valid TOML strings."""
     plain = [_line(name, value) for name, value in settings.items() if not isinstance(value, dict)]
     tables = [
         f"[{name}]\n" + "".join(_line(*item) for item in table.items())

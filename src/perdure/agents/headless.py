@@ -1,5 +1,5 @@
-"""What headless command-line agents share: options, the prompt, the log. The prompt comes by
-standard input from a file, because an argument may hold only 128 KiB.
+"""Shared by headless command-line agents: options, the prompt, the log. The prompt comes from a
+file on standard input, because Linux limits an argument to 128 KiB.
 """
 
 import json
@@ -21,7 +21,7 @@ SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
 
 
 def _split(value: Any) -> Any:
-    """One string is read as a shell would, as documents 002 and slime write extra arguments."""
+    """Split a string as a shell would, because slime gives extra arguments as one string."""
     return shlex.split(value) if isinstance(value, str) else value
 
 
@@ -29,22 +29,23 @@ Arguments = Annotated[tuple[str, ...], BeforeValidator(_split)]
 
 
 class HeadlessOptions(Request):
-    """Options with the same meaning for every such agent."""
+    """Options with the same meaning for every headless agent."""
 
     prompt_template: str = Field(
         prompts.DEFAULT_TEMPLATE, validation_alias=AliasChoices("prompt_template", "SWE_CC_PROMPT")
     )
-    """The task it is given, with the placeholders of `perdure.agents.prompts`."""
+    """The prompt, with the placeholders of `perdure.agents.prompts`."""
     extra_args: Arguments = Field(
         (), validation_alias=AliasChoices("extra_args", "SWE_CLAUDE_EXTRA_ARGS")
     )
-    """More of its own flags: a list, or one string that is split as a shell would."""
+    """More of the agent's own flags: a list, or one string that is split as a shell would."""
     extra_env: dict[str, str] = Field(default_factory=dict)
-    """Further variables for it; no secrets, and none that carry the gateway's address or key."""
+    """Extra environment variables; no secrets, and not the gateway's address or key."""
     context_window: int | None = Field(None, ge=1024)
-    """Tokens at which it compacts or stops; the request's `sampling.max_context_tokens` if absent."""
+    """Tokens at which it compacts or stops; default: the request's
+    `sampling.max_context_tokens`."""
     max_output_tokens: int | None = Field(None, ge=1)
-    """Tokens of one answer; the request's `sampling.max_tokens_per_turn` if absent."""
+    """Tokens of one answer; default: the request's `sampling.max_tokens_per_turn`."""
 
     def window(self, task: AgentTask) -> int:
         return self.context_window or task.sampling.max_context_tokens
@@ -54,22 +55,23 @@ class HeadlessOptions(Request):
 
 
 def gateway_of(agent: str, task: AgentTask) -> str:
-    """Raises: ConfigurationError when there is none to talk to."""
+    """The gateway's URL. Raises: ConfigurationError without a gateway."""
     if task.gateway_url is None:
         raise ConfigurationError(f"{agent} needs a gateway: start one with `perdure up`")
     return task.gateway_url
 
 
 def with_prompt(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The same command with the file `PROMPT` as its standard input. It starts no further
-    process."""
+    """The command with the file `PROMPT` as its standard input. It starts no extra process."""
     return ("/bin/sh", "-c", f'exec "$@" <{PROMPT}', "sh", *argv)
 
 
 def environment(
     task_env: Mapping[str, str], fixed: Mapping[str, str], extra: Mapping[str, str]
 ) -> dict[str, str]:
-    """`extra` may override `task_env` but not `fixed`, and must not hold secrets.
+    """Merge variables. `extra` may override `task_env` but not `fixed`, and must contain no
+    secrets.
+
 
     Raises: ConfigurationError naming the variable.
     """
@@ -85,7 +87,7 @@ def environment(
 
 
 def early_end(evidence: Evidence) -> AgentEnd | None:
-    """Ends that are the same for every agent: it never called the model, or it was killed."""
+    """The end states that all agents share: it never called the model, or it was killed."""
     if evidence.turns == 0:
         return AgentEnd.NEVER_CALLED_MODEL
     if evidence.status.state is ExecState.KILLED:
@@ -94,7 +96,7 @@ def early_end(evidence: Evidence) -> AgentEnd | None:
 
 
 def events(stdout: bytes) -> Iterator[dict[str, Any]]:
-    """The JSON objects of its log, newest first; other lines are skipped."""
+    """The JSON objects in the agent's log, newest first; other lines are skipped."""
     for line in reversed(stdout.splitlines()):
         try:
             event = json.loads(line)

@@ -1,4 +1,4 @@
-"""The version of the program that an agent's lock names."""
+"""Reads the version of an agent's program from its lock."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ REQUIREMENT = re.compile(r"^[\w.-]+==(\S+)$", re.MULTILINE)
 
 @functools.cache
 def locked_version(agent: str) -> str:
-    """Empty: the agent has no lock.
+    """The version in the agent's lock; empty if it has none.
 
     Example:
         locked_version("mini_swe_agent") -> "2.4.6"

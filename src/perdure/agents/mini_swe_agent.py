@@ -1,7 +1,7 @@
-"""mini-swe-agent 2.4.6 from PyPI, unmodified, run inside the sandbox from a read-only mount.
+"""mini-swe-agent 2.4.6 from PyPI, unmodified, run in the sandbox from a read-only mount.
 
-Its own command line, headless, with its `LocalEnvironment` in the workdir and tool calls to the
-gateway. Perdure captures the diff itself and does not use the agent's submission.
+It runs headless by its own command line, with its `LocalEnvironment` in the workdir. Perdure
+captures the diff itself and does not use the agent's submission.
 """
 
 import json
@@ -25,26 +25,26 @@ CONFIG = f"{HOME}/mini-swe-agent.yaml"
 TRAJECTORY = f"{EVIDENCE}/trajectory.json"
 LOCK = Path(__file__).parent / "locks" / "mini_swe_agent.txt"
 DIRECT = Path(__file__).parent / "inside" / "mini_swe_agent_direct.py"
-"""Perdure's model class for `client: direct`; it is copied into mini-swe-agent's site-packages."""
+"""Perdure's model class for `client: direct`, copied into mini-swe-agent's site-packages."""
 PACKAGES = f"lib/python3.{sys.version_info.minor}/site-packages"
 COMMAND_TIMEOUT_S = 60
-"""Time limit of each shell command; the value of the agent's own SWE-bench configuration."""
+"""Time limit of each shell command, as in the agent's own SWE-bench configuration."""
 
 LIMITS = {"LimitsExceeded", "TimeExceeded", "ContextWindowExceededError"}
 GAVE_UP = {"RepeatedFormatError"}
-"""The model never answered in the agent's format: the policy's failure, so the rollout is graded."""
+"""The model did not answer in the agent's format. That is the policy's failure, so it is graded."""
 
 
 class MiniSweAgentOptions(Request):
     step_limit: int = Field(250, ge=0)
-    """Model calls after which it stops; 0 = none. 250 is its own setting for SWE-bench."""
+    """Limit on model calls; 0 = none. 250 is the agent's own setting for SWE-bench."""
     prompt_template: str = prompts.DEFAULT_TEMPLATE
-    """The task it is given, with the placeholders of `perdure.agents.prompts`."""
+    """The prompt, with the placeholders of `perdure.agents.prompts`."""
     client: Literal["litellm", "direct"] = "litellm"
-    """How it calls the model: its own default, or the same request through `requests`, which spares
-    the import of litellm (1.5 CPU-seconds a rollout)."""
+    """How it calls the model: through litellm, its own default, or with the same request through
+    `requests`, which saves the import of litellm (1.5 CPU-seconds per rollout)."""
     extra_args: tuple[str, ...] = ()
-    """More of its own flags, e.g. ["-c", "environment.timeout=120"]."""
+    """More of the agent's own flags, e.g. ["-c", "environment.timeout=120"]."""
 
 
 class MiniSweAgent:
@@ -92,8 +92,8 @@ def _build(folder: Path) -> None:
 
 
 def _configuration(task: AgentTask, chosen: MiniSweAgentOptions) -> dict[str, Any]:
-    """Merged over the agent's own mini.yaml. It holds no key, because the trajectory repeats all of
-    it."""
+    """Settings that override the agent's own mini.yaml. They contain no key, because the trajectory
+    repeats them."""
     model: dict[str, Any] = {
         "model_name": f"openai/{task.model}",
         "model_kwargs": {
@@ -122,13 +122,15 @@ def _environment(task: AgentTask) -> dict[str, str]:
 
 
 def _yaml(value: dict[str, Any]) -> bytes:
-    """JSON with special characters escaped as YAML does, so that YAML reads it back exactly."""
+    """JSON with special characters escaped as in YAML, so that a YAML parser reads the exact
+    value."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[^\x00-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text).encode()
 
 
 def _exit_status(trajectory: bytes) -> str:
-    """The agent's own exit status; hostile bytes give "", never an exception."""
+    """The agent's own exit status; "" for bytes that cannot be parsed, which hostile code may
+    write."""
     try:
         status = json.loads(trajectory)["info"]["exit_status"]
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -1,4 +1,4 @@
-"""The agent that does nothing. With it, every sound instance must stay unresolved."""
+"""The agent that does nothing. It must leave every sound instance unresolved."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -1,7 +1,7 @@
-"""Packages of the npm registry in the tool cache: pinned, verified, unpacked once; no npm, no Node.
+"""Installs pinned, verified npm packages in the tool cache, without npm and Node.
 
-`locks/<name>.json` says which package and version serves which platform, with the registry's sha512.
-A host without a registry names a tarball instead: the setting PERDURE_AGENTS__<NAME>_TARBALL.
+`locks/<name>.json` names the package, version and sha512 for each platform. On a host without a
+registry, the setting PERDURE_AGENTS__<NAME>_TARBALL names a tarball instead.
 """
 
 import base64
@@ -30,7 +30,7 @@ ANY = "any"
 """The platform of a package without machine code."""
 TRIES = 3
 TIMEOUT_S = 120.0
-"""Seconds of silence on the connection. The whole download may take longer."""
+"""Timeout for each read, in seconds. The whole download may take longer."""
 BLOCK = 1 << 20
 
 
@@ -48,16 +48,16 @@ class Package:
 
     @property
     def path(self) -> str:
-        """Below the registry's address, as every npm registry lays it out."""
+        """The tarball's path below the registry's URL, the same in every npm registry."""
         return f"{self.name}/-/{self.name.rpartition('/')[2]}-{self.version}.tgz"
 
 
 async def installed(tools: Path, name: str, tarball: Path | None = None) -> Path:
-    """The folder with the content of the tarball's first folder (`package/`). `tarball`: the one
-    that the settings name instead of the registry's.
+    """The folder with the content of the tarball's first folder (`package/`).
 
-    Raises: AgentError when the registry does not deliver it or it is not what the lock says;
-    MissingDependency on a platform that the lock does not know, or when a named tarball is absent.
+    `tarball`: one that the settings name, to use instead of the registry's.
+    Raises: AgentError when the registry does not deliver the tarball, or its hash is not the
+    lock's; MissingDependency on a platform that the lock lacks, or when a named tarball is absent.
     """
     if tarball is not None:
         if not tarball.is_file():
@@ -72,7 +72,7 @@ async def installed(tools: Path, name: str, tarball: Path | None = None) -> Path
 
 
 def locked(name: str, lock: Mapping[str, Any]) -> Package:
-    """Raises: MissingDependency naming the machine and what would do instead."""
+    """The package for this platform. Raises: MissingDependency naming the platform and the fix."""
     here = PLATFORMS.get(platform.machine().lower(), platform.machine())
     entry = lock.get(here) or lock.get(ANY)
     if entry is None:
@@ -96,7 +96,7 @@ def _fetch(package: Package, folder: Path) -> None:
 
 
 def _download(package: Package, to: Path) -> None:
-    """Tried again when the connection broke or the registry was busy, never when it said no."""
+    """Retries a broken connection, a 429 and a 5xx; never another status, such as 404."""
     config = npmrc.load()
     url = config.registry(package.name) + package.path
     for attempt in range(1, TRIES + 1):
@@ -118,12 +118,12 @@ def _download(package: Package, to: Path) -> None:
 
 
 def _verified(package: Package, url: str, config: npmrc.Npmrc, to: Path) -> None:
-    """Raises: AgentError when its bytes are not those the lock promises."""
+    """Download once. Raises: AgentError when the hash is not the lock's."""
     algorithm, _, expected = package.integrity.partition("-")
     digest = hashlib.new(algorithm)
     request = urllib.request.Request(url)
     if authorization := config.authorization(url):
-        request.add_unredirected_header("Authorization", authorization)  # never to another host
+        request.add_unredirected_header("Authorization", authorization)  # not sent to other hosts
     context = ssl.create_default_context(cafile=config.cafile)
     with (
         urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer,
@@ -139,9 +139,9 @@ def _verified(package: Package, url: str, config: npmrc.Npmrc, to: Path) -> None
 
 
 def unpack(tarball: Path, folder: Path) -> None:
-    """Regular files only, each below `folder`; links and devices are left out, as npm does.
+    """Unpack regular files below `folder`; like npm, skip links and devices.
 
-    Raises: AgentError when it is no tarball or a name leads out of the folder.
+    Raises: AgentError when it is not a tarball, or a name points out of the folder.
     """
     try:
         with tarfile.open(tarball) as archive:
@@ -172,5 +172,5 @@ def _write(path: Path, content: IO[bytes], *, executable: int) -> None:
 
 
 def _host(url: str) -> str:
-    """Without a name and password that a user may have put into the address."""
+    """The URL's host, without the user name and password that it may contain."""
     return url.partition("//")[2].partition("/")[0].rpartition("@")[2]

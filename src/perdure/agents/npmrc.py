@@ -1,6 +1,6 @@
-"""npm's own configuration, as far as a download needs it: registry, scope, key, certificates.
+"""Reads the parts of npm's configuration that a download needs: registry, scope, key, certificates.
 
-Read in npm's order: environment, user file, global file. A project's `.npmrc` is ignored.
+Precedence is npm's: environment, user file, global file. A project's `.npmrc` is ignored.
 """
 
 import base64
@@ -14,23 +14,24 @@ from perdure.settings.environment import variables
 
 PUBLIC = "https://registry.npmjs.org/"
 GLOBAL = ("/etc/npmrc", "/usr/etc/npmrc", "/usr/local/etc/npmrc")
-"""Where distributions put npm's global file; `NPM_CONFIG_GLOBALCONFIG` names another."""
+"""Where distributions put npm's global file. `NPM_CONFIG_GLOBALCONFIG` names another one."""
 
 
 @dataclass(frozen=True)
 class Npmrc:
-    """What npm would use here; names are lower case, with dashes."""
+    """The values that npm would use; names are lowercase with dashes."""
 
     values: Mapping[str, str]
 
     def registry(self, package: str) -> str:
-        """Where a package comes from, ending in a slash; a scope may have its own."""
+        """The package's registry, ending in a slash; a scope may have its own registry."""
         scope = package.partition("/")[0] if package.startswith("@") else ""
         found = self.values.get(f"{scope}:registry") if scope else None
         return (found or self.values.get("registry") or PUBLIC).rstrip("/") + "/"
 
     def authorization(self, url: str) -> str | None:
-        """The header of the longest `//host/path/` with a key for this address, or None."""
+        """The header from the longest `//host/path/` with a key for this URL; None without a
+        key."""
         parts = urlsplit(url)
         path = f"//{parts.netloc}{parts.path}".lower()
         while len(path) > 2:
@@ -42,7 +43,7 @@ class Npmrc:
         return None
 
     def _password(self, path: str) -> str | None:
-        """`_password` is base64 in the file, and so is the header: name, colon, password."""
+        """Base64 of `name:password` for the header; `_password` in the file is base64 itself."""
         user, secret = (self.values.get(f"{path}:{name}") for name in ("username", "_password"))
         if user is None or secret is None:
             return None
@@ -54,7 +55,7 @@ class Npmrc:
 
 
 def load(environment: Mapping[str, str] | None = None) -> Npmrc:
-    """What npm would use; `environment`: this process's, unless given."""
+    """Load npm's configuration. `environment` defaults to this process's variables."""
     environment = variables() if environment is None else environment
     own = {
         name.lower().removeprefix("npm_config_").replace("_", "-"): value
@@ -70,7 +71,7 @@ def load(environment: Mapping[str, str] | None = None) -> Npmrc:
 
 
 def _read(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """`key = value` lines; `${NAME}` is filled from the environment, as npm does."""
+    """Read `key = value` lines. Like npm, expand `${NAME}` from the environment."""
     try:
         lines = file.read_text("utf-8", "replace").splitlines()
     except OSError:

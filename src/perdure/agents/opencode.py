@@ -1,6 +1,7 @@
 """opencode 1.18.33, the native package from npm, unmodified, run headless in the sandbox.
 
-It speaks Chat Completions. Its standard output is one JSON event a line; its exit code says little.
+It speaks Chat Completions. Its standard output is one JSON event per line; its exit code says
+little.
 """
 
 import json
@@ -21,17 +22,16 @@ CONFIG = f"{HOME}/opencode.json"
 KEY = "PERDURE_SESSION_KEY"
 PROVIDER = "perdure"
 TITLE = "rollout"
-"""A fixed title, because it otherwise asks the model for one."""
+"""A fixed title. Without one, opencode asks the model for a title."""
 CONTEXT = "ContextOverflowError"
 NO_SUMMARY = "Tool call not allowed while generating summary"
-"""The model called a tool instead of summarising its history: the policy's failure, so it is
-graded."""
+"""The model called a tool instead of summarizing its history. That is the policy's failure, so it
+is graded."""
 
 
 class OpencodeOptions(headless.HeadlessOptions):
     max_steps: int = Field(250, ge=0)
-    """Limit of the main agent's model calls; opencode asks the last one to finish without tools. 0
-    = none."""
+    """Limit on the main agent's model calls; 0 = none. opencode lets the last one use no tools."""
 
 
 class Opencode:
@@ -80,14 +80,14 @@ def _end_of_error(error: str) -> AgentEnd:
 
 
 def _finish_reason(log: list[dict[str, Any]]) -> str:
-    """Why its newest finished step ended; "" when none did."""
+    """Why its newest finished step ended; "" if none has finished."""
     parts = (event.get("part") for event in log if event.get("type") == "step_finish")
     part = next(parts, None)
     return str(part.get("reason")) if isinstance(part, dict) else ""
 
 
 def _steps_allowed(config: bytes) -> int:
-    """The limit in its settings file, which is kept as evidence; 0 if none is set or the file is
+    """The limit in its settings file, which is kept as evidence; 0 without one or if it is
     damaged."""
     try:
         steps = json.loads(config)["agent"]["build"]["steps"]
@@ -97,7 +97,7 @@ def _steps_allowed(config: bytes) -> int:
 
 
 def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -> dict[str, Any]:
-    """Its own settings file. It holds no key, because files are kept as evidence."""
+    """Its own settings file. It contains no key, because files are kept as evidence."""
     name = f"{PROVIDER}/{task.model}"
     limits = {"context": chosen.window(task), "output": chosen.answer(task)}
     steps = {"steps": chosen.max_steps} if chosen.max_steps else {}

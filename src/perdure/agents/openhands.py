@@ -1,7 +1,7 @@
 """OpenHands' software-agent SDK 1.58.0 from PyPI, unmodified, run headless in the sandbox.
 
-It runs its default agent with its own tools and prompts; `openhands_run.py` only starts it. It
-needs a Python 3.12 of the host, which is mounted beside it.
+`openhands_run.py` starts its default agent with its own tools and prompts. It needs a Python 3.12
+or later of the host, which is mounted too.
 """
 
 import asyncio
@@ -26,14 +26,15 @@ KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
 RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
 PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
-"""Names the Python to use, instead of the first of at least 3.12 on this host."""
+"""The setting that names the Python to use. Default: the first on this host that is 3.12 or
+later."""
 
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
 
 
 class OpenhandsOptions(headless.HeadlessOptions):
     max_steps: int = Field(250, ge=1)
-    """Steps of the agent after which it stops."""
+    """Limit on the agent's steps."""
 
 
 class Openhands:
@@ -48,7 +49,7 @@ class Openhands:
         recipe = "\n".join((python.identity, LOCK.read_text(), RUNNER.read_text()))
         folder = await toolcache.built(tools, self.name, recipe, lambda to: _build(to, python))
         program = Mount(source=folder, target=MOUNT)
-        if python.prefix.is_relative_to("/usr"):  # every sandbox has it
+        if python.prefix.is_relative_to("/usr"):  # every sandbox has /usr
             return (program,)
         return (program, Mount(source=python.prefix, target=str(python.prefix)))
 
@@ -85,7 +86,7 @@ class Openhands:
 
 
 BEHAVIOUR: Mapping[str, str] = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it asks the internet for prices
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
     "ALLOW_SHORT_CONTEXT_WINDOWS": "true",  # otherwise it refuses windows below 16,384 tokens
     "LOG_LEVEL": "WARNING",
     "OPENHANDS_SUPPRESS_BANNER": "1",
@@ -99,7 +100,7 @@ def _build(folder: Path, python: toolcache.Python) -> None:
 
 
 def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> dict[str, Any]:
-    """Input of `openhands_run.py`. It holds no key, because files are kept as evidence."""
+    """Input of `openhands_run.py`. It contains no key, because files are kept as evidence."""
     return {
         "llm": {
             "model": f"openai/{task.model}",

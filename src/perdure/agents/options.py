@@ -1,4 +1,4 @@
-"""Checks the `agent_options` of a request, and refuses a wrong or unknown one by name."""
+"""Checks the `agent_options` of a request, and names a wrong or unknown one."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from perdure.types import Request
 
 
 class NoOptions(Request):
-    """For agents that take none."""
+    """For agents without options."""
 
 
 Options = TypeVar("Options", bound=Request)
 
 
 def parse(agent: str, model: type[Options], options: Mapping[str, JsonValue]) -> Options:
-    """Raises: ConfigurationError naming the option, what is wrong, and the known ones."""
+    """Raises: ConfigurationError naming the option, the problem and the known options."""
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:

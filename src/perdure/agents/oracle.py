@@ -1,4 +1,5 @@
-"""The oracle applies the gold patch, or runs the gold script. With it, every sound instance must be resolved."""
+"""The oracle applies the gold patch or runs the gold script. It must resolve every sound
+instance."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +18,7 @@ SOLVE = f"ln -sfn {SOLUTION} /solution 2>/dev/null; exec bash {SOLUTION}/solve.s
 
 
 class Oracle:
-    """The only agent that is given the solution."""
+    """The only agent that gets the solution."""
 
     name: ClassVar[str] = "oracle"
     needs_model: ClassVar[bool] = False

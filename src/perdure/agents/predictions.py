@@ -1,4 +1,5 @@
-"""The name under which patches from elsewhere are graded. It never runs: its rollouts start at the grading."""
+"""The agent name for patches made elsewhere. It never runs, because its rollouts start with
+grading."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""The prompt of an agent: a template the user may replace, filled from the instance."""
+"""Renders an agent's prompt from the instance and a template, which the user may replace."""
 
 from perdure.agents.base import AgentTask
 
@@ -14,7 +14,7 @@ resolved. Tests that you cannot see decide; do not change existing tests or thei
 
 def render(template: str, task: AgentTask) -> str:
     """Fill `{problem_statement}`, `{workdir}`, `{repo}` and `{instance_id}`. Other braces, in the
-    issue text or the template, stay as they are.
+    issue text or the template, do not change.
     """
     values = {
         "{workdir}": task.workdir,

@@ -1,7 +1,7 @@
-"""Qwen Code 0.15.10 from npm on a Node of its own, unmodified, run headless in the sandbox.
+"""Qwen Code 0.15.10 from npm with its own Node, unmodified, run headless in the sandbox.
 
-It speaks Chat Completions. After an API error it exits with 0; only its result's text names the
-error.
+It speaks Chat Completions. After an API error it exits with 0; only the text of its result names
+the error.
 """
 
 import json
@@ -28,7 +28,7 @@ _BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # otherwise it restarts itself w
 
 class QwenCodeOptions(headless.HeadlessOptions):
     max_turns: int = Field(250, ge=0)
-    """Model calls of the main agent after which it stops; 0 = none."""
+    """Limit on the main agent's model calls; 0 = none."""
 
 
 class QwenCode:
@@ -79,14 +79,14 @@ class QwenCode:
 
 
 def _was_sampled(log: list[dict[str, Any]]) -> bool:
-    """Whether its last text comes from the model, which may itself look like an endpoint's error."""
+    """Whether the model wrote its last text, because such a text may look like an API error."""
     said = next((event.get("message") for event in log if event.get("type") == "assistant"), None)
     usage = said.get("usage") if isinstance(said, dict) else None
     return isinstance(usage, dict) and bool(usage.get("output_tokens"))
 
 
 def _settings(task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
-    """Its own settings file. It holds no key, because files are kept as evidence."""
+    """Its own settings file. It contains no key, because files are kept as evidence."""
     generation = {
         "timeout": int(task.budget_s * 1000) + 1000,  # the budget ends a slow turn
         "contextWindowSize": chosen.window(task),
@@ -99,5 +99,5 @@ def _settings(task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
         "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
-        "tools": {"exclude": ["web_fetch"]},  # it asks hosts that no sandbox reaches
+        "tools": {"exclude": ["web_fetch"]},  # sandboxes reach no web hosts
     }

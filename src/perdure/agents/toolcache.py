@@ -1,5 +1,7 @@
-"""The host's tool cache: each agent's program is built once and never changed. A tool is a folder
-named by the digest of its recipe. It appears complete, and is built again if it is damaged.
+"""The host's tool cache: each agent's program is built once and never changed.
+
+A tool is a folder named by the digest of its recipe. It gets that name once it is complete, and is
+rebuilt if it is damaged.
 """
 
 import asyncio
@@ -20,13 +22,13 @@ from perdure.interpreters import find_interpreter, find_uv, places_searched
 
 INSTALL_TIMEOUT_S = 900
 LATER_MINORS = 3
-"""Minor versions that are looked for, from the least one on."""
+"""Number of minor versions to look for, starting with the minimum."""
 
 
 async def built(tools: Path, name: str, recipe: str, build: Callable[[Path], None]) -> Path:
-    """The finished folder `<tools>/<name>-<digest of recipe>`, built now if it is not there.
+    """The finished folder `<tools>/<name>-<digest of recipe>`, built now if it does not exist.
 
-    Many processes may call it at once: one builds, the others wait outside the event loop.
+    Many processes may call this at once: one builds, the others wait outside the event loop.
     """
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     folder = tools / f"{name}-{digest}"
@@ -49,7 +51,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 def python_identity() -> str:
-    """The interpreter that a virtual environment depends on."""
+    """Identifies the interpreter on which a virtual environment depends."""
     return f"{sys.base_prefix} {sys.version} {platform.machine()}"
 
 
@@ -59,15 +61,15 @@ class Python:
 
     executable: Path
     prefix: Path
-    """Folders that a sandbox needs to run it."""
+    """The folder that a sandbox needs to run it."""
     identity: str
 
 
 def find_python(minimum: str, named: str, variable: str) -> Python:
-    """The interpreter that a user named, or the first on this host of this minor version, or of a later
-    one.
+    """The interpreter that the user named, or the first on this host of this minor version or a
+    later one.
 
-    Raises: MissingDependency saying where it looked, and how to get one.
+    Raises: MissingDependency with the places it searched and the command that installs one.
     """
     program = Path(named) if named else _first(minimum)
     found = program and _described(program, minimum)
@@ -90,7 +92,7 @@ def _first(minimum: str) -> Path | None:
 
 
 def _described(program: Path, minimum: str) -> tuple[Path, str] | None:
-    """Its prefix and its full version. None: it does not start, or is older."""
+    """The program's prefix and full version; None if it does not start or is too old."""
     enough = f"sys.version_info >= ({', '.join(minimum.split('.'))})"
     script = f"import sys; print(sys.base_prefix); print({enough}); print(sys.version)"
     try:
@@ -103,10 +105,10 @@ def _described(program: Path, minimum: str) -> tuple[Path, str] | None:
 
 
 def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") -> None:
-    """A relocatable virtual environment on this interpreter, or the named one, exactly as locked,
-    with hashes checked.
+    """Make a relocatable virtual environment with exactly the locked packages, and check their
+    hashes.
 
-    Raises: MissingDependency without uv; AgentError when the registry does not deliver.
+    Raises: MissingDependency without uv; AgentError when the registry does not deliver a package.
     """
     uv = str(find_uv())
     interpreter = interpreter or f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"

@@ -1,1 +1,1 @@
-"""Programs that run inside the sandbox, in the agent's own Python: Perdure is not installed there."""
+"""Programs that run in the sandbox, in the agent's own Python, where Perdure is not installed."""

@@ -1,6 +1,6 @@
-"""A model class for mini-swe-agent (its `model_class` setting): one POST per turn, no litellm.
+"""A model class for mini-swe-agent (its `model_class` setting): one POST per turn, without litellm.
 
-Runs inside the sandbox in the agent's own environment; nothing in Perdure imports it.
+It runs in the sandbox, in the agent's own environment; no module of Perdure imports it.
 """
 
 # mypy: ignore-errors
@@ -15,15 +15,15 @@ REFUSED = {400, 401, 403, 404, 422}
 
 
 class ContextWindowExceededError(Exception):
-    """Named as litellm names it: the agent's exit status is the name of its exception."""
+    """Has litellm's name, because the agent's exit status is the name of the exception."""
 
 
 class RequestRefused(Exception):
-    """A repetition would be refused too."""
+    """The gateway refused the request and would refuse a retry."""
 
 
 class DirectModel(OpenRouterModel):
-    """Chat completions with the bash tool, as the litellm class sends them."""
+    """Sends chat completions with the bash tool, as the litellm class does."""
 
     abort_exceptions = (ContextWindowExceededError, RequestRefused, KeyboardInterrupt)
 

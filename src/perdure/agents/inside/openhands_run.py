@@ -1,7 +1,8 @@
-"""Runs OpenHands' SDK headless: its own agent, tools and prompts, as its default preset has them.
+"""Runs OpenHands' SDK headless, with the agent, tools and prompts of its default preset.
 
-A script for the agent's own Python inside the sandbox, where Perdure is not installed. Reads a JSON
-file of settings and the prompt from standard input; prints one event a line, `perdure_end` last.
+It runs in the agent's own Python in the sandbox, where Perdure is not installed. It reads a JSON
+file of settings, and the prompt from standard input. It prints one event per line, `perdure_end`
+last.
 """
 
 import json
@@ -30,7 +31,7 @@ def main(settings: dict[str, Any], prompt: str) -> None:
     error = ""
     try:
         conversation.run()
-    except Exception as raised:  # the report below names it
+    except Exception as raised:  # `perdure_end` reports it
         error = f"{type(raised).__name__}: {raised}"
     tell({"kind": "perdure_end", "status": conversation.state.execution_status, "error": error})
     conversation.close()
