@@ -1,1 +1,1 @@
-"""What a run came to: figures, comparisons and plots from its episodes."""
+"""Computes figures, comparisons and plots from a run's episodes."""

@@ -1,6 +1,7 @@
-"""What gold and no patch resolve of a run's instances: no model can do better, none should do worse.
+"""Bounds of a run: the shares of its instances that the gold patch and no patch resolve.
 
-Calibration has tried both. Instances that were not calibrated count as unknown.
+No model should exceed the first or fall below the second. Calibration measures both, so they are
+unknown for instances that were not calibrated.
 """
 
 from dataclasses import dataclass
@@ -15,20 +16,20 @@ GOLD_AGENT, NO_PATCH_AGENT = "oracle", "nop"
 
 @dataclass(frozen=True)
 class Bounds:
-    """Shares of rollouts that are resolved; None where nothing was tried."""
+    """Shares of resolved rollouts; None if unknown."""
 
     upper: float | None = None
-    """By the gold patch."""
+    """Share with the gold patch."""
     floor: float | None = None
-    """By no patch."""
+    """Share without a patch."""
     instances: int = 0
-    """Of the run, for which they are known."""
+    """Instances of the run for which the shares are known."""
     source: str = ""
-    """`calibration`, or the run that tried it."""
+    """`calibration`, or the runs that measured them."""
 
 
 async def calibrated(store: Store, run: RunFacts, sandbox: str) -> Bounds:
-    """From the calibration of the run's instances in this kind of sandbox."""
+    """Bounds from the calibration of the run's instances in this kind of sandbox."""
     refs = sorted({one.instance for one in run.rollouts})
     found = await calibration.records(store, refs, sandbox)
     known = [records[0] for records in found.values() if records]
@@ -44,7 +45,7 @@ async def calibrated(store: Store, run: RunFacts, sandbox: str) -> Bounds:
 
 
 def of_runs(run: RunFacts, others: list[RunFacts]) -> Bounds:
-    """From runs of the agents `oracle` and `nop` over the same instances."""
+    """Bounds from runs of the agents `oracle` and `nop` over the same instances."""
     mine = {one.instance_id for one in run.rollouts}
     upper, upper_run = _share(mine, others, GOLD_AGENT)
     floor, floor_run = _share(mine, others, NO_PATCH_AGENT)
@@ -57,7 +58,7 @@ def of_runs(run: RunFacts, others: list[RunFacts]) -> Bounds:
 
 
 def gives_bounds(run: RunFacts, first: RunFacts) -> bool:
-    """Whether it is a run of gold or of no patch beside a run of another agent."""
+    """Whether `run` is of the agents oracle or nop, and `first` is of another agent."""
     agents = {one.agent for one in run.rollouts}
     return agents <= {GOLD_AGENT, NO_PATCH_AGENT} and agents != {
         one.agent for one in first.rollouts

@@ -1,4 +1,4 @@
-"""Two runs, paired by instance."""
+"""Compares two runs, paired by instance."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from perdure.reports.statistics import Interval, difference_interval, sign_test
 
 @dataclass(frozen=True)
 class Comparison:
-    """The second run against the first, over instances that both graded.
+    """The second run compared with the first, over instances that both graded.
 
-    An instance is won where a larger share of its samples is resolved.
+    An instance is won if the second run resolved a larger share of its samples.
     """
 
     first: str
     second: str
     instances: int
     difference: Interval
-    """Mean difference of the shares that are resolved, second minus first."""
+    """Mean difference of the resolved shares, second minus first."""
     won: int
     lost: int
     p: float
-    """Exact sign test; with one sample each, McNemar's exact test."""
+    """p of the exact sign test; with one sample per instance, it is McNemar's exact test."""
     won_examples: tuple[str, ...]
     lost_examples: tuple[str, ...]
     only_in_first: int
@@ -51,12 +51,12 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
 
 
 def shares(run: RunFacts) -> dict[str, float]:
-    """Instance id -> the share of its graded samples that are resolved."""
+    """Instance id -> the resolved share of its graded samples."""
     return {name: sum(tried) / len(tried) for name, tried in tries_of(run).items()}
 
 
 def first_tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
-    """As `tries_of`, by each rollout's first verdict, before it was played again."""
+    """As `tries_of`, but with each rollout's first verdict, from before any retry."""
     tries: dict[str, list[bool]] = {}
     for one in run.rollouts:
         if one.graded:

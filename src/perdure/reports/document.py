@@ -1,4 +1,4 @@
-"""A report as JSON: the same figures, all lists whole."""
+"""A report as JSON: the same figures, with complete lists."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from perdure.reports.report import Report
 
 
 def document(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """Numbers that do not exist are null. An interval is `{mean, low, high, instances}`."""
+    """The JSON document. Missing numbers are null. An interval is `{mean, low, high,
+    instances}`."""
     runs = [{**asdict(one), "sandbox_error_rate": one.sandbox_error_rate} for one in reports]
     found = {"schema_version": 1, "runs": runs, "comparisons": [asdict(one) for one in comparisons]}
     cleaned: dict[str, Any] = _plain(found)

@@ -1,6 +1,6 @@
-"""One rollout as a report needs it, read from its `episode.json`.
+"""Reads from `episode.json` the facts of one rollout that a report needs.
 
-Only the fields below are kept, so that a run of many thousand rollouts fits into memory.
+It keeps only the fields below, so that a run of many thousand rollouts fits in memory.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ from perdure.storage.base import Store
 from perdure.types import DEFAULT_MODEL, Failure, Frozen, RolloutStatus
 
 AT_ONCE = 32
-"""Episodes that are read at a time."""
+"""Episodes to read at a time."""
 LOST_GRADING = "-lost-"
-"""In the name of the file that a lost grading sandbox leaves."""
+"""Part of the name of the file that records a lost grading sandbox."""
 
 
 RESOLVED = "resolved"
@@ -88,7 +88,7 @@ class _Episode(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class RolloutFacts:
-    """One finished rollout. Seconds and Unix seconds; tokens are counts."""
+    """One finished rollout. Times are Unix seconds, durations seconds, tokens counts."""
 
     instance_id: str
     instance: str
@@ -96,15 +96,15 @@ class RolloutFacts:
     sample_index: int
     agent: str
     models: tuple[str, ...]
-    """That answered; empty: none was called."""
+    """Models that answered; empty if none was called."""
     asked_models: tuple[str, ...]
-    """The names that requests used, where another name answered."""
+    """Requested model names under which no model answered."""
     usage: tuple[ModelUsage, ...]
     """Tokens of the attempt that counts, by the model that answered."""
     discarded: tuple[ModelUsage, ...]
-    """Tokens that earlier attempts bought."""
+    """Tokens of discarded attempts."""
     earlier_outcomes: tuple[str, ...]
-    """Of the same sample before it was played again, the oldest first."""
+    """Outcomes of the same sample before retries, the oldest first."""
     status: RolloutStatus
     outcome: str | None
     reward: float | None
@@ -125,16 +125,16 @@ class RolloutFacts:
     waiting_seconds: float
     attempts: int
     sandboxes: int
-    """Booted for the agent and for gradings."""
+    """Sandboxes booted for the agent and for gradings."""
     sandboxes_lost: int
     flaky: bool
-    """Gradings of one patch came to different outcomes."""
+    """Gradings of the same patch had different outcomes."""
     calibration: str | None
     patch_sha256: str
     official: str | None
     """The outcome by the row's own protocol."""
     unverified: str | None
-    """Why no twin checked this success; None where twins did, or there is none."""
+    """Why no twin checked this success; None if twins did, or if it is not resolved."""
 
     @property
     def name(self) -> str:
@@ -150,12 +150,12 @@ class RolloutFacts:
 
     @property
     def ending(self) -> str:
-        """Its outcome, or its status without one."""
+        """Its outcome; its status if it has none."""
         return self.outcome or self.status.value
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds of the agent stage in which it asked no engine."""
+        """Seconds of the agent stage outside model calls."""
         modelled = self.engine_seconds + self.waiting_seconds
         return max(0.0, self.stage_seconds.get("agent", 0.0) - modelled)
 
@@ -229,7 +229,7 @@ def parse_facts(data: bytes) -> RolloutFacts:
 
 
 def _asked(episode: _Episode, answered: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that the request or a call asked for, and under which nothing answered."""
+    """Model names that the request or a call used, and under which no model answered."""
     if not episode.turns:
         return ()
     names = dict.fromkeys((episode.provenance.model, *(one.asked_model for one in episode.usage)))
@@ -241,7 +241,8 @@ def _given(episode: _Episode) -> str:
 
 
 def _replayed(episode: _Episode) -> tuple[str, ...]:
-    """Outcomes of earlier plays: verdicts of an earlier attempt. One of the same attempt was a grading."""
+    """Outcomes before retries. A verdict of the same attempt does not count: it is from a
+    regrade."""
     now = len(episode.attempts)
     return tuple(one.outcome for one in episode.earlier if one.outcome and one.attempt < now)
 
@@ -253,9 +254,10 @@ def _unverified(outcome: str | None, found: _Verification | None) -> str | None:
 
 
 def _sandboxes(episode: _Episode) -> tuple[int, int]:
-    """Sandboxes that were booted, and those of them that were lost.
+    """The numbers of booted and of lost sandboxes.
 
-    An agent's sandbox was lost if its attempt booted and left no patch, unless a person broke it off.
+    An agent's sandbox was lost if its attempt booted and left no patch, unless it was canceled or
+    expired.
     """
     ends = [(len(episode.attempts), episode.status)]
     ends += [(one.attempt, one.status) for one in episode.earlier]

@@ -1,4 +1,4 @@
-"""Why rollouts have no verdict, grouped by boundary and by the sentence that says it."""
+"""Groups failed rollouts by boundary and by error message."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,19 +10,19 @@ from perdure.types.results import SENTENCE
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """Failures that say the same."""
+    """Failures with the same message."""
 
     boundary: str
     type: str
     count: int
     sentence: str
-    """Of the first one."""
+    """The message of the first one."""
     examples: tuple[str, ...]
     """`<instance>/<sample>` of the first three."""
 
 
 def failure_groups(rollouts: Iterable[RolloutFacts]) -> list[FailureGroup]:
-    """The most frequent first."""
+    """The groups, the most frequent first."""
     alike: defaultdict[tuple[str, str, str], list[RolloutFacts]] = defaultdict(list)
     for one in rollouts:
         if one.failure is not None:

@@ -1,6 +1,6 @@
-"""A run's rollouts as curves for TensorBoard and W&B, written by their own clients.
+"""Writes a run's rollouts as curves for TensorBoard and W&B, with their own clients.
 
-A step is one finished rollout, in the order of their ends.
+Each finished rollout is a step, in the order in which they finished.
 """
 
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from perdure.reports.facts import RunFacts
 class Point(NamedTuple):
     step: int
     at: float
-    """Unix seconds of the rollout's end."""
+    """Unix time at which the rollout finished."""
     values: dict[str, float]
 
 
 def points(run: RunFacts) -> Iterator[Point]:
-    """What a rollout came to, and the share of graded ones that are resolved until then."""
+    """Each rollout's figures, and the resolved share of the rollouts graded until then."""
     graded = resolved = 0
     for step, one in enumerate(sorted(run.rollouts, key=lambda one: one.finished_at), start=1):
         values = {
@@ -38,7 +38,7 @@ def points(run: RunFacts) -> Iterator[Point]:
 
 
 def write_tensorboard(run: RunFacts, folder: Path) -> Path:
-    """Event files below `folder/RUN`. Raises: MissingDependency."""
+    """Write event files below `folder/RUN`. Raises: MissingDependency."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -56,7 +56,7 @@ def write_tensorboard(run: RunFacts, folder: Path) -> Path:
 
 
 def write_wandb(run: RunFacts, project: str, folder: Path) -> Path:
-    """An offline run in `folder`; `wandb sync` uploads it. Raises: MissingDependency."""
+    """Write an offline run into `folder`; `wandb sync` uploads it. Raises: MissingDependency."""
     try:
         import wandb
     except ImportError:

@@ -1,7 +1,7 @@
-"""A report as one HTML file: no script, no request to anywhere, light and dark.
+"""A report as one HTML file, light and dark, without scripts and requests.
 
-Messages and names come from agents, tests and engines, so they are hostile text: every cell is escaped,
-and the page's own policy forbids scripts, frames and loading.
+Messages and names come from agents, tests and engines, so they are hostile text. Every cell is
+escaped, and the page's own policy forbids scripts, frames and loading.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ figure { margin: 0; } figure svg { width: 100%; height: auto; }
 
 
 def page(title: str, sections: Sequence[Section], plots: Sequence[Plot], made: str) -> str:
-    """`made`: when and by what, for the foot."""
+    """The HTML page. `made`: the footer, with the time and the program's version."""
     figures = "\n".join(_figure(plot) for plot in plots)
     tables = "\n".join(_table(section) for section in sections)
     return f"""<!doctype html>

@@ -1,7 +1,7 @@
-"""The plots of a report, as SVG text. matplotlib draws them; nothing in them is a script or a link.
+"""Draws the plots of a report with matplotlib, as SVG without scripts and links.
 
-Colours: fixed hues for data that can be read on light and on dark; text and axes take the page's own
-colour.
+Data has fixed hues that are readable on light and dark pages. Text and axes have the page's own
+color.
 """
 
 import io
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 HUES = ("#3b82c4", "#d9822b", "#4c9f70", "#a65fa3", "#c94f4f", "#7f7f7f")
 INK = "#123456"
-"""Stands for the page's own text colour until the SVG is written."""
+"""Placeholder for the page's own text color, replaced in the SVG."""
 SIZE = (5.2, 3.0)
 """Inches."""
 STAGES = ("boot", "agent", "grade")
 TURNS = 100
-"""Later turns are left out of the plot of tokens by turn."""
+"""The plot of tokens by turn omits later turns."""
 POINTS = 2000
-"""Points of a line or a cloud at most."""
+"""Most points of a line or a scatter plot."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "perdure",  # the same run gives the same file
@@ -56,7 +56,7 @@ Runs = Sequence[tuple[RunFacts, Report]]
 
 
 def plots(runs: Runs) -> list[Plot]:
-    """Those that these runs have data for. Raises: MissingDependency without matplotlib."""
+    """The plots for which these runs have data. Raises: MissingDependency without matplotlib."""
     drawings: list[tuple[str, Callable[[Axes, Runs], bool]]] = [
         ("Resolved with k samples", _pass_curve),
         ("Reward", _rewards),
@@ -72,7 +72,7 @@ def plots(runs: Runs) -> list[Plot]:
 
 
 def _svg(draw: "Callable[[Axes, Runs], bool]", runs: Runs) -> str:
-    """Empty if there is nothing to draw."""
+    """The plot as SVG; empty if there is no data."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
@@ -91,7 +91,7 @@ def _svg(draw: "Callable[[Axes, Runs], bool]", runs: Runs) -> str:
 
 
 def _inline(document: str) -> str:
-    """The `svg` element alone: for a page, without the XML head, metadata and ids of other plots."""
+    """The `svg` element alone, for a page: without the XML header and the metadata."""
     svg = document[document.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return svg.replace(INK, "currentColor")
@@ -191,7 +191,7 @@ def _medians(rollouts: Sequence[Sequence[tuple[int, int]]], which: int) -> list[
 
 
 def _timeline(axes: "Axes", runs: Runs) -> bool:
-    """Rollouts between their start and their end, minutes after the run's first start."""
+    """The number of open rollouts, by minutes after the run's first start."""
     drawn = False
     for hue, (run, _) in zip(_hues(), runs, strict=False):
         times, open_now = _in_flight(run.rollouts)
@@ -218,7 +218,7 @@ def _in_flight(rollouts: Sequence[RolloutFacts]) -> tuple[list[float], list[int]
 
 
 def _versions(axes: "Axes", runs: Runs) -> bool:
-    """The newest version of each rollout's tokens, by the time it ended."""
+    """The newest policy version of each rollout's tokens, by the time at which it finished."""
     drawn = False
     for hue, (run, _) in zip(_hues(), runs, strict=False):
         points = sorted(

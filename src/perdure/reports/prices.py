@@ -1,9 +1,9 @@
-"""Money from tokens, by a TOML file of prices in dollars per million tokens.
+"""Computes the cost of tokens from a TOML file of prices, in dollars per million tokens.
 
 Example:
-    ["gpt-5*"]          # a glob of the model's name; the first that matches counts
+    ["gpt-5*"]          # a glob for the model's name; the first that matches is used
     input = 1.25
-    cached = 0.125      # prompt tokens read from the provider's cache; default: as input
+    cached = 0.125      # prompt tokens read from the provider's cache; default: input
     output = 10.0
 """
 
@@ -24,29 +24,29 @@ from perdure.types import Price
 
 @dataclass(frozen=True)
 class Prices:
-    """By glob of the model's name."""
+    """Prices by glob of the model's name."""
 
     by_model: Mapping[str, Price]
 
     def of(self, *names: str) -> Price | None:
-        """The price of a model that goes by these names; None if the file has none."""
+        """The price of a model with any of these names; None if the file has none."""
         for glob, price in self.by_model.items():
             if any(name and fnmatch.fnmatchcase(name, glob) for name in names):
                 return price
         return None
 
     def of_usage(self, usage: ModelUsage) -> Price | None:
-        """The price of the model that answered, else of the name that it was asked for as."""
+        """The price by the name of the model that answered, otherwise by the requested name."""
         return self.of(usage.model) or self.of(usage.asked_model)
 
     def costs(self, rollouts: Iterable[RolloutFacts]) -> list[float]:
-        """Dollars of each rollout whose cost is known."""
+        """The cost in dollars of each rollout whose token counts are known."""
         return [self._cost(one) for one in rollouts if _has_usage(one)]
 
     def _cost(self, rollout: RolloutFacts) -> float:
-        """Of all its model calls, those of discarded attempts included.
+        """The cost of all its model calls, including discarded attempts.
 
-        A model without a price costs nothing: `missing` names it.
+        A model without a price counts as free; `missing` names it.
         """
         return math.fsum(
             price.of(one.prompt_tokens, one.cached_tokens, one.sampled_tokens)
@@ -55,14 +55,15 @@ class Prices:
         )
 
     def missing(self, rollouts: Iterable[RolloutFacts]) -> list[str]:
-        """The models that answered and have no price here."""
+        """The models that answered and have no price in the file."""
         used = (one for rollout in rollouts for one in (*rollout.usage, *rollout.discarded))
         without = {one.model for one in used if self.of_usage(one) is None}
         return sorted(models_of(1, without, "")) if without else []
 
 
 def _has_usage(rollout: RolloutFacts) -> bool:
-    """False: its record is of an earlier version, or the endpoint did not count its tokens."""
+    """Whether its tokens are known. An earlier version, or the endpoint, may not have counted
+    them."""
     return not rollout.turns or any(one.prompt_tokens for one in rollout.usage)
 
 

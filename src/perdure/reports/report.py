@@ -1,4 +1,4 @@
-"""The figures of one run. `dataclasses.asdict` of a report is its JSON document."""
+"""The figures of one run. `document` turns a report into JSON."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,12 +14,12 @@ from perdure.reports.statistics import NO_INTERVAL, Interval, pass_curve, quanti
 
 SLOWEST = 10
 LISTED = 20
-"""Instances in a list of a report."""
+"""Most entries in a list of a report."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a figure of each rollout."""
+    """The distribution of a figure over rollouts."""
 
     total: float
     mean: float
@@ -40,42 +40,43 @@ class Slow:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run came to. Shares are of graded rollouts; a failed one counts as nothing, not as 0."""
+    """The figures of a run. Shares cover graded rollouts; a failed one is left out, not counted as
+    0."""
 
     run_id: str
     agents: tuple[str, ...]
     models: tuple[str, ...]
-    """That answered."""
+    """Models that answered."""
     asked_models: tuple[str, ...]
-    """Names that they were asked for as, where they answered under another."""
+    """Requested model names under which no model answered."""
     stopped: str
     """Why the run started no more rollouts: its budget was used up."""
     instances: int
     planned_instances: int
     planned: int
-    """Rollouts of the run's plan; those that finished, if it has none."""
+    """Planned rollouts; the number of finished ones if the run has no plan."""
     rollouts: int
-    """Finished, with or without a verdict."""
+    """Finished rollouts, with or without a verdict."""
     graded: int
     resolved: int
     officially_resolved: int
-    """By the rows' own protocols, whatever twins say."""
+    """Resolved by the rows' own protocols, regardless of twins."""
     unverified: dict[str, int]
-    """Why no twin checked them -> how many of the resolved."""
+    """Why no twin checked a success -> the number of such successes."""
     resolved_share: Interval
-    """pass@1: the mean over instances of the share of their samples that are resolved."""
+    """pass@1: the mean over instances of the resolved share of their samples."""
     pass_at_k: dict[int, Interval]
     played_again: int
-    """Graded rollouts that already had a verdict and were played again."""
+    """Graded rollouts that were retried although they had a verdict."""
     first_share: Interval
     """pass@1 by the first verdict of each rollout."""
     discarded_prompt_tokens: int
     discarded_sampled_tokens: int
-    """Of attempts that no longer count: lost, retried or played again."""
+    """Tokens of attempts that no longer count, because they were lost or retried."""
     mean_reward: float | None
     bounds: Bounds
     outcomes: dict[str, int]
-    """By outcome, or by status without one."""
+    """Number of rollouts by outcome, or by status if they have none."""
     agent_ends: dict[str, int]
     failures: tuple[FailureGroup, ...]
     not_calibrated: int
@@ -84,27 +85,29 @@ class Report:
     cached_tokens: int
     sampled_tokens: Spread
     cost: Spread | None
-    """Dollars, discarded attempts included; None without a price for each model, or if none is known."""
+    """Dollars, including discarded attempts; None if a model has no price or no token count is
+    known."""
     cost_unknown: int
-    """Rollouts that `cost` leaves out, where prices were given: their tokens were not recorded by model."""
+    """If prices were given: rollouts that `cost` omits, because their tokens are not known by
+    model."""
     unpriced: tuple[str, ...]
-    """Models without a price, where prices were given."""
+    """If prices were given: models without one."""
     seconds: Spread
     stage_seconds: dict[str, Spread]
     engine_seconds: float
     environment_seconds: float
     environment_to_model: float | None
-    """Seconds of agents' stages without a model call, for each second with one."""
+    """Seconds of agents' stages outside model calls, per second inside them."""
     sandboxes: int
     sandboxes_lost: int
     slowest: tuple[Slow, ...]
     mixed: tuple[str, ...]
-    """Instances of which some samples are resolved and some not: `<instance> 2/4`."""
+    """Instances with resolved and unresolved samples: `<instance> 2/4`."""
     flaky: tuple[str, ...]
-    """Rollouts of which gradings of one patch came to different outcomes, and instances whose equal
+    """Rollouts whose patch got different outcomes in several gradings, and instances whose equal
     patches did."""
     wall_seconds: float
-    """From the first start to the last end."""
+    """Seconds from the first start to the last end."""
     unreadable: tuple[str, ...]
 
     @property

@@ -1,4 +1,4 @@
-"""The tables of a report: the same for a terminal and for a page. Cells are plain text."""
+"""The tables of a report, the same for a terminal and for a page. Cells are plain text."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ SHOWN_K = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True)
 class Section:
-    """A table. The first column is text; the others are aligned right unless `texts`."""
+    """A table. The first column is text; the others are right-aligned unless `texts` is set."""
 
     title: str
     columns: tuple[str, ...]
@@ -24,7 +24,7 @@ class Section:
 
 
 def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> list[Section]:
-    """All tables that have a row."""
+    """All tables with at least one row."""
     found = [_figures(reports), _endings(reports), _stages(reports)]
     found += [_comparison(one) for one in comparisons]
     for report in reports:
@@ -168,7 +168,7 @@ def _count(number: int) -> str:
 
 
 def _officially(report: Report) -> str:
-    """Only where twins say otherwise."""
+    """The official count, shown only if it differs from the resolved count."""
     differs = report.officially_resolved != report.resolved
     return str(report.officially_resolved) if differs else NONE
 
@@ -213,7 +213,7 @@ def _cost(report: Report) -> str:
 
 
 def _played_again(report: Report) -> str:
-    """With the figure that it changes."""
+    """The count of retried rollouts, with pass@1 by first verdicts."""
     if not report.played_again:
         return NONE
     return f"{report.played_again}; pass@1 of first verdicts {_share(report.first_share)}"

@@ -8,7 +8,7 @@ CONFIDENCE = 0.95
 
 
 class Interval(NamedTuple):
-    """A mean over instances with its confidence interval; `instances`: how many there are."""
+    """A mean over instances, its confidence interval, and the number of instances."""
 
     mean: float
     low: float
@@ -18,12 +18,13 @@ class Interval(NamedTuple):
 
 NO_INTERVAL = Interval(math.nan, math.nan, math.nan, 0)
 BISECTIONS, TERMS, EXACT = 60, 500, 1e-12
-"""How far quantiles and series are calculated."""
+"""Limits of numerical precision: bisection steps, terms of the series, and its tolerance."""
 
 
 def pass_at_k(samples: int, resolved: int, k: int) -> float:
-    """The unbiased estimate of pass@k: the chance that one of k samples, drawn without replacement,
-    is resolved. Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
+    """The unbiased estimate of pass@k: the probability that at least one of k samples, drawn
+    without replacement, is resolved. Source: Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", eq. 1.
 
     Example:
         pass_at_k(samples=4, resolved=2, k=2) -> 0.8333
@@ -32,7 +33,7 @@ def pass_at_k(samples: int, resolved: int, k: int) -> float:
 
 
 def pass_curve(tries: Mapping[str, Sequence[bool]]) -> dict[int, Interval]:
-    """pass@k for every k, over the instances with at least k graded samples.
+    """pass@k for each k, over the instances with at least k graded samples.
 
     `tries`: instance -> whether each graded sample is resolved.
     """
@@ -46,12 +47,14 @@ def pass_curve(tries: Mapping[str, Sequence[bool]]) -> dict[int, Interval]:
 
 
 def share_interval(values: Sequence[float], tries: int) -> Interval:
-    """The mean of `values`, one share for each instance, and its interval, which holds for few instances too.
+    """The mean of `values`, one share per instance, and its interval, which is valid for few
+    instances too.
 
-    Samples of one instance resemble each other, so `tries` samples tell less than `tries` independent
-    ones. The variance between instances gives the number of independent samples that they are worth, with
-    a correction for few instances: at most `tries`, and at least one for each instance. The interval is
-    Clopper and Pearson's exact one for that number. Source: Korn and Graubard 1998, Survey Methodology 24.
+    Samples of one instance are correlated, so `tries` samples carry less information than `tries`
+    independent ones. The variance between instances gives the effective number of samples, with a
+    correction for few instances: at most `tries`, and at least one per instance. The interval is
+    Clopper and Pearson's exact one for that number. Source: Korn and Graubard 1998, Survey
+    Methodology 24.
     """
     count = len(values)
     if not count:
@@ -63,7 +66,7 @@ def share_interval(values: Sequence[float], tries: int) -> Interval:
         alike = mean * (1 - mean) / spread if spread else float(tries)
         correction = (_student(tries - 1) / _student(count - 1)) ** 2 if tries > count else 1.0
         number = max(float(count), min(alike * correction, float(tries)))
-        if mean in (0.0, 1.0):  # nothing is seen of how instances differ
+        if mean in (0.0, 1.0):  # the sample shows no variance between instances
             number = float(count)
     hits, tail = mean * number, (1 - CONFIDENCE) / 2
     low = _beta_quantile(hits, number - hits + 1, tail) if hits > 0 else 0.0
@@ -72,10 +75,10 @@ def share_interval(values: Sequence[float], tries: int) -> Interval:
 
 
 def difference_interval(values: Sequence[float]) -> Interval:
-    """The mean of paired differences, each from -1 to 1.
+    """The mean of paired differences, each from -1 to 1, and its interval.
 
-    Two pairs are added: half a win, half a loss and a tie, so that no sample is taken for certain. Source:
-    Agresti and Min 2005, Statistics in Medicine 24, with Student's quantile.
+    Two pairs are added (half a win, half a loss and a tie), so that the interval is never empty.
+    Source: Agresti and Min 2005, Statistics in Medicine 24, with Student's quantile.
     """
     count = len(values)
     if not count:
@@ -105,8 +108,8 @@ def _beta_quantile(a: float, b: float, share: float) -> float:
 
 
 def _beta_share(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction. Source: Press et al. 2007,
-    "Numerical Recipes", section 6.4."""
+    """The regularized incomplete beta function, by its continued fraction. Source: Press et al.
+    2007, "Numerical Recipes", section 6.4."""
     if x <= 0.0 or x >= 1.0:
         return float(x >= 1.0)
     if x > (a + 1) / (a + b + 2):
@@ -128,9 +131,9 @@ def _beta_share(a: float, b: float, x: float) -> float:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided p of as uneven a split if either side were as likely; ties do not count.
-
-    With one sample an instance, this is McNemar's exact test. Source: McNemar 1947, Psychometrika 12.
+    """The two-sided p of an exact sign test: the probability of a split at least this uneven if
+    wins and losses were equally likely. Ties do not count. With one sample per instance, it is
+    McNemar's exact test. Source: McNemar 1947, Psychometrika 12.
     """
     count = wins + losses
     if not count:
@@ -140,7 +143,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order, the nearest rank; nan without any."""
+    """The nearest-rank quantile of values in ascending order; nan without values."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

@@ -18,7 +18,7 @@ RUNS_NAMED = 6
 
 @dataclass(frozen=True)
 class RolloutName:
-    """Which rollout: `<run>/<instance>/<sample>`."""
+    """A rollout's name: `<run>/<instance>/<sample>`."""
 
     run_id: str
     instance_id: str
@@ -38,7 +38,7 @@ class RolloutName:
 
 @dataclass(frozen=True)
 class StoredAttempt:
-    """The files of one attempt. Each field is the checkpoint of one stage, or None if there is none."""
+    """The files of one attempt. Each field is the checkpoint of a stage; None if it is absent."""
 
     number: int
     sandbox: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class StoredAttempt:
     patch: dict[str, Any] | None = None
     grade: Grade | None = None
     evidence: Sequence[str] = ()
-    """Keys of all its files."""
+    """Store keys of all its files."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StoredRollout:
         return self.attempts[-1] if self.attempts else None
 
     def failing_tests(self) -> list[str]:
-        """`<status> <test>` of the tests that should have passed and did not."""
+        """`<status> <test>` of each listed test that did not pass."""
         grade = self.last.grade if self.last else None
         if grade is None:
             return []
@@ -75,7 +75,8 @@ class Ambiguous(NotFound):
 
 
 def named(text: str) -> RolloutName | None:
-    """`rollout/RUN/INSTANCE/SAMPLE` or `RUN/INSTANCE[/SAMPLE]`, whether it exists or not."""
+    """Parse `rollout/RUN/INSTANCE/SAMPLE` or `RUN/INSTANCE[/SAMPLE]`; the rollout need not
+    exist."""
     parts = text.removeprefix("rollout/").strip("/").split("/")
     if len(parts) == 2:
         parts.append("0")
@@ -85,10 +86,10 @@ def named(text: str) -> RolloutName | None:
 
 
 async def find(store: Store, text: str) -> RolloutName:
-    """The rollout with this name: a workflow id, `run/instance[/sample]`, or the beginning of an
-    instance id that matches one rollout of all runs.
+    """The rollout with this name: a workflow id, `run/instance[/sample]`, or a prefix of an
+    instance id that matches exactly one rollout of all runs.
 
-    Raises: NotFound with the names there are; Ambiguous when several match.
+    Raises: NotFound with the existing names; Ambiguous when several match.
     """
     parts = text.removeprefix("rollout/").strip("/").split("/")
     if len(parts) == 3 and parts[2].isdigit():
@@ -129,13 +130,13 @@ async def read(store: Store, name: RolloutName) -> StoredRollout:
     numbers = sorted({_attempt_of(key, name) for key in found} - {0})
     attempts = [await reader.attempt(name, number) for number in numbers]
     if attempts and episode is not None and episode["grade"] is not None:
-        # It may have several: it was graded again.
+        # After a regrade there are several grades; the episode has the one that counts.
         attempts[-1] = replace(attempts[-1], grade=Grade.model_validate(episode["grade"]))
     return StoredRollout(name, episode, attempts, tuple(reader.damaged))
 
 
 class _Reader:
-    """Reads the files of a rollout; notes an unreadable one in `damaged` and continues."""
+    """Reads the files of a rollout. It records an unreadable file in `damaged` and continues."""
 
     def __init__(self, store: Store, found: Sequence[str]) -> None:
         self.store = store
@@ -163,7 +164,7 @@ class _Reader:
         return found
 
     async def _newest_grade(self, keys: Sequence[str]) -> Grade | None:
-        """The last grade: a rollout that was reset has several."""
+        """The last grade; a rollout that was reset has several."""
         grades = [await self._grade(key) for key in keys]
         return grades[-1] if grades else None
 
@@ -183,7 +184,7 @@ class _Reader:
         return await self._read(key, read)
 
     async def _read(self, key: str, read: Callable[[bytes], T]) -> T | None:
-        """None when the file is missing or unreadable."""
+        """The result of `read`; None if the file is missing or unreadable."""
         if key not in self.found:
             return None
         try:
@@ -207,7 +208,7 @@ async def _rollouts(store: Store, run_id: str) -> list[RolloutName]:
 
 
 def _is_grade(name: str) -> bool:
-    """Whether a file is a grade; gradings whose sandbox was lost leave other files beside it."""
+    """Whether a file is a grade. Gradings whose sandbox was lost leave files with other names."""
     return name.startswith("grade-") and name.endswith(".json")
 
 

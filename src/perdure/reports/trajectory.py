@@ -1,7 +1,7 @@
-"""A rollout's trajectory for people: its turns, what was trained of each, and why not.
+"""A rollout's trajectory for people: its turns, which of them are trained, and why others are not.
 
-Read from the store once the session is closed, before that from the journal. Which tokens are trained is
-decided by `perdure.episodes.segments`.
+It comes from the journal until the session is closed, then from the store.
+`perdure.episodes.segments` decides which tokens are trained.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ class Unreadable(PerdureError):
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The turns of one attempt that are known so far, and the segments cut from them."""
+    """The turns of one attempt so far, and the segments cut from them."""
 
     attempt: int
     source: str
-    """`store` (its session is closed) or `journal` (its agent may still run)."""
+    """`store` (the session is closed) or `journal` (the agent may still run)."""
     turns: Sequence[Turn]
 
     @property
@@ -58,7 +58,7 @@ def _decoded(key: str, data: bytes) -> list[Turn]:
 
 
 async def _journaled(store: Store, rollout: StoredRollout, attempt: int) -> list[Turn]:
-    """Turns that a gateway has committed."""
+    """The turns that a gateway has committed to the journal."""
     from perdure.gateway.journal.journal import Journal
     from perdure.gateway.journal.turn_record import turn_records
     from perdure.gateway.journal.turns import turns_of
@@ -124,14 +124,14 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def parsed(text: str, empty: Any) -> Any:
-    """A recorded text of JSON; `empty` if it is none."""
+    """The value of recorded JSON text; `empty` if it is not JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return empty
 
 
 def facts(turn: dict[str, Any]) -> str:
-    """One line about a turn of a document: tokens, engine, versions, how its prompt was made."""
+    """A turn of a document in one line: tokens, engine, versions, how its prompt was made."""
     new, whole = turn["new_prompt_tokens"], turn["prompt_tokens"]
     prompt = f"{whole}" if new == whole else f"{whole} (+{new})"
     said = [f"prompt {prompt} → {turn['sampled_tokens']}"]

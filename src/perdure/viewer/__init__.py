@@ -1,1 +1,1 @@
-"""`perdure view`: a local, read-only page to browse runs and to read trajectories."""
+"""`perdure view`: a local, read-only web server to browse runs and read trajectories."""

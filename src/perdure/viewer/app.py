@@ -1,4 +1,4 @@
-"""The viewer as an ASGI application: which address shows which page."""
+"""The viewer as an ASGI application, with the routes of its pages."""
 
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -17,7 +17,7 @@ STATIC = {"view.css": "text/css", "view.js": "text/javascript"}
 
 
 def create_app(pages: Pages, token: str) -> ASGIApp:
-    """Read-only; every address but the static files' shows a page."""
+    """The read-only application. Every route except static files shows a page."""
     group = "/runs/{run}/rollouts/{instance}"
     rollout = f"{group}/{{sample:int}}"
     routes = [

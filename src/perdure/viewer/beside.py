@@ -1,4 +1,5 @@
-"""Two trajectories side by side: the main chains' turns in pairs, and where they part."""
+"""Two trajectories side by side: the turns of their main chains in pairs, and the first
+difference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from perdure.types import Purpose
 from perdure.viewer.conversation import TurnView, view
 
 LONGEST = 120
-"""Pairs on a page."""
+"""Most pairs on a page."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,11 @@ class Pair:
     left: TurnView | None
     right: TurnView | None
     parts_here: bool
-    """The first turn whose answers differ."""
+    """This is the first pair whose answers differ."""
 
 
 def side_by_side(left: Sequence[dict[str, Any]], right: Sequence[dict[str, Any]]) -> list[Pair]:
-    """Turns of the main chains, side requests left out, by their number."""
+    """Pair the turns of the main chains by position, without side requests."""
     pairs: list[Pair] = []
     parted = False
     for one, other in zip_longest(_steps(left), _steps(right)):

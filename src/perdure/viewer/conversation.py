@@ -1,6 +1,6 @@
-"""A trajectory as a page shows it: chains as a tree, turns, and of each turn what was said and called.
+"""A trajectory for a page: chains as a tree, their turns, and each turn's messages and tool calls.
 
-Messages are what agents and models sent, so any of them may have any shape.
+Agents and models sent these messages, so a message may have any shape.
 """
 
 import json
@@ -23,7 +23,7 @@ WHY_NOT = {
 }
 COMMANDS = ("command", "cmd", "code", "script")
 TURNS = 60
-"""Turns on a page."""
+"""Most entries on a page."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Part:
 
     kind: Kind
     title: str = ""
-    """Of a call: the tool's name."""
+    """The tool's name, for a call."""
     text: Folded | None = None
     diff: Diff | None = None
     arguments: tuple[tuple[str, Folded], ...] = ()
@@ -43,27 +43,27 @@ class TurnView:
     index: int
     facts: str
     why_not: str
-    """Why it is not trained; empty if it is."""
+    """Why the turn is not trained; empty if it is."""
     segment: str
-    """The segment that begins here; empty within one."""
+    """A description of the segment that starts here; empty if none does."""
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain in the tree; `depth` 0 is main."""
+    """A chain in the tree; roots, such as main, have `depth` 0."""
 
     name: str
     depth: int
     turns: int
     first: int
     started: str
-    """`by main after turn 3`; empty for main."""
+    """`by main after turn 3`; empty for a root."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the reading order: a chain's head, or a turn."""
+    """A line in reading order: a chain's heading, or a turn."""
 
     depth: int
     chain: Chain | None = None
@@ -71,14 +71,14 @@ class Entry:
 
 
 def entries(turns: Sequence[dict[str, Any]]) -> list[Entry]:
-    """Reading order: a sub-agent's chain follows the turn after which it started."""
+    """All lines in reading order. A sub-agent's chain follows the turn after which it started."""
     chains: dict[str, list[dict[str, Any]]] = {}
     for turn in turns:
         chains.setdefault(turn["chain"], []).append(turn)
     found: list[Entry] = []
     done: set[str] = set()
     roots = [name for name in chains if _parent(chains, name) == ""]
-    for name in (*roots, *chains):  # chains that name each other as their parent come last
+    for name in (*roots, *chains):  # chains that name each other as parent come last
         _walk(chains, name, 0, found, done)
     return found
 
@@ -117,14 +117,14 @@ def _walk(
 
 
 def _started_after(chains: Mapping[str, Sequence[dict[str, Any]]], name: str) -> int | None:
-    """The parent's last turn before the chain's first one."""
+    """The parent's last turn before the chain's first turn."""
     first = chains[name][0]["index"]
     before = [t["index"] for t in chains.get(_parent(chains, name), ()) if t["index"] < first]
     return before[-1] if before else None
 
 
 def page_of(found: Sequence[Entry], turn: int) -> int:
-    """The page, from 1, that has a turn."""
+    """The number of the page that contains the turn; the first page is 1."""
     for position, entry in enumerate(found):
         if entry.turn is not None and entry.turn["index"] == turn:
             return 1 + position // TURNS
@@ -155,7 +155,7 @@ def _begins(turn: dict[str, Any], segments: Sequence[dict[str, Any]]) -> str:
 
 
 def parts(new_messages: Any, answer: Any) -> Iterator[Part]:
-    """The messages since the parent turn, and the answer."""
+    """The messages since the parent turn, then the answer."""
     for message in new_messages if isinstance(new_messages, list) else ():
         if isinstance(message, dict):
             yield from _message(message)
@@ -208,7 +208,8 @@ def _call(name: str, given: Any) -> Part:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content: a text, a list of parts, or anything else as JSON."""
+    """The text of a message's content, which is a string, a list of parts, or any other JSON
+    value."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):
@@ -220,7 +221,7 @@ def text_of(content: Any) -> str:
 
 
 def said_in(new_messages: str, answer: str) -> Iterator[str]:
-    """All texts of a turn, to be searched."""
+    """All texts of a turn, for the search index."""
     for part in parts(parsed(new_messages, []), parsed(answer, {})):
         yield part.title
         for text in (part.text, *(value for _, value in part.arguments)):

@@ -1,4 +1,4 @@
-"""Colours of diffs: of patches, of edits that a tool call asks for, of diffs that a tool prints."""
+"""Colors diffs: patches, edits in tool calls, and diffs that tools print."""
 
 import difflib
 import re
@@ -12,7 +12,7 @@ OLD = ("old_string", "old_str", "oldString")
 NEW = ("new_string", "new_str", "newString")
 PATHS = ("file_path", "path", "filePath", "filename")
 LONGEST = 4_000
-"""Lines on a page."""
+"""Most lines on a page."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,17 @@ class Line:
 class Diff:
     lines: tuple[Line, ...]
     left_out: int = 0
-    """Lines that the page does not have."""
+    """Lines that the page omits."""
 
 
 def is_diff(text: str) -> bool:
-    """Whether it has a hunk of a unified diff."""
+    """Whether the text contains a hunk of a unified diff."""
     return HUNK.search(text) is not None
 
 
 def coloured(text: str) -> Diff:
-    """The lines of a unified diff. A `-` within a hunk is a deletion, even if it reads `--- a`."""
+    """The lines of a unified diff. In a hunk, a line with `-` is a deletion, even if it is `---
+    a`."""
     lines: list[Line] = []
     old = new = 0
     every = text.split("\n")
@@ -59,7 +60,8 @@ def _in_hunk(line: str) -> Kind:
 
 
 def of_edit(arguments: dict[str, Any]) -> Diff | None:
-    """The change that an editing tool is asked for; None if these are not its arguments."""
+    """The edit that a tool call asks for; None if these are not the arguments of an editing
+    tool."""
     old = next((arguments[name] for name in OLD if name in arguments), None)
     new = next((arguments[name] for name in NEW if name in arguments), None)
     if not isinstance(old, str) or not isinstance(new, str):

@@ -1,7 +1,8 @@
-"""The viewer's index: one SQLite file under `<home>/cache` with a row for each rollout and the texts to search.
+"""The viewer's index: one SQLite file under `<home>/cache` with a row per rollout and texts to
+search.
 
-It is a copy of what the store says, made as far as it was read, and may be deleted at any time. Owns the
-tables and the questions to them; `reading.py` fills it.
+It caches the part of the store that was read, and may be deleted at any time. This module owns the
+tables and their queries; `reading.py` fills them.
 """
 
 import contextlib
@@ -32,13 +33,13 @@ CREATE INDEX by_ending ON rollouts (run, ending);
 CREATE VIRTUAL TABLE texts USING fts5 (body, tokenize = "unicode61 tokenchars '_'");
 """
 SLOTS = 1 << 20
-"""Texts of one rollout: its turns by their index, then the two below. A text's rowid is
-`rollout id * SLOTS + slot`, so that a rollout's texts are a range."""
+"""Slots for the texts of one rollout: its turns by index, then the two below. A text's rowid is
+`rollout id * SLOTS + slot`, so a rollout's texts are a range."""
 TESTS, PATCH = SLOTS - 2, SLOTS - 1
 BEGIN, END = "\x02", "\x03"
-"""Around what a search found, in a snippet."""
+"""Marks around a match in a snippet."""
 MOST_BYTES = 4 << 30
-"""Size of the file beyond which no more texts are added."""
+"""File size beyond which the index adds no more texts."""
 WORD = re.compile(r'"([^"]*)"|(\S+)')
 
 Order = Literal["instance", "finished", "seconds", "turns", "sampled", "reward"]
@@ -54,8 +55,8 @@ ORDERS: dict[Order, str] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A rollout in a list. `ending` is its outcome, or its status without one; empty while it is open,
-    and then `stage` says how far it is."""
+    """A rollout in a list. `ending` is its outcome, or its status if it has none. While the rollout
+    is open, `ending` is empty and `stage` is its current stage."""
 
     run: str
     instance: str
@@ -84,23 +85,23 @@ WRITTEN = tuple(name for name in COLUMNS if name != "id")
 
 @dataclass(frozen=True)
 class Filters:
-    """Which rollouts a list shows. Empty: all of them."""
+    """Selects the rollouts of a list. An empty field matches all."""
 
     run: str = ""
     instance: str = ""
-    """A part of the instance id."""
+    """A substring of the instance id."""
     ending: str = ""
-    """An outcome or status, or `open`."""
+    """An outcome, a status, or `open`."""
     agent_end: str = ""
     boundary: str = ""
     agent: str = ""
     q: str = ""
-    """Words that its texts have."""
+    """Words that one of its texts contains."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A text that a search found."""
+    """A text that matches a search."""
 
     slot: int
     snippet: str
@@ -108,13 +109,13 @@ class Found:
 
 @dataclass(frozen=True)
 class About:
-    """What a run was asked to be; empty for rollouts that were started by hand."""
+    """A run's request and results; empty for rollouts that were started by hand."""
 
     agent: str = ""
     models: str = ""
-    """That answered, once the run has ended."""
+    """The models that answered, once the run has ended."""
     stopped: str = ""
-    """Why its budget ended it."""
+    """Why its budget stopped the run."""
     dataset: str = ""
     instances: int = 0
     samples: int = 1
@@ -135,16 +136,16 @@ class RunTotals:
 
 
 def index_path(home: Path, store_url: str) -> Path:
-    """One file for each store."""
+    """The index file of a store."""
     name = hashlib.sha256(store_url.encode()).hexdigest()[:12]
     return home.absolute() / "cache" / "view" / f"{name}.sqlite"
 
 
 class Index:
-    """One file; threads share the connection that writes and have one each for reading."""
+    """One index file. Threads share one connection for writes, and open one for each read."""
 
     def __init__(self, path: Path) -> None:
-        """A file that cannot be used is made anew."""
+        """Opens the file. An unusable file is replaced by an empty one."""
         self.path = path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = threading.Lock()
@@ -156,7 +157,7 @@ class Index:
             self._writer = self._open()
 
     def _open(self) -> sqlite3.Connection:
-        """Raises: sqlite3.DatabaseError for another file or another version."""
+        """Raises: sqlite3.DatabaseError if the file is no database or has another version."""
         connection = sqlite3.connect(self.path, timeout=20, check_same_thread=False)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = OFF")
@@ -188,7 +189,8 @@ class Index:
     # -- runs ----------------------------------------------------------------------------------
 
     def about(self, run: str) -> tuple[str | None, About] | None:
-        """The etag of the manifest that was read, and what was noted about the run; None: unknown."""
+        """The etag of the manifest that was read, and the facts of the run; None for an unknown
+        run."""
         with self._reading() as db:
             found = db.execute("SELECT manifest, about FROM runs WHERE run = ?", (run,)).fetchone()
         return (found[0], About(**json.loads(found[1]))) if found else None
@@ -212,7 +214,7 @@ class Index:
                 db.execute("DELETE FROM runs WHERE run = ?", (run,))
 
     def totals(self, run: str = "") -> list[RunTotals]:
-        """Of all runs, the latest first; or of one."""
+        """The totals of all runs, the latest first, or of one run."""
         question = f"""
             SELECT runs.run, about, count(id), total(ending != ''), total(reward IS NOT NULL),
               total(ending = 'resolved'), avg(reward), max(finished), total(searchable != '')
@@ -231,7 +233,8 @@ class Index:
     # -- rollouts ------------------------------------------------------------------------------
 
     def seen(self, run: str) -> dict[tuple[str, int], tuple[str, str]]:
-        """By instance and sample: which files were seen, and which of them can be searched."""
+        """(instance, sample) -> its state when it was last read, and when its texts were
+        indexed."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT instance, sample, seen, searchable FROM rollouts WHERE run = ?", (run,)
@@ -239,7 +242,7 @@ class Index:
             return {(instance, sample): (seen, done) for instance, sample, seen, done in rows}
 
     def put(self, rows: Iterable[tuple[Row, str]]) -> None:
-        """Each with what was seen of it. `id` is not read."""
+        """Insert or update rows, each with its state. `id` is ignored."""
         names = (*WRITTEN, "seen")
         changed = ", ".join(f"{name} = excluded.{name}" for name in names)
         statement = (
@@ -280,7 +283,7 @@ class Index:
         return int(found)
 
     def groups(self, filters: Filters, start: int, count: int) -> list[list[Row]]:
-        """The rollouts that match, by instance."""
+        """The matching rollouts, grouped by instance."""
         where, values = _where(filters)
         page = f"SELECT DISTINCT instance FROM rollouts {where} ORDER BY instance LIMIT ? OFFSET ?"
         question = (
@@ -303,7 +306,7 @@ class Index:
     def values(
         self, run: str, column: Literal["ending", "agent_end", "boundary", "agent"]
     ) -> dict[str, int]:
-        """How many rollouts have which value; of open ones none."""
+        """Value -> number of rollouts with it. Open rollouts have none."""
         question = (
             f"SELECT {column}, count(*) FROM rollouts WHERE run = ? AND {column} != ''"
             f" GROUP BY {column} ORDER BY count(*) DESC"
@@ -312,7 +315,7 @@ class Index:
             return dict(db.execute(question, (run,)).fetchall())
 
     def beside(self, filters: Filters, instance: str, sample: int) -> tuple[Row | None, Row | None]:
-        """The rollouts before and after one, in the order of instances."""
+        """The previous and the next rollout, ordered by instance and sample."""
         where, values = _where(filters)
         found: list[Row | None] = []
         for sign, direction in (("<", "DESC"), (">", "ASC")):
@@ -335,7 +338,7 @@ class Index:
     def put_texts(
         self, run: str, instance: str, sample: int, seen: str, texts: Iterable[tuple[int, str]]
     ) -> None:
-        """Replace a rollout's texts, each with its slot."""
+        """Replace a rollout's texts, given with their slots."""
         with self._writing() as db:
             found = db.execute(
                 "SELECT id FROM rollouts WHERE run = ? AND instance = ? AND sample = ?",
@@ -352,7 +355,7 @@ class Index:
             db.execute("UPDATE rollouts SET searchable = ? WHERE id = ?", (seen, one))
 
     def snippets(self, rows: Sequence[Row], q: str, each: int = 2) -> dict[int, list[Found]]:
-        """By rollout id: the first texts that have the words."""
+        """Rollout id -> its first texts that match."""
         words = match(q)
         found: dict[int, list[Found]] = {}
         if not words:
@@ -369,7 +372,8 @@ class Index:
 
 
 def match(q: str) -> str:
-    """What a person types as a question to FTS5: all words, the last one as a beginning, "a phrase" whole."""
+    """Convert a user's search to an FTS5 query: all words must match, the last one as a prefix, "a
+    phrase" as a whole."""
     words = [(phrase or word, not phrase) for phrase, word in WORD.findall(q.replace("\0", " "))]
     kept = [(text.replace('"', ""), open_end) for text, open_end in words if re.search(r"\w", text)]
     last = len(kept) - 1
@@ -380,7 +384,7 @@ def match(q: str) -> str:
 
 
 def _clean(value: object) -> object:
-    """SQLite takes no half of a surrogate pair, which JSON can hold."""
+    """Remove lone surrogates, which JSON can hold and SQLite cannot."""
     return readable(value) if isinstance(value, str) else value
 
 

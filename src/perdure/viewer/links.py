@@ -1,4 +1,5 @@
-"""Addresses of pages: as the keys of what they show, so that they can be kept, sent and made elsewhere."""
+"""URLs of pages. They follow store keys, so users can bookmark and send them, and programs can
+build them."""
 
 from urllib.parse import quote, urlencode
 
@@ -14,18 +15,18 @@ def group(run_id: str, instance_id: str) -> str:
 def rollout(
     run_id: str, instance_id: str, sample: int, part: str = "", **parameters: object
 ) -> str:
-    """`part`: tokens, patch, tests, files; empty: its trajectory."""
+    """The page of a rollout. `part`: tokens, patch, tests, files; empty for the trajectory."""
     path = f"{group(run_id, instance_id)}/{sample}"
     return _with(f"{path}/{part}" if part else path, parameters)
 
 
 def turn(run_id: str, instance_id: str, sample: int, index: int, attempt: int | None = None) -> str:
-    """Opens the page that has the turn, at the turn."""
+    """The page that contains the turn, scrolled to it."""
     return rollout(run_id, instance_id, sample, turn=index, attempt=attempt) + f"#turn-{index}"
 
 
 def named(where: str) -> str:
-    """The page of `RUN`, `RUN/INSTANCE` or `RUN/INSTANCE/SAMPLE`; of all runs, if it is empty."""
+    """The page of `RUN`, `RUN/INSTANCE` or `RUN/INSTANCE/SAMPLE`; empty for the list of runs."""
     run_id, *below = where.split("/")
     if not run_id:
         return "/"

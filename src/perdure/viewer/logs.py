@@ -1,14 +1,14 @@
-"""The output of the hidden tests, at the place that tells of a failing one."""
+"""Shows the output of the hidden tests around the report of a failing test."""
 
 import re
 from dataclasses import dataclass
 
 BEFORE, AFTER = 20, 180
-"""Lines shown around the place."""
+"""Lines shown before and after the report's first line."""
 LINE = 2_000
-"""Characters of one line."""
+"""Characters shown of one line."""
 OPENS = re.compile(r"_{3,} |={3,} |-{3,} |(?:FAIL|ERROR)(?:ED)?: |not ok |✖|--- FAIL")
-"""How the line begins that opens the report of one failure."""
+"""Matches the start of a line that opens the report of a failure."""
 FAILS = re.compile(r"\b(?:FAIL(?:ED|URE)?|ERROR|Error)\b|Traceback|panicked")
 
 
@@ -17,7 +17,7 @@ class LogLine:
     number: int
     text: str
     names: bool
-    """It names the test."""
+    """The line names the test."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Window:
     lines: tuple[LogLine, ...]
     total: int
     start: int
-    """Of the first line, from 1."""
+    """Number of the first line; the log starts at 1."""
     found: int | None
-    """The line that was looked for; None: the log does not name the test."""
+    """Number of the line that reports the test; None if the log does not name it."""
 
 
 def window(log: str, test: str = "", start: int | None = None) -> Window:
-    """Lines around the report of `test`, or from line `start` on; else the end of the log."""
+    """The lines around the report of `test`, or from line `start` on, or the end of the log."""
     every = log.split("\n")
     names = short_names(test)
     found = None if start is not None else _place(every, names)
@@ -46,8 +46,8 @@ def window(log: str, test: str = "", start: int | None = None) -> Window:
 
 
 def short_names(test: str) -> list[str]:
-    """How logs name a test: `a/test_b.py::TestC::test_d[x]` also as `TestC.test_d[x]` and `test_d[x]`;
-    `test_d (pkg.TestC)` also as `test_d`."""
+    """The names of a test in logs: `a/test_b.py::TestC::test_d[x]` is also `TestC.test_d[x]` and
+    `test_d[x]`; `test_d (pkg.TestC)` is also `test_d`."""
     if not test:
         return []
     parts = test.split("::")
@@ -56,8 +56,8 @@ def short_names(test: str) -> list[str]:
 
 
 def _place(every: list[str], names: list[str]) -> int | None:
-    """The line, from 1, that opens the report of the failure; else one that says it failed; else the first
-    that has its name."""
+    """The number of the line that opens the failure's report; otherwise of one that says that the
+    test failed; otherwise of the first that names it."""
     mentions = {
         name: [number for number, line in enumerate(every, 1) if _has(line[:LINE], name)]
         for name in names
@@ -71,7 +71,7 @@ def _place(every: list[str], names: list[str]) -> int | None:
 
 
 def _has(line: str, name: str) -> bool:
-    """As a whole: `test_a` is not in `test_ab`."""
+    """Whether the line contains the whole name: `test_ab` does not contain `test_a`."""
     at = line.find(name)
     end = at + len(name)
     return at >= 0 and not (line[at - 1 : at] + line[end : end + 1]).replace("_", "a").isalnum()

@@ -1,6 +1,6 @@
-"""The pages: each reads what it shows and fills one template.
+"""The pages: each method reads its data and fills one template.
 
-Templates escape every value. A page that is asked for again every few seconds says so in `live`.
+Templates escape every value. `live` is the number of seconds until the browser reloads a page.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ ROWS = 100
 """Rows on a page."""
 GROUPS = 60
 GROUP_S = 5.0
-"""How long a group's page waits for a run that was never read."""
+"""Seconds that a group's page waits for a run that was not read before."""
 LIVE_S = 3
-"""Seconds until the page of something that goes on is asked for again."""
+"""Seconds until the browser reloads the page of an open run or rollout."""
 FILE_CHARS = 400_000
 TONES = {
     "resolved": "good",
@@ -59,7 +59,7 @@ INSTANCE_ID = f"^{INSTANCE_REF.split('/')[1]}"
 FILTERS = tuple(name for name in Filters.__dataclass_fields__ if name != "run")
 
 Step = Callable[[str], Awaitable[str]]
-"""What an open rollout does now, by its workflow id; empty if nothing is known."""
+"""Workflow id -> what the open rollout is doing; empty if unknown."""
 
 
 class Pages:
@@ -136,7 +136,7 @@ class Pages:
         )
 
     def _listed(self, request: Request, filters: Filters, by: str) -> dict[str, Any]:
-        """One page of a list, and what its template needs."""
+        """One page of a list, as values for its template."""
         order = request.query_params.get("order", "instance")
         chosen: Order = order if order in get_args(Order) else "instance"  # type: ignore[assignment]
         size = GROUPS if by == "group" else ROWS
@@ -190,7 +190,7 @@ class Pages:
     # -- one rollout ---------------------------------------------------------------------------
 
     async def rollout(self, request: Request) -> Response:
-        """Its verdict and its trajectory, a page of turns at a time."""
+        """A rollout's verdict, and one page of its trajectory."""
         shown = await self._rollout(request, "")
         found: StoredRollout = shown["found"]
         turns = await self._turns(request, found)
@@ -221,7 +221,7 @@ class Pages:
         )
 
     async def tokens(self, request: Request) -> Response:
-        """One segment, coloured by mask, logprob or version."""
+        """One segment, colored by mask, logprob or version."""
         shown = await self._rollout(request, "tokens")
         turns = await self._turns(request, shown["found"])
         segments = turns.segments if turns is not None else []
@@ -259,7 +259,7 @@ class Pages:
         )
 
     async def tests(self, request: Request) -> Response:
-        """What the tests came to, and their output at a failing one."""
+        """The test results, and the output around a failing test."""
         shown = await self._rollout(request, "tests")
         found: StoredRollout = shown["found"]
         grade = found.last.grade if found.last else None
@@ -282,12 +282,12 @@ class Pages:
         )  # fmt: skip
 
     async def files(self, request: Request) -> Response:
-        """The names of its files; one of them as text."""
+        """The names of the rollout's files, and one file as text."""
         shown = await self._rollout(request, "files")
         found: StoredRollout = shown["found"]
         names = [key for attempt in found.attempts for key in attempt.evidence]
         wanted, text, size = request.query_params.get("file", ""), None, 0
-        if wanted in names:  # nothing else of the store is shown
+        if wanted in names:  # the viewer shows no other files of the store
             data = (await self.store.get(wanted)).data
             size = len(data)
             text = folded(data[:FILE_CHARS].decode("utf-8", "replace"), FILE_CHARS)
@@ -297,7 +297,7 @@ class Pages:
         )
 
     async def beside(self, request: Request) -> Response:
-        """Two samples of a group: turn by turn, and their patches."""
+        """Two samples of a group side by side: their turns and patches."""
         shown = await self._rollout(request, "beside")
         left: StoredRollout = shown["found"]
         name = RolloutName(left.name.run_id, left.name.instance_id, request.path_params["other"])
@@ -327,7 +327,7 @@ class Pages:
         return diffs.coloured(data[:FILE_CHARS].decode("utf-8", "replace"))
 
     async def _rollout(self, request: Request, part: str) -> dict[str, Any]:
-        """What every page of a rollout shows. Raises: NotFound."""
+        """Values that all pages of a rollout show. Raises: NotFound."""
         name = RolloutName(
             _name(request, "run"), _name(request, "instance"), request.path_params["sample"]
         )
@@ -366,7 +366,7 @@ class Pages:
     async def _turns(
         self, request: Request, found: StoredRollout, attempt: int | None = None
     ) -> Trajectory | None:
-        """None: there are none (yet)."""
+        """The turns of an attempt; None if there are none yet."""
         number = _number(request, "attempt", 0, least=0) if attempt is None else attempt
         try:
             return await trajectory.read(self.store, found, number or None)
@@ -374,7 +374,7 @@ class Pages:
             return None
 
     def _tokenizer(self) -> tuple[Text, bool]:
-        """The text of ids, and whether the tokenizer is known here."""
+        """A function from ids to text, and whether it uses the model's tokenizer."""
         if self._text is None:
             from perdure.gateway.rendering.tokenizers import load_tokenizer
 
@@ -394,7 +394,7 @@ class Pages:
 
 
 def tone(ending: str) -> str:
-    """The class of an ending's colour."""
+    """The CSS class for an ending's color."""
     return TONES.get(ending, "odd")
 
 
@@ -414,7 +414,7 @@ def stamp(at: float | None) -> str:
 
 
 def _name(request: Request, part: str) -> str:
-    """A run or an instance of the address. Raises: NotFound for what no run and no instance is called."""
+    """A run or an instance in the URL. Raises: NotFound for a name that none can have."""
     found: str = request.path_params[part]
     if not re.fullmatch(SLUG if part == "run" else INSTANCE_ID, found):
         raise NotFound(f"there is no {part} {found[:80]!r}")
@@ -433,12 +433,13 @@ def _filters(request: Request, run: str) -> Filters:
 
 
 def _kept(filters: Filters) -> dict[str, str]:
-    """The parameters that links to a rollout carry, so that next and previous stay within the list."""
+    """The parameters of links to a rollout, so that next and previous stay within the filtered
+    list."""
     return {name: value for name in FILTERS if (value := getattr(filters, name))}
 
 
 def _pager(request: Request, number: int, count: int, size: int) -> dict[str, Any] | None:
-    """Addresses of the pages before and after; None if there is one page."""
+    """URLs of the previous and the next page; None if there is only one page."""
     last = max(1, -(-count // size))
     if last == 1:
         return None

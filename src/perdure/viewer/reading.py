@@ -1,7 +1,8 @@
-"""Brings the index up to what the store says: first a run's manifest, then what was listed, then texts.
+"""Updates the index from the store: first a run's manifest, then its rollouts, then its texts.
 
-A page asks for a run to be read and waits a moment; reading goes on behind it. What takes long is read
-again only after ten times as long, so that a viewer left open costs a tenth of a core at most.
+A page starts a reading of its run and waits for a moment; the reading continues in the background.
+A run is read again only after ten times the duration of its last reading, so an open viewer uses at
+most a tenth of a core.
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from perdure.viewer.conversation import said_in
 from perdure.viewer.index import PATCH, TESTS, About, Index, Row
 
 WAIT_S = 0.4
-"""How long a page waits for reading before it shows what is known."""
+"""Seconds that a page waits for a reading before it shows the index as it is."""
 FIRST_S = 10.0
-"""How long it waits for the first rollouts of a run."""
+"""Seconds that it waits for the first rollouts of a run."""
 PAUSE = 10
-"""Reading rests this many times as long as it took."""
+"""The pause after a reading is this many times its duration."""
 SHORTEST_PAUSE_S = 2.0
 AT_ONCE = 64
-"""Episodes that are read between two writes to the index."""
+"""Episodes to read between two writes to the index."""
 TEXT_CHARS, ROLLOUT_CHARS = 4_000, 100_000
-"""Characters that can be searched, of one turn and of one rollout."""
+"""Characters to index of one turn, and of one rollout."""
 PATCH_BYTES = 20_000
 STAGES = (
     ("grade-", "grade"),
@@ -39,32 +40,33 @@ STAGES = (
     ("agent.json", "capture"),
     ("sandbox.json", "agent"),
 )
-"""The first of an attempt's files that is there says which stage runs."""
+"""Prefix of a file name -> the stage that follows. The first entry with a file gives the stage."""
 RUNS = ""
-"""Stands for the list of runs."""
+"""In place of a run: the list of runs."""
 
 
 @dataclass
 class _Reading:
     task: asyncio.Task[None]
     began_list: asyncio.Event = field(default_factory=asyncio.Event)
-    """There is something to show."""
+    """Set when the index has rows to show."""
     rests_until: float = float("inf")
     problem: str = ""
 
 
 @dataclass
 class _Files:
-    """What a listing says about a rollout."""
+    """The files of a rollout, from a listing of the store."""
 
     episodes: list[str] = field(default_factory=list)
     attempt: int = 0
     files: list[str] = field(default_factory=list)
-    """Of the last attempt."""
+    """Names of the last attempt's files."""
 
     @property
     def seen(self) -> str:
-        """Changes when an episode is written or replaced: the earlier one is kept beside it."""
+        """A state that changes when an episode is written or replaced, because the earlier one is
+        kept."""
         return ",".join(sorted(self.episodes)) or f"{self.attempt}:{self.stage}"
 
     @property
@@ -75,7 +77,7 @@ class _Files:
         return "boot"
 
     def add(self, parts: Sequence[str]) -> None:
-        """`parts`: of a key, below the rollout's folder."""
+        """`parts`: the parts of a key below the rollout's folder."""
         if len(parts) == 1 and parts[0].startswith("episode") and parts[0].endswith(".json"):
             self.episodes.append(parts[0])
         elif len(parts) == 3 and parts[0] == "attempts" and parts[1].isdigit():
@@ -87,7 +89,7 @@ class _Files:
 
 
 class Readings:
-    """What is being read, by run."""
+    """The current and last reading of each run."""
 
     def __init__(self, store: Store, index: Index) -> None:
         self.store = store
@@ -95,7 +97,8 @@ class Readings:
         self._known: dict[str, _Reading] = {}
 
     async def bring(self, run: str, wait: float = WAIT_S) -> str:
-        """Read a run, or the list of runs, unless that was just done. Returns what is still read, or wrong."""
+        """Read a run, or the list of runs, unless it is paused. Returns `reading`, or the
+        problem."""
         found = self._known.get(run)
         if found is None or (found.task.done() and time.monotonic() >= found.rests_until):
             found = _Reading(asyncio.create_task(self._read(run)))
@@ -145,7 +148,8 @@ class Readings:
         await self._read_texts(run)
 
     async def _read_manifest(self, run: str) -> bool:
-        """Whether there is one: written when a run has ended, it names all episodes in one file."""
+        """Read the manifest, which lists all episodes once a run has ended. False if there is
+        none."""
         known = await asyncio.to_thread(self.index.about, run)
         about = known[1] if known and known[1].agent else await self._about(run)
         try:
@@ -245,7 +249,7 @@ class Readings:
 
 
 async def run_ids(store: Store) -> AsyncIterator[str]:
-    """The runs of a store, without listing all their files."""
+    """The runs of a store, found without listing all their files."""
     after = ""
     while True:
         found = ""
@@ -259,7 +263,7 @@ async def run_ids(store: Store) -> AsyncIterator[str]:
 
 
 async def _listing(store: Store, run: str) -> AsyncIterator[tuple[str, int, _Files]]:
-    """The rollouts of a run. Keys come in order, so a rollout is whole when the next one begins."""
+    """The rollouts of a run. Keys are sorted, so a rollout is complete when the next one starts."""
     prefix = keys.rollouts(run)
     at: tuple[str, str] | None = None
     files = _Files()
@@ -277,7 +281,7 @@ async def _listing(store: Store, run: str) -> AsyncIterator[tuple[str, int, _Fil
 
 
 def _listed(run: str, manifest: bytes) -> list[Row]:
-    """The rollouts that a manifest lists, with the few facts that it has; none if it is unreadable."""
+    """The rollouts in a manifest, with the few facts that it has; empty if it is unreadable."""
     rows = []
     with contextlib.suppress(ValueError, KeyError, TypeError):
         for one in json.loads(manifest)["episodes"]:
@@ -301,7 +305,7 @@ def _listed(run: str, manifest: bytes) -> list[Row]:
 
 
 def _told(manifest: bytes) -> tuple[str, str]:
-    """The models that answered, and why the budget ended the run."""
+    """The models that answered, and why the budget stopped the run."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         document = json.loads(manifest)
         return ", ".join(document["models"]), str(document["stopped"])

@@ -1,9 +1,9 @@
-"""Who is answered, and what a browser may do with an answer.
+"""Decides which requests are answered, and what a browser may do with the answer.
 
-The server listens on loopback. Any page in the same browser can send requests there, so a request must
-name a loopback host (else DNS rebinding would make a foreign page its own origin) and carry the token,
-once in the URL and then as a cookie. Pages show hostile text: besides the escaping, the policy allows no
-script, style or request but the viewer's own files.
+The server listens on loopback. Any page in the same browser can send requests to it. So a request
+must name a loopback host (otherwise DNS rebinding would give a foreign page the same origin) and
+carry the token, first in the URL and then in a cookie. Pages show hostile text. They are escaped,
+and the policy also forbids scripts, styles and requests other than the viewer's own files.
 """
 
 import hashlib
@@ -39,16 +39,16 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 TOKEN = "token"
-"""The parameter of a URL that carries it."""
+"""The URL parameter with the token."""
 
 
 def view_token(secret: bytes) -> str:
-    """Opens the viewer of a home; derived, so that a link stays valid across restarts."""
+    """The token for a home's viewer. It is derived, so links stay valid across restarts."""
     return hmac.new(secret, b"view", hashlib.sha256).hexdigest()[:40]
 
 
 class Guard:
-    """Answers only those who may read, and marks every answer with the policy."""
+    """Answers only authorized requests, and adds the security headers to every answer."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self.app = app
@@ -56,7 +56,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no lifespan, no websocket
+            return  # lifespan and websockets are not supported
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -76,15 +76,15 @@ class Guard:
         return None
 
     def _welcome(self, request: Request) -> Response | None:
-        """The cookie, and the same page without the token in its address."""
+        """Set the cookie, and redirect to the same page without the token in its URL."""
         if not self._is_token(request.query_params.get(TOKEN, "")):
             return None
         rest = [
             (name, value) for name, value in request.query_params.multi_items() if name != TOKEN
         ]
-        path = "/" + quote(request.url.path.lstrip("/"))  # `//host` would be another host
+        path = "/" + quote(request.url.path.lstrip("/"))  # `//host` would redirect to another host
         answer = RedirectResponse(f"{path}?{urlencode(rest)}" if rest else path, 303)
-        # Lax: the link of another page, such as Temporal's web UI, may open a page, and not read it.
+        # Lax: a link on another site, such as Temporal's web UI, can open a page but not read it.
         answer.set_cookie(
             _cookie(request), self.token, httponly=True, samesite="lax", max_age=30 * 86_400
         )
@@ -100,7 +100,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine; the port may be a tunnel's."""
+    """Whether a Host header names this host. Its port may be that of a tunnel."""
     try:
         found = urlsplit(f"//{host}")
         return found.hostname in LOOPBACK and found.netloc == host and "@" not in host
@@ -109,6 +109,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    """A browser sends cookies of one host to all its ports: each viewer has its own."""
+    """The cookie's name. It has the port, because browsers send a host's cookies to all its
+    ports."""
     server = request.scope.get("server")
     return f"perdure_view_{server[1] if server else 0}"

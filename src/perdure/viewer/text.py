@@ -1,7 +1,8 @@
-"""Text of agents, tests and models, made fit to be read. Jinja escapes it; this removes what deceives.
+"""Cleans text of agents, tests and models for display. Jinja escapes it; this removes deceptive
+characters.
 
-Every value that a template writes passes `readable`: control characters, terminal colours, and characters
-that hide text or turn its direction.
+Every value that a template writes passes `readable`. It removes terminal colors, and replaces
+control characters and characters that hide text or reverse its direction.
 """
 
 import re
@@ -16,9 +17,9 @@ HIDDEN = re.compile(
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 LONGEST = 200_000
-"""Characters of one text on a page."""
+"""Most characters of one text on a page."""
 SHOWN = 3_000
-"""Characters of one text that are not folded."""
+"""Characters of one text before the fold."""
 
 
 def readable(text: str) -> str:
@@ -26,7 +27,7 @@ def readable(text: str) -> str:
 
 
 def finalize(value: Any) -> Any:
-    """What Jinja applies to every value before it escapes it."""
+    """Jinja applies this to every value before it escapes the value."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
     return readable(value)
@@ -34,16 +35,16 @@ def finalize(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Folded:
-    """A text of which the beginning is shown."""
+    """A text that shows its head; a user can unfold the rest."""
 
     head: str
     rest: str = ""
     left_out: int = 0
-    """Characters that the page does not have."""
+    """Characters that the page omits."""
 
 
 def folded(text: str, shown: int = SHOWN) -> Folded:
-    """Cut at a line end, if there is one near."""
+    """Fold a text after about `shown` characters, at a line end if one is near."""
     if len(text) <= shown + shown // 4:
         return Folded(text)
     at = text.rfind("\n", shown // 2, shown) + 1 or shown
@@ -51,12 +52,12 @@ def folded(text: str, shown: int = SHOWN) -> Folded:
 
 
 def hidden(text: str) -> Folded:
-    """Nothing is shown until a reader opens it."""
+    """A text that is folded completely."""
     return Folded("", text[:LONGEST], max(0, len(text) - LONGEST))
 
 
 def marked(snippet: str, begin: str, end: str) -> list[tuple[bool, str]]:
-    """Pieces of a search's snippet, each with whether it was found: `a [b] c` -> a, (b), c."""
+    """Split a search snippet into pieces, each with whether it matched: `a [b] c` -> a, (b), c."""
     pieces: list[tuple[bool, str]] = []
     for number, part in enumerate(snippet.split(begin)):
         found, closed, rest = part.partition(end)

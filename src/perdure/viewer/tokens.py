@@ -1,6 +1,6 @@
-"""A segment's tokens with what a trainer reads of each: mask, logprob, policy version.
+"""A segment's tokens, with the mask, logprob and policy version that a trainer reads.
 
-Colours are classes, because the policy of the pages allows no style of their own.
+Colors are CSS classes, because the pages' security policy allows no inline styles.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ PAGE = 3_000
 """Tokens on a page."""
 SHADES = 7
 VERSIONS = 6
-"""Colours of versions; they repeat."""
+"""Number of colors for versions; they repeat."""
 BOUNDS = (0.01, 0.1, 0.5, 1.0, 2.0, 4.0)
-"""Where a shade of `-logprob` ends. The last one is open."""
+"""Upper bounds of the shades of `-logprob`; the last shade has none."""
 
 Text = Callable[[Sequence[int]], str]
 
@@ -23,19 +23,19 @@ Text = Callable[[Sequence[int]], str]
 @dataclass(frozen=True)
 class Token:
     ids: tuple[int, ...]
-    """Several, where one character is spread over them."""
+    """More than one id if they encode one character together."""
     text: str
     trained: bool
     shade: int | None
-    """Of its logprob, 0 = certain; None for a token that was not sampled."""
+    """The shade of its logprob, 0 = certain; None for a token that was not sampled."""
     version: int | None
-    """Colour of its version; None for a token that was not sampled, or of unknown version."""
+    """The color of its version; None for a token that was not sampled, or of unknown version."""
     title: str
-    """What is shown on hover."""
+    """Text shown on hover."""
 
 
 def page(segment: Segment, start: int, text: Text) -> list[Token]:
-    """The tokens of prompt and response from `start` on."""
+    """One page of the segment's prompt and response tokens, from `start` on."""
     ids = (*segment.prompt_ids, *segment.response_ids)
     first = len(segment.prompt_ids)
     found: list[Token] = []
@@ -48,7 +48,8 @@ def page(segment: Segment, start: int, text: Text) -> list[Token]:
 
 
 def _whole(ids: Sequence[int], position: int, end: int, text: Text) -> int:
-    """How many ids make whole characters: a byte of an emoji alone would be shown as broken."""
+    """How many ids make whole characters: a single byte of an emoji would show as a broken
+    character."""
     for size in range(1, min(4, end - position) + 1):
         if "\ufffd" not in text(ids[position : position + size]):
             return size
@@ -56,7 +57,7 @@ def _whole(ids: Sequence[int], position: int, end: int, text: Text) -> int:
 
 
 def _token(segment: Segment, ids: tuple[int, ...], at: int, text: Text) -> Token:
-    """`at`: its place in the response; negative within the prompt."""
+    """`at`: the token's position in the response; negative in the prompt."""
     shown = text(ids)
     where = f"id {', '.join(map(str, ids))}"
     if at < 0:
@@ -76,17 +77,17 @@ def _token(segment: Segment, ids: tuple[int, ...], at: int, text: Text) -> Token
 
 
 def shade(logprob: float) -> int:
-    """0 for a token that was certain, up to 6 for one that was a surprise."""
+    """The shade of a logprob: 0 for a certain token, up to 6 for an unlikely one."""
     return sum(-logprob > bound for bound in BOUNDS)
 
 
 def versions(segment: Segment) -> list[tuple[int, int, int]]:
-    """Its policy versions: the version, its colour, and how many trained tokens it sampled."""
+    """The segment's policy versions, each with its color and its number of trained tokens."""
     trained = sorted(v for v, mask in zip(segment.versions, segment.loss_mask, strict=True) if mask)
     counted = ((version, sum(1 for _ in same)) for version, same in groupby(trained))
     return [(version, version % VERSIONS, count) for version, count in counted if version >= 0]
 
 
 def ids_only(ids: Sequence[int]) -> str:
-    """Where the tokenizer is not known."""
+    """The ids as text, for an unknown tokenizer."""
     return "".join(f"⟨{one}⟩" for one in ids)

@@ -1,4 +1,4 @@
-// Keys, and pages that are asked for again while something goes on. Everything works without it.
+// Keyboard shortcuts, and reloading of pages of open runs. All pages work without this script.
 "use strict";
 (() => {
   const trusted = window.trustedTypes
@@ -50,7 +50,7 @@
     if (event.key !== "Enter") event.preventDefault();
   });
 
-  // What a reader has opened and where it is read stay as they are.
+  // A reload keeps opened sections and the selected row.
   const at = () => rows().findIndex((row) => row.classList.contains("at"));
   const busy = () => document.hidden || typing(document.activeElement) || !window.getSelection().isCollapsed;
 
@@ -71,7 +71,7 @@
           if (row >= 0 && rows()[row]) rows()[row].classList.add("at");
         }
       }
-    } catch { /* the viewer was ended: what was read stays */ }
+    } catch { /* the viewer has stopped: keep the page */ }
     setTimeout(again, 1000 * seconds);
   }
   setTimeout(again, 1000 * Number(document.getElementById("main").dataset.live));
