@@ -12,8 +12,8 @@ FIRST_BEAT_S = 1.0
 """Seconds before the first heartbeat. A shorter activity sends none, which saves server load."""
 LATER_BEATS_S = 10.0
 """Maximum seconds between heartbeats. Shorter: a cancelled activity learns of it sooner, from the
-answer.
-Longer: less load, because with thousands of agents most of the server's work is heartbeats."""
+answer. Longer: less load, because with thousands of agents most of the server's work is
+heartbeats."""
 
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 

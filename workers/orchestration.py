@@ -65,8 +65,7 @@ def checking_runner() -> SandboxedWorkflowRunner:
 
 class _AroundWorkflows(Interceptor):
     """Tells workflows the viewer's address, and checks their signals. The address may differ
-    between
-    workers: it appears only in details, which do not enter the history."""
+    between workers: it appears only in details, which do not enter the history."""
 
     def __init__(self, viewer_url: str) -> None:
         self._url = viewer_url

@@ -1,6 +1,6 @@
-"""Files and folders that are made once and believed from then on, also after a power cut.
+"""Files and folders that are published once and stay valid after a power cut.
 
-A rename may reach the disk before the data of what it names. So both are written to the disk first. A
+A rename may reach the disk before the data of the renamed file, so the data is synced first. A
 folder also gets a manifest, and a folder that does not match its manifest counts as absent.
 """
 
@@ -14,16 +14,18 @@ from pathlib import Path
 from uuid import uuid4
 
 MANIFEST = ".perdure-manifest"
-"""In a published folder: the digest of the names and sizes of all that it holds."""
+"""File in a published folder with a digest of the names and sizes of its contents."""
 
 DAMAGED = ".damaged-"
-"""Prefix of a folder that was not whole and has been replaced."""
+"""Prefix of a damaged folder that has been replaced."""
 KEPT_S = 7 * 86400.0
-"""Seconds until it is removed: longer than a sandbox lives that may use its files."""
+"""Seconds until a damaged folder is removed. It exceeds the life of any sandbox that may use its
+files."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _whole: set[tuple[int, int]] = set()
-"""Identities of the folders that this process has made or checked. A power cut ends the process."""
+"""Device and inode of the folders that this process has published or checked. A power cut ends the
+process and so empties it."""
 
 
 def write_file(path: Path, text: str, *, times: tuple[float, float] | None = None) -> None:
@@ -42,7 +44,7 @@ def write_file(path: Path, text: str, *, times: tuple[float, float] | None = Non
 
 
 def publish_file(draft: Path, path: Path) -> Path:
-    """Rename a complete file to the name under which it is believed."""
+    """Rename a complete file to its final name, durably."""
     _fsync(draft)
     draft.replace(path)
     _fsync(path.parent)
@@ -50,12 +52,11 @@ def publish_file(draft: Path, path: Path) -> Path:
 
 
 def publish_folder(draft: Path, folder: Path) -> None:
-    """Rename a complete folder to the name under which it is believed.
+    """Rename a complete folder to its final name, durably.
 
     A damaged folder of that name is renamed, because running sandboxes may use its files. A later
-    call removes it.
-    One `syncfs` writes all files of its disk, because an environment has thousands of them. It also
-    covers what the build kept elsewhere on that disk, such as a cache.
+    call removes it. One `syncfs` syncs the whole file system, because an environment has thousands
+    of files. It also covers other files of the build on that file system, such as a cache.
     """
     (draft / MANIFEST).write_text(_digest(draft))
     handle = os.open(draft, os.O_RDONLY | os.O_DIRECTORY)
@@ -75,9 +76,9 @@ def publish_folder(draft: Path, folder: Path) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a published folder is there and holds what it was published with.
+    """Whether a published folder exists and is undamaged.
 
-    A process walks each folder once. Content of the right size is not read.
+    A process walks each folder once. It compares names and sizes and does not read contents.
     """
     try:
         identity = _identity(folder)
@@ -93,7 +94,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def check_again() -> None:
-    """Walk each folder once more before it is believed: something of this host was damaged."""
+    """Make `is_whole` walk each folder again, because something on this host was damaged."""
     _whole.clear()
 
 
@@ -110,7 +111,8 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _digest(folder: Path) -> str:
-    """Of names, kinds and sizes. Python may add bytecode to a folder that is in use."""
+    """Digest of names, modes and sizes. Ignores the bytecode that Python may add to a folder in
+    use."""
     digest = hashlib.sha256()
     for where, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if name != "__pycache__")

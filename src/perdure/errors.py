@@ -1,32 +1,32 @@
-"""Every failure Perdure raises, typed by what to do next.
+"""All errors that Perdure raises. Their types say what to do next.
 
 PerdureError
-├── RetryHere            the call failed, nothing happened, or repeating it is safe: try again here
+├── RetryHere            nothing happened, or repeating the call is safe: retry it here
 │   ├── ControlPlaneError    a provider answered 5xx, or a transient 401; `retry_after` in seconds
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
-│   ├── StoreUnavailable     the store could not be reached, or refused for now
+│   ├── StoreUnavailable     the store could not be reached, or refused temporarily
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
-│       └── CallsRefused         every engine answers and none has served yet: often a wrong setting
-├── OutcomeUnknown       the request may have been carried out: look by identity, then repeat
-├── SandboxLost          this sandbox is gone or condemned: boot a new attempt
-│   ├── DiskFull             what ran in it has filled its own disk
-│   └── AttemptDamaged       what it recorded or stored does not read back: a new attempt replays the rest
-├── GiveUp               this rollout cannot succeed as specified: finish it with a status
+│       └── CallsRefused         engines answer, and none has served yet: often a wrong setting
+├── OutcomeUnknown       the request may have been carried out: check by identity, then repeat
+├── SandboxLost          the sandbox is gone or unusable: boot a new attempt
+│   ├── DiskFull             code in the sandbox has filled the sandbox's disk
+│   └── AttemptDamaged       data of the attempt is damaged: a new attempt replays the rest
+├── GiveUp               the rollout cannot succeed as specified: finish it with a status
 │   ├── InstanceError        the row, its environment or its tests are defective (data)
 │   ├── AgentError           the agent could not be installed or launched
-│   └── PolicyTooStale       every engine serves newer weights than its group allows
-├── ActionNeeded         a person must act: stop the run
-│   ├── ConfigurationError   a setting, flag or request field is wrong; the message names it and the fix
-│   │   └── IdentityDiffers      the id belongs to a run, group or rollout that was asked to be another
+│   └── PolicyTooStale       every engine serves newer weights than the group allows
+├── ActionNeeded         a user must act: stop the run
+│   ├── ConfigurationError   a setting, flag or field is wrong; the message names it and the fix
+│   │   └── IdentityDiffers      the id belongs to something with another identity
 │   └── MissingDependency    a program or package is absent; the message says how to install it
-├── NoResult                 the run, group or rollout that was waited for ended without a result
-│   └── Cancelled                a user cancelled it
-├── NotFound             no such key, sandbox, instance or run
+├── NoResult             the awaited run, group or rollout ended without a result
+│   └── Cancelled            a user cancelled it
+├── NotFound             there is no such key, sandbox, instance or run
 └── PreconditionFailed   another writer changed the object before a conditional write
 
 A command that exits non-zero is a value (`ExecStatus`), never an exception. An infrastructure
-failure is never reward 0: it is raised as one of these and ends as `reward: null`. A lost grading
-sandbox is a verdict only where the tests are proven to be the cause (docs/decisions/0026).
+failure is never reward 0: it raises one of these errors and ends as `reward: null`. A lost grading
+sandbox is a verdict only if the tests are proven to be the cause (docs/decisions/0026).
 """
 
 from enum import StrEnum
@@ -34,7 +34,7 @@ from typing import Literal
 
 
 class Boundary(StrEnum):
-    """Where a failure crossed into the rollout; recorded once, in the episode."""
+    """The component whose failure ended the rollout. The episode records it once."""
 
     REQUEST = "request"
     INSTANCE = "instance"
@@ -48,7 +48,7 @@ class Boundary(StrEnum):
 
 
 class PerdureError(Exception):
-    """Base of all failures that Perdure raises on purpose."""
+    """Base class of all errors that Perdure raises on purpose."""
 
     boundary: Boundary = Boundary.WORKER
 
@@ -59,9 +59,9 @@ class PerdureError(Exception):
 
 
 class RetryHere(PerdureError):
-    """Nothing happened, or repeating is safe.
+    """Nothing happened, or repeating the call is safe.
 
-    `retry_after`: seconds the other side asked us to wait, or None.
+    `retry_after`: seconds to wait, if the other side named any.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ControlPlaneError(RetryHere):
 
 
 class RateLimited(ControlPlaneError):
-    """429. `limit`: `rate` ends after a while; `concurrency` ends once one of our sandboxes is killed."""
+    """429. `limit`: `rate` passes after a while; `concurrency` passes when a sandbox is killed."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RateLimited(ControlPlaneError):
 
 
 class StoreUnavailable(RetryHere):
-    """`fix`: what to correct if the store has never worked; empty: it only was busy."""
+    """`fix`: what to correct if the store has never worked; empty if it is only busy."""
 
     boundary = Boundary.STORE
 
@@ -111,21 +111,22 @@ class CallsRefused(GatewayUnavailable):
 
 
 class OutcomeUnknown(PerdureError):
-    """The request may have committed; resolve by identity before repeating it."""
+    """The request may have been carried out. Check by identity before repeating it."""
 
 
 class SandboxLost(PerdureError):
-    """Final for this sandbox; the workflow boots a new attempt and keeps the old one's files."""
+    """The sandbox is gone for good. The workflow boots a new attempt and keeps the old one's
+    files."""
 
     boundary = Boundary.SANDBOX
 
 
 class DiskFull(SandboxLost):
-    """The sandbox's own disk is full, and only what ran in it can have filled it."""
+    """The sandbox's own disk is full, and only code in the sandbox can have filled it."""
 
 
 class AttemptDamaged(SandboxLost):
-    """What this attempt recorded or stored is damaged or gone. The message names the object."""
+    """Recorded or stored data of this attempt is damaged or gone. The message names the object."""
 
     boundary = Boundary.STORE
 
@@ -147,7 +148,7 @@ class PolicyTooStale(GiveUp):
 
 
 class ActionNeeded(PerdureError):
-    """A person must act; retrying would fail the same way."""
+    """A user must act, because a retry would fail the same way."""
 
     boundary = Boundary.REQUEST
 
@@ -157,8 +158,8 @@ class ConfigurationError(ActionNeeded):
 
 
 class IdentityDiffers(ConfigurationError):
-    """The id belongs to a run, group or rollout that was asked to be another. The message has what
-    differs, old and new."""
+    """The id belongs to a run, group or rollout with another identity. The message lists the
+    differences, old and new."""
 
     boundary = Boundary.REQUEST
 
@@ -168,7 +169,7 @@ class MissingDependency(ActionNeeded):
 
 
 class NoResult(PerdureError):
-    """The message says why; Temporal's own error is the `__cause__`."""
+    """The message says why. Temporal's error is the `__cause__`."""
 
 
 class Cancelled(NoResult):

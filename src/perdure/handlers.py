@@ -1,8 +1,9 @@
-"""One handler for each data source: how its rows are read, its sandboxes prepared, its diffs graded.
+"""Handlers of data sources: each reads rows, prepares sandboxes and grades diffs of its data
+source.
 
-`Instance.data_source` chooses the handler. The data sources of `registry.ROWS` have `Published`.
-A program adds its own without a change to Perdure, with the names and signatures of the OpenHands NVIDIA
-module:
+`Instance.data_source` selects the handler. The data sources in `registry.ROWS` use `Published`. A
+program can add its own without a change to Perdure, with the names and signatures of the OpenHands
+NVIDIA module:
 
     class Mine(AgentHandler):
         name = "mine"
@@ -36,11 +37,11 @@ _sandbox: ContextVar[Sandbox] = ContextVar("sandbox")
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """The gateway, as a handler that runs an agent of its own calls it from the worker."""
+    """The gateway's API for a handler that runs its own agent in the worker."""
 
     model: str
     base_url: str
-    """With `/v1`: OpenAI's API."""
+    """The URL of the OpenAI API, with `/v1`."""
     api_key: str = field(repr=False)
     sampling: Sampling
     """The gateway applies it to every call."""
@@ -48,27 +49,27 @@ class LLMConfig:
 
 @dataclass(frozen=True)
 class JobDetails:
-    """What `eval` sees of a rollout."""
+    """The input of `eval`."""
 
     job_id: str
     """The rollout's workflow id."""
     instance: Instance
     runtime: Sandbox
-    """A fresh sandbox, in which no agent ran. That of `init` and `run` is closed."""
+    """A fresh sandbox in which no agent ran. The sandbox of `init` and `run` is closed."""
     metadata: Any = None
-    """As `init` returned it."""
+    """The metadata that `init` returned."""
     run_results: Mapping[str, Any] = field(default_factory=dict)
-    """As the handler's own `run` returned it; otherwise `git_patch`, the agent's diff as bytes. It is not
-    applied yet."""
+    """The results of the handler's own `run`, plus `git_patch`: the captured diff as bytes. The
+    diff is not applied yet."""
     timeout_s: float = 0.0
-    """Seconds that the tests may take."""
+    """Time limit of the tests in seconds."""
 
 
 class AgentHandler(ABC):
-    """The hooks of one data source. Only `name` and `eval` must be given.
+    """The hooks of one data source. Only `name` and `eval` are required.
 
-    A hook may be called again after a worker's death, so it must be safe to repeat. Its errors name the
-    handler and the hook, and are tried again a few times.
+    A hook may be called again after a worker dies, so it must be safe to repeat. Its errors name
+    the handler and the hook, and Temporal retries them a few times.
     """
 
     name: str
@@ -76,13 +77,13 @@ class AgentHandler(ABC):
 
     @property
     def sandbox(self) -> Sandbox:
-        """In a hook: the agent's sandbox; in `eval` a fresh one."""
+        """Inside a hook: the agent's sandbox, or in `eval` a fresh one."""
         return _sandbox.get()
 
     def to_instance(self, row: Row, dataset: str) -> Instance:
-        """Read a row. By default its fields are those of a SWE-bench row.
+        """Read a row. The default expects the fields of a SWE-bench row.
 
-        Raises: InstanceError naming row, field and fix.
+        Raises: InstanceError, which names the row, the field and the fix.
         """
         return swebench.to_instance(row, dataset)
 
@@ -96,23 +97,23 @@ class AgentHandler(ABC):
         sid: str | None = None,
         max_iterations: int = 1,
     ) -> tuple[Any, Any, Any]:
-        """Prepare the agent's sandbox before the agent starts; returns `(runtime, metadata, config)`.
+        """Prepare the sandbox before the agent starts. Returns `(runtime, metadata, config)`.
 
-        `runtime` and `config` are for `run`. `metadata` is for `run` and `eval`; it is stored if it is
-        JSON. If another process plays `run`, it calls `init` again. `llm_config` is None if the
-        request's agent calls no model; `sid` is the rollout's workflow id.
+        `runtime` and `config` are passed to `run`, `metadata` to `run` and `eval`. `metadata` is
+        stored if it is JSON. If another process calls `run`, it calls `init` again. `llm_config` is
+        None if the request's agent calls no model. `sid` is the rollout's workflow id.
         """
         return self.sandbox, None, None
 
     async def run(
         self, runtime: Any, metadata: Any, config: Any, instance: Instance
     ) -> Mapping[str, Any]:
-        """Run an agent of your own, in the worker. Without this hook the request's agent runs.
+        """Run your own agent, in the worker. Without this hook, the request's agent runs.
 
-        It runs once in a sandbox. If it fails or its worker dies, the next attempt runs it in a new one.
-        Returns an object that is stored for `eval` as JSON; values that JSON lacks become text. Its
-        `git_patch` is the patch; without one it is what changed in the sandbox. A `close` of the runtime
-        is called afterwards.
+        It runs once per sandbox. If it fails or its worker dies, the next attempt runs it in a new
+        sandbox. It returns an object that is stored as JSON for `eval`; values that JSON does not
+        have become text. `git_patch` in it is the patch; without it, the patch is the diff of the
+        sandbox's tree. If the runtime has a `close`, that is called afterwards.
         """
         raise NotImplementedError
 
@@ -120,27 +121,28 @@ class AgentHandler(ABC):
     async def eval(
         self, job_details: JobDetails, sid: str | None = None, allow_skip: bool = True
     ) -> Graded | Mapping[str, Any]:
-        """The verdict on `job_details.run_results["git_patch"]`.
+        """Grade `job_details.run_results["git_patch"]`.
 
-        Either a `Graded`, or an object with `score` (0.0 to 1.0; 1.0 is resolved) or `resolved`;
-        {"report": ...} is unwrapped. `allow_skip`: an empty diff was not to be graded.
+        Returns a `Graded`, or an object with `score` (0.0 to 1.0; 1.0 is resolved) or `resolved`.
+        {"report": ...} is unwrapped. `allow_skip`: the hook may skip the tests if the diff is
+        empty.
         Raises: SandboxLost, RetryHere (graded again in a new sandbox); InstanceError.
         """
 
 
 def runs_own_agent(handler: AgentHandler) -> bool:
-    """Whether the handler has a `run` of its own, instead of which the request's agent would run."""
+    """Whether the handler has its own `run`, which replaces the request's agent."""
     return type(handler).run is not AgentHandler.run
 
 
 class HookFailed(Exception):
-    """An error of a handler's own code. The stage is tried again, as after any unforeseen error; after one
-    in `run`, the next attempt starts in a new sandbox."""
+    """An error in a handler's code. Temporal retries the stage, as after any unforeseen error.
+    After an error in `run`, the next attempt starts in a new sandbox."""
 
 
 @contextmanager
 def calling(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None]:
-    """Around the call of a hook. Raises: HookFailed naming handler and hook."""
+    """Wraps the call of a hook. Raises: HookFailed, which names handler and hook."""
     token = _sandbox.set(sandbox)
     try:
         yield
@@ -148,7 +150,7 @@ def calling(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise  # the host's own trouble
+            raise  # the host's disk is full
         said = f"{type(error).__name__}: {error}"
         raise HookFailed(f"`{hook}` of the handler {handler.name!r} failed: {said}") from error
     finally:
@@ -165,7 +167,7 @@ def wrong_answer(
 
 
 class Published(AgentHandler):
-    """The handler of `registry.ROWS`: grades with the grader that `grading.protocol` names."""
+    """The handler of the data sources in `registry.ROWS`. `grading.protocol` names the grader."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -194,9 +196,9 @@ class Published(AgentHandler):
 
 
 def register_agent_handler(handler: AgentHandler) -> None:
-    """Make the handler known to this process, under its `name`.
+    """Register the handler in this process under its `name`.
 
-    Raises: ConfigurationError where the name is taken, or a hook is missing.
+    Raises: ConfigurationError if the name is taken or missing.
     """
     name = getattr(handler, "name", None)
     if not isinstance(handler, AgentHandler) or not isinstance(name, str) or not name:
@@ -212,7 +214,7 @@ def register_agent_handler(handler: AgentHandler) -> None:
 def handler_of(data_source: str) -> AgentHandler:
     """The handler that a row's or an instance's `data_source` names.
 
-    Raises: ConfigurationError naming the nearest known one.
+    Raises: ConfigurationError, which names the closest known data source.
     """
     known = registry.data_source_named(data_source)
     if known in registry.HANDLERS:
@@ -237,9 +239,9 @@ def get_registered_functions(
 
 
 def import_handlers(modules: str) -> None:
-    """Import the modules of the setting `handlers`; each registers its handlers.
+    """Import the modules in the setting `handlers`. Each module registers its handlers.
 
-    Raises: ConfigurationError naming the module that cannot be imported.
+    Raises: ConfigurationError, which names the module that cannot be imported.
     """
     for module in filter(None, map(str.strip, modules.split(","))):
         try:
@@ -252,7 +254,7 @@ def import_handlers(modules: str) -> None:
 
 
 def graded_of(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> Graded:
-    """The verdict that a handler's `eval` returned. Raises: InstanceError for another shape."""
+    """The verdict in the answer of a handler's `eval`. Raises: InstanceError if it is malformed."""
     if isinstance(answer, Graded):
         return answer
     report = answer.get("report", answer) if isinstance(answer, Mapping) else {}

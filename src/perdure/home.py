@@ -1,7 +1,6 @@
-"""What all processes of a home share: its host name, its secrets, its files' modes, the sandbox
-providers it has used.
+"""State that all processes of a home share: host name, secrets, file modes, used sandbox providers.
 
-Session keys, the control token, the engines' keys and the name of their roster derive from a
+Session keys, the control token, the engines' keys and the name of their roster are derived from a
 secret. The package that uses a key derives it.
 """
 
@@ -27,14 +26,14 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PRIVATE = ("git", "logs", "providers", "run", "scratch", "store")
 """Folders of the home that no sandbox mounts."""
 STORED = (".perdure", "blobs", "engines", "instances", "journal", "runs")
-"""Folders of a store. Its own folder may hold what is not ours."""
+"""Perdure's folders in a store. The store's root folder may also contain other files."""
 
 
 def host_of(settings: Settings) -> str:
-    """`<hostname>-<six hex digits of the home>`: two homes have two names, also on cloned machines with one
-    hostname.
+    """`<hostname>-<six hex digits of the home>`. Two homes have two names, also on cloned machines
+    with the same hostname.
 
-    Local sandboxes can only be reached through the home that made them.
+    A local sandbox can be reached only through the home that created it.
     """
     home = settings.home.absolute()
     digits = hashlib.sha256(f"{home} {_host_id(home / 'run' / 'host')}".encode()).hexdigest()[:6]
@@ -42,8 +41,8 @@ def host_of(settings: Settings) -> str:
 
 
 def _host_id(path: Path) -> str:
-    """A random id for each boot of the machine: a home may be copied with the machine's image, and no sandbox
-    outlives a boot."""
+    """A random id for each boot of the machine, because a machine image may contain a copy of the
+    home. No sandbox survives a reboot."""
     boot = BOOT_ID.read_text().strip()
     with contextlib.suppress(OSError, ValueError):
         found, of_boot = path.read_text().split()
@@ -62,8 +61,9 @@ def _host_id(path: Path) -> str:
 
 
 class Secrets:
-    """The secrets of a home. The newest signs, all are accepted: so one can replace another while
-    sessions are open. Every look reads the source again, so a running process sees a new one."""
+    """The secrets of a home. The newest one signs, and all are accepted, so that one can replace
+    another while sessions are open. Each access reads the source again, so that running processes
+    see changes."""
 
     def __init__(self, read: Callable[[], tuple[bytes, ...]]) -> None:
         """`read`: the valid secrets, the newest first."""
@@ -84,15 +84,15 @@ class Secrets:
 
     @property
     def oldest(self) -> bytes:
-        """Names the roster and keys the engines, which must not change while a secret is replaced."""
+        """Names the roster and keys the engines, which must not change during a secret rotation."""
         return self._read()[-1]
 
 
 def load_secrets(settings: Settings) -> Secrets:
-    """PERDURE_SECRET and PERDURE_SECRET_PREVIOUS if set (for many hosts), otherwise the lines of a file
-    under the home, which the first process creates.
+    """PERDURE_SECRET and PERDURE_SECRET_PREVIOUS if they are set (for several hosts). Otherwise the
+    lines of a file in the home, which the first process creates.
 
-    Raises: ConfigurationError if one is too short, or the file cannot be read.
+    Raises: ConfigurationError if a secret is too short or the file cannot be read.
     """
     given = settings.secret.get_secret_value().strip()
     earlier = settings.secret_previous.get_secret_value().replace(",", " ").split()
@@ -106,7 +106,8 @@ def load_secrets(settings: Settings) -> Secrets:
 
 
 def load_secret(settings: Settings) -> bytes:
-    """The home's oldest valid secret, from which the engines' keys and their roster's name derive.
+    """The home's oldest valid secret, from which the engines' keys and their roster's name are
+    derived.
 
     Raises: ConfigurationError if it is too short or cannot be read.
     """
@@ -114,7 +115,7 @@ def load_secret(settings: Settings) -> bytes:
 
 
 def episodes_token(secret: bytes) -> str:
-    """What a gateway asks of those who read episodes through it."""
+    """The bearer token that a gateway requires for reading episodes."""
     return hmac.new(secret, b"episodes", hashlib.sha256).hexdigest()
 
 
@@ -126,7 +127,7 @@ def _long_enough(found: Sequence[str], source: str) -> tuple[bytes, ...]:
 
 
 class _SecretFile:
-    """A file of secrets, one a line, the newest first; read again when it changes."""
+    """A file of secrets, one per line, newest first. It is read again when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -134,7 +135,8 @@ class _SecretFile:
         self._secrets: tuple[bytes, ...] = ()
 
     def read(self) -> tuple[bytes, ...]:
-        """Raises: ConfigurationError; later, a broken file leaves the secrets that were read before."""
+        """Raises: ConfigurationError. After the first read, a broken file keeps the loaded
+        secrets."""
         try:
             text = _read_or_create(self._path) if not self._secrets else None
             found = self._path.stat()
@@ -158,7 +160,7 @@ def _read_or_create(path: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         if found := path.read_text().strip():
             return found
-        path.unlink(missing_ok=True)  # a power cut left it empty
+        path.unlink(missing_ok=True)  # an empty file is left by a power cut
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".secret.{secrets.token_hex(8)}")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -167,7 +169,7 @@ def _read_or_create(path: Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     try:
-        os.link(draft, path)  # the first process to link creates the secret; the others read it
+        os.link(draft, path)  # the first process to link creates the secret, and the others read it
     except FileExistsError:
         pass
     finally:
@@ -176,10 +178,10 @@ def _read_or_create(path: Path) -> str:
 
 
 def keep_private(settings: Settings) -> None:
-    """Files that this process makes from now on are for its own user alone.
+    """Make the files that this process creates from now on private to its user.
 
-    What an earlier version left open to other users of the host is closed: the home, the files in it
-    that no sandbox mounts, and the objects of a store that is a folder.
+    Also close what an earlier version left readable for other users: the home, the files in it that
+    no sandbox mounts, and the objects of a store that is a folder.
     Raises: ConfigurationError if this user cannot use the home.
     """
     os.umask(0o077)
@@ -202,7 +204,7 @@ def _stored(settings: Settings) -> list[Path]:
 
 
 def _close_all(folder: Path) -> None:
-    """A folder that is closed already was done before: it is closed last."""
+    """Close a tree. Its root is closed last, so a closed root means that the tree is done."""
     if folder.is_dir() and stat.S_IMODE(folder.stat().st_mode) & 0o077:
         for where, _, files in os.walk(folder, topdown=False):
             for path in (*(os.path.join(where, name) for name in files), where):
@@ -210,15 +212,15 @@ def _close_all(folder: Path) -> None:
 
 
 def _close(path: str | Path) -> None:
-    with contextlib.suppress(OSError):  # it is gone, or another user's
+    with contextlib.suppress(OSError):  # the file is gone, or belongs to another user
         mode = os.lstat(path).st_mode
         if mode & 0o077 and not stat.S_ISLNK(mode) and not mode & stat.S_ISVTX:
             os.chmod(path, stat.S_IMODE(mode) & 0o700)
 
 
 def show_to_sandboxes(folder: Path) -> None:
-    """Let any user read a folder that sandboxes mount: the user inside may be another one of this host.
-    The home above it keeps the host's other users out."""
+    """Let any user read a folder that sandboxes mount, because a sandbox's user may be another user
+    of the host. The modes of the home keep the host's other users out."""
     for where, _, files in os.walk(folder):
         for path in (where, *(os.path.join(where, name) for name in files)):
             mode = os.lstat(path).st_mode
@@ -228,7 +230,7 @@ def show_to_sandboxes(folder: Path) -> None:
 
 
 def remember_sandboxes(home: Path, name: str) -> None:
-    """Record that this home uses provider `name`, unless the registry names it."""
+    """Record that this home uses provider `name`, unless the registry lists it."""
     if name not in SANDBOXES:
         folder = home / "providers"
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +238,8 @@ def remember_sandboxes(home: Path, name: str) -> None:
 
 
 def sandboxes_of(home: Path) -> list[str]:
-    """Every provider that may have sandboxes of this home: those of the registry and those it used."""
+    """All providers that may have sandboxes of this home: the registry's, and those recorded as
+    used."""
     folder = home / "providers"
     used = [unquote(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []
     return [*SANDBOXES, *sorted(used)]

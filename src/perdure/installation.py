@@ -1,6 +1,6 @@
-"""The command that installs what is missing, for the way this copy of Perdure is installed.
+"""The command that installs a missing package, depending on how this copy of Perdure is installed.
 
-No index has Perdure: `pip install 'perdure[serving]'` works nowhere.
+Perdure is on no package index, so `pip install 'perdure[serving]'` does not work.
 """
 
 import importlib.util
@@ -12,11 +12,12 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the checkout, if this copy is in one."""
+"""The root of the checkout, if this copy is in one."""
 
 
 def command_for_extra(*extras: str) -> str:
-    """What adds extras of Perdure: `uv sync` in a checkout, else pip with this copy's own source."""
+    """The command that adds extras: `uv sync` in a checkout, otherwise pip with this copy's
+    source."""
     if _is_checkout() and Path(sys.prefix) == ROOT / ".venv":
         project = () if Path.cwd() == ROOT else ("--project", str(ROOT))
         words = [_uv() or "uv", "sync", *project, "--frozen", "--inexact"]
@@ -29,7 +30,7 @@ def command_for_extra(*extras: str) -> str:
 
 
 def command_for_packages(*requirements: str) -> str:
-    """What adds packages of an index to this environment."""
+    """The command that adds packages from an index to this environment."""
     if importlib.util.find_spec("pip") is not None:
         return shlex.join([sys.executable, "-m", "pip", "install", *requirements])
     words = [_uv() or "uv", "pip", "install", "--python", sys.executable]
@@ -41,7 +42,7 @@ def _is_checkout() -> bool:
 
 
 def _uv() -> str:
-    """On PATH, in this environment, or where `make setup` puts it; empty: there is none."""
+    """uv on PATH, in this environment, or where `make setup` puts it; empty if there is none."""
     if shutil.which("uv"):
         return "uv"
     found = (Path(sys.prefix) / "bin" / "uv", ROOT / ".uv" / "bin" / "uv")
@@ -49,7 +50,7 @@ def _uv() -> str:
 
 
 def _source() -> str:
-    """The URL of the wheel or archive that this copy was installed from; empty: from an index."""
+    """The URL of the wheel or archive that this copy was installed from; empty if from an index."""
     try:
         told = metadata.distribution("perdure").read_text("direct_url.json")
         return str(json.loads(told or "{}").get("url", ""))

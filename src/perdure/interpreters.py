@@ -1,7 +1,8 @@
 """Finds uv, and the Python interpreters of this host.
 
-uv stops at the first program of a name on PATH, also if that is a pyenv shim that starts nothing. So each
-candidate is started once, and the first that answers with the wanted version is taken.
+uv stops at the first program with the right name on PATH, even if it is a pyenv shim that does not
+start. So this module starts each candidate once and takes the first that reports the wanted
+version.
 """
 
 import re
@@ -16,14 +17,14 @@ from perdure.settings import environment
 
 STARTS_WITHIN_S = 30.0
 PLACES = ("/usr/local/bin", "/usr/bin")
-"""Where Debian and deadsnakes put `python3.10`, also if PATH does not lead there."""
+"""Where Debian and deadsnakes put `python3.10`. They are searched even if PATH lacks them."""
 ASK = "import sys; print(sys.base_prefix); print('%d.%d.%d' % sys.version_info[:3])"
 
 
 class Interpreter(NamedTuple):
     program: Path
     prefix: Path
-    """The folder that a sandbox needs to run it."""
+    """The folder that a sandbox needs to run the interpreter."""
 
 
 def find_uv() -> Path:
@@ -43,8 +44,8 @@ def find_uv() -> Path:
 
 
 def find_interpreter(version: str) -> Interpreter | None:
-    """The first interpreter of this version, such as `3.10` or `3.10.13`, that starts: of those that uv
-    finds, then on PATH and in PLACES, then of pyenv. Raises: MissingDependency without uv."""
+    """The first interpreter of this version, such as `3.10` or `3.10.13`, that starts. The search
+    order is uv, PATH, PLACES, pyenv. Raises: MissingDependency if uv is missing."""
     for program in (*_of_uv(version), *_on_path(version), *_of_pyenv(version)):
         if (prefix := prefix_of(program, version)) is not None:
             return Interpreter(program, prefix)
@@ -52,7 +53,7 @@ def find_interpreter(version: str) -> Interpreter | None:
 
 
 def prefix_of(program: Path, version: str) -> Path | None:
-    """None: it does not start, or is another version."""
+    """The interpreter's prefix; None if it does not start or has another version."""
     try:
         asked = subprocess.run(
             [program, "-I", "-c", ASK], capture_output=True, check=True, timeout=STARTS_WITHIN_S
@@ -65,15 +66,15 @@ def prefix_of(program: Path, version: str) -> Path | None:
 
 
 def places_searched() -> str:
-    """For messages: where `find_interpreter` looks."""
+    """The places that `find_interpreter` searches, for messages."""
     return f"uv's own folder, PATH, {', '.join(PLACES)} and {_pyenv() / 'versions'}"
 
 
 def _of_uv(version: str) -> Iterator[Path]:
-    """In its own folder, else on the system."""
+    """Interpreters that uv finds, first in its own folder, then on the system."""
     for kind in ("--managed-python", "--no-managed-python"):
         words = ["python", "find", "--no-project", "--system", kind, "--no-python-downloads"]
-        found = subprocess.run(  # in the root folder, where no project around has an effect
+        found = subprocess.run(  # in `/`, where no project affects the search
             [find_uv(), *words, version], capture_output=True, cwd="/", check=False
         )
         if found.returncode == 0:
@@ -89,7 +90,7 @@ def _on_path(version: str) -> Iterator[Path]:
 
 
 def _of_pyenv(version: str) -> Iterator[Path]:
-    """The newest patch release first."""
+    """pyenv's interpreters, the newest patch release first."""
     root = _pyenv()
     found = [*root.glob(f"versions/{version}"), *root.glob(f"versions/{version}.*")]
     for folder in sorted(found, key=lambda one: _numbers(one.name), reverse=True):

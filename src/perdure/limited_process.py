@@ -1,9 +1,9 @@
 """Calls a function on bytes that hostile code wrote, in a child process with limits.
 
-The limits are the kernel's, because a regular expression or an XML parser cannot be interrupted
-otherwise. A child serves one call at a time and stays warm for the next ones. Whatever happens to it costs
-only the call that it serves. So each child has a connection of its own: those of pebble's pool share one,
-and a child that is killed while it writes there stops all others.
+The kernel enforces the limits, because a regular expression or an XML parser cannot be interrupted
+otherwise. A child serves one call at a time and stays warm for the next ones. Its failure costs
+only the call that it serves. So each child has its own connection: the children of pebble's pool
+share one, and a child that is killed while it writes stops all others.
 """
 
 import asyncio
@@ -30,22 +30,23 @@ from perdure.errors import Boundary, ConfigurationError, PerdureError, RetryHere
 CPU_S = 10
 """Seconds of CPU time for one call."""
 MEMORY = 1 << 30
-"""Bytes of address space that a child may take beyond what it starts with."""
+"""Bytes of address space that a child may allocate in addition to its initial size."""
 WALL_S = 300.0
-"""Seconds for one call, with the child's start. The CPU limit ends a hostile one long before, so a host
-that needs longer is starved."""
+"""Seconds for one call, including the child's start. The CPU limit ends a hostile call long before,
+so a call that reaches this limit ran on a starved host."""
 LARGE = 256 << 20
-"""Bytes of memory in use after which a child ends, so that they are given back."""
+"""Bytes of resident memory above which a child is ended after its call."""
 IDLE_S = 60.0
-"""Seconds without a call after which a child ends."""
+"""Seconds without a call after which a child is ended."""
 MOST = max(2, (os.cpu_count() or 1) // 2)
-"""Children at a time. Most calls take 1 ms; a child takes 300 ms of CPU to start."""
+"""Maximum number of children. Most calls take 1 ms, and a child's start takes 300 ms of CPU
+time."""
 ADDRESSES, RESIDENT = 0, 1
 """Columns of /proc/PID/statm."""
 OUT_OF_MEMORY = 77
-"""Exit code."""
+"""Exit code of a child without memory."""
 READY = b"ready"
-"""A child's first message: from now on, its end is the doing of what it reads."""
+"""A child's first message. If it ends after that, its input is the cause."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -53,22 +54,22 @@ _log = logging.getLogger(__name__)
 
 
 class Unparsable(Exception):
-    """What the sandbox wrote cannot be read within the limits. This is a verdict on it: reading it
-    again would end the same."""
+    """The sandbox's output cannot be read within the limits. This is a verdict, because another
+    read would fail the same way."""
 
 
 async def read(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(*args)`, in a child. Its own PerdureErrors and Unparsable pass through.
+    """Call `function(*args)` in a child. PerdureErrors and Unparsable of the function pass through.
 
-    Raises: Unparsable; RetryHere when the host has no room or no time for a child, or ends it;
-    ConfigurationError when `function` is not a module's own.
+    Raises: Unparsable; RetryHere if the host lacks memory or time for a child, or ends it;
+    ConfigurationError if `function` is not defined at module level.
     """
     assert not kwargs, "a call has positional arguments only"
     request = _request(function, args)
     async with _seats():
         try:
             is_value, found = await _ask(request)
-        except _EndedFromOutside:  # perhaps by the kernel, for want of memory: once more
+        except _EndedFromOutside:  # perhaps the kernel's OOM killer: try once more
             is_value, found = await _ask_again(request)
     if is_value:
         return cast(T, found)
@@ -80,7 +81,8 @@ async def read(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T
 
 @atexit.register
 def end_all() -> None:
-    """End all children. A process that ends by `os._exit` must call it, or they end a moment later."""
+    """End all children. A process that exits by `os._exit` must call this, or they end a moment
+    later."""
     _idle.clear()
     while _alive:
         _alive.pop().end()
@@ -90,7 +92,7 @@ def end_all() -> None:
 
 
 class _EndedFromOutside(Exception):
-    """By a signal that the limits do not send."""
+    """A signal that the limits do not send has ended the child."""
 
 
 _START = (
@@ -100,10 +102,10 @@ _START = (
 
 
 class _Child:
-    """A process that knows this one's modules, and the connection to it."""
+    """A child process with this process's module path, and the connection to it."""
 
     def __init__(self) -> None:
-        """Raises: RetryHere when the host has no room for a process."""
+        """Raises: RetryHere if the host cannot start a process."""
         self.calls = 0
         self._is_ready = False
         self._connection, theirs = Pipe()
@@ -122,9 +124,9 @@ class _Child:
         return self._process.pid
 
     def ask(self, request: bytes) -> tuple[bool, Any]:
-        """Whether the function gave a value, and that value or its exception. Blocks.
+        """Returns whether the function returned, and its value or its exception. Blocks.
 
-        Raises: Unparsable, RetryHere or _EndedFromOutside when the child ends instead of answering.
+        Raises: Unparsable, RetryHere or _EndedFromOutside if the child ends without an answer.
         """
         self.calls += 1
         try:
@@ -139,12 +141,12 @@ class _Child:
         return _memory(self.pid, RESIDENT) > LARGE
 
     def end(self) -> None:
-        """At once; nothing of it is left. A thread that waits for its answer goes on."""
+        """Kill and reap the child. A thread that waits for its answer gets an error."""
         self._process.kill()
         self._process.wait()
 
     def _cause(self) -> Exception:
-        """Why it ended by itself."""
+        """The error for a child that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.poll()
@@ -162,7 +164,8 @@ class _Child:
 _alive: set[_Child] = set()
 _idle: list[_Child] = []
 _threads = ThreadPoolExecutor(MOST, "limited-process")
-"""Each waits for a child. Children belong to no event loop: several loops of a process may call."""
+"""Threads that wait for children. Children belong to no event loop: a process may have several
+loops."""
 _seats_of: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
@@ -176,7 +179,7 @@ def _request(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _seats() -> asyncio.Semaphore:
-    """One for each event loop, because a semaphore belongs to its loop."""
+    """The semaphore of this event loop. Each loop needs its own."""
     return _seats_of.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MOST))
 
 
@@ -228,12 +231,12 @@ def _end(child: _Child) -> None:
 
 
 def serve(cpu_s: int, memory: int) -> None:
-    """Answer one request after the other on descriptor 0, until its other end is closed."""
+    """Answer requests on descriptor 0, one at a time, until the other end is closed."""
     connection = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; its end ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit ends this
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError):  # a kernel in need ends the child, not its parent
+    with contextlib.suppress(OSError):  # the OOM killer must choose the child, not its parent
         Path("/proc/self/oom_score_adj").write_text("1000")
     _limit_memory(memory)
     connection.send_bytes(READY)
@@ -259,7 +262,7 @@ def _answer(request: bytes, cpu_s: int) -> bytes:
 
 
 def _understood(request: bytes) -> Any:
-    """Imports what the function needs. Raises: RetryHere; the bytes cannot be the cause."""
+    """Import the function. Raises: RetryHere, because the sandbox's bytes cannot be the cause."""
     try:
         return pickle.loads(request)
     except (ImportError, AttributeError) as error:
@@ -281,14 +284,15 @@ def _limit_memory(most: int) -> None:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """The kernel ends this process by SIGXCPU, whatever it is doing."""
+    """Let the kernel end this process by SIGXCPU, even inside a C call."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(used.ru_utime + used.ru_stime) + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
 
 
 def _memory(pid: int, column: int) -> int:
-    """Bytes now; 0 where the system does not tell. `ru_maxrss` would begin at the parent's own."""
+    """Current bytes; 0 if the system does not say. `ru_maxrss` would start at the parent's
+    value."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

@@ -1,7 +1,7 @@
-"""Names of every variant, as dotted paths: a new one is one file and one line here.
+"""The names of all variants, with dotted paths. A new variant is one file and one line here.
 
-Strings only, so that importing this costs nothing and the rooms do not import each other. What
-programs register at run time (`perdure.handlers`) is kept here too.
+The paths are strings, so that importing this module is cheap and the packages do not import each
+other. Handlers that programs register at run time (`perdure.handlers`) are also kept here.
 """
 
 import difflib
@@ -62,7 +62,7 @@ ROWS = {
     "swegym": "perdure.instances.rows.formats.swe_gym:to_instance",
     "swesmith": "perdure.instances.rows.formats.swe_smith:to_instance",
 }
-"""The reader of a row, by its `data_source`. `swe-bench` also reads `SWE-bench_Lite` and
+"""Row readers by `data_source`. `swe-bench` also reads `SWE-bench_Lite` and
 `princeton-nlp/SWE-bench_Verified`: see `data_source_named`."""
 
 HANDLERS: dict[str, Any] = {}
@@ -70,10 +70,10 @@ HANDLERS: dict[str, Any] = {}
 
 
 def data_source_named(name: str) -> str | None:
-    """The key of HANDLERS or ROWS that a row's `data_source` means; None if there is none.
+    """The key of HANDLERS or ROWS for a row's `data_source`; None if there is none.
 
-    A registered handler has exactly this name. A public dataset's name may have an owner, capitals,
-    underscores and a suffix.
+    The name of a registered handler must match exactly. The name of a public dataset may have an
+    owner, capitals, underscores and a suffix.
     """
     if name in HANDLERS or name in ROWS:
         return name
@@ -83,7 +83,7 @@ def data_source_named(name: str) -> str | None:
 
 
 def unknown_data_source(name: str) -> str:
-    """An error message that names the nearest known one and says how to add another."""
+    """An error message that names the closest known data source and says how to add another."""
     known = sorted({*HANDLERS, *ROWS})
     close = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
     nearest = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
@@ -94,9 +94,9 @@ def unknown_data_source(name: str) -> str:
 
 
 def path_of(kind: str, table: dict[str, str], name: str) -> str:
-    """The dotted path of a name, which need not be importable here.
+    """The dotted path of a name. It need not be importable here.
 
-    Raises: ConfigurationError listing the known names.
+    Raises: ConfigurationError, which lists the known names.
     """
     path = table.get(name, name)
     if ":" not in path:
@@ -110,7 +110,7 @@ def path_of(kind: str, table: dict[str, str], name: str) -> str:
 
 
 def load(kind: str, table: dict[str, str], name: str) -> Any:
-    """The object that `name` means: a registered name, or a dotted path `package.module:Name`.
+    """The object for `name`, which is a registered name or a dotted path `package.module:Name`.
 
     Raises:
         ConfigurationError: the name is unknown (the message lists the known ones), or the dotted

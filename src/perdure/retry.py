@@ -1,5 +1,5 @@
-"""Repeats a call while its errors are transient. For calls that Temporal cannot repeat, because they are a
-part of an activity or happen outside of one."""
+"""Repeats a call while its errors are transient, for calls that Temporal cannot retry because they
+are only a part of an activity or outside of one."""
 
 import asyncio
 import math
@@ -20,9 +20,12 @@ async def again(
     patience_s: float = math.inf,
     passes: Callable[[E], bool] = lambda error: True,
 ) -> T:
-    """`pauses`: the first and the longest, doubled from try to try; an error's `retry_after` takes precedence.
-    `passes`: whether an error is transient. Raises: the error that is not, or whose pause would end after
-    `patience_s`."""
+    """Repeat `call` until it succeeds.
+
+    `pauses`: the first and the longest pause, doubled from try to try. An error's `retry_after`
+    takes precedence. `passes`: whether an error is transient.
+    Raises: an error that is not transient, or whose pause would end after `patience_s`.
+    """
     end = time.monotonic() + patience_s
     pause, longest = pauses
     while True:

@@ -1,7 +1,7 @@
-"""What a process reports about itself: structured log lines, metrics, Temporal's runtime.
+"""Logging and metrics of a process, and the Temporal SDK's runtime.
 
-Owns names and set-up. Everything logs to stderr, so that stdout stays a command's answer. Temporal's
-SDK and structlog are imported where they are used, so that commands start fast.
+Owns names and setup. All logs go to stderr, so that stdout has only a command's output. Temporal's
+SDK and structlog are imported inside functions, so that commands start fast.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 300
 
 
 class Metric(NamedTuple):
-    """One thing a worker counts. The gateway's own are in `perdure.gateway.metrics`."""
+    """A metric of a worker. `perdure.gateway.metrics` has the gateway's."""
 
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
@@ -44,18 +44,18 @@ METRICS = {
     "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
     "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
 }
-"""The ratio of environment time to model time sets how many agents one engine can serve."""
+"""The ratio of environment time to model time determines how many agents one engine can serve."""
 
 
 class WorkerMetrics:
-    """Counts into Temporal's meter, so that one port serves its metrics and ours. Without a meter it
-    does nothing."""
+    """Records metrics with the Temporal SDK's meter, so that one port serves both. Without a meter
+    it does nothing."""
 
     def __init__(self) -> None:
         self._instruments: dict[str, Any] = {}
 
     def use(self, meter: "MetricMeter") -> None:
-        """Count into `meter` from now on."""
+        """Record with `meter` from now on."""
         make = {
             "counter": meter.create_counter,
             "gauge": meter.create_gauge,
@@ -67,7 +67,7 @@ class WorkerMetrics:
         }
 
     def stage(self, stage: str, seconds: float, queued_s: float, cause: str = "") -> None:
-        """One stage ended. `cause`: why it failed; empty if it succeeded."""
+        """Record a stage that ended. `cause`: why it failed; empty if it succeeded."""
         outcome = "failed" if cause else "ok"
         self._call("perdure_stage_seconds", seconds, stage=stage, outcome=outcome)
         self._call("perdure_queue_seconds", max(queued_s, 0.0), stage=stage)
@@ -75,12 +75,13 @@ class WorkerMetrics:
             self._call("perdure_attempts", 1, stage=stage, cause=cause)
 
     def rollout(self, agent: str, status: str, outcome: str, tokens: int) -> None:
-        """A rollout has its episode."""
+        """Record a rollout that has its episode."""
         self._call("perdure_rollouts", 1, agent=agent, status=status, outcome=outcome)
         self._call("perdure_tokens", tokens, agent=agent)
 
     def agent_time(self, total_s: float, model_s: float) -> None:
-        """An agent ran for `total_s` seconds without waits for an engine, `model_s` of them inside model calls."""
+        """Record an agent's time. `total_s` excludes waits for an engine, and `model_s` is the part
+        inside model calls."""
         self._call("perdure_environment_ms", round(max(total_s - model_s, 0.0) * 1000))
         self._call("perdure_model_ms", round(model_s * 1000))
 
@@ -88,12 +89,12 @@ class WorkerMetrics:
         self._call("perdure_sandboxes_alive", count, provider=provider)
 
     def seats(self, most: int, taken: int) -> None:
-        """Of this host."""
+        """Record the seats of this host."""
         self._call("perdure_seats", most)
         self._call("perdure_seats_free", max(most - taken, 0))
 
     def backlog(self, stage: str, count: int, age_s: float) -> None:
-        """What waits in a stage's queue, over all hosts."""
+        """Record the backlog of a stage's queue, over all hosts."""
         self._call("perdure_backlog", count, stage=stage)
         self._call("perdure_backlog_age_seconds", round(age_s), stage=stage)
 
@@ -104,13 +105,13 @@ class WorkerMetrics:
 
 
 metrics = WorkerMetrics()
-"""The metrics of this process; `temporal_runtime` gives them a meter."""
+"""The metrics of this process. `temporal_runtime` sets the meter."""
 
 
 def temporal_runtime(settings: Settings) -> "Runtime":
-    """The SDK's runtime: its logs join ours, its metrics share the port of `metrics.port` with ours.
+    """The SDK's runtime. Its logs and metrics join Perdure's logs and the port `metrics.port`.
 
-    One per process, made before the first client; otherwise the SDK logs to stdout.
+    Create one per process, before the first client. Otherwise the SDK logs to stdout.
     """
     from temporalio import activity, workflow
     from temporalio.runtime import (
@@ -122,7 +123,7 @@ def temporal_runtime(settings: Settings) -> "Runtime":
     )
     from temporalio.runtime import Runtime as TemporalRuntime
 
-    # The record's fields already hold the context, so keep it out of the message.
+    # The record's fields already contain the context, so keep it out of the message.
     workflow.logger.workflow_info_on_message = False
     activity.logger.activity_info_on_message = False
     log_config = LoggingConfig(
@@ -148,7 +149,7 @@ def temporal_runtime(settings: Settings) -> "Runtime":
 def configure_logging(process: str) -> None:
     """Send structlog's and the standard library's records to stderr: JSON lines, or text on a terminal.
 
-    From then on `STACKS_SIGNAL` makes the process write the stack of each of its threads there.
+    From then on, `STACKS_SIGNAL` makes the process write the stacks of all its threads to stderr.
     """
     import structlog
 
@@ -180,14 +181,14 @@ def configure_logging(process: str) -> None:
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
-    # These libraries log every request, which would hide the lines about rollouts.
+    # These libraries log every request, which would bury the lines about rollouts.
     for noisy in ("httpx", "httpcore", "botocore", "urllib3", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     structlog.contextvars.bind_contextvars(process=process)
 
 
 def bind(run: str, rollout: str, attempt: int) -> AbstractContextManager[None]:
-    """Every line logged inside the block names its rollout."""
+    """Add the rollout to every log line inside the block."""
     import structlog
 
     return structlog.contextvars.bound_contextvars(run=run, rollout=rollout, attempt=attempt)

@@ -1,7 +1,7 @@
-"""Traces: OpenTelemetry spans of this process, exported over OTLP where an address is set.
+"""Traces: OpenTelemetry spans of this process, exported over OTLP if an address is set.
 
-Owns set-up, the names of attributes and what carries a trace across processes. Without an address
-nothing of OpenTelemetry is imported, and `span` costs one comparison.
+Owns setup, attribute names, and the propagation of traces across processes. Without an address,
+OpenTelemetry is not imported, and `span` costs one comparison.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 TRACES_PATH = "/v1/traces"
 PARENT = "traceparent"
-"""The W3C header, and the label of a gateway session, that name the span to continue."""
+"""The W3C header, and the label of a gateway session, that names the span to continue."""
 FLUSH_MS = 3000
-"""Milliseconds that a process which ends gives its last spans."""
+"""Milliseconds that a process waits at its end to export its last spans."""
 Attributes = Mapping[str, str | int | float | bool | list[str] | None]
 NOTHING: Attributes = {}
 Kind = Literal["internal", "client", "server"]
 
 
 class Span:
-    """What code may say about a span. Without tracing it says nothing."""
+    """The interface to a span. Without tracing it does nothing."""
 
     def __init__(self, span: "OpenTelemetrySpan | None" = None) -> None:
         self._span = span
 
     def set(self, attributes: "Attributes") -> None:
-        """A value of None says nothing."""
+        """Set attributes, except those with the value None."""
         if self._span is not None:
             self._span.set_attributes(_known(attributes))
 
@@ -50,7 +50,7 @@ _above: ContextVar[str] = ContextVar("above", default="")
 
 
 def wanted(settings: Settings) -> bool:
-    """Whether an address for traces is set, by us or by OpenTelemetry's own variables."""
+    """Whether Perdure's settings or OpenTelemetry's variables set an address for traces."""
     if environment.foreign("OTEL_SDK_DISABLED").lower() == "true":
         return False
     if environment.foreign("OTEL_TRACES_EXPORTER") == "none":
@@ -60,9 +60,9 @@ def wanted(settings: Settings) -> bool:
 
 
 def configure(settings: Settings, process: str) -> None:
-    """Export the spans of this process, if an address is set. Harmless to repeat.
+    """Export the spans of this process if an address is set. Idempotent.
 
-    A tracer provider that the process has already, such as a trainer's own, stays.
+    An existing tracer provider of the process, such as a trainer's, stays.
     Raises: ConfigurationError, MissingDependency.
     """
     global _tracer  # noqa: PLW0603  # one per process, as OpenTelemetry's own provider
@@ -96,7 +96,7 @@ def configure(settings: Settings, process: str) -> None:
 
 
 def importable() -> bool:
-    """Whether the packages of the extra `traces` are here."""
+    """Whether the packages of the extra `traces` are installed."""
     packages = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
     try:
         return all(importlib.metadata.version(name) for name in packages)
@@ -119,7 +119,7 @@ def on() -> bool:
 
 
 def flush() -> None:
-    """Send the last spans of a process that ends without Python's own shutdown."""
+    """Export the last spans of a process that ends without Python's shutdown."""
     if _tracer is not None:
         from opentelemetry import trace
 
@@ -138,8 +138,9 @@ def span(
 ) -> AbstractContextManager[Span]:
     """The span of a `with` block. An exception marks it as failed.
 
-    It goes into the current span; without one there is none. `parent`: a `traceparent` to continue
-    instead; empty: no span either. `root`: begin a trace if there is no current span.
+    It is a child of the current span; without one, no span is recorded. `parent`: a `traceparent`
+    to continue instead; if empty, no span is recorded. `root`: start a trace if there is no current
+    span.
     """
     if _tracer is None or parent == "" or not (parent or root or _inside()):
         return _OFF
@@ -157,7 +158,7 @@ def _recorded(
         context=None if parent is None else _context(parent),
         kind=SpanKind[kind.upper()],
         attributes=attributes,
-        record_exception=False,  # messages may hold what a sandbox printed; the status has the type
+        record_exception=False,  # messages may contain sandbox output; the status has the type
         set_status_on_exception=False,
     ) as recorded:
         try:
@@ -171,7 +172,7 @@ def _recorded(
 
 
 def past(name: str, start: datetime, end: datetime) -> None:
-    """A span for a wait that is over, inside the current one."""
+    """Record a span of the past, such as a wait, as a child of the current span."""
     if _tracer is not None and end > start and _inside():
         done = _tracer.start_span(name, start_time=_nanoseconds(start))
         done.end(_nanoseconds(end))
@@ -179,7 +180,7 @@ def past(name: str, start: datetime, end: datetime) -> None:
 
 @contextlib.contextmanager
 def stage(name: str, attributes: Attributes) -> Iterator[Span]:
-    """The span of one try of a stage. Inside, `above()` names what it is part of."""
+    """The span of one try of a stage. Inside the block, `above()` names its parent."""
     token = _above.set(carrier().get(PARENT, ""))
     try:
         with span(name, attributes, kind="server") as recorded:
@@ -189,7 +190,8 @@ def stage(name: str, attributes: Attributes) -> Iterator[Span]:
 
 
 def above() -> str:
-    """The `traceparent` of the span around this stage: a rollout's. It outlives every try."""
+    """The `traceparent` of the rollout's span, parent of the current stage. It outlives every
+    try."""
     return _above.get()
 
 
@@ -200,7 +202,7 @@ def _inside() -> bool:
 
 
 def carrier() -> dict[str, str]:
-    """Headers that let another process continue the current span; empty without one."""
+    """Headers with which another process continues the current span; empty without a span."""
     if _tracer is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

@@ -49,9 +49,9 @@ def of_request(request: BaseModel) -> Identity:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines of `name: old -> new`. A name that only one side has counts only for instances and
-    agent
-    options: another version of Perdure has other fields, and an endpoint may not say what it serves."""
+    """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances
+    and agent options: another version of Perdure has other fields, and an endpoint may not say what
+    it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)

@@ -73,8 +73,7 @@ class Twin(Frozen):
     """A hidden test with one expectation changed, so that it fails if the test passes.
 
     A twin is one line of the file as `test_patch` leaves it, and the line that replaces it. Both
-    are
-    without the trailing newline. `perdure.graders.twins` chooses and uses twins.
+    are without the trailing newline. `perdure.graders.twins` chooses and uses twins.
     """
 
     tests: tuple[str, ...]

@@ -35,8 +35,7 @@ answered."""
 class Sampling(Request):
     """Sampling parameters of the policy. Engines with token ids get exactly these values: the
     agent's own values count only with `decided_by: agent`. A hosted API gets the values that differ
-    from the
-    defaults, and a request with a parameter that the API does not have is refused.
+    from the defaults, and a request with a parameter that the API does not have is refused.
 
     Example:
         {"temperature": 0.8, "top_k": 50, "seed": 7}

@@ -26,7 +26,6 @@ limits the gradings of a worker.
   the boot queue (docs/decisions/0020-seats-are-slots.md). `workers/host/README.md` says when a
   host's term is confirmed.
 - `permits.py`: the rules of an account. `workflows/account.py` keeps one account for all workers
-and
-  revokes the permits of closed workflows (docs/decisions/0010-permits-of-an-account.md).
+  and revokes the permits of closed workflows (docs/decisions/0010-permits-of-an-account.md).
 - `account.py`: the messages from a stage to its account.
 """
