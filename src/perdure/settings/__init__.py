@@ -1,2 +1,2 @@
-"""Every variable that a user may set: our own tree, aliases from the documents, and variables of
-other tools."""
+"""All variables that a user may set: Perdure's settings, aliases from other systems, and variables
+of other tools."""

@@ -1,7 +1,7 @@
-"""Variables of the users' documents: which setting or field each one stands for, or why it has none.
+"""Variables of other systems: the setting or request field that each one sets, or why it sets none.
 
-An alias of a setting ranks between our own variable and `perdure.toml`. An alias of a request's field
-is a default where the request is made: what the request says itself always wins.
+An alias of a setting ranks between the `PERDURE_*` variable and `perdure.toml`. An alias of a
+request's field is a default in the client's process. The request's own value overrides it.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class Alias(NamedTuple):
     kind: Literal["setting", "field"]
     stands_for: str
     agent: str = ""
-    """The only agent that the variable speaks of; empty = all."""
+    """The only agent to which the variable applies; empty for all."""
     is_seconds: bool = False
 
 
@@ -42,44 +42,43 @@ ALIASES = (
     Alias("SWE_CC_PROMPT", "field", "agent_options.prompt_template", agent="claude_code"),
     Alias("SWE_CLAUDE_EXTRA_ARGS", "field", "agent_options.extra_args", agent="claude_code"),
 )
-"""If several stand for one thing, the first that is set counts."""
+"""If several aliases set one thing, the first one that has a value counts."""
 FIELDS = tuple(one for one in ALIASES if one.kind == "field")
 SETTINGS = tuple(one for one in ALIASES if one.kind == "setting")
 
 
 NOT_APPLICABLE = {
-    "SLIME_HEAD_HOST": "sandboxes reach the gateway by a relay, without an address; "
-    "`PERDURE_GATEWAY__URL` names one that they can open",
-    "MASTER_ADDR": "as `SLIME_HEAD_HOST`",
-    "ADAPTER_PUBLIC_HOST": "as `SLIME_HEAD_HOST`",
-    "SANDBOX_METADATA_FILE": "slime's launcher hands it on as `SWE_SANDBOX_METADATA_FILE`",
-    "SWE_AGENT": "a request names its agent: `perdure run --agent AGENT`",
-    "SWE_BOOT_RETRIES": "Temporal retries each stage by the kind of its failure",
-    "SWE_ROLLOUT_GUARD_SEC": "each stage has a time limit of its own",
+    "SLIME_HEAD_HOST": "sandboxes reach the gateway through a relay, without an address; "
+    "`PERDURE_GATEWAY__URL` sets an address that they can open",
+    "MASTER_ADDR": "see `SLIME_HEAD_HOST`",
+    "ADAPTER_PUBLIC_HOST": "see `SLIME_HEAD_HOST`",
+    "SANDBOX_METADATA_FILE": "slime's launcher passes it on as `SWE_SANDBOX_METADATA_FILE`",
+    "SWE_AGENT": "the request names the agent: `perdure run --agent AGENT`",
+    "SWE_BOOT_RETRIES": "Temporal retries each stage, depending on the type of its failure",
+    "SWE_ROLLOUT_GUARD_SEC": "each stage has its own time limit",
     "SWE_EVAL_PROTOCOL": "the instance names its grader",
     "SWE_TRAIN_PROTOCOL": "the instance names its grader",
-    "SWE_MAX_CONTEXT_LEN": "a request says it: `sampling.max_context_tokens`",
-    "SWE_REWARD_DENSE": "the TorchTitan recipes read it; every grade has the binary and the dense reward",
+    "SWE_MAX_CONTEXT_LEN": "the request sets it: `sampling.max_context_tokens`",
+    "SWE_REWARD_DENSE": "the TorchTitan recipes read it; every grade has binary and dense rewards",
     "SWE_CLAUDE_CDN": "Claude Code comes from npm, or from `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
     "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`, or `agent_options.extra_args`",
-    "SLIME_AGENT_CC_EXTRA_ENVS": "a request says them: `agent_options.extra_env`",
+    "SLIME_AGENT_CC_EXTRA_ENVS": "the request sets them: `agent_options.extra_env`",
     "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "`perdure export --segments slime` uses slime's default, "
     "1024; the other modes have no such limit",
     "LITELLM_MODEL_REGISTRY_PATH": "prices come from a file: `--prices FILE`",
-    "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` bounds the sandboxes of every provider",
+    "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` limits the sandboxes of all providers",
     "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
-    "CONFIG": "torchtitan's own; Perdure reads `PERDURE_CONFIG`",
-    "PROMPT_DATA": "the TorchTitan recipes read it; elsewhere the rows are an argument: `perdure run ROWS`",
-    "HF_CHECKPOINT": "the trainer's own; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
-    "REF_MODEL_PATH": "the trainer's own",
-    "HF_ASSETS_PATH": "the trainer's own; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "CONFIG": "TorchTitan's own variable; Perdure reads `PERDURE_CONFIG`",
+    "PROMPT_DATA": "the TorchTitan recipes read it; otherwise use the argument: `perdure run ROWS`",
+    "HF_CHECKPOINT": "the trainer's own variable; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "REF_MODEL_PATH": "the trainer's own variable",
+    "HF_ASSETS_PATH": "the trainer's own variable; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
     "OH_RUNTIME_SINGULARITY_IMAGE_REPO": "the row's image may be the path of a .sif file; "
     "`PERDURE_SANDBOX__IMAGE_MIRROR` replaces registries",
-    "SANDBOX_ISOLATE_NETWORK": "the network of an agent's sandbox is always closed, "
-    "unless the request opens it",
-    "SANDBOX_RUN_AS_FAKEROOT": "each provider maps users as its isolation needs",
+    "SANDBOX_ISOLATE_NETWORK": "the agent's sandbox has no network, unless the request allows one",
+    "SANDBOX_RUN_AS_FAKEROOT": "each provider maps users as its isolation requires",
 }
-"""Variables of the same documents that stand for nothing here, each with the reason."""
+"""Variables of the same systems that set nothing here, each with the reason."""
 
 
 def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
@@ -90,7 +89,7 @@ def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | 
 
 
 def settings_given() -> dict[str, str]:
-    """Path of each setting that an alias gives a value -> the value."""
+    """Path -> value of the settings that aliases set."""
     paths = {one.stands_for for one in SETTINGS}
     given = {path: alias for path in paths if (alias := given_for(path)) is not None}
     return {path: environment.variables()[alias.name] for path, alias in given.items()}

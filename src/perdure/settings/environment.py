@@ -1,4 +1,4 @@
-"""The process's environment: no other module reads it. Light, so that a command may start with it."""
+"""The process's environment. No other module reads it. Light, so that commands start fast."""
 
 import os
 import re
@@ -11,7 +11,7 @@ OWN = {
     "PERDURE_CONFIG": "the TOML file to read, `perdure.toml` by default",
     "PERDURE_DEBUG": "`1` shows the traceback of an error",
 }
-"""Ours, in the environment only: they are read before the settings."""
+"""Perdure's variables that are not settings, because they are read before the settings."""
 
 INSIDE = {
     "PERDURE_BOX": "the sandbox that a process belongs to",
@@ -19,11 +19,12 @@ INSIDE = {
     "PERDURE_OWNER": "the user of a sandbox's files",
     "PERDURE_SESSION_KEY": "the agent's key for the gateway",
 }
-"""Perdure sets them inside sandboxes."""
+"""Variables that Perdure sets inside sandboxes."""
 
 
 class Foreign(NamedTuple):
-    """Variables of another tool. `names` may end in `*`; uv's and npm's count in either case."""
+    """Variables of another tool. `names` may end in `*`. uv's and npm's count in either letter
+    case."""
 
     tool: str
     names: tuple[str, ...]
@@ -32,12 +33,12 @@ class Foreign(NamedTuple):
 
 FOREIGN = (
     Foreign("Temporal", ("TEMPORAL_*",), "address, namespace, TLS and profile of the server"),
-    Foreign("OpenTelemetry", ("OTEL_*",), "where traces go, sampling, names of services"),
+    Foreign("OpenTelemetry", ("OTEL_*",), "destination of traces, sampling, service names"),
     Foreign("AWS SDK", ("AWS_*",), "credentials and region of an S3 store"),
     Foreign(
         "OpenAI",
         ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"),
-        "the engine, its key and its model, if `engine` does not say them",
+        "the engine, its key and its model, if the `engine` settings do not set them",
     ),
     Foreign(
         "Anthropic",
@@ -48,52 +49,52 @@ FOREIGN = (
     Foreign(
         "Podman",
         ("XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF"),
-        "where the user's images and containers are",
+        "location of the user's images and containers",
     ),
     Foreign(
         "Apptainer",
         ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR"),
-        "where the user's instances and cache are",
+        "location of the user's instances and cache",
     ),
     Foreign(
         "Kubernetes",
         ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"),
-        "which cluster; the second is set in every pod",
+        "the cluster; `KUBERNETES_SERVICE_HOST` is set in every pod",
     ),
     Foreign("E2B", ("E2B_*",), "account and address of the service"),
     Foreign("Daytona", ("DAYTONA_*",), "account and address of the service"),
     Foreign("Ray", ("RAY_*",), "the cluster to join, and Ray's own options"),
-    Foreign("npm", ("NPM_CONFIG_*",), "the registry that agents' programs come from, and its keys"),
+    Foreign("npm", ("NPM_CONFIG_*",), "the registry of agent programs, and its keys"),
     Foreign(
         "uv and pip",
         ("UV_*", "PIP_*"),
-        "the index that environments and agents' programs come from",
+        "the index for environments and agent programs",
     ),
-    Foreign("pyenv", ("PYENV_ROOT",), "where other versions of Python are"),
+    Foreign("pyenv", ("PYENV_ROOT",), "location of other Python versions"),
     Foreign(
         "TLS libraries",
         ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-        "certificates to trust; builds of environments get them too",
+        "certificates to trust; environment builds get them too",
     ),
     Foreign(
         "HTTP clients",
         ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
-        "the proxy of downloads; builds of environments get them too",
+        "the proxy for downloads; environment builds get them too",
     ),
-    Foreign("Hugging Face", ("HF_*",), "cache and token for datasets; its library reads them"),
-    Foreign("the system", ("HOME", "USER", "PATH", "PYTHONPATH"), "as everywhere"),
+    Foreign("Hugging Face", ("HF_*",), "cache and token for datasets, read by its library"),
+    Foreign("the system", ("HOME", "USER", "PATH", "PYTHONPATH"), "their usual meaning"),
 )
-"""Variables of other tools keep their names, so that a host that is set up for those tools needs no
+"""Variables of other tools keep their names, so that a host configured for those tools needs no
 change."""
 
 
 def toml_file() -> Path:
-    """The file that would be read; it need not exist."""
+    """The TOML file to read. It need not exist."""
     return Path(os.environ.get("PERDURE_CONFIG") or "perdure.toml").absolute()
 
 
 def debug() -> bool:
-    """Errors come with their traceback."""
+    """Whether to show the traceback of an error."""
     return os.environ.get("PERDURE_DEBUG") == "1"
 
 
@@ -108,7 +109,7 @@ def foreign(name: str) -> str:
 
 
 def assignments(names: Iterable[str]) -> list[str]:
-    """`NAME=value` for each of these variables of other tools that is set, as `env` takes them."""
+    """`NAME=value` for each of these variables that is set, as arguments of `env`."""
     return [f"{name}={value}" for name in names if (value := foreign(name))]
 
 
@@ -118,21 +119,21 @@ def matching(pattern: re.Pattern[str]) -> dict[str, str]:
 
 
 def named(name: str) -> str:
-    """The value of the variable that a setting names, or "": keys are given so."""
+    """The value of a variable that a setting names, such as the variable of an API key, or ""."""
     return os.environ.get(name, "") if name else ""
 
 
 def variables() -> Mapping[str, str]:
-    """All of them, for a child process or a search."""
+    """All variables, for a child process or a search."""
     return os.environ
 
 
 def preset(values: Mapping[str, str]) -> None:
-    """For a library that reads them when it is imported: what the user set stays."""
+    """Set variables for a library that reads them at import. Values that the user set stay."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
 
 
 def force(values: Mapping[str, str]) -> None:
-    """As `preset`, over what the user set."""
+    """Like `preset`, but overrides values that the user set."""
     os.environ.update(values)

@@ -18,13 +18,13 @@ from perdure.settings.environment import toml_file
 from perdure.settings.tree import DELIMITER, PREFIX, Settings
 
 OBJECTS = ("sandbox.caps",)
-"""Settings whose value is a table of its own; JSON in a variable."""
+"""Settings whose value is a table. In a variable it is JSON."""
 FOR_TESTS = "PERDURE_TEST_"
-"""What our own tests read."""
+"""Prefix of the variables that Perdure's tests read."""
 
 
 class Origin(NamedTuple):
-    """Where a value came from, in words: `default`, a variable's name, or the TOML file."""
+    """Where a value came from: `default`, a variable's name, or the TOML file."""
 
     kind: str
     name: str
@@ -36,7 +36,7 @@ class Origin(NamedTuple):
 def load_settings() -> Settings:
     """The settings of this process.
 
-    Raises: ConfigurationError naming the variable or the TOML key, and the fix.
+    Raises: ConfigurationError, which names the variable or the TOML key, and the fix.
     """
     _refuse_unknown_variables()
     _refuse_missing_file()
@@ -46,12 +46,12 @@ def load_settings() -> Settings:
         raise ConfigurationError(_complaint(error.errors(include_url=False)[0])) from error
     except SettingsError as error:
         raise ConfigurationError(_no_json(error)) from error
-    except ValueError as error:  # the TOML file does not parse
+    except ValueError as error:  # the TOML file is malformed
         raise ConfigurationError(f"{toml_file()}: {error}") from error
 
 
 def fields() -> dict[str, FieldInfo]:
-    """Every setting by its path.
+    """All settings by path.
 
     Example: {"home": ..., "gateway.port": ...}
     """
@@ -80,7 +80,7 @@ def value(settings: Settings, path: str) -> Any:
 
 
 def is_set(settings: Settings, path: str) -> bool:
-    """The user gave this setting a value, which may equal the default."""
+    """Whether the user gave this setting a value, which may equal the default."""
     owner, name = _owner(settings, path)
     group = path.partition(".")[0]
     return group in settings.model_fields_set and name in owner.model_fields_set
@@ -98,16 +98,16 @@ def origin(path: str, settings: Settings) -> Origin:
 
 
 def _is_given(path: str) -> bool:
-    """By a variable of ours, or by one for a part of it."""
+    """Whether a `PERDURE_*` variable sets this setting or a part of it."""
     name = variable(path)
     names = {one.upper() for one in environment.variables()}
     return name in names or any(one.startswith(name + DELIMITER) for one in names)
 
 
 def as_variables(settings: Settings) -> dict[str, str]:
-    """The variables that give a child process these very settings, wherever it runs.
+    """The variables that give a child process the same settings, wherever it runs.
 
-    They hold what was set, with absolute paths; the child reads no file.
+    They contain the values that were set, with absolute paths. The child reads no file.
     """
     found = {"PERDURE_CONFIG": "/dev/null"}
     for path in fields():
@@ -159,12 +159,13 @@ def _refuse_unknown_variables() -> None:
 
 
 def _is_service_link(name: str, text: str) -> bool:
-    """Kubernetes tells every pod of the services beside it, of one named `perdure-...` too."""
+    """Whether Kubernetes set this variable, as it does in every pod for each service of the
+    namespace. A service may be named `perdure-...`."""
     return text.startswith(("tcp://", "udp://")) or _SERVICE_LINK.fullmatch(name) is not None
 
 
 def _refuse_missing_file() -> None:
-    """A file that the user named; the default one need not exist."""
+    """Refuse a missing file that the user named. The default file need not exist."""
     named = environment.variables().get("PERDURE_CONFIG")
     if named and not toml_file().exists():
         raise ConfigurationError(f"PERDURE_CONFIG={named!r}: there is no such file")
@@ -190,7 +191,7 @@ def _complaint(wrong: ErrorDetails) -> str:
 
 
 def _source(path: str) -> str:
-    """What the user wrote: the variable, its alias, or the key in the file."""
+    """The name that the user wrote: the variable, its alias, or the key in the file."""
     if _is_given(path):
         return variable(path)
     if alias := aliases.given_for(path):
@@ -208,7 +209,7 @@ def _unknown_key(name: str) -> str:
 
 
 def _no_json(error: SettingsError) -> str:
-    """A variable whose value is an object, and was not written as one."""
+    """The message for a variable whose value must be a JSON object and is not."""
     found = environment.variables()
     name = next((one for one in map(variable, OBJECTS) if one in found), PREFIX)
     return f"{name}={found.get(name, '')!r} is not JSON: {error.__cause__}"

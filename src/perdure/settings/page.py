@@ -1,4 +1,4 @@
-"""The page docs/settings.md, written from the tree of settings and the tables beside it."""
+"""Generates docs/settings.md from the tree of settings and the tables of variables."""
 
 from inspect import cleandoc
 from pathlib import Path
@@ -13,17 +13,17 @@ HEAD = """# Settings
 
 <!-- Written by `perdure settings --markdown`; edit the docstrings in src/perdure/settings instead. -->
 
-`perdure settings` prints every setting, its value here and where the value came from. Every process
-takes a setting from the first of these places:
+`perdure settings` prints all settings with their current values and where each value came from.
+Every process takes a setting from the first of these places that has it:
 
 1. its `PERDURE_*` variable;
-2. a variable of another system that [stands for it](#variables-of-other-systems);
+2. a variable of another system that [sets it](#variables-of-other-systems);
 3. `perdure.toml` in the working directory, or the file that `PERDURE_CONFIG` names;
 4. its default.
 
-A variable is the path of a key in that file: `port` in the table `[gateway]` is
+A variable's name is the path of its key: `port` in the table `[gateway]` is
 `PERDURE_GATEWAY__PORT`. An empty variable counts as unset. Unknown variables and keys are errors.
-`perdure up` hands its resolved settings to all its processes; they read no file.
+`perdure up` passes its resolved settings to all its processes, which read no file.
 
 ```toml
 store = "s3://bucket/prefix"
@@ -47,12 +47,12 @@ def page() -> str:
 
 
 def meaning(path: str) -> str:
-    """What users read about one setting."""
+    """The description of one setting."""
     return " ".join((load.fields()[path].description or "").split())
 
 
 def shown(found: Any) -> Any:
-    """A value as it may be printed; a secret only says whether there is one."""
+    """A printable form of a value. For a secret, it only shows whether one is set."""
     if isinstance(found, SecretStr):
         return "**********" if found.get_secret_value() else ""
     if isinstance(found, Path):
@@ -90,8 +90,8 @@ def _table(group: str, about: str) -> str:
 
 def _aliases() -> str:
     rows = ["## Variables of other systems", ""]
-    rows += ["A setting ranks them between its own variable and `perdure.toml`. A request's field"]
-    rows += ["takes them as a default where the request is made. Empty ones count as unset.", ""]
+    rows += ["For a setting, they rank between its own variable and `perdure.toml`. For a field of"]
+    rows += ["a request, they are the client's defaults. Empty variables count as unset.", ""]
     names: dict[str, list[str]] = {}
     for one in aliases.ALIASES:
         target = f"`{load.variable(one.stands_for)}`"
@@ -99,20 +99,20 @@ def _aliases() -> str:
             target = f"`{one.stands_for}` of a request" + (f" ({one.agent})" if one.agent else "")
         names.setdefault(target, []).append(f"`{one.name}`")
     rows += [f"- {target}: {', '.join(found)}" for target, found in names.items()]
-    rows += ["", "These stand for nothing here:", ""]
+    rows += ["", "These set nothing:", ""]
     rows += [f"- `{name}`: {reason}" for name, reason in aliases.NOT_APPLICABLE.items()]
     return "\n".join(rows) + "\n"
 
 
 def _others() -> str:
     rows = ["## Variables of other tools", ""]
-    rows += ["They keep their names, and no setting repeats them: a host that is set up for a tool"]
-    rows += ["needs nothing more.", "", "| tool | variables | what they say |", "|---|---|---|"]
+    rows += ["They keep their names, and no setting repeats them. A host configured for a tool"]
+    rows += ["needs nothing more.", "", "| tool | variables | what they set |", "|---|---|---|"]
     for tool in environment.FOREIGN:
         names = ", ".join(f"`{name}`" for name in tool.names)
         rows.append(f"| {tool.tool} | {names} | {tool.about} |")
     rows += ["", "## Variables without a setting", ""]
     rows += [f"- `{name}`: {text}." for name, text in environment.OWN.items()]
-    rows += ["", "Perdure sets these inside sandboxes; setting them elsewhere does nothing:", ""]
+    rows += ["", "Perdure sets these inside sandboxes. Elsewhere they have no effect:", ""]
     rows += [f"- `{name}`: {text}." for name, text in environment.INSIDE.items()]
     return "\n".join(rows)

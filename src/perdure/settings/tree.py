@@ -1,7 +1,7 @@
-"""The tree of settings: one model for each subject and for each sandbox provider.
+"""The tree of settings: one model per subject and per sandbox provider.
 
-A variable is the path in this tree: `gateway.port` is `PERDURE_GATEWAY__PORT`, or `port` in the table
-`[gateway]` of `perdure.toml`. The string under each field is what users read: `perdure settings`
+A variable's name is the path in this tree: `gateway.port` is `PERDURE_GATEWAY__PORT`, or `port` in
+the table `[gateway]` of `perdure.toml`. Users read the string under each field: `perdure settings`
 prints it, and docs/settings.md is generated from it. `perdure.settings.load` finds the values.
 """
 
@@ -33,35 +33,35 @@ class Group(BaseModel):
 
 
 class TemporalSettings(Group):
-    """Your own Temporal server, or the dev server that `perdure up` starts where none is named. Each
-    setting wins over the same one in Temporal's own variables and profiles."""
+    """Your Temporal server, or the dev server that `perdure up` starts if none is set. Each
+    setting overrides the same one in Temporal's own variables and profiles."""
 
     address: str = ""
-    """`host:port` of your server. Empty = `TEMPORAL_ADDRESS` or a profile, else the dev server of `perdure up`."""
+    """`host:port` of your server. Empty = `TEMPORAL_ADDRESS` or a profile, otherwise the dev server of `perdure up`."""
     namespace: str = ""
-    """Namespace there. Empty = `TEMPORAL_NAMESPACE` or the profile's, else Temporal Cloud's by the address, else `default`."""
+    """Namespace on that server. Empty = `TEMPORAL_NAMESPACE` or the profile's, otherwise the one in a Temporal Cloud address, otherwise `default`."""
     api_key: SecretStr = Field(SecretStr(""), exclude=True)
-    """API key; it turns TLS on."""
+    """API key. It turns TLS on."""
     tls: Literal["auto", "on", "off"] = "auto"
-    """Whether the server speaks TLS. `auto`: if it is Temporal Cloud, or a key, certificate or authority is given."""
+    """Whether to use TLS. `auto`: if the server is Temporal Cloud, or if a key, a certificate or an authority is set."""
     tls_ca_file: Path | None = None
-    """Certificates of the authority that signed the server's. Empty = the system's."""
+    """Certificates of the authority that signed the server's certificate. Empty = the system's."""
     tls_cert_file: Path | None = None
-    """Client certificate, for mTLS."""
+    """Client certificate for mTLS."""
     tls_key_file: Path | None = None
     """Private key of the client certificate."""
     tls_server_name: str = ""
-    """Name in the server's certificate, if it is not the address's."""
+    """Name in the server's certificate, if it differs from the address."""
     codec_keys_file: Path | None = None
-    """File of keys that encrypt all payloads: a line `<id> <base64 of 32 bytes>` for each, the newest first. Empty = no encryption."""
+    """File of keys that encrypt all payloads, one `<id> <base64 of 32 bytes>` per line, newest first. Empty = no encryption."""
     port: int = Field(7233, ge=1, le=65535)
     """Port of the dev server."""
     ui_port: int = Field(8233, ge=1, le=65535)
-    """Port of the dev server's web UI."""
+    """Port of the dev server's Web UI."""
     ui_url: str = ""
-    """Address of your server's web UI, for links and for the codec server. Empty = the dev server's."""
+    """URL of your server's Web UI, for links and for the codec server. Empty = the dev server's."""
     viewer_url: str = ""
-    """Address of the viewer of trajectories, to which details in the web UI link. Empty = they name a command."""
+    """URL of the trajectory viewer, to which details in the Web UI link. Empty = they name a command."""
 
     @field_validator("address")
     @classmethod
@@ -82,18 +82,18 @@ class GatewaySettings(Group):
     host: str = Field("127.0.0.1", min_length=1)
     """Address that the gateway listens on."""
     port: int = Field(18001, ge=0, le=65535)
-    """TCP port that it listens on; 0 = any free port."""
+    """TCP port that the gateway listens on. 0 = any free port."""
     url: str = ""
-    """Address by which workers and sandboxes reach it. Empty = as gateways wrote it to the store, else `http://<host>:<port>`."""
+    """URL by which workers and sandboxes reach the gateway. Empty = the one that gateways wrote to the store, otherwise `http://<host>:<port>`."""
     reach: Literal["auto", "url", "socket", "stdio"] = "auto"
-    """How sandboxes reach it: by `url`, a unix `socket`, a relay (`stdio`), or `auto`."""
+    """How sandboxes reach the gateway: `url`, a unix `socket`, a relay (`stdio`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
-    """Gateway processes that `perdure up` starts. One process serves some 250 turns a second, of 30k
+    """Gateway processes that `perdure up` starts. One process serves about 250 turns per second of 30k
     tokens each."""
     calls_per_minute: int = Field(1_200, ge=1)
-    """Model calls that one session may start a minute in one gateway process; more of them wait."""
+    """Model calls per minute that one session may start in one gateway process. Further calls wait."""
     tokens_per_minute: int = Field(400_000, ge=1)
-    """Tokens that one session may sample a minute in one gateway process; further calls wait."""
+    """Tokens per minute that one session may sample in one gateway process. Further calls wait."""
 
     @field_validator("url")
     @classmethod
@@ -105,71 +105,71 @@ class EngineSettings(Group):
     """The inference server that samples for the agents."""
 
     url: str = ""
-    """One server, or several with weights: `URL=WEIGHT,URL`. Empty = `OPENAI_BASE_URL`, else `ANTHROPIC_BASE_URL`, else none."""
+    """One server, or several with weights: `URL=WEIGHT,URL`. Empty = `OPENAI_BASE_URL`, otherwise `ANTHROPIC_BASE_URL`, otherwise none."""
     kind: str = Field("auto", min_length=1)
     """`vllm` or `sglang` (exact tokens), `openai` or `anthropic` (hosted, so `trainable: false`), or `auto`."""
     model: str = ""
-    """Model name sent to the server. Empty = `OPENAI_MODEL` or `ANTHROPIC_MODEL`, else the rollout's own `model`."""
+    """Model name in requests to the server. Empty = `OPENAI_MODEL` or `ANTHROPIC_MODEL`, otherwise the rollout's `model`."""
     tokenizer: str = Field("qwen3", min_length=1)
-    """Tokenizer of the served model: `qwen3`, or a folder that holds tokenizer.json."""
+    """Tokenizer of the served model: `qwen3`, or a folder that contains tokenizer.json."""
     notation: str = Field("auto", min_length=1)
-    """How the model writes tool calls, by vLLM's name for its parser; `text`: it makes none. `auto` = as its chat template writes them."""
+    """Format of the model's tool calls, by the name of vLLM's parser; `text` if the model makes none. `auto` = the format in its chat template."""
     api_key_env: str = ""
-    """Name of the variable that holds the server's key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
+    """Name of the variable that contains the server's API key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
     agents: int = Field(128, ge=1)
-    """Most agents that one `vllm` or `sglang` engine holds; others wait, and the wait is no engine time. A hosted API has no such limit."""
+    """Maximum number of agents per `vllm` or `sglang` engine. Others wait, and that wait does not count as engine time. A hosted API has no such limit."""
     hang_s: float = Field(120.0, gt=0)
-    """If an engine has waiting calls and gives no token for this many seconds, its calls move to another engine."""
+    """If an engine with waiting calls produces no token for this many seconds, its calls move to another engine."""
 
 
 class SlotSettings(Group):
-    """How many activities one worker runs at once, for each stage."""
+    """How many activities of each stage one worker runs at once."""
 
     boot: int = Field(8, ge=1)
-    """Sandboxes that it boots."""
+    """Sandbox boots."""
     agent: int = Field(64, ge=1)
-    """Seats of its home: agents that have a sandbox there. More rollouts wait, without a sandbox."""
+    """Seats of the worker's home: agents with a sandbox there. Further rollouts wait without a sandbox."""
     grade: int = Field(8, ge=1)
-    """Gradings that it runs."""
+    """Gradings."""
     io: int = Field(32, ge=1)
-    """Captures, episodes and clean-ups that it runs."""
+    """Captures, episodes and cleanups."""
 
 
 class DeploymentSettings(Group):
-    """Which build a worker runs, so that open rollouts stay on the build that began them."""
+    """The build that a worker runs, so that open rollouts stay on the build that started them."""
 
     build_id: str = Field("", pattern=r"^[A-Za-z0-9_.+-]{0,64}$")
-    """Name of this build, for example its git commit. Empty = rollouts move to any worker's code."""
+    """Name of this build, for example its git commit. Empty = any worker may continue a rollout."""
     name: str = Field("perdure", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    """Name of the deployment in Temporal; all builds share it."""
+    """Name of the deployment in Temporal. All builds share it."""
 
 
 class HostSettings(Group):
     """A worker's host and its sandboxes."""
 
     silent_s: float = Field(72.0, ge=4)
-    """A host without a sign of life for this many seconds is lost: its sandboxes end, its rollouts move. The same for all hosts."""
+    """A host that sends no heartbeat for this many seconds is lost: its sandboxes are killed, and its rollouts move. Must be equal on all hosts."""
 
 
 class SandboxSettings(Group):
-    """Sandboxes of every provider."""
+    """Sandboxes of all providers."""
 
     ttl_s: float = Field(3600.0, ge=60)
-    """A sandbox that no worker renews for this many seconds is killed, by its provider or by the reaper."""
+    """The provider or the reaper kills a sandbox that no worker renews for this many seconds."""
     open_files: int = Field(4096, ge=64)
-    """Files that one process in a sandbox of a worker's host or of Docker may open; at most half of the worker's own hard limit."""
+    """Files that one process in a sandbox on a worker's host or in Docker may open, at most half of the worker's hard limit."""
     user_ids: int = Field(2_000_000_000, ge=0, le=(1 << 32) - (1 << 17))
-    """As root, each bubblewrap sandbox runs as a host user of its own: one of 65,536 ids from this one on. Containers of one machine need ranges apart. 0 = all as the worker's user."""
+    """If the worker is root, each bubblewrap sandbox runs as its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
     allow_local: bool = False
-    """Whether `--sandbox local` may be used, whose commands run as you, with your files and network."""
+    """Whether to allow `--sandbox local`, whose commands run as you, with your files and network."""
     build_hosts: str = ""
-    """Hosts that builds of environments may reach besides the package index: `github.com,files.example:8443`."""
+    """Hosts that environment builds may reach in addition to the package index: `github.com,files.example:8443`."""
     image_mirror: str = ""
     """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None
-    """JSON file: image -> the template, snapshot or image built from it, for all providers or for each."""
+    """JSON file that maps an image to the template, snapshot or image built from it, for all providers or per provider."""
 
     @field_validator("caps")
     @classmethod
@@ -183,42 +183,42 @@ class SandboxSettings(Group):
 
 
 class ApptainerSettings(Group):
-    """Sandboxes made by Apptainer on the worker's host."""
+    """Apptainer sandboxes on the worker's host."""
 
     program: Path | None = None
     """Path of the apptainer program, if it is not in a system folder."""
 
 
 class DockerSettings(Group):
-    """Sandboxes made by a Docker engine; `DOCKER_HOST` or Docker's context says which engine."""
+    """Sandboxes of a Docker engine. `DOCKER_HOST` or Docker's context selects the engine."""
 
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
-    """Image for instances that bring a tree and no image. It needs python3, bash and git."""
+    """Image for instances that have a tree and no image. It needs python3, bash and git."""
     network: str = ""
-    """Network of the engine for every phase, agents and grading too. Empty = no network."""
+    """Network of the engine for all phases, including agents and grading. Empty = no network."""
     runtime: str = ""
     """Runtime of the engine, e.g. `runsc`. Empty = the engine's default."""
     scope: str = ""
-    """Name of this deployment on a shared engine; set one value on all its hosts. Empty = one scope for each home."""
+    """Name of this deployment on a shared engine. Set the same value on all its hosts. Empty = one scope per home."""
 
 
 class KubernetesSettings(Group):
-    """Sandboxes that are pods; `KUBECONFIG`, or the cluster a worker runs in, says where."""
+    """Sandboxes that are pods, in the cluster that `KUBECONFIG` names or that the worker runs in."""
 
     context: str = ""
     """Context of the kubeconfig. Empty = its current context."""
     namespace: str = Field("perdure-sandboxes", min_length=1)
     """Namespace of the sandboxes."""
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
-    """Image for instances that bring a tree and no image. It needs python3, bash and git."""
+    """Image for instances that have a tree and no image. It needs python3, bash and git."""
     pod_file: Path | None = None
-    """JSON file of pod fields for this cluster: tolerations, nodeSelector, imagePullSecrets, runtimeClassName and the like."""
+    """JSON file of pod fields for this cluster, such as tolerations, nodeSelector, imagePullSecrets and runtimeClassName."""
     scope: str = ""
-    """Name of this deployment in a shared namespace; set one value on all its hosts. Empty = one scope for each home."""
+    """Name of this deployment in a shared namespace. Set the same value on all its hosts. Empty = one scope per home."""
 
 
 class E2BSettings(Group):
-    """Sandboxes of an E2B account; the SDK's own `E2B_*` variables say which account."""
+    """Sandboxes of an E2B account. The SDK's own `E2B_*` variables select the account."""
 
     template: str = Field("base", min_length=1)
     """Template into which trees are uploaded."""
@@ -227,20 +227,20 @@ class E2BSettings(Group):
     metadata_image_key: str = ""
     """Key of the image in that file."""
     scope: str = ""
-    """Name of this deployment in a shared account; set one value on all its hosts. Empty = one scope for each home."""
+    """Name of this deployment in a shared account. Set the same value on all its hosts. Empty = one scope per home."""
 
 
 class DaytonaSettings(Group):
-    """Sandboxes of a Daytona account; the SDK's own `DAYTONA_*` variables say which account."""
+    """Sandboxes of a Daytona account. The SDK's own `DAYTONA_*` variables select the account."""
 
     snapshot: str = ""
     """Snapshot into which trees are uploaded. Empty = the account's default."""
     scope: str = ""
-    """Name of this deployment in a shared account; set one value on all its hosts. Empty = one scope for each home."""
+    """Name of this deployment in a shared account. Set the same value on all its hosts. Empty = one scope per home."""
 
 
 class AgentSettings(Group):
-    """Programs of the agents, for hosts without a package registry."""
+    """Agent programs, for hosts without access to a package registry."""
 
     claude_code_tarball: Path | None = None
     """npm package of Claude Code: the native one (`claude-code-linux-x64-*.tgz`), or one that runs on Node."""
@@ -251,25 +251,25 @@ class AgentSettings(Group):
     qwen_code_tarball: Path | None = None
     """npm package of Qwen Code."""
     node_tarball: Path | None = None
-    """Node, for Qwen Code and a Claude Code that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
+    """Node, for Qwen Code and for a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
     openhands_python: str = ""
-    """Python of at least 3.12 that runs OpenHands. Empty = the one that uv, PATH or pyenv has."""
+    """Python 3.12 or later that runs OpenHands. Empty = the one that uv, PATH or pyenv provides."""
 
 
 class MetricsSettings(Group):
     """The Prometheus port of each worker. The gateway serves /metrics on its own port."""
 
     port: int = Field(0, ge=0, le=65535)
-    """Port; 0 = none."""
+    """Port. 0 = none."""
     host: str = Field("127.0.0.1", min_length=1)
-    """Address that the port listens on; `0.0.0.0` in a container."""
+    """Address to listen on. Use `0.0.0.0` in a container."""
 
 
 class TraceSettings(Group):
-    """OpenTelemetry traces of every process; all other `OTEL_*` variables count too."""
+    """OpenTelemetry traces of all processes. The other `OTEL_*` variables apply too."""
 
     endpoint: str = ""
-    """OTLP address by HTTP, such as `http://collector:4318`. Empty = `OTEL_EXPORTER_OTLP_ENDPOINT`, else no traces."""
+    """OTLP/HTTP endpoint, such as `http://collector:4318`. Empty = `OTEL_EXPORTER_OTLP_ENDPOINT`, otherwise no traces."""
 
     @field_validator("endpoint")
     @classmethod
@@ -278,7 +278,7 @@ class TraceSettings(Group):
 
 
 class Settings(BaseSettings):
-    """Resolved once per process; `run.json` keeps the resolved copy beside each run."""
+    """All settings, resolved once per process. Each run keeps a copy in its `run.json`."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -290,19 +290,19 @@ class Settings(BaseSettings):
     )
 
     home: Path = Path(".perdure")
-    """Folder of everything local: Temporal's database, logs, pids, sandboxes, caches, journal."""
+    """Folder for all local data: Temporal's database, logs, pids, sandboxes, caches, journal."""
     store: str = ""
-    """Where results are kept: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
+    """Where results are stored: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
     s3_endpoint_url: str = ""
-    """S3 API to use, if it is not Amazon's. Credentials come from the `AWS_*` variables."""
+    """URL of the S3 API, if it is not Amazon's. Credentials come from the `AWS_*` variables."""
     secret: SecretStr = Field(SecretStr(""), exclude=True)
-    """Secret from which session keys derive; all processes of a deployment need the same. Empty = a file in the home."""
+    """Secret from which session keys are derived. All processes of a deployment need the same one. Empty = a file in the home."""
     secret_previous: SecretStr = Field(SecretStr(""), exclude=True)
-    """Earlier secrets, separated by commas, that are still accepted while `secret` replaces them."""
+    """Earlier secrets, separated by commas, that are still accepted during a rotation of `secret`."""
     diff_max_bytes: int = Field(10 << 20, ge=1, le=64 << 20)
     """Largest diff of an agent, in bytes. A larger one counts as no diff: `patch_too_large`."""
     handlers: str = ""
-    """Modules that register handlers of further data sources, separated by commas, e.g. `my_source`."""
+    """Modules that register handlers of other data sources, separated by commas, e.g. `my_source`."""
 
     temporal: TemporalSettings = TemporalSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -363,7 +363,7 @@ class Settings(BaseSettings):
 
 
 class _Aliases(PydanticBaseSettingsSource):
-    """Variables of the users' documents that stand for a setting."""
+    """A source of values: variables of other systems that set a setting."""
 
     def get_field_value(self, field: Any, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError  # the whole tree comes from one call
