@@ -82,7 +82,7 @@ def _ui_url(settings: Settings) -> str:
     state = lifecycle.running(settings)
     if state is None:
         raise ConfigurationError(
-            f"nothing runs in {settings.home}, the home: `perdure up` starts it, PERDURE_HOME names"
-            " another one, or set TEMPORAL_ADDRESS to a Temporal server with workers"
+            f"no stack runs in the home {settings.home}: start one with `perdure up`, set PERDURE_HOME to"
+            " another home, or set TEMPORAL_ADDRESS to a Temporal server with workers"
         )
     return state.ui_url

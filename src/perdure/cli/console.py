@@ -42,7 +42,7 @@ def only_one_of(**given: bool) -> None:
     """Refuse two flags that both write to stdout. Raises: click.UsageError, which names them."""
     flags = [f"--{name}" for name, asked in given.items() if asked]
     if len(flags) > 1:
-        raise click.UsageError(f"{' and '.join(flags)} exclude each other: give one of them")
+        raise click.UsageError(f"{' and '.join(flags)} are mutually exclusive: give one of them")
 
 
 def answer(document: Any, err: bool = False) -> None:

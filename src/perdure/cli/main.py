@@ -17,19 +17,19 @@ from click.shell_completion import CompletionItem
 from perdure.settings import environment
 
 COMMANDS = {
-    "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join such a run."),
+    "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join the run again."),
     "eval": (
         "perdure.cli.commands.eval:evaluate",
-        "As run, with an estimate before and a report after.",
+        "Like run, with an estimate before it and a report after it.",
     ),
     "status": (
         "perdure.cli.commands.status:status",
-        "The stack and its runs; with RUN: its rollouts, open ones first.",
+        "Show the stack and its runs, or one run's rollouts.",
     ),
     "watch": ("perdure.cli.commands.watch:watch", "Follow a run live."),
     "show": (
         "perdure.cli.commands.show:show",
-        "One rollout: stages, attempts, grade, patch, turns.",
+        "Show one rollout: stages, attempts, grade, patch, turns.",
     ),
     "pause": ("perdure.cli.commands.control:pause", "Start no more rollouts of a run."),
     "resume": ("perdure.cli.commands.control:resume", "Continue a paused run."),
@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "retry": (
         "perdure.cli.commands.again:retry",
-        "Play a run's failed rollouts again, or others of it.",
+        "Run a run's failed or chosen rollouts again.",
     ),
     "regrade": (
         "perdure.cli.commands.again:regrade",
@@ -52,11 +52,11 @@ COMMANDS = {
     ),
     "report": (
         "perdure.cli.commands.report:report",
-        "What runs came to; compares them. Text, JSON or HTML.",
+        "Report and compare the results of runs: text, JSON, HTML.",
     ),
     "view": (
         "perdure.cli.commands.view:view",
-        "A local page to browse runs and read trajectories.",
+        "Browse runs and read trajectories on a local page.",
     ),
     "export": (
         "perdure.cli.commands.export:export",
@@ -72,7 +72,7 @@ COMMANDS = {
     ),
     "workers": (
         "perdure.cli.commands.workers:workers",
-        "One worker on every node of a Ray cluster.",
+        "Run one worker on every node of a Ray cluster.",
     ),
     "up": ("perdure.cli.commands.stack:up", "Start Temporal, the gateway and the workers here."),
     "down": ("perdure.cli.commands.stack:down", "Stop everything that `up` started."),
@@ -86,12 +86,12 @@ COMMANDS = {
     ),
     "settings": (
         "perdure.cli.commands.settings:settings",
-        "All settings: value and origin.",
+        "List all settings with value and origin.",
     ),
     "demo": ("perdure.cli.commands.demo:demo", "Run three agents on real instances."),
     "completion": (
         "perdure.cli.commands.completion:completion",
-        "Shell completion for bash, zsh, fish.",
+        "Print shell completion for bash, zsh or fish.",
     ),
 }
 

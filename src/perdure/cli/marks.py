@@ -56,11 +56,11 @@ def notes(dataset: str, sandbox: str, refs: Sequence[str], marks: Mapping[str, M
     left_out = {ref: reason for ref, reason in bad.items() if ref not in run}
     played = {ref: reason for ref, reason in bad.items() if ref in run}
     lines = _few("left out, quarantined", left_out)
-    lines += _few("quarantined, its reward means nothing", played)
+    lines += _few("quarantined, so its reward is meaningless", played)
     if unproved := sum(marks[ref].state is None for ref in refs):
         lines.append(
             f"{unproved} of {many(len(refs), 'instance')} not calibrated in {sandbox}: "
-            f"`perdure instances calibrate {dataset}` proves that gold resolves them"
+            f"check them with `perdure instances calibrate {dataset}`"
         )
     return lines
 

@@ -163,7 +163,7 @@ def test_each_fault_of_a_row_is_one_line_with_row_field_and_fix(
     assert line.startswith("error: dataset row 2")
     assert f"`{field}`" in line
     assert fix in line
-    assert line.removesuffix("; --skip-bad-rows leaves it out").count("row") == 1
+    assert line.removesuffix("; skip it with --skip-bad-rows").count("row") == 1
 
 
 def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) -> None:
@@ -410,7 +410,7 @@ def test_without_a_stack_the_next_command_is_named(tmp_path: Path, perdure: Perd
     """`perdure status` where nothing runs points to `perdure up`."""
     done = perdure("status")
 
-    assert (done.code, "`perdure up` starts it" in done.error) == (2, True)
+    assert (done.code, "start one with `perdure up`" in done.error) == (2, True)
 
 
 def test_no_stack_is_started_for_an_agent_without_an_engine(
@@ -568,7 +568,7 @@ def test_an_export_without_a_row_leaves_no_file(tmp_path: Path, perdure: Perdure
     done = perdure("export", "r", "--format", "sft")
 
     assert (done.code, done.stdout) == (1, "")
-    assert done.stderr.endswith("error: nothing is written: every rollout is left out\n")
+    assert done.stderr.endswith("error: nothing written: every rollout was left out\n")
     assert not Path("r.sft.jsonl").exists()
 
 
@@ -580,7 +580,7 @@ def test_an_export_without_a_row_keeps_the_earlier_file(tmp_path: Path, perdure:
     done = perdure("export", "r", "-o", "preds.json")
 
     assert (done.code, Path("preds.json").read_text()) == (1, "old")
-    assert done.stderr.endswith("every rollout is left out; preds.json is an earlier one\n")
+    assert done.stderr.endswith("every rollout was left out; preds.json is from an earlier export\n")
 
 
 @pytest.mark.parametrize("out", ["-", "/dev/stdout"])
@@ -634,11 +634,11 @@ def test_show_names_what_is_unreadable_and_shows_the_rest(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--patch", "--log"), "--patch and --log exclude each other: give one of them"),
-        (("--log", "--turns"), "--log and --turns exclude each other: give one of them"),
-        (("--patch", "--json"), "--patch and --json exclude each other: give one of them"),
-        (("--attempt", "1"), "--attempt goes with --turns"),
-        (("--full",), "--full goes with --turns"),
+        (("--patch", "--log"), "--patch and --log are mutually exclusive: give one of them"),
+        (("--log", "--turns"), "--log and --turns are mutually exclusive: give one of them"),
+        (("--patch", "--json"), "--patch and --json are mutually exclusive: give one of them"),
+        (("--attempt", "1"), "--attempt needs --turns"),
+        (("--full",), "--full needs --turns"),
     ],
 )
 def test_show_refuses_flags_that_exclude_each_other(
@@ -654,7 +654,7 @@ def test_instances_show_prints_one_thing_byte_for_byte(perdure: Perdure) -> None
     """--gold and --tests are two files, so both together are refused."""
     done = perdure("instances", "show", "d/a-1", "--gold", "--tests")
 
-    assert "--gold and --tests exclude each other" in done.error
+    assert "--gold and --tests are mutually exclusive" in done.error
 
 
 def offers(words: list[str], beginning: str) -> list[str]:

@@ -87,7 +87,7 @@ def test_engines_of_another_gateways_settings_are_told_apart(
     monkeypatch.setenv("PERDURE_ENGINE__URL", here)
     invoke(["engines", "list"])
 
-    assert ("only for a gateway with other settings" in capsys.readouterr().out) == foreign
+    assert ("not used by this gateway" in capsys.readouterr().out) == foreign
     assert not any_added(settings)
 
 

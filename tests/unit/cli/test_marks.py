@@ -129,8 +129,8 @@ def test_a_run_says_in_one_line_how_many_rows_are_not_calibrated() -> None:
     assert marks.notes("mine", "podman", refs, found) == [
         *(f"left out, quarantined: mine/q-{n}: why" for n in range(3)),
         "left out, quarantined: 2 more",
-        "4 of 4 instances not calibrated in podman: `perdure instances calibrate mine` proves "
-        "that gold resolves them",
+        "4 of 4 instances not calibrated in podman: check them with "
+        "`perdure instances calibrate mine`",
     ]
 
 

@@ -106,13 +106,13 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("run first-steps/h11-0.14 -a oracle", {}, r"did you mean first-steps/h11-0.14.0\?"),
     ("run first-steps/nope -a oracle", {}, r"it has 3 of first-steps, such as first-steps/click"),
     ("run nofile.jsonl", {}, r"no rows at 'nofile.jsonl': give a .jsonl, .json or .parquet file"),
-    ("run two.jsonl", {}, r"row 2 lacks `FAIL_TO_PASS`: list the tests .*--skip-bad-rows leaves"),
+    ("run two.jsonl", {}, r"row 2 lacks `FAIL_TO_PASS`: list the tests .*; skip it with --skip-bad-rows"),
     ("run mute.jsonl", {}, r"row 1 lacks `problem_statement`"),
-    ("run torn.jsonl", {}, r"row 2 is not valid JSON: .*--skip-bad-rows leaves it out"),
+    ("run torn.jsonl", {}, r"row 2 is not valid JSON: .*; skip it with --skip-bad-rows"),
     ("run prose.jsonl", {}, r"`patch` is not a git diff: line 1: expected 'diff --git'"),
     ("run outside.jsonl", {}, r"bad `instance_id`: '../../etc/x' must be letters, digits"),
     ("run twice.jsonl", {}, r"row 2 repeats the `instance_id` 'a-1' of an earlier row"),
-    ("run empty.jsonl", {}, r"no usable rows: it must hold one JSON object for each instance"),
+    ("run empty.jsonl", {}, r"no usable rows: it must hold one JSON object per instance"),
     (
         "run wrapped.json",
         {},
@@ -126,10 +126,10 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("run", {}, r"missing argument 'SOURCE'"),
     ("run ''", {}, r"SOURCE is empty: name a dataset, an instance, or a file of rows"),
     ("run owner/name --dry-run", AWAY, r"hub at 127.0.0.1:9 cannot be reached .*HF_ENDPOINT"),
-    (f"{DRY} -i zzz*", {}, r"leave none of 3 instances \(such as click-8.1.3"),
+    (f"{DRY} -i zzz*", {}, r"select none of 3 instances \(such as click-8.1.3"),
     ("instances build nope", {}, r"no recipe 'nope': give one of .*first-steps"),
     ("instances show first-steps/nope", {}, r"it has 3 of first-steps, such as"),
-    ("instances list nope", {}, r"no dataset 'nope' in .*\(there: first-steps\)"),
+    ("instances list nope", {}, r"no dataset 'nope' in .*\(it has: first-steps\)"),
     ("instances import nofile.jsonl", {}, r"no rows at 'nofile.jsonl'"),
     ("instances calibrate nope", {}, r"no dataset 'nope'"),
     # fields
@@ -157,7 +157,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (f"{DRY} --max-staleness 1", {}, r"counts from policy_version: give that too"),
     (f"{DRY} -a nop", {}, r"give one agent, not 2"),
     (f"{DRY} --max-cost 5", {}, r"--max-cost needs --prices FILE"),
-    (f"{DRY} --max-cost 5 --prices fair.toml", {}, r"fair.toml has no price of the model: add it"),
+    (f"{DRY} --max-cost 5 --prices fair.toml", {}, r"fair.toml has no price for the model: add it"),
     (f"{DRY} --retry-on Sandbox", {}, r"'Sandbox' is not one of 'SandboxLost'"),
     (
         f"{DRY} --retry-on AgentError --no-retry-on AgentError",
@@ -165,7 +165,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         r"both name AgentError: keep one",
     ),
     (f"{DRY} --priority 9", {}, r"9 is not in the range 1<=x<=5"),
-    (f"{DRY} --like nosuch", {}, r"run 'nosuch' has no rollout that called a model"),
+    (f"{DRY} --like nosuch", {}, r"--like nosuch: no rollout of this run called a model"),
     # runs and rollouts
     ("show h11", {}, r"no rollout 'h11' in .*no run left anything there yet"),
     ("show nope/x/0", {}, r"no rollout nope/x/0 in .*`perdure status` lists the runs"),
@@ -176,25 +176,25 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("report r --prices no.toml", {}, r"prices in no.toml cannot be read"),
     ("report r --prices dear.toml", {}, r"dear.toml.*gpt\*.*input"),
     ("retry nosuch", {}, r"no run 'nosuch'"),
-    ("retry r --failed --outcome timeout", {}, r"exclude each other: give one of them"),
-    ("regrade unknown.json", {}, r"is a file: `perdure grade SOURCE --predictions unknown.json`"),
+    ("retry r --failed --outcome timeout", {}, r"are mutually exclusive: give one of them"),
+    ("regrade unknown.json", {}, r"is a file: grade it with `perdure grade SOURCE --predictions unknown.json`"),
     ("grade first-steps", {}, r"missing option '-p' / '--predictions'"),
     (
         "grade first-steps -p no.json",
         {},
         r"no predictions at no.json: No such file.*give preds.json",
     ),
-    ("grade first-steps -p unknown.json", {}, r"lacks 1 instance .*--skip-unknown leaves them out"),
+    ("grade first-steps -p unknown.json", {}, r"lacks 1 instance .*skip them with --skip-unknown"),
     ("grade first-steps -p torn.json", {}, r"torn.json is not valid JSON"),
     ("grade first-steps -p numbers.json", {}, r"entry 1 is no prediction: give objects with"),
     ("grade first-steps -p patchless.json", {}, r"entry 1 lacks `model_patch`: null stands for"),
     ("resize r many", {}, r"'many' is not a valid integer"),
-    ("status nosuch", {}, r"nothing runs in .*`perdure up` starts it, PERDURE_HOME names another"),
+    ("status nosuch", {}, r"no stack runs in .*: start one with `perdure up`, set PERDURE_HOME"),
     # settings, engines, places
     (DRY, {"PERDURE_GATEWAY_PROT": "3"}, r"is no setting: did you mean PERDURE_GATEWAY__PORT\?"),
     (DRY, {"PERDURE_GATEWAY__PORT": "many"}, r"PERDURE_GATEWAY__PORT='many': .*valid integer"),
     (DRY, {"PERDURE_STORE": "s4://x"}, r"PERDURE_STORE is s4://x: use a folder, or s3://"),
-    (DRY, {"PERDURE_HOME": "elsewhere"}, r"elsewhere/store \(it has none; PERDURE_HOME names ano"),
+    (DRY, {"PERDURE_HOME": "elsewhere"}, r"elsewhere/store \(it has none; set PERDURE_HOME for an"),
     (DRY, {"PERDURE_HOME": "/proc/x"}, r"/proc/x/store.*correct PERDURE_STORE, or PERDURE_HOME"),
     (DRY, {"PERDURE_CONFIG": "wrong.toml"}, r"'gateway.prot' is no setting: did you mean 'gateway"),
     ("run first-steps", {}, r"calls a model and no engine is configured: set OPENAI_BASE_URL"),
@@ -437,7 +437,7 @@ def test_a_dry_run_says_what_it_may_need(
 
     assert code == 0, told.err
     assert "12 rollouts, 6 at once: up to 12 CPUs and 24 GB; this host has " in told.err
-    assert "agents: at most 2.0 h, 3600 s each" in told.err
+    assert "agents: at most 2.0 h in total, 3600 s each" in told.err
     assert "12 rollouts of 3 instances" in told.out
 
 

@@ -164,7 +164,7 @@ def test_a_network_error_names_the_row_and_keeps_the_others(
     here = len(asyncio.run(catalog.refs(store, name)))
 
     assert 0 < here < ROWS
-    assert f"suite ({here} of {ROWS} rows; the rest is imported when a command asks" in (
+    assert f"suite ({here} of {ROWS} rows; the others are imported when a command needs" in (
         listed.output
     )
     assert json.loads(one.stdout)["rows_left"] == ROWS - here
@@ -205,7 +205,7 @@ async def test_no_row_that_was_asked_for(
     """A glob that matches nothing is refused with how many rows there are, and fetches none."""
     path = written(tmp_path / "rows.jsonl", origin)
 
-    with pytest.raises(ConfigurationError, match=rf"leave none of {ROWS} instances .*c-11"):
+    with pytest.raises(ConfigurationError, match=rf"select none of {ROWS} instances .*c-11"):
         await resolve(store, path, Choice(include=("d-*",)))
     assert await catalog.refs(store, "rows") == []
     assert issubclass(selection.NoneChosen, ConfigurationError)

@@ -15,29 +15,29 @@ _common = with_options(
         "--outcome",
         multiple=True,
         metavar="X",
-        help="Only those that ended as X: an outcome, failed, cancelled, expired or missing.",
+        help="Only rollouts that ended as X: an outcome, failed, cancelled, expired or missing.",
     ),
     click.option(
         *("-i", "--include"),
         multiple=True,
         metavar="GLOB",
-        help="Only these instance ids, or ID/SAMPLE.",
+        help="Only instance ids, or ID/SAMPLE, that match.",
     ),
     click.option(
         *("-c", "--concurrency"),
         type=click.IntRange(1, 2000),
         metavar="N",
-        help="Rollouts in flight.  [default: as before]",
+        help="Rollouts in flight.  [default: the run's]",
     ),
     WAIT,
-    click.option("--dry-run", is_flag=True, help="List the rollouts, and stop."),
+    click.option("--dry-run", is_flag=True, help="List the rollouts and exit."),
     NOTIFY,
     json_option,
 )
 
 
 @click.command()
-@click.option("--failed", is_flag=True, help="Only those without a verdict.  [default]")
+@click.option("--failed", is_flag=True, help="Only rollouts without a verdict.  [default]")
 @_common
 def retry(
     *, run_id: str, failed: bool, outcome: tuple[str, ...], include: tuple[str, ...], **how: Any
@@ -53,7 +53,7 @@ def retry(
     from perdure.types import NO_VERDICT
 
     if failed and outcome:
-        raise click.UsageError("--failed and --outcome exclude each other: give one of them")
+        raise click.UsageError("--failed and --outcome are mutually exclusive: give one of them")
     chosen = NO_VERDICT if failed or not (outcome or include) else outcome
     _play(run_id, {"outcomes": chosen, "include": include}, **how)
 
@@ -70,7 +70,7 @@ def regrade(*, run_id: str, outcome: tuple[str, ...], include: tuple[str, ...], 
     """
     if Path(run_id).exists() and Path(run_id).suffix in (".json", ".jsonl"):
         raise click.UsageError(
-            f"{run_id} is a file: `perdure grade SOURCE --predictions {run_id}` grades it"
+            f"{run_id} is a file: grade it with `perdure grade SOURCE --predictions {run_id}`"
         )
     _play(run_id, {"outcomes": outcome, "include": include, "start_at": "grade"}, **how)
 

@@ -20,20 +20,24 @@ POLL_EVERY_S = 1.0
 
 @click.command()
 @click.argument("source", metavar="DATASET", shell_complete=completion.datasets)
-@click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
-@click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids.")
+@click.option(
+    "-i", "--include", multiple=True, metavar="GLOB", help="Only instance ids that match."
+)
+@click.option(
+    "-x", "--exclude", multiple=True, metavar="GLOB", help="Skip instance ids that match."
+)
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances.")
 @click.option("--runs", type=click.IntRange(1, 20), default=3, metavar="N", show_default=True,
-              help="Rollouts of gold, and of the base, for each instance.")  # fmt: skip
+              help="Runs per instance with the gold patch, and as many without.")  # fmt: skip
 @click.option("--twins", type=click.IntRange(0, 20), default=5, metavar="N", show_default=True,
-              help="Twins of each test to fix; some twenty more runs.")  # fmt: skip
+              help="Twins per FAIL_TO_PASS test; they need about twenty more runs.")  # fmt: skip
 @click.option("-c", "--concurrency", type=click.IntRange(1, 2000), default=8, metavar="N",
               show_default=True, help="Rollouts in flight.")  # fmt: skip
 @click.option("--sandbox", metavar="S", shell_complete=completion.sandboxes,
-              help="Where the rows will be graded.  [default: bubblewrap]")  # fmt: skip
+              help="Sandbox provider that will grade the rows.  [default: bubblewrap]")  # fmt: skip
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE",
-              help="Any field of a rollout, e.g. limits.memory_mb=8192.")  # fmt: skip
-@click.option("--again", is_flag=True, help="Also instances that have a record.")
+              help="Set any field of a rollout, e.g. limits.memory_mb=8192.")  # fmt: skip
+@click.option("--again", is_flag=True, help="Also calibrate instances that have a record.")
 @json_option
 def calibrate(
     *,
@@ -54,7 +58,7 @@ def calibrate(
     Ceiling: the share of runs with the gold patch that resolve, before flaky tests were dropped.
     Floor: the same without a patch.
 
-    Ctrl-C does not stop the calibration; the same command follows it again. Exit code 1: an
+    Ctrl-C does not stop the calibration; repeat the command to follow it again. Exit code 1: an
     instance is quarantined or undecided.
     """
     from perdure.cli.runs.request import fields_of
@@ -70,7 +74,7 @@ def calibrate(
     else:
         _print(summary)
     if summary["attention"]:
-        raise click.ClickException(f"it stopped: {summary['attention']}")
+        raise click.ClickException(f"the calibration stopped: {summary['attention']}")
     if summary["quarantined"] or summary["undecided"]:
         raise click.exceptions.Exit(1)
 
@@ -108,12 +112,13 @@ async def _drive(settings: "Settings", request: "CalibrationRequest") -> dict[st
 
     connection = await connect(settings)
     handle = await connection.perdure.start_calibration(request)
-    say(f"Calibrating {request.dataset}: {many(request.runs, 'run')} of gold and of base each")
+    runs = many(request.runs, "run")
+    say(f"Calibrating {request.dataset}: {runs} per instance with the gold patch, as many without")
     say(f"Web UI: {connection.link(handle.handle.id)}" if connection.ui_url else "")
     try:
         return await _followed(handle)
     except asyncio.CancelledError:
-        say("\nDetached; it continues. The same command follows it again.")
+        say("\nDetached; the calibration continues. Repeat the command to follow it again.")
         raise
 
 
@@ -154,13 +159,13 @@ def _print(summary: dict[str, Any]) -> None:
     click.echo(f"{many(summary['rows'], 'instance')}: {counts}{undecided}")
     if summary["proved"]:
         of = f"{summary['with_twins']} of {many(summary['proved'], 'proved instance')}"
-        click.echo(f"Twins     {of} have one for every test to fix")
+        click.echo(f"Twins     {of} have one for every FAIL_TO_PASS test")
     if summary["dropped_tests"]:
         click.echo(f"Dropped   {many(summary['dropped_tests'], 'flaky test')}")
     if summary["ceiling"] is not None:
         click.echo(f"Ceiling   {summary['ceiling']:.1%} of the runs with the gold patch resolve")
-        click.echo(f"Floor     {summary['floor']:.1%} of the runs of the base without a patch do")
+        click.echo(f"Floor     {summary['floor']:.1%} of the runs without a patch resolve")
     if summary["base_passes"] is not None:
-        bases = "of the bases pass all tests that must stay"
-        click.echo(f"Bases     {summary['base_passes']:.1%} {bases}")
+        tests = "all PASS_TO_PASS tests pass without a patch"
+        click.echo(f"Base      {summary['base_passes']:.1%} of the instances: {tests}")
     click.echo(f"Report    {summary['uri']}")

@@ -29,14 +29,14 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
     """Raises: ConfigurationError, MissingDependency."""
     if settings.temporal.codec_keys_file is None:
         raise ConfigurationError(
-            "payloads are not encrypted here: PERDURE_TEMPORAL__CODEC_KEYS_FILE names no keys"
+            "payloads are not encrypted here: PERDURE_TEMPORAL__CODEC_KEYS_FILE is not set"
         )
     try:
         from perdure.stack.codec_server import codec_token, create_app, origin_of
         from perdure.stack.listening import serving
     except ImportError as error:
         raise MissingDependency(
-            f"this command needs packages that are not here; install them: {command_for_extra('gateway')}"
+            f"this command needs packages that are not installed: {command_for_extra('gateway')}"
         ) from error
     from perdure.client.encryption import EncryptingCodec, Keys
     from perdure.home import load_secret
@@ -47,9 +47,9 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
     try:
         async with serving(create_app(codec, token, [origin_of(ui)]), host, port) as chosen:
             name = f"[{host}]" if ":" in host else host
-            say(f"for the web UI at {ui}, as its codec server: http://{name}:{chosen}/{token}")
+            say(f"Codec server for the web UI at {ui}: http://{name}:{chosen}/{token}")
             say(
-                f"for temporal: --codec-endpoint http://{name}:{chosen} --codec-auth 'Bearer {token}'"
+                f"Options for temporal: --codec-endpoint http://{name}:{chosen} --codec-auth 'Bearer {token}'"
             )
             await asyncio.Event().wait()
     except OSError as error:
@@ -66,5 +66,5 @@ def _ui_url(settings: Settings) -> str:
     if given_address(settings) is None:
         return state.ui_url if state else f"http://127.0.0.1:{settings.temporal.ui_port}"
     raise ConfigurationError(
-        "set PERDURE_TEMPORAL__UI_URL: only pages of the web UI there may ask the codec server"
+        "set PERDURE_TEMPORAL__UI_URL: the codec server answers only pages of that web UI"
     )

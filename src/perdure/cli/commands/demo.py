@@ -28,7 +28,7 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 @click.command()
-@click.option("--keep-running", is_flag=True, help="Leave the stack up at the end.")
+@click.option("--keep-running", is_flag=True, help="Keep the stack running at the end.")
 @json_option
 def demo(keep_running: bool, as_json: bool) -> None:
     """Build real instances from PyPI, run three agents on them and print one table.

@@ -78,26 +78,24 @@ def bubblewrap(settings: Settings) -> Finding:
 
     problems = provider(settings, "bubblewrap").check()
     if problems:
-        fix = "infra/setup/bubblewrap does it, or PERDURE_SANDBOX__ALLOW_LOCAL=true and `--sandbox local`, without isolation"
+        fix = "run infra/setup/bubblewrap, or set PERDURE_SANDBOX__ALLOW_LOCAL=true and use `--sandbox local`, which does not isolate"
         return Finding("bubblewrap", "missing", problems[0], fix)
     return Finding("bubblewrap", "ok", f"{shutil.which('bwrap')}, user namespaces, overlay")
 
 
 def podman(settings: Settings) -> Finding:
-    return _containers(settings, "podman", "runs images, or without an image the host's programs")
+    return _containers(settings, "podman", "runs images, or the host's programs without an image")
 
 
 def docker(settings: Settings) -> Finding:
     where = (
         environment.foreign("DOCKER_HOST") or environment.foreign("DOCKER_CONTEXT") or "this host"
     )
-    return _containers(settings, "docker", f"an engine answers at {where}")
+    return _containers(settings, "docker", f"Docker answers at {where}")
 
 
 def apptainer(settings: Settings) -> Finding:
-    return _containers(
-        settings, "apptainer", "found; Perdure was tested against a double of it only"
-    )
+    return _containers(settings, "apptainer", "found; Perdure was tested only with a double of it")
 
 
 def _containers(settings: Settings, name: str, works: str) -> Finding:
@@ -133,7 +131,7 @@ def kubernetes(settings: Settings) -> Finding:
     return _containers(
         settings,
         "kubernetes",
-        "a cluster is configured; Perdure was tested against a double of it only",
+        "a cluster is configured; Perdure was tested only with a double of it",
     )
 
 
@@ -146,7 +144,7 @@ def limits(settings: Settings) -> Finding:
         means = ", ".join(f"{what} by {how}" for what, how in sorted(enforced.items()))
         return Finding("limits", "ok", means)
     fix = "run as root, or delegate a cgroup: systemd-run --user --scope -p Delegate=yes perdure up"
-    return Finding("limits", "note", "memory and pids by prlimit, per process only", fix)
+    return Finding("limits", "note", "memory and pids are limited per process only (prlimit)", fix)
 
 
 def uv(settings: Settings) -> Finding:
@@ -167,7 +165,7 @@ def disk(settings: Settings) -> Finding:
     probe = next(folder for folder in (home, *home.parents) if folder.exists())
     free = shutil.disk_usage(probe).free / 1e9
     level = "ok" if free > LEAST_DISK_GB else "note"
-    fix = "" if level == "ok" else f"environments need a few GB: free some, or move {home}"
+    fix = "" if level == "ok" else f"environments need a few GB: free disk space, or move {home}"
     return Finding("disk", level, f"{free:.0f} GB free at {probe}", fix)
 
 
@@ -175,7 +173,7 @@ def store(settings: Settings) -> Finding:
     from perdure.storage.preflight import check_store
 
     asyncio.run(check_store(settings))
-    return Finding("store", "ok", f"{settings.store_url} can be written")
+    return Finding("store", "ok", f"{settings.store_url} is writable")
 
 
 def temporal(settings: Settings) -> Finding:
@@ -199,7 +197,7 @@ def builds(settings: Settings) -> Finding:
     from perdure.client.server import given_address
 
     if given_address(settings) is None and lifecycle.running(settings) is None:
-        return Finding("builds", "ok", "not known while Temporal is not running")
+        return Finding("builds", "ok", "unknown while Temporal is not running")
 
     async def ask() -> str:
         return await build_trouble((await connect(settings)).perdure.client)
@@ -207,7 +205,7 @@ def builds(settings: Settings) -> Finding:
     if wrong := asyncio.run(ask()):
         what, _, fix = wrong.partition(": ")
         return Finding("builds", "missing", what, fix)
-    return Finding("builds", "ok", "new work goes to workers that are here, or none is here yet")
+    return Finding("builds", "ok", "running workers take new work, or no worker runs yet")
 
 
 def port_numbers(settings: Settings) -> Finding:
@@ -217,7 +215,7 @@ def port_numbers(settings: Settings) -> Finding:
     wanted = {name: value(settings, name) for name in names}
     taken = [f"{name} {port}" for name, port in wanted.items() if not ports.is_free(port)]
     if taken:
-        return Finding("ports", "note", f"occupied: {', '.join(taken)}; free ones will be picked")
+        return Finding("ports", "note", f"taken: {', '.join(taken)}; `perdure up` uses free ports")
     return Finding("ports", "ok", ", ".join(f"{name} {port}" for name, port in wanted.items()))
 
 
@@ -248,7 +246,7 @@ def engine(settings: Settings) -> Finding:
     name = state.engine if state is not None else named_engine(settings).url
     if not name:
         fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE__URL before `perdure up`"
-        return Finding("engine", "note", "none; enough for oracle and nop", fix)
+        return Finding("engine", "note", "none; only oracle and nop run without one", fix)
     if state is not None:
         check_same_engine(settings, state)
     check_engine(name, "an agent")
@@ -261,8 +259,9 @@ def ray(settings: Settings) -> Finding:
 
     if find_spec("ray") is None:
         fix = command_for_extra("serving")
-        return Finding("ray", "note", "not here; only `perdure engines up` needs it", fix)
-    return Finding("ray", "ok", "`perdure engines up` can start engines")
+        needs = "not installed; only `perdure engines up` and `perdure workers` need it"
+        return Finding("ray", "note", needs, fix)
+    return Finding("ray", "ok", "`perdure engines up` and `perdure workers` can use it")
 
 
 def _print(finding: Finding) -> None:

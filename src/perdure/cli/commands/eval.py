@@ -13,7 +13,7 @@ def evaluate(**given: Any) -> None:
     """Evaluate an agent and a model: an estimate, the run, a report.
 
     SOURCE and options are those of `perdure run`; `verified`, `lite`, `multilingual`, `multimodal`
-    and `pro` name the SWE-bench sets. The same command joins the run again.
+    and `pro` name the SWE-bench sets. Repeat the command to join the run again.
 
     \b
     perdure eval verified --model X -k 4 --prices p.toml --max-cost 50

@@ -39,7 +39,7 @@ SUFFIXES = {
     default="preds",
     metavar="F",
     show_default=True,
-    help="One of the above.",
+    help="One of the formats above.",
 )
 @click.option(
     *("--out", "-o", "out"),
@@ -52,23 +52,22 @@ SUFFIXES = {
     type=click.Choice(["tree", "merge_turns", "slime"]),
     default="tree",
     show_default=True,
-    help="How segments are cut: by recorded token ids, or as slime's example or its message tree does.",
+    help="How to cut segments: by recorded token ids (tree), or as slime's coding-agent example"
+    " (merge_turns) or its message tree (slime) does.",
 )
 @click.option(
     "--reward-share",
     type=click.Choice(["full", "split", "last"]),
     default="full",
     show_default=True,
-    help="Reward of each of K segments: all of it, 1/K, or all of it for the last one.",
+    help="Reward of each of K segments: the full reward, 1/K of it, or all of it for the last segment.",
 )
-@click.option(
-    "--keep-unused", is_flag=True, help="Train answers too that the agent went on without."
-)
+@click.option("--keep-unused", is_flag=True, help="Also train answers that the agent did not use.")
 @click.option(
     "--best",
     type=click.IntRange(min=1),
     metavar="N",
-    help="For sft: at most N rollouts of each instance, those with the highest reward.",
+    help="For sft: at most N rollouts per instance, those with the highest reward.",
 )
 @click.option(
     "--min-reward",
@@ -127,7 +126,7 @@ def export(
     rules = Rules(mode, reward_share, Selection(best, min_reward), keep_unused)
     store = store_to_read(settings)
     if push and format_name != "dataset":
-        raise click.UsageError("--push goes with -f dataset")
+        raise click.UsageError("--push needs -f dataset")
     if format_name == "dataset":
         report = asyncio.run(hub_folder.write_folder(store, run_id, path))
     else:
@@ -145,7 +144,7 @@ def export(
     elif report.written:
         click.echo(f"{report.written} written to {path}", err=is_standard_output(path))
     else:
-        kept = f"; {path} is an earlier one" if path.exists() else ""
-        click.echo(f"error: nothing is written: every rollout is left out{kept}", err=True)
+        kept = f"; {path} is from an earlier export" if path.exists() else ""
+        click.echo(f"error: nothing written: every rollout was left out{kept}", err=True)
     if not report.written or any(one.damaged for one in report.omitted):
         raise click.exceptions.Exit(1)

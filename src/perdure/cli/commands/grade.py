@@ -28,8 +28,8 @@ from perdure.cli.console import json_option
     help="preds.json, JSON lines, or a folder of mini-swe-agent's trajectories.",
 )
 @with_options(CONCURRENCY, RUN_ID, NEW, SANDBOX, SET)
-@click.option("--skip-unknown", is_flag=True, help="Leave out patches of unknown instances.")
-@click.option("--dry-run", is_flag=True, help="Print what would be graded, and stop.")
+@click.option("--skip-unknown", is_flag=True, help="Skip patches of instances not in SOURCE.")
+@click.option("--dry-run", is_flag=True, help="Print what would be graded and exit.")
 @with_options(WAIT, NOTIFY, json_option)
 def grade(
     *,

@@ -35,16 +35,20 @@ instances.add_command(calibrate)
 
 @instances.command()
 @click.argument("dataset", default="first-steps")
-@click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids.")
-@click.option("--demo", is_flag=True, help="Only the quick ones of `perdure demo`.")
+@click.option(
+    "-i", "--include", multiple=True, metavar="GLOB", help="Only instance ids that match."
+)
+@click.option("--demo", is_flag=True, help="Only the quick entries that `perdure demo` uses.")
 @click.option("--runs", type=click.IntRange(1, 20), default=3, metavar="N", show_default=True,
-              help="Runs of gold and of base; only stable tests are kept.")  # fmt: skip
+              help="Test runs with and without the gold patch; only stable tests are kept.")  # fmt: skip
 @click.option("--twins", type=click.IntRange(0, 20), default=5, metavar="N", show_default=True,
-              help="Twins at most of each test to fix; 0: grades stay unverified.")  # fmt: skip
+              help="Most twins per FAIL_TO_PASS test; 0: grades stay unverified.")  # fmt: skip
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Try at most N entries.")
 @click.option("-j", "--jobs", type=click.IntRange(1), metavar="N",
-              help="Entries at a time; default: one for each core.")  # fmt: skip
-@click.option("--rebuild", is_flag=True, help="Build again what is in the store or made no row.")
+              help="Entries built at a time.  [default: one per core]")  # fmt: skip
+@click.option(
+    "--rebuild", is_flag=True, help="Also build entries that are in the store or made no row."
+)
 @json_option
 def build(
     *,
@@ -64,7 +68,7 @@ def build(
     git clone: its newest commits that touch both tests and code become rows.
 
     Builds the environment of each entry, runs the tests with and without the gold patch, and keeps
-    the stable tests. Ctrl-C and SIGTERM end its sandboxes; the same command continues where it
+    the stable tests. Ctrl-C and SIGTERM end its sandboxes; repeat the command to continue where it
     stopped. Exit code 1: an entry could not be built.
     """
     settings = load_settings()
@@ -161,7 +165,7 @@ def _recipe_of(dataset: str, limit: int | None) -> "tuple[Recipe, Path]":
 @instances.command("import")
 @click.argument("source")
 @click.option(
-    "--dataset", metavar="NAME", help="Its name in the store; default: the name of the file."
+    "--dataset", metavar="NAME", help="Name in the store.  [default: the name of the file]"
 )
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="Read at most N rows.")
 @json_option
@@ -222,7 +226,9 @@ def list_(dataset: str | None, as_json: bool) -> None:
     for name, refs in found.items():
         click.echo(_counted(name, len(refs), left[name]))
     if not found:
-        click.echo(f"No instances in {settings.store_url}: perdure instances build")
+        click.echo(
+            f"No instances in {settings.store_url}: make some with `perdure instances build`"
+        )
 
 
 @instances.command()
@@ -265,8 +271,8 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
 
 
 def _counted(dataset: str, here: int, left: int) -> str:
-    """`suite (40)`, `suite (1 of 40 rows; the rest is imported when a command asks for it)`."""
-    rest = f" of {here + left} rows; the rest is imported when a command asks for it"
+    """`suite (40)`, `suite (1 of 40 rows; the others are imported when a command needs them)`."""
+    rest = f" of {here + left} rows; the others are imported when a command needs them"
     return f"{dataset} ({here}{rest if left else ''})"
 
 
@@ -303,7 +309,7 @@ async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str
     found = {name: await catalog.refs(store, name) for name in names}
     if dataset and not found[dataset]:
         there = ", ".join(await catalog.datasets(store)) or "none yet"
-        raise NotFound(f"no dataset {dataset!r} in {store.url} (there: {there})")
+        raise NotFound(f"no dataset {dataset!r} in {store.url} (it has: {there})")
     return {name: refs for name, refs in found.items() if refs}
 
 
@@ -324,7 +330,7 @@ def _told(one: "Built") -> str:
     if one.report is None:
         return f"{one.instance_id}: kept"
     if not one.report.fail_to_pass:
-        return f"{one.instance_id}: gold resolves it, its base does not ({one.seconds:.0f} s)"
+        return f"{one.instance_id}: resolved with the gold patch, not without ({one.seconds:.0f} s)"
     tests = f"{many(one.report.fail_to_pass, 'test')} to fix, {one.report.pass_to_pass} to keep"
     unstable = f", {len(one.report.unstable)} unstable left out" if one.report.unstable else ""
     if without := len(one.report.without_twins):

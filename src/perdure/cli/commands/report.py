@@ -29,12 +29,12 @@ from perdure.cli.console import json_option
     "--tensorboard",
     type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR",
-    help="Write event files there instead, by TensorBoard's client.",
+    help="Write TensorBoard event files to DIR instead.",
 )
 @click.option(
     "--wandb",
     metavar="PROJECT",
-    help="Write an offline W&B run to ./wandb instead, by its client.",
+    help="Write an offline W&B run to ./wandb instead.",
 )
 @json_option
 def report(
@@ -56,7 +56,7 @@ def report(
     from perdure.settings.load import load_settings
 
     if html is not None and as_json:
-        raise click.UsageError("--html and --json exclude each other: give one of them")
+        raise click.UsageError("--html and --json are mutually exclusive: give one of them")
     settings = load_settings()
     if tensorboard is not None or wandb is not None:
         for path in asyncio.run(reporting.log(settings, run_ids, tensorboard, wandb)):

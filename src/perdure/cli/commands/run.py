@@ -10,7 +10,7 @@ from perdure.cli.commands.run_options import OPTIONS, play, read, with_options
 @click.command()
 @with_options(*OPTIONS)
 def run(**given: Any) -> None:
-    """Run an agent on instances. The same command joins the run again.
+    """Run an agent on instances. Repeat the command to join the run again.
 
     SOURCE is one of:
 

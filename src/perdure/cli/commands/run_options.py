@@ -45,33 +45,33 @@ CONCURRENCY = click.option(
     *("-c", "--concurrency", "concurrency"),
     type=click.IntRange(1, 2000),
     metavar="N",
-    help="Rollouts in flight; the same command with another N changes it.  [default: 8]",
+    help="Rollouts in flight; repeat the command with another N to change it.  [default: 8]",
 )
 RUN_ID = click.option(
-    "--run-id", metavar="ID", help="Name of the run; default: made from what is asked."
+    "--run-id", metavar="ID", help="Name of the run.  [default: made from SOURCE and options]"
 )
-NEW = click.option("--new", is_flag=True, help="Start a new run even if the same one exists.")
+NEW = click.option("--new", is_flag=True, help="Start a new run even if this one exists.")
 SANDBOX = click.option(
     "--sandbox",
     metavar="S",
     shell_complete=completion.sandboxes,
-    help="Where agents and graders run.  [default: bubblewrap]",
+    help="Sandbox provider for agents and graders.  [default: bubblewrap]",
 )
 SET = click.option(
     *("--set", "assignments"),
     multiple=True,
     metavar="KEY=VALUE",
-    help="Any field of a rollout, e.g. sampling.temperature=0.7.",
+    help="Set any field of a rollout, e.g. sampling.temperature=0.7.",
 )
 WAIT = click.option(
-    "--wait/--detach", default=True, help="Follow the run to its end (default), or return."
+    "--wait/--detach", default=True, help="Follow the run to its end (default), or return at once."
 )
 NOTIFY = click.option(
     "--notify",
     default="",
     metavar="CMD",
-    help="Shell command for the run's end, and for when it waits for you; the text is in $RUN_TEXT, the run"
-    " in $RUN_ID.",
+    help="Shell command to call when the run ends or waits for you; $RUN_TEXT says why, $RUN_ID names"
+    " the run.",
 )
 
 OPTIONS = (
@@ -90,13 +90,17 @@ OPTIONS = (
         *("-n", "-k", "--samples", "samples"),
         type=click.IntRange(1, 512),
         metavar="N",
-        help="Rollouts of each instance; the same command with another N changes it.  [default: 1]",
+        help="Rollouts per instance; repeat the command with another N to change it.  [default: 1]",
     ),
     CONCURRENCY,
     RUN_ID,
     NEW,
-    click.option("-i", "--include", multiple=True, metavar="GLOB", help="Only these instance ids."),
-    click.option("-x", "--exclude", multiple=True, metavar="GLOB", help="Not these instance ids."),
+    click.option(
+        "-i", "--include", multiple=True, metavar="GLOB", help="Only instance ids that match."
+    ),
+    click.option(
+        "-x", "--exclude", multiple=True, metavar="GLOB", help="Skip instance ids that match."
+    ),
     click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances."),
     SANDBOX,
     click.option("--model", metavar="M", help="Model name that the agent asks for."),
@@ -121,18 +125,19 @@ OPTIONS = (
     SET,
     click.option("--skip-bad-rows", is_flag=True, help="Leave out unusable rows."),
     WAIT,
-    click.option("--dry-run", is_flag=True, help="Print what would run, and stop."),
+    click.option("--dry-run", is_flag=True, help="Print what would run and exit."),
     click.option(
         "--max-tokens",
         type=click.IntRange(1),
         metavar="N",
-        help="Buy no more once ended rollouts used so many tokens; what agents left is graded.",
+        help="Stop the run once ended rollouts have used N tokens. Agents still running are stopped and"
+        " their patches graded.",
     ),
     click.option(
         "--max-cost",
         type=click.FloatRange(0, min_open=True),
         metavar="USD",
-        help="The same for dollars; needs --prices.",
+        help="The same limit in dollars; needs --prices.",
     ),
     click.option(
         "--prices",
@@ -141,27 +146,27 @@ OPTIONS = (
         help="Prices of models, as for `perdure report`.",
     ),
     click.option(
-        "--like", metavar="RUN", help="Estimate tokens, cost and time by this run's rollouts."
+        "--like", metavar="RUN", help="Estimate tokens, cost and time from this run's rollouts."
     ),
     click.option(
         "--retry-on",
         multiple=True,
         type=click.Choice(FAILURES),
         metavar="T",
-        help="Try again after this failure too, e.g. AgentError.",
+        help="Also retry after this failure, e.g. AgentError.",
     ),
     click.option(
         "--no-retry-on",
         multiple=True,
         type=click.Choice(FAILURES),
         metavar="T",
-        help="Not after this one.  [default: only after SandboxLost]",
+        help="Do not retry after this failure.  [default: retry only after SandboxLost]",
     ),
     click.option(
         "--start-jitter",
         type=click.FloatRange(0, 3600),
         metavar="SECONDS",
-        help="Start each rollout up to so much later.",
+        help="Delay each rollout's start by a random time up to SECONDS.",
     ),
     click.option(
         "--priority",

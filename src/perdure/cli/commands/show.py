@@ -24,7 +24,7 @@ TESTS_SHOWN = 20
 @click.argument("rollout")
 @click.option("--patch", is_flag=True, help="Print only the captured diff, byte for byte.")
 @click.option("--log", is_flag=True, help="Print only the hidden tests' output, byte for byte.")
-@click.option("--turns", is_flag=True, help="Its chains and turns, and which tokens are trained.")
+@click.option("--turns", is_flag=True, help="Show chains, turns, and which tokens are trained.")
 @click.option(
     "--attempt",
     type=click.IntRange(1),
@@ -51,7 +51,7 @@ def show(
     only_one_of(patch=patch, log=log, turns=turns)
     only_one_of(patch=patch, log=log, json=as_json)
     if (attempt or full) and not turns:
-        raise click.UsageError(f"{'--attempt' if attempt else '--full'} goes with --turns")
+        raise click.UsageError(f"{'--attempt' if attempt else '--full'} needs --turns")
     settings = load_settings()
     from perdure.errors import NotFound
     from perdure.reports import stored

@@ -41,7 +41,7 @@ def up(foreground: bool, engine: str, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--keep-sandboxes", is_flag=True, help="Leave sandboxes of agents running.")
+@click.option("--keep-sandboxes", is_flag=True, help="Leave the agents' sandboxes running.")
 @json_option
 def down(keep_sandboxes: bool, as_json: bool) -> None:
     """Stop everything that `perdure up` started here. Data is kept.

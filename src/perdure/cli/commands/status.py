@@ -38,7 +38,7 @@ STEP_PATIENCE = timedelta(seconds=0.5)
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @json_option
 def status(run_id: str | None, as_json: bool) -> None:
-    """Show the stack and its runs, or with RUN its rollouts, open ones first."""
+    """Show the stack and its runs; with RUN, show its rollouts, open ones first."""
     settings = load_settings()
     asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
@@ -76,7 +76,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     for run in runs:
         click.echo(progress_line(run))
     if not runs:
-        click.echo("No runs yet: perdure run first-steps --agent oracle")
+        click.echo("No runs yet: start one with `perdure run first-steps --agent oracle`")
 
 
 async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
@@ -168,8 +168,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         click.echo(text.change_line(change))
     if progress.state == STORED:
         click.echo(
-            f"Temporal does not know this run: this is what the store has. `perdure report {run_id}`"
-            " shows its results; the command that started it plays what it lacks."
+            f"Temporal does not know this run, so this is the store's record. `perdure report {run_id}`"
+            " shows its results; the command that started it runs the missing rollouts."
         )
     print_table(tables.running(newest, rows=ROWS))
     if (more := sum(counts.values()) - ROWS) > 0:

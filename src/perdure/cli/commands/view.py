@@ -42,7 +42,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         from perdure.viewer.security import TOKEN, view_token
     except ImportError as error:
         raise MissingDependency(
-            f"this command needs packages that are not here; install them: {command_for_extra('gateway')}"
+            f"this command needs packages that are not installed: {command_for_extra('gateway')}"
         ) from error
     from perdure.cli.rollouts.current import current_step
     from perdure.home import load_secret
@@ -61,7 +61,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
     try:
         async with serving(create_app(pages, token), "127.0.0.1", port) as chosen:
             page = links.named(where)
-            say(f"{store.url} at http://127.0.0.1:{chosen}{page}?{TOKEN}={token}")
+            say(f"Showing {store.url} at http://127.0.0.1:{chosen}{page}?{TOKEN}={token}")
             await asyncio.Event().wait()
     except OSError as error:
         raise ConfigurationError(

@@ -40,7 +40,7 @@ def workers() -> None:
 
 
 @workers.command()
-@click.option("--ray", "on_ray", is_flag=True, required=True, help="On the nodes of Ray.")
+@click.option("--ray", "on_ray", is_flag=True, required=True, help="Run them on the nodes of Ray.")
 @click.option(
     "--home",
     default="/tmp/perdure-{node}",
@@ -54,7 +54,7 @@ def workers() -> None:
     default=1.0,
     metavar="C",
     show_default=True,
-    help="A node has as many seats as it has such shares.",
+    help="CPUs per seat.",
 )
 @click.option(
     "--spare-cpus",
@@ -62,7 +62,7 @@ def workers() -> None:
     default=0.0,
     metavar="C",
     show_default=True,
-    help="CPUs of each node to keep for engines. Running engines keep theirs, even if that is more.",
+    help="CPUs to keep for engines on each node. Running engines keep theirs, even if they use more.",
 )
 @click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
 @click.option(
@@ -71,14 +71,14 @@ def workers() -> None:
     multiple=True,
     metavar="KEY=SELECTOR",
     callback=_selectors,
-    help="Only nodes whose label fits: VALUE, !VALUE, in(A,B) or !in(A,B), as Ray writes it.",
+    help="Only nodes whose label matches: VALUE, !VALUE, in(A,B) or !in(A,B), in Ray's syntax.",
 )
 @click.option(
     "--most-rollouts",
     type=click.IntRange(0),
     default=0,
     metavar="N",
-    help="Ask Ray's autoscaler for room for what waits, for N rollouts at most.",
+    help="Ask Ray's autoscaler for nodes for waiting rollouts, at most N.",
 )
 @click.option(
     "--idle-s",
@@ -114,7 +114,7 @@ def list_(ray_address: str, as_json: bool) -> None:
 
     actor = manager.find(key)
     if actor is None:
-        say("no workers on Ray: `perdure workers up --ray` starts them")
+        say("no workers on Ray: start them with `perdure workers up --ray`")
         raise click.exceptions.Exit(1)
     _print(_report(actor), as_json)
 
@@ -139,7 +139,7 @@ def _ready(actor: Any) -> "WorkersReport":
             return report
         if time.monotonic() > end:
             return report
-        if (waits := report.absent or ("no node of Ray fits yet",)) != told:
+        if (waits := report.absent or ("no Ray node fits yet",)) != told:
             for line in waits:
                 say(f"waiting: {line}")
             told = waits

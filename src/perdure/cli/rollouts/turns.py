@@ -22,7 +22,7 @@ def show(rollout: StoredRollout, found: Trajectory, *, full: bool) -> None:
     shown = document(rollout, found)
     _Printer(shown, full=full).everything()
     if not full:
-        click.secho("\n--full prints every text whole, --json all of it.", dim=True)
+        click.secho("\n--full prints every text in full, --json all data.", dim=True)
 
 
 class _Printer:

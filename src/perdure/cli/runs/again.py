@@ -57,7 +57,7 @@ async def _plan(
     if not chosen:
         there = await _endings(store, run_id)
         raise ConfigurationError(
-            f"run {run_id} has no rollout to play again ({again.asked(wanted)}); it has {there}"
+            f"run {run_id} has no rollout to repeat ({again.asked(wanted)}); it has {there}"
         )
     if wanted.start_at == "boot":
         refs = await again.instances_of(store, run_id)
@@ -77,7 +77,7 @@ def _show(request: RunRequest, chosen: Sequence[RolloutAgain], *, as_json: bool)
     if as_json:
         answer({"run_id": request.run_id, "rollouts": names})
         return
-    click.echo(f"{request.run_id}: {many(len(names), 'rollout')} again")
+    click.echo(f"{request.run_id}: would repeat {many(len(names), 'rollout')}")
     for name in names:
         click.echo(f"  {name}")
 

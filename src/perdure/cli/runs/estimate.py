@@ -34,13 +34,14 @@ async def estimate(
     lines = [
         f"{many(rollouts, 'rollout')}, {at_once} at once: up to {at_once * place.limits.cpus:g} CPUs and"
         f" {at_once * place.limits.memory_mb / 1024:.0f} GB{here}",
-        f"agents: at most {hours:.1f} h, {rollout.agent_budget_s:g} s each",
+        f"agents: at most {hours:.1f} h in total, {rollout.agent_budget_s:g} s each",
     ]
     if like is None:
-        return [*lines, "cost: unknown; --like RUN estimates it by a run of a few instances (-l 5)"]
+        told = "cost: unknown; --like RUN estimates it from a run of a few instances (-l 5)"
+        return [*lines, told]
     found = [one for one in (await read_facts(open_store(settings), like)).rollouts if one.turns]
     if not found:
-        raise NotFound(f"run {like!r} has no rollout that called a model: --like another one")
+        raise NotFound(f"--like {like}: no rollout of this run called a model; name another run")
     seconds = sum(one.seconds for one in found) / len(found) * rollouts / at_once
     tokens = sum(one.prompt_tokens + one.sampled_tokens for one in found) / len(found) * rollouts
     price = _dollars(found, prices, rollouts)
@@ -52,10 +53,10 @@ def _dollars(found: Sequence[RolloutFacts], prices: Path | None, rollouts: int) 
         return "; --prices FILE gives dollars"
     known = read_prices(prices)
     if missing := known.missing(found):
-        return f"; {prices} has no price of {', '.join(missing)}"
+        return f"; {prices} has no price for {', '.join(missing)}"
     costs = known.costs(found)
     if not costs:
-        return "; its cost is unknown: no tokens are recorded by model"
+        return "; the cost is unknown, because that run has no token counts by model"
     return f", {sum(costs) / len(costs) * rollouts:,.2f} dollars"
 
 

@@ -25,7 +25,7 @@ async def notified(command: str, run_id: str, told: str) -> None:
             code = await process.wait()
     except TimeoutError:
         os.killpg(process.pid, 9)
-        say(f"warning: --notify was ended after {LIMIT_S:g} s: {command}")
+        say(f"warning: --notify was killed after {LIMIT_S:g} s: {command}")
         return
     if code:
         say(f"warning: --notify ended with exit code {code}: {command}")

@@ -104,5 +104,5 @@ def _known(
 def _lacks(source: str, unknown: Sequence[str]) -> ConfigurationError:
     return ConfigurationError(
         f"{source} lacks {many(len(unknown), 'instance')} of the predictions (such as"
-        f" {', '.join(unknown[:3])}); --skip-unknown leaves them out"
+        f" {', '.join(unknown[:3])}); skip them with --skip-unknown"
     )

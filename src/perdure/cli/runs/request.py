@@ -84,12 +84,12 @@ def budget_of(
     price = None
     if dollars is not None:
         if prices is None:
-            raise ConfigurationError("--max-cost needs --prices FILE, which has the model's price")
+            raise ConfigurationError("--max-cost needs --prices FILE with the model's price")
         names = [name for name in (settings.engine.model, model) if name]
         price = read_prices(prices).of(*names)
         if price is None:
             raise ConfigurationError(
-                f"{prices} has no price of {' or '.join(names) or 'the model'}: add it, and name the"
+                f"{prices} has no price for {' or '.join(names) or 'the model'}: add it, and name the"
                 " model with --model or PERDURE_ENGINE__MODEL"
             )
     return Budget(tokens=tokens, dollars=dollars, price=price)
@@ -141,7 +141,7 @@ async def instances_of(
     if not found:
         some = ", ".join(ref.split("/", 1)[1] for ref in refs[:3])
         raise ConfigurationError(
-            f"--include / --exclude leave none of {len(refs)} instances (such as {some})"
+            f"--include / --exclude select none of {len(refs)} instances (such as {some})"
         )
     grades = phases.place(request.rollout_request("any/instance"), None, "grade")
     said = await calibration.marks(store, found, grades.provider)

@@ -135,9 +135,11 @@ async def _unknown(store: Store, name: str) -> str:
         return f"dataset {name!r} is not built yet: `perdure instances build {name}`"
     published = [path.parent.name for path in Path("datasets").glob("*/dataset.toml")]
     close = difflib.get_close_matches(name, [*known, *published], n=1)
-    meant = f"did you mean {close[0]!r}? Else " if close else ""
-    there = f"(there: {', '.join(known)})" if known else "(it has none; PERDURE_HOME names another)"
-    give = "give one of them, " if known else "`perdure instances build` makes one; or give "
+    meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
+    there = (
+        f"(it has: {', '.join(known)})" if known else "(it has none; set PERDURE_HOME for another)"
+    )
+    give = "give one of them, " if known else "make one with `perdure instances build`, or give "
     return (
         f"no dataset {name!r} in {store.url} {there}: {meant}{give}"
         "a .jsonl, .json or .parquet file, or a Hugging Face name owner/name[:split]"
@@ -167,7 +169,7 @@ def _judged(
     if rows and not asked:
         some = ", ".join(row.instance_id for row in rows[:3])
         raise NoneChosen(
-            f"--include / --exclude leave none of {len(rows)} instances (such as {some})"
+            f"--include / --exclude select none of {len(rows)} instances (such as {some})"
         )
     if not choice.skip_bad_rows:
         asked = asked[: choice.limit]
@@ -176,7 +178,7 @@ def _judged(
         raise InstanceError(bad_rows(problems))
     if not any(row.instance_id and not row.problem and not row.is_left for row in asked):
         raise ConfigurationError(
-            f"{source} has no usable rows: it must hold one JSON object for each instance"
+            f"{source} has no usable rows: it must hold one JSON object per instance"
         )
     return tuple(f"left out: {problem}" for problem in problems)
 
@@ -185,8 +187,7 @@ def bad_rows(problems: Sequence[str]) -> str:
     """An error message with the first problem, the number of others and the option that skips them."""
     more = len(problems) - 1
     others = f" (and {more} more bad row{'s' if more > 1 else ''})" if more else ""
-    leaves = f"--skip-bad-rows leaves {'them' if more else 'it'} out"
-    return f"dataset {problems[0]}{others}; {leaves}"
+    return f"dataset {problems[0]}{others}; skip {'them' if more else 'it'} with --skip-bad-rows"
 
 
 def chosen(refs: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> list[str]:

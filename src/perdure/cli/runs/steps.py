@@ -20,14 +20,14 @@ from perdure.client.rollouts import heartbeat_of, oldest_open
 
 QUIET = timedelta(seconds=1)
 """If a rollout's workflow does not answer a query for this long, we say that no worker answers."""
-FAILED = "; the last one: "
+FAILED = "; last failure: "
 WAITS = ": waits for "
 DOES = ": busy with "
 BOOT = "boot_sandbox"
 AT_ITS_HOST = ("run_agent", "capture_diff")
 OF_ITS_HOST = (
     "a worker that reaches its sandbox (is its host down, or does another stack with this store "
-    "play this run?)"
+    "run it?)"
 )
 SHOWN = 5
 """How many rollouts of a run to show: most wait for the same thing."""
@@ -51,7 +51,7 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
         state = await handle.query("state", result_type=dict, rpc_timeout=quiet)
     except (RPCError, WorkflowQueryFailedError) as error:
         if FAILING in error.message:
-            return f"{CODE_FAILS}: start the build that began it, or `perdure cancel` its run"
+            return f"{CODE_FAILS}: start the build that started it, or `perdure cancel` the run"
         return "no worker answers: see `perdure status`"
     last = state["story"][-1:] or [state["stage"]]
     return str(last[0])

@@ -26,7 +26,7 @@ def stopped(progress: RunStatus) -> str:
         return ""
     return (
         f"Stopped by its budget: {progress.stopped}; {left} of {progress.total} rollouts have no"
-        f" verdict. The same command with a larger budget continues with them"
+        f" verdict. Repeat the command with a larger budget to run them"
     )
 
 

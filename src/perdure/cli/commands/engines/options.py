@@ -18,7 +18,7 @@ ADDRESS = click.option(
     "--ray-address",
     default="",
     metavar="HOST:PORT",
-    help="A Ray cluster; default: RAY_ADDRESS, else a cluster on this machine.",
+    help="Ray cluster.  [default: RAY_ADDRESS, or a cluster on this machine]",
 )
 WEIGHT = click.option(
     "--weight",
@@ -26,5 +26,5 @@ WEIGHT = click.option(
     default=1.0,
     metavar="W",
     show_default=True,
-    help="Its share of new sessions, relative to the others.",
+    help="Share of new sessions, relative to other engines.",
 )

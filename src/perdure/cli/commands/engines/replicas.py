@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--model", default="", metavar="M", help="A hub name or a folder; default: the last one."
+    "--model", default="", metavar="M", help="A hub name or a folder.  [default: the last one]"
 )
 @click.option(
     "--replicas",
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     default=1,
     metavar="N",
     show_default=True,
-    help="How many to keep running.",
+    help="Replicas to keep running.",
 )
 @click.option(
     "--gpus-per-replica", type=click.IntRange(0, 64), default=1, metavar="G", show_default=True
@@ -40,40 +40,42 @@ if TYPE_CHECKING:
     type=click.Choice(["vllm", "sglang"]),
     default="vllm",
     show_default=True,
-    help="What serves the model.",
+    help="Inference server.",
 )
 @click.option(
     "--executable",
     default="",
     metavar="PATH",
-    help="vllm, or sglang's Python, in its own environment.",
+    help="Path of vllm, or of a Python with sglang, in its own environment.",
 )
 @click.option(
     "--vllm-args",
     "arguments",
     default="",
     metavar="'--FLAG VALUE ...'",
-    help="More arguments for the server (for sglang too).",
+    help="More arguments for the server, also for sglang.",
 )
 @click.option(
     "--engine-command",
     default="",
     metavar="'COMMAND'",
-    help="Another server with vLLM's token endpoint; {model} {host} {port} {generation} are replaced.",
+    help="Command of another server with vLLM's token endpoint; {model} {host} {port} {generation} are"
+    " replaced.",
 )
 @click.option(
     "--env",
     "variables",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A variable for the server's process.",
+    help="Environment variable of the server.",
 )
 @WEIGHT
 @click.option(
     "--listen",
     default="",
     metavar="ADDRESS",
-    help="Default: loopback if Ray runs on this machine only, else each node's address.",
+    help="Address to listen on.  [default: loopback if Ray runs only on this machine, otherwise each"
+    " node's address]",
 )
 @click.option(
     "--wait/--no-wait",
@@ -113,7 +115,7 @@ async def _up(
     plan = _plan(settings, model, options) if model else await read_plan(open_store(settings), key)
     if plan is None:
         raise ConfigurationError(
-            "--model is missing, and no earlier `engines up` of this home named one"
+            "--model is missing, and no earlier `engines up` in this home named a model"
         )
     connected = cluster.connect(settings, address)
     from perdure.serving import manager
@@ -155,7 +157,7 @@ def _plan(settings: Settings, model: str, options: dict[str, Any]) -> "EnginePla
     command = commands.words(options["engine_command"])
     variables = dict(pair.partition("=")[::2] for pair in options["variables"])
     if "" in variables or any("=" not in pair for pair in options["variables"]):
-        raise ConfigurationError("--env takes NAME=VALUE")
+        raise ConfigurationError("--env: write it as NAME=VALUE")
     return EnginePlan(
         model=model,
         served_model=settings.engine.model or "policy",
@@ -195,7 +197,7 @@ def down(ray_address: str, as_json: bool) -> None:
     if as_json:
         answer({"replicas": 0, "ended_ray_node": ended})
     else:
-        click.echo("No replicas run.")
+        click.echo("No replicas are running.")
 
 
 async def _down(settings: Settings, address: str) -> None:
@@ -231,7 +233,7 @@ def print_replicas(status: "PoolStatus") -> None:
 @click.option("-n", "--lines", type=click.IntRange(1), default=100, metavar="N", show_default=True)
 @ADDRESS
 def logs(replica: int, lines: int, ray_address: str) -> None:
-    """Print the end of a replica's log; if it is not running, the log of its last start."""
+    """Print the end of a replica's log. If it is not running, this is the log of its last start."""
     settings = load_settings()
     log = asyncio.run(_log_end(settings, replica, ray_address))
     click.echo(b"\n".join(log.splitlines()[-lines:]))
@@ -248,9 +250,9 @@ async def _log_end(settings: Settings, replica: int, address: str) -> bytes:
 
     actor = manager.find(home_roster_key(settings))
     if actor is None:
-        raise NotFound(f"no replicas: `{me()} engines up --model M` starts some")
+        raise NotFound(f"no replicas: start some with `{me()} engines up --model M`")
     status = PoolStatus.model_validate_json(await actor.status.remote())
     if replica not in {one.index for one in status.replicas}:
-        raise NotFound(f"no replica {replica}: `{me()} engines list` numbers them")
+        raise NotFound(f"no replica {replica}: `{me()} engines list` shows their numbers")
     log: bytes = await actor.tail.remote(replica)
     return log

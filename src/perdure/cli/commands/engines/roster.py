@@ -40,24 +40,27 @@ def list_(as_json: bool) -> None:
         version = "-" if record.version is None else record.version
         foreign = record.from_settings and named_here is not None and record.name not in named_here
         note = (
-            "only for a gateway with other settings; its last state" if foreign else record.reason
+            "not used by this gateway (added under other settings); last known state"
+            if foreign
+            else record.reason
         )
         click.echo(
             f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
             f"version {version}  weight {record.weight:g}  {note}".rstrip()
         )
     if not known and not status.replicas:
-        click.echo(f"No engines: {me()} engines add URL, or {me()} engines up --model M")
+        add, up = f"{me()} engines add URL", f"{me()} engines up --model M"
+        click.echo(f"No engines: add one with `{add}`, or start some with `{up}`")
     if status.replicas:
         print_replicas(status)
         if (silent_s := time.time() - status.at) > SILENT_S:
             click.echo(
-                f"The engine manager wrote this {silent_s / 60:.0f} min ago and nothing since: "
-                f"`{me()} engines up` starts it again"
+                f"The engine manager last wrote this {silent_s / 60:.0f} min ago: "
+                f"restart it with `{me()} engines up`"
             )
     if known and (state is not None or settings.gateway.url):
         gateway = state.gateway_url if state is not None else settings.gateway.url
-        click.echo(f"Their metrics {gateway}/metrics (perdure_engine_*)")
+        click.echo(f"Metrics {gateway}/metrics (perdure_engine_*)")
 
 
 def _names(urls: str) -> set[str] | None:
@@ -81,7 +84,7 @@ def _names(urls: str) -> set[str] | None:
     type=click.Choice(["vllm", "sglang"]),
     default="vllm",
     show_default=True,
-    help="Which server's token endpoint it has.",
+    help="Server whose token endpoint the engine has.",
 )
 @json_option
 def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
@@ -112,14 +115,14 @@ def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool)
     default=300.0,
     metavar="SECONDS",
     show_default=True,
-    help="For the sessions that it has.",
+    help="Time for its open sessions to end.",
 )
 @json_option
 def drain(name: str, deadline: float, as_json: bool) -> None:
-    """Give an engine no new sessions, and remove it when its sessions have ended.
+    """Give an engine no new sessions, then remove it.
 
-    Sessions that are still open at the deadline continue on other engines. A drained replica is
-    replaced.
+    It is removed when its sessions have ended. Sessions that are still open at the deadline
+    continue on other engines. A drained replica is replaced.
     """
     from perdure.engines.roster import drain_engine
     from perdure.stack.engines import home_roster
