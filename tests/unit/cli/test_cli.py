@@ -580,7 +580,9 @@ def test_an_export_without_a_row_keeps_the_earlier_file(tmp_path: Path, perdure:
     done = perdure("export", "r", "-o", "preds.json")
 
     assert (done.code, Path("preds.json").read_text()) == (1, "old")
-    assert done.stderr.endswith("every rollout was left out; preds.json is from an earlier export\n")
+    assert done.stderr.endswith(
+        "every rollout was left out; preds.json is from an earlier export\n"
+    )
 
 
 @pytest.mark.parametrize("out", ["-", "/dev/stdout"])

