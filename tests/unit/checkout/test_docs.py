@@ -233,7 +233,7 @@ def test_the_picture_of_the_rings_has_their_lines() -> None:
         ["bash", "-c", command[0]], cwd=ROOT, capture_output=True, text=True, check=True
     )
     first, second, everything = map(int, ran.stdout.split())
-    printed = re.findall(r"ring \d, the \w+ +([\d,]+) lines", page)
+    printed = re.findall(r"ring \d, the \w+: ([\d,]+) lines", page)
     edges, truth, line = (int(found.replace(",", "")) for found in printed)
 
     assert (line, truth, edges) == pytest.approx(
