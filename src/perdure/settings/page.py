@@ -14,7 +14,8 @@ HEAD = """# Settings
 <!-- Written by `perdure settings --markdown`; edit the docstrings in src/perdure/settings instead. -->
 
 `perdure settings` prints all settings with their current values and where each value came from.
-Every process takes a setting from the first of these places that has it:
+Below, the default is in brackets. Every process takes a setting from the first of these places
+that has it:
 
 1. its `PERDURE_*` variable;
 2. a variable of another system that [sets it](#variables-of-other-systems);
@@ -77,14 +78,12 @@ def _table(group: str, about: str) -> str:
         "",
         cleandoc(about),
         "",
-        "| variable | default | meaning |",
-        "|---|---|---|",
     ]
     for path, field in load.fields().items():
         if path.rpartition(".")[0] == group:
             default = shown(field.get_default(call_default_factory=True))
-            told = f"`{default}`" if default not in (None, "", {}) else "empty"
-            rows.append(f"| `{load.variable(path)}` | {told} | {meaning(path)} |")
+            told = f" (`{default}`)" if default not in (None, "", {}) else ""
+            rows.append(f"- `{load.variable(path)}`{told}: {meaning(path)}")
     return "\n".join(rows) + "\n"
 
 
@@ -100,17 +99,20 @@ def _aliases() -> str:
         names.setdefault(target, []).append(f"`{one.name}`")
     rows += [f"- {target}: {', '.join(found)}" for target, found in names.items()]
     rows += ["", "These set nothing:", ""]
-    rows += [f"- `{name}`: {reason}" for name, reason in aliases.NOT_APPLICABLE.items()]
+    unused: dict[str, list[str]] = {}
+    for name, reason in aliases.NOT_APPLICABLE.items():
+        unused.setdefault(reason, []).append(f"`{name}`")
+    rows += [f"- {', '.join(found)}: {reason}" for reason, found in unused.items()]
     return "\n".join(rows) + "\n"
 
 
 def _others() -> str:
     rows = ["## Variables of other tools", ""]
     rows += ["They keep their names, and no setting repeats them. A host configured for a tool"]
-    rows += ["needs nothing more.", "", "| tool | variables | what they set |", "|---|---|---|"]
+    rows += ["needs nothing more.", ""]
     for tool in environment.FOREIGN:
         names = ", ".join(f"`{name}`" for name in tool.names)
-        rows.append(f"| {tool.tool} | {names} | {tool.about} |")
+        rows.append(f"- {tool.tool} ({names}): {tool.about}")
     rows += ["", "## Variables without a setting", ""]
     rows += [f"- `{name}`: {text}." for name, text in environment.OWN.items()]
     rows += ["", "Perdure sets these inside sandboxes. Elsewhere they have no effect:", ""]

@@ -290,7 +290,7 @@ class Settings(BaseSettings):
     )
 
     home: Path = Path(".perdure")
-    """Folder for all local data: Temporal's database, logs, pids, sandboxes, caches, journal."""
+    """Folder for all local data: Temporal's database, logs, pids, sandboxes, caches."""
     store: str = ""
     """Where results are stored: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
     s3_endpoint_url: str = ""
