@@ -538,7 +538,7 @@ async def test_an_update_that_a_newer_one_overtook_reverts_nothing(tmp_path: Pat
                 await it.roster.change(newer)
                 await checkpoint(tmp_path, 2).load(control, version)
 
-        with pytest.raises(UpdateRefused, match="version 3 meanwhile"):
+        with pytest.raises(UpdateRefused, match="version 3 from another update"):
             await it.updates.update(2, Outrun(), [canary(2)])
         versions = {one.name: one.version for one in (await it.roster.read()).engines}
 

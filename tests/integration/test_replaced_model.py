@@ -101,7 +101,7 @@ async def test_a_restart_of_a_gateway_forgets_no_model(client: httpx.AsyncClient
         async with opened(client, first.url, roster=roster) as pool:
             _, port = await served_at_first(pool, first)
         async with at(port), opened(client, first.url, roster=roster) as pool:
-            await refused(pool.engines[name_of(first.url)], "in place of")
+            await refused(pool.engines[name_of(first.url)], "instead of")
 
 
 async def test_a_higher_weight_version_is_an_update(client: httpx.AsyncClient) -> None:

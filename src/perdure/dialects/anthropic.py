@@ -203,7 +203,9 @@ def _user_text(block: Fields) -> str:
         return _reference(block)
     if kind in MEDIA:
         return NOT_SHOWN.format(kind=kind)
-    raise block.bad("type", f"is {kind[:40]!r}: this model reads text, send text or tool_result")
+    raise block.bad(
+        "type", f"is {kind[:40]!r}: this model reads only text, so send text or tool_result"
+    )
 
 
 def _reference(block: Fields) -> str:

@@ -231,7 +231,7 @@ class _Reader:
             self._expect(opening)
             message = self._value()
             if not isinstance(message, dict):
-                raise ValueError("a message that is no object")
+                raise ValueError("a message is not an object")
             found.append((self._text[start : self._at].encode(), message))
             opening = ","
         return found
@@ -247,7 +247,7 @@ class _Reader:
             fields[key] = self._value()
         self._expect("}")
         if self._sign() or listed in fields:
-            raise ValueError("text behind the body, or a second list of messages")
+            raise ValueError("text after the body, or a second list of messages")
         data = self._text[start:].encode()
         return Part(data, encodable(fields, data))
 

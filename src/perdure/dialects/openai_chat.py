@@ -65,7 +65,7 @@ def parse(raw: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> Pars
     body = BODIES.read(raw, "messages", headers)
     stream_options = body.object("stream_options")
     if body.get("n") not in (None, 1):
-        raise body.bad("n", "must be 1: one session samples one answer at a time")
+        raise body.bad("n", "must be 1: a call samples one answer")
     stream, found = body.flag("stream"), _messages(body)
     chain, parent_chain = _origin(headers)
     request = ModelRequest(
@@ -185,7 +185,7 @@ def _tool_call(call: Fields) -> dict[str, Any]:
     if isinstance(arguments, dict):
         arguments = json.dumps(arguments)
     if not isinstance(arguments, str):
-        raise function.bad("arguments", "must be a string of JSON")
+        raise function.bad("arguments", "must be a string with JSON")
     return {
         "id": call.optional_text("id") or "",
         "type": "function",

@@ -68,9 +68,9 @@ def parse(raw: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     body = BODIES.read(raw, "input", headers)
     for name in ("previous_response_id", "conversation"):
         if body.get(name) is not None:
-            raise body.bad(name, "is not supported: nothing is stored, send the whole input")
+            raise body.bad(name, "is not supported: nothing is stored, so send the whole input")
     if body.flag("background"):
-        raise body.bad("background", "is not supported: wait for the answer")
+        raise body.bad("background", "is not supported: leave it out and wait for the answer")
     messages = [*_instructions(body), *_messages(body)]
     named = list(_named_tools(body))
     tools = [_function(tool, fields) for tool, fields in named]
@@ -134,7 +134,7 @@ def _tool_choice(body: Fields, has_tools: bool) -> dict[str, Any]:
         return {"tool_choice": choice}
     named = body.object("tool_choice")
     if named.get("type") not in ("function", "custom"):
-        raise named.bad("type", "must be function or custom: no other tool exists here")
+        raise named.bad("type", "must be function or custom: other tools are not supported")
     return {"tool_choice": {"type": "function", "function": {"name": named.text("name")}}}
 
 
@@ -166,7 +166,7 @@ def _messages(body: Fields) -> list[dict[str, Any]]:
         else:
             messages.append(message)
     if not messages:
-        raise body.bad("input", "must be a text or a non-empty list")
+        raise body.bad("input", "must be a string or a non-empty list")
     return messages
 
 
@@ -234,7 +234,7 @@ def _part(part: Fields, in_result: bool) -> str:
         return part.optional_text("refusal") or ""
     if in_result or kind in MEDIA:
         return f"[{kind[:40]} not shown: this model reads text]"
-    raise part.bad("type", f"is {kind[:40]!r}: this model reads text, send input_text")
+    raise part.bad("type", f"is {kind[:40]!r}: this model reads only text, so send input_text")
 
 
 def _reasoning(item: Fields) -> str:
@@ -244,7 +244,7 @@ def _reasoning(item: Fields) -> str:
         try:
             return base64.b64decode(sealed.removeprefix(OURS), validate=True).decode()
         except ValueError:
-            raise item.bad("encrypted_content", "is not as this gateway sent it") from None
+            raise item.bad("encrypted_content", "is not what this gateway sent") from None
     return _content(item, "content") or _content(item, "summary")
 
 

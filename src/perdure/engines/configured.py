@@ -162,5 +162,6 @@ def check_engine_settings(settings: Settings) -> None:
         raise ConfigurationError("the engine's URL must start with http:// or https://")
     if len(engine_specs(url)) > 1 and kind not in TOKENS:
         raise ConfigurationError(
-            f"PERDURE_ENGINE__URL: several engines cannot be {kind}: use vllm or sglang"
+            f"PERDURE_ENGINE__URL names several engines, so PERDURE_ENGINE__KIND cannot be {kind}: "
+            "use vllm or sglang"
         )

@@ -239,7 +239,7 @@ def _came_back(roster: Roster, now: EngineRecord, finding: Finding) -> Roster:
     """A dead engine that answers, or a restarted one, gets a new generation."""
     another = now.served.replaced_by(finding.model, now.version, finding.version)
     if another:
-        accept = f"`perdure engines add {now.url}` accepts this one"
+        accept = f"accept this one with `perdure engines add {now.url}`"
         reason = f"{another}: start the earlier one again, or {accept}"
         return roster.having(now.to(EngineState.DEAD, reason, held_by=""))
     differs = bool(now.start_id and finding.start_id and now.start_id != finding.start_id)

@@ -48,8 +48,8 @@ def check_hosted_sampling(rules: Sampling, kind: str, url: str) -> None:
     if lacking:
         names = ", ".join(f"sampling.{name}" for name in lacking)
         raise ConfigurationError(
-            f"{names}: a hosted API of the kind {kind} has no such parameter, so leave it out "
-            "or use an engine with token ids"
+            f"{names}: not supported by hosted APIs of kind {kind}. Leave it out, or use an engine "
+            "with token ids"
         )
 
 

@@ -114,10 +114,10 @@ def read_head(raw: bytes) -> Head:
         method, target, version = request.decode("ascii").split(" ")
         length = int(values.get(b"content-length", b"0"))
     except ValueError:
-        raise Rejected("400 Bad Request", "not a request of HTTP/1.1") from None
+        raise Rejected("400 Bad Request", "not an HTTP/1.1 request") from None
     twice = len(values) != len(fields) or b"transfer-encoding" in values
     if twice or length < 0 or not version.startswith("HTTP/1."):
-        raise Rejected("400 Bad Request", "a request needs one plain content-length")
+        raise Rejected("400 Bad Request", "needs HTTP/1.1, no repeated header, no chunked body")
     scheme, _, key = values.get(b"authorization", b"").decode("latin-1").partition(" ")
     kept = [b"%s: %s" % field for field in fields if field[0] not in HOP]
     encoded = b"\r\n".join([request, *kept, b"connection: close", b"", b""])
@@ -128,7 +128,7 @@ def read_head(raw: bytes) -> Head:
 def _field(line: bytes) -> tuple[bytes, bytes]:
     name, colon, value = line.partition(b":")
     if not colon or name != name.strip() or not name:
-        raise Rejected("400 Bad Request", "a header without a name")
+        raise Rejected("400 Bad Request", "a header has no valid name")
     return name.lower(), value.strip()
 
 
@@ -197,7 +197,7 @@ class EngineProxy:
             raise Rejected(
                 "403 Forbidden", f"{head.path} needs the control key, which only weight updates use"
             )
-        raise Rejected("401 Unauthorized", "this engine needs the key of its home")
+        raise Rejected("401 Unauthorized", "this engine needs a key of its home")
 
 
 async def _ask(reader: asyncio.StreamReader, engine: asyncio.StreamWriter, head: Head) -> None:

@@ -124,7 +124,7 @@ def _check_model(asked: str, setting: str, url: str, served: Sequence[Mapping[st
     if asked and setting and asked not in {setting, *roots}:
         raise ConfigurationError(
             f"--model {asked} contradicts the engine's setting, which asks for {setting} in every"
-            " call: leave one of --model and PERDURE_ENGINE__MODEL out"
+            " call: leave out either --model or PERDURE_ENGINE__MODEL"
         )
     names = [str(one[key]) for one in served for key in ("id", "root") if one.get(key)]
     wanted = setting or asked
@@ -132,7 +132,7 @@ def _check_model(asked: str, setting: str, url: str, served: Sequence[Mapping[st
         some = ", ".join(dict.fromkeys(names[:LISTED]))
         how = "PERDURE_ENGINE__MODEL" if setting else "--model"
         raise ConfigurationError(
-            f"{url} serves no model {wanted}: name one that it lists with {how} (such as {some})"
+            f"{url} serves no model {wanted}: set {how} to one that it lists (such as {some})"
         )
 
 

@@ -99,7 +99,7 @@ class StoredRoster:
             return _Found(Roster.model_validate_json(stored.data), stored)
         except ValueError as error:
             raise ConfigurationError(
-                f"the list of engines in the store, {self._key}, is damaged: delete it, and add "
+                f"the list of engines in the store, {self._key}, is damaged: delete it, then add "
                 "engines that are not in the settings with `perdure engines add`"
             ) from error
 
@@ -172,7 +172,7 @@ async def drain_engine(
         record = _known(now, name)
         if record.state is EngineState.DEAD:
             return now.having(record.model_copy(update={"removed": True}))
-        to = record.to(EngineState.DRAINING, "told to drain", drain_by=by, held_by="")
+        to = record.to(EngineState.DRAINING, "a drain was requested", drain_by=by, held_by="")
         return now.having(to)
 
     return _known(await roster.change(drained), name, gone_too=True)
@@ -186,5 +186,5 @@ async def remove_engine(roster: SharedRoster, name: str) -> None:
 def _known(roster: Roster, name: str, *, gone_too: bool = False) -> EngineRecord:
     record = roster.get(name)
     if record is None or (record.removed and not gone_too):
-        raise NotFound(f"no engine {name!r}: `perdure engines list` names them")
+        raise NotFound(f"no engine {name!r}: `perdure engines list` shows the engines")
     return record

@@ -127,7 +127,7 @@ class ServedFunction:
             return _error(400, "token_ids: Field required")
         sampling = body.get("sampling_params") or {}
         if unknown := sorted(set(sampling) - self._accepts):
-            return _error(400, f"this trainer's generator has no {', '.join(unknown)}")
+            return _error(400, f"this trainer's generator does not accept {', '.join(unknown)}")
         ask = Ask(
             ids,
             {name: value for name, value in sampling.items() if name not in PLAIN},

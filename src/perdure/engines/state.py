@@ -79,13 +79,13 @@ class ServedModel(Frozen):
         never accepted, because recorded ids would then stand for other texts.
         """
         if self.tokenizer and other.tokenizer not in ("", self.tokenizer):
-            models = f"{other.root or 'a model'} in place of {self.root or 'another'}"
+            models = f"{other.root or 'a model'} instead of {self.root or 'another'}"
             return f"its address now serves another tokenizer ({models})"
         if not self.root or other.root in ("", self.root):
             return None
         if newer is not None and newer > (-1 if version is None else version):
             return None
-        return f"its address now serves the model {other.root} in place of {self.root}"
+        return f"its address now serves the model {other.root} instead of {self.root}"
 
     def updated(self, other: "ServedModel") -> "ServedModel":
         """A copy with the fields that the newest start reports."""
@@ -206,7 +206,7 @@ def name_of(url: str) -> str:
     """`host:port` of an engine's URL. Raises: ValueError if it is not an HTTP URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no http:// or https:// URL")
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
     return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 

@@ -176,8 +176,8 @@ def _failure(response: httpx.Response) -> Exception:
     if status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS:
         return GatewayUnavailable(f"the gateway answered {status}: {message}")
     if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-        message += "; workers and gateway must share PERDURE_HOME or PERDURE_SECRET"
-    return ConfigurationError(f"the gateway refused: {message}")
+        message += "; the workers and the gateway must share PERDURE_HOME or PERDURE_SECRET"
+    return ConfigurationError(f"the gateway refused the call: {message}")
 
 
 def _code(response: httpx.Response) -> str:

@@ -20,8 +20,8 @@ class Metrics:
         )
         self.retries = Counter(
             name("retries"),
-            "Retried requests by what became of them: joined one in flight, repeated an answer,"
-            " regenerated one that was used already, overtaken by another gateway's answer.",
+            "Retried requests by outcome: joined a call in flight, repeated a recorded answer,"
+            " overtaken by another gateway's answer.",
             ["kind"],
             registry=registry,
         )
@@ -30,35 +30,35 @@ class Metrics:
         )
         self.echo_changes = Counter(
             name("echo_changes"),
-            "Answers that agents sent back changed, by class.",
+            "Changed answers that agents sent back, by kind of change.",
             ["change"],
             registry=registry,
         )
         self.forks = Counter(
-            name("forks"), "Turns that continue a turn which was continued.", registry=registry
+            name("forks"), "Turns that continue an already continued turn.", registry=registry
         )
         self.placeholders = Counter(
-            name("placeholders"), "Answers without anything visible.", registry=registry
+            name("placeholders"), "Answers without text or tool calls.", registry=registry
         )
         self.paced = Counter(
-            name("paced"), "Calls that waited: over the session's ceiling.", registry=registry
+            name("paced"), "Calls that waited for their session's rate limit.", registry=registry
         )
         self.bridge_misses = Counter(
             name("bridge_misses"), "Prompts rendered in full.", ["reason"], registry=registry
         )
         self.errors = Counter(name("errors"), "Error answers.", ["code"], registry=registry)
         self.engine_seconds = Histogram(
-            name("engine_seconds"), "Waiting for the engine.", buckets=SECONDS, registry=registry
+            name("engine_seconds"), "Seconds on the engine.", buckets=SECONDS, registry=registry
         )
         self.prompt_seconds = Histogram(
             name("prompt_seconds"),
-            "Building the prompt.",
+            "Seconds to build the prompt.",
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1),
             registry=registry,
         )
         self.journal_seconds = Histogram(
             name("journal_seconds"),
-            "Making a turn durable.",
+            "Seconds to write a record to the journal.",
             buckets=(0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 1),
             registry=registry,
         )

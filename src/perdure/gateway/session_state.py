@@ -130,7 +130,8 @@ class Session:
 
     def check_open(self) -> None:
         if self.damaged:
-            raise Refused(403, "session_damaged", f"this session records no more: {self.damaged}")
+            problem = f"this session records no more turns: {self.damaged}"
+            raise Refused(403, "session_damaged", problem)
         if self.sealing or self.sealed:
             raise Refused(403, "session_closed", "this session is closed: its attempt has ended")
 

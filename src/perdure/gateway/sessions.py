@@ -62,7 +62,7 @@ from perdure.storage.base import Store
 OF_ENGINE = {
     "engine_refused": "",
     "context_length_exceeded": (
-        " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt is longer"
+        " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt does not fit"
     ),
 }
 """Engine refusals that every rollout would get at its first call, with the fix that the message lacks."""
@@ -129,7 +129,7 @@ class Sessions:
                 if getattr(spec, name) != getattr(session.spec, name)
             ]
             raise ConfigurationError(
-                f"session {spec.session_id!r} is open with another {', '.join(changed)}"
+                f"session {spec.session_id!r} is already open with another {', '.join(changed)}"
             )
         return session.summary()
 
@@ -140,7 +140,9 @@ class Sessions:
         except Overtaken:  # another process opened it at the same moment
             found = await self._find(spec.session_id)
             if found is None:
-                problem = f"session {spec.session_id!r} was opened elsewhere and cannot be read"
+                problem = (
+                    f"another gateway opened session {spec.session_id!r}, but it cannot be read"
+                )
                 raise GatewayUnavailable(problem) from None
             return found
         session = Session(spec, Pace(self._ceilings))
@@ -395,7 +397,7 @@ class Sessions:
                 if time.time() - wait.since > LONG_WAIT_S:
                     chain = chain_of(request.chain, request.purpose)
                     await self._note_unanswered(session, chain, wait)
-                raise Refused(400, "client_closed_request", "the client went away")
+                raise Refused(400, "client_closed_request", "the client disconnected")
             else:
                 call = self._start(awake, request, location, key, wait)
             session.callers.setdefault(key, []).append(caller)
@@ -440,7 +442,7 @@ class Sessions:
         session = awake.session
         if len(session.calls) >= MAX_WAITING:
             raise Refused(
-                429, "too_many_calls", f"this session has {MAX_WAITING} calls in flight already"
+                429, "too_many_calls", f"this session already has {MAX_WAITING} calls in flight"
             )
         call = asyncio.create_task(self._traced_turn(awake, request, location, key, wait))
         session.calls[key] = call
@@ -544,7 +546,7 @@ class Sessions:
         can report it."""
         session = pending.session
         if session.pace.wait_s() > 0:
-            log.info("a session waits: it calls too often", session_id=session.spec.session_id)
+            log.info("a session exceeds its rate limit", session_id=session.spec.session_id)
             self._metrics.paced.inc()
             await abandonable(session, session.pace.turn())
         else:

@@ -73,7 +73,7 @@ async def test_a_parameter_that_the_function_lacks_is_refused(
     engine: ServedFunction, generator: Generator
 ) -> None:
     """By name and before anything is sampled: it would be dropped silently otherwise."""
-    with pytest.raises(Refused, match="no top_k"):
+    with pytest.raises(Refused, match="does not accept top_k"):
         await sampled(engine, temperature=0.8, top_k=5)
     assert generator.asked == []
 

@@ -103,7 +103,7 @@ async def test_a_call_waits_while_every_engine_is_full(
     pool.left("first")
     completion = await asked
 
-    assert wait.reason == "every engine that is ready is full"
+    assert wait.reason == "every ready engine is full"
     assert completion.waited_s >= waited
 
 

@@ -180,7 +180,7 @@ def test_a_folder_without_template_is_refused_by_name(tmp_path: Path) -> None:
     folder = _folder(tmp_path, None)
 
     with pytest.raises(
-        ConfigurationError, match=r"PERDURE_ENGINE__TOKENIZER=.*put the model's chat template there"
+        ConfigurationError, match=r"PERDURE_ENGINE__TOKENIZER=.*put the model's chat template into"
     ):
         load_format(str(folder))
 

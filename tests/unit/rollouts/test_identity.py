@@ -91,8 +91,8 @@ async def asked(
     ("named", "told"),
     [
         (("model-a", "model-b"), "--model model-b contradicts the engine's setting.*model-a"),
-        (("", "model-b"), "serves no model model-b.*with --model.*model-a"),
-        (("model-b", "policy"), "serves no model model-b.*PERDURE_ENGINE__MODEL.*model-a"),
+        (("", "model-b"), "serves no model model-b: set --model .*model-a"),
+        (("model-b", "policy"), "serves no model model-b: set PERDURE_ENGINE__MODEL .*model-a"),
     ],
 )
 async def test_a_model_that_would_not_answer_is_refused(

@@ -52,7 +52,7 @@ def target(url: str) -> Target:
     """Raises: ValueError."""
     found = URL(url)
     if found.scheme not in ("http", "https") or not found.host:
-        raise ValueError(f"{url!r} is no http:// or https:// URL")
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
     return Target(found, _proxy(found.scheme, found.host))
 
 

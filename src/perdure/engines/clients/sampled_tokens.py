@@ -18,14 +18,16 @@ def check_ids(ids: Sequence[Any], vocabulary: int | None) -> None:
     """`vocabulary`: how many ids the model has; None: not known. Raises: ImpossibleTokens."""
     for token_id in ids:
         if type(token_id) is not int:
-            raise ImpossibleTokens(f"a token id is {token_id!r}, which is no integer")
+            raise ImpossibleTokens(f"a token id is {token_id!r}, which is not an integer")
         if not 0 <= token_id < (vocabulary or MOST_IDS):
             size = "" if vocabulary is None else f" of {vocabulary} tokens"
-            raise ImpossibleTokens(f"the token id {token_id} is outside of the vocabulary{size}")
+            raise ImpossibleTokens(f"the token id {token_id} is outside the vocabulary{size}")
 
 
 def check_logprobs(logprobs: Sequence[float]) -> None:
     """Raises: ImpossibleTokens unless all are finite and at most 0, apart from rounding."""
     for value in logprobs:
         if not (math.isfinite(value) and value <= ROUNDING):
-            raise ImpossibleTokens(f"a logprob is {value}, which is no logarithm of a probability")
+            raise ImpossibleTokens(
+                f"a logprob is {value}, which is not the logarithm of a probability"
+            )

@@ -165,7 +165,10 @@ def new_tokens(about: Mapping[str, Any], taken: int) -> Sequence[Sequence[Any]]:
     entries, total = about["output_token_logprobs"], int(about["completion_tokens"])
     first = total - len(entries)
     if not 0 <= first <= taken <= total:
-        raise ImpossibleTokens(f"{len(entries)} logprobs of {total} sampled tokens, after {taken}")
+        raise ImpossibleTokens(
+            f"tokens are missing: {len(entries)} logprobs arrived for {total} sampled tokens, "
+            f"after {taken} earlier ones"
+        )
     found: Sequence[Sequence[Any]] = entries[taken - first :]
     return found
 

@@ -79,7 +79,8 @@ class EngineRequest:
         """
         tokens = taken + len(ids)
         if tokens > self.sampling.get("max_tokens", tokens):
-            raise ImpossibleTokens(f"{tokens} tokens of {self.sampling['max_tokens']}")
+            most = self.sampling["max_tokens"]
+            raise ImpossibleTokens(f"{tokens} tokens, but max_tokens is {most}")
         check_ids(ids, self.vocabulary)
         check_logprobs(logprobs)
 
@@ -206,7 +207,7 @@ def version_spans(spans: Sequence[dict[str, Any]], length: int) -> list[VersionS
             raise ImpossibleTokens(str(error)) from None
         start, end = int(span["start"]), int(span["end"])
         if not 0 <= start <= end <= length:
-            raise ImpossibleTokens(f"version span {start}..{end} outside of {length} tokens")
+            raise ImpossibleTokens(f"a version span {start}..{end} for {length} tokens")
         if number is not None and end > start:
             found.append(VersionSpan(version=number, start=start, end=end))
     return found

@@ -114,7 +114,7 @@ def _check_count(tokens: int, spans: Sequence[Mapping[str, Any]], usage: Mapping
     if counted is None and spans:
         counted = spans[-1]["end"]
     if counted not in (None, tokens):
-        raise ImpossibleTokens(f"{tokens} tokens came, and the engine counts {counted}")
+        raise ImpossibleTokens(f"{tokens} tokens arrived, but the engine counted {counted}")
 
 
 def _logprobs(content: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> list[float]:
@@ -125,9 +125,7 @@ def _logprobs(content: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> li
     for entry, token_id in zip(content, token_ids, strict=True):
         value = float(entry["logprob"])
         if _token_id(entry) not in (token_id, None):
-            raise ImpossibleTokens(
-                f"logprob {len(logprobs)} belongs to another token than {token_id}"
-            )
+            raise ImpossibleTokens(f"logprob {len(logprobs)} does not belong to token {token_id}")
         if value == MISSING_LOGPROB:
             raise ImpossibleTokens("a logprob is missing")
         logprobs.append(value)

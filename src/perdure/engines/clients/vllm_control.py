@@ -341,7 +341,7 @@ def version_number(label: object) -> int | None:
     """The version in a label: 7 for `step-7`, None for vLLM's unset label `default`. Raises: ValueError
     for `-7`."""
     if re.fullmatch(r"-\d+", str(label)):
-        raise ValueError(f"the weight label {str(label)!r} is negative, so it is no policy version")
+        raise ValueError(f"the weight label {str(label)!r} is negative: not a policy version")
     found = re.search(r"\d+$", str(label))
     return int(found[0]) if found else None
 

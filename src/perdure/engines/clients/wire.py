@@ -144,9 +144,9 @@ class HostedApi(ABC):
         try:
             value = json.loads(response.content)
         except ValueError:
-            raise self._unavailable(f"not JSON: {excerpt(response.text)}") from None
+            raise self._unavailable(f"the answer is not JSON: {excerpt(response.text)}") from None
         if not isinstance(value, dict):
-            raise self._unavailable("an answer that is no JSON object")
+            raise self._unavailable("the answer is not a JSON object")
         try:
             found = read(value)
         except UNREADABLE as error:
@@ -168,7 +168,7 @@ class HostedApi(ABC):
 
     def _unavailable(self, problem: str, retry_after: float | None = None) -> GatewayUnavailable:
         return GatewayUnavailable(
-            f"the engine {self.name} gave nothing usable: {problem}",
+            f"the engine {self.name} gave no usable answer: {problem}",
             retry_after=retry_after,
             boundary=Boundary.ENGINE,
         )

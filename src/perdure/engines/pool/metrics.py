@@ -18,17 +18,17 @@ class _Gauge(NamedTuple):
 
 
 GAUGES = (
-    _Gauge("agents", "Sessions leased to it.", lambda p, s: p.leases.agents(s.record.name)),
-    _Gauge("capacity", "Sessions it may hold.", lambda _, s: s.capacity.agents),
-    _Gauge("calls", "Calls running on it.", lambda _, s: len(s.running)),
-    _Gauge("generation", "Generation that serves.", lambda _, s: s.record.generation),
+    _Gauge("agents", "Sessions with a lease on it.", lambda p, s: p.leases.agents(s.record.name)),
+    _Gauge("capacity", "Most sessions that it may hold.", lambda _, s: s.capacity.agents),
+    _Gauge("calls", "Calls that run on it.", lambda _, s: len(s.running)),
+    _Gauge("generation", "Generation of its current start.", lambda _, s: s.record.generation),
     _Gauge(
         "policy_version", "Policy version of its weights; -1: unknown.", lambda _, s: _version(s)
     ),
     _Gauge("kv_used", "Share of its KV cache in use.", lambda _, s: s.health.vitals.kv_used),
     _Gauge(
         "prefix_hits",
-        "Prompt tokens it did not prefill.",
+        "Prompt tokens found in its prefix cache.",
         lambda _, s: s.health.vitals.cache_hits,
     ),
     _Gauge("prefix_queries", "Prompt tokens.", lambda _, s: s.health.vitals.cache_queries),
@@ -50,13 +50,17 @@ class _Collector:
             for engine in pool.engines.values():
                 family.add_metric([engine.record.name], gauge.value(pool, engine))
             yield family
-        states = GaugeMetricFamily(name("state"), "1 for its state.", labels=["engine", "state"])
+        states = GaugeMetricFamily(
+            name("state"), "1 for its current state.", labels=["engine", "state"]
+        )
         for engine in pool.engines.values():
             for state in EngineState:
                 is_it = float(engine.record.state is state)
                 states.add_metric([engine.record.name, state.value], is_it)
         yield states
-        yield GaugeMetricFamily(name("waiting_calls"), "Calls without an engine.", pool.waiting)
+        yield GaugeMetricFamily(
+            name("waiting_calls"), "Calls that wait for an engine.", pool.waiting
+        )
         yield GaugeMetricFamily(
             name("resumed_completions"),
             "Broken completions that another engine continued.",

@@ -84,7 +84,7 @@ class EnginePool:
         if not waiting:
             return None
         call, since = next(iter(waiting.items()))
-        full = "every engine that is ready is full" if self._usable(call) else ""
+        full = "every ready engine is full" if self._usable(call) else ""
         return Wait(since=since, reason=full or self._states(call))
 
     async def start(self) -> None:
@@ -235,14 +235,12 @@ class EnginePool:
         leaving = (EngineState.DRAINING, EngineState.DEAD)
         serving = [one for one in self.engines.values() if one.record.state not in leaving]
         if serving and not any(call.versions.allow(one.record.version) for one in serving):
-            told = (
-                f"no engine serves {call.versions}, which this group needs; all serve newer weights"
-            )
+            told = f"this group accepts only {call.versions}, and every engine serves newer weights"
             return Refused(410, TOO_STALE, told)
         present = [one for one in self.engines.values() if not one.record.removed]
         if not present or not all(one.has_never_served for one in present):
             return None
-        hint = " (PERDURE_ENGINE__MODEL and PERDURE_ENGINE__URL must name what it serves)"
+        hint = ". Check PERDURE_ENGINE__URL, PERDURE_ENGINE__MODEL and the engine's key"
         return CallsRefused(present[0].health.refused + hint)
 
     def _unusable(self, call: GenerateCall) -> GatewayUnavailable:
@@ -277,7 +275,7 @@ class EnginePool:
             if (told := call.salvage.told) not in (None, record.version):
                 await self.fleet.relabel(engine, record, told)
             if call.fit < len(call.salvage.ids):
-                other = f"it has other weights than {call.versions}"
+                other = f"its weights are not {call.versions}"
                 raise StreamBroken(BreakKind.ABORTED, other)
         except asyncio.CancelledError:
             asker = asyncio.current_task()
@@ -324,7 +322,7 @@ class EnginePool:
                 await self.fleet.doubt(engine, generation, EngineState.SUSPECT, str(broken))
         if call.moves > MOST_MOVES or not call.patience(self._patience_s):
             raise GatewayUnavailable(
-                f"the engine {engine.client.name} gave nothing usable: {broken}",
+                f"the engine {engine.client.name} gave no usable answer: {broken}",
                 retry_after=broken.retry_after,
                 boundary=Boundary.ENGINE,
             )

@@ -45,7 +45,7 @@ class Versions:
         if self.include(record.version):
             return ""
         has = "an unknown version" if record.version is None else f"version {record.version}"
-        return f", serves {has}, but this group needs {self}"
+        return f", serves {has}, but this group accepts only {self}"
 
     def __str__(self) -> str:
         return f"policy version {self.first}" + (

@@ -117,7 +117,7 @@ class Weights:
         Raises: UpdateRefused, ConfigurationError, StoreUnavailable.
         """
         if version < 0:
-            raise ConfigurationError(f"version {version}: policy versions count from 0")
+            raise ConfigurationError(f"version {version}: policy versions start at 0")
         async with self._publishing:
             return await self._publish(version, source, canaries, policy, previous)
 
@@ -154,12 +154,12 @@ class Weights:
             published = await self.published()
             if published is None:
                 raise ConfigurationError(
-                    "no version was published yet, so there is none to catch up with"
+                    "no version has been published yet, so there is none to load"
                 )
             version, source = published.version, published.source
             if not source:
                 raise ConfigurationError(
-                    f"version {version} came by the trainer's own transfer, so only the trainer can "
+                    f"the trainer sent version {version} by its own transfer, so only the trainer can "
                     "publish it again"
                 )
             async with fetched(source, self._settings, self._store, self._into) as transfer:

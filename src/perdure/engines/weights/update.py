@@ -74,7 +74,10 @@ class WeightCanary(Frozen):
     def _one_logprob_per_token(self) -> "WeightCanary":
         given, wanted = len(self.prompt_logprobs), len(self.prompt_ids) - 1
         if given and given != wanted:
-            raise ValueError(f"{given} prompt_logprobs for a prompt with {wanted} to compare")
+            raise ValueError(
+                f"{given} prompt_logprobs, but the prompt needs {wanted}: one for each token after "
+                "the first"
+            )
         return self
 
 
@@ -130,7 +133,7 @@ class UpdatePolicy:
 
     def __post_init__(self) -> None:
         if self.at_once < 1:
-            raise ConfigurationError(f"at_once={self.at_once}: an update needs at least one engine")
+            raise ConfigurationError(f"at_once is {self.at_once}: it must be at least 1")
 
 
 DEFAULT_POLICY = UpdatePolicy()
@@ -187,7 +190,7 @@ class WeightUpdates:
         """
         if not canaries:
             raise ConfigurationError(
-                "new weights need at least one canary: without it nothing proves that they were loaded"
+                "new weights need at least one canary, which proves that they were loaded"
             )
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
@@ -313,7 +316,7 @@ class WeightUpdates:
         )
         if ours and unread and await self._resumed(record):
             await self._roster.change(lambda roster: _released(roster, record, record.version))
-            return f"Engine {record.name} kept its weights and serves on"
+            return f"Engine {record.name} kept its weights and still serves"
         if ours and previous is not None and isinstance(error, PerdureError):
             try:
                 await self._load(record, previous, policy)
@@ -345,7 +348,9 @@ class WeightUpdates:
             if record is None or not (record.serves or _left_paused(record)):
                 raise UpdateRefused(f"engine {name} stopped serving before its update")
             if (record.version or 0) > version:
-                raise UpdateRefused(f"engine {name} got version {record.version} meanwhile")
+                raise UpdateRefused(
+                    f"engine {name} got version {record.version} from another update"
+                )
             changes = {"held_by": why, "coming": version, "since": time.time()}
             return roster.having(record.to(EngineState.PAUSED, why, **changes))
 
@@ -425,7 +430,7 @@ async def _score(control: EngineControl, model: str, canary: WeightCanary) -> Sc
 def _not_served(version: int, error: PerdureError, engine: EngineRecord) -> str:
     cure = ""
     if isinstance(error, EngineSilent):
-        cure = f". `perdure engines remove {engine.url}` takes it out; then publish again"
+        cure = f". Remove it with `perdure engines remove {engine.url}`, then publish again"
     return f"version {version} is not served: {error}{cure}"
 
 
@@ -453,8 +458,8 @@ def _check(serving: Sequence[EngineRecord], version: int) -> None:
     """Raises: ConfigurationError."""
     if not serving:
         raise ConfigurationError(
-            "no engine is ready, so none can take new weights: engines become ready once a gateway "
-            "has checked them"
+            "no engine is ready for new weights: wait until `perdure engines list` shows one as "
+            "ready, which needs a running gateway"
         )
     newest = max((e.version for e in serving if e.version is not None), default=version)
     if version < newest:
@@ -488,7 +493,7 @@ def _differs(scored: Scored, canary: WeightCanary) -> str | None:
     off = sum(abs(theirs - ours) for theirs, ours in pairs) / len(pairs)
     if off <= canary.tolerance:
         return None
-    return f"the prompt's logprobs are {off:.3f} away from the trainer's on average"
+    return f"the prompt's logprobs differ from the trainer's by {off:.3f} on average"
 
 
 @asynccontextmanager

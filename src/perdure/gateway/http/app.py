@@ -422,7 +422,7 @@ def _as_refused(error: Exception) -> Refused:
         case RecursionError():
             return Refused(400, "invalid_json", "the request is nested too deeply")
         case ClientDisconnect():
-            return Refused(400, "client_closed_request", "the client went away")
+            return Refused(400, "client_closed_request", "the client disconnected")
         case PerdureError():
             log.error("call failed", error=repr(error))
             return Refused(500, "internal_error", str(error))

@@ -22,6 +22,6 @@ async def read_file(request: Request) -> Response:
     if not may_read_episodes(gateway.secrets, request.headers):
         raise Refused(401, "invalid_episodes_token", "the episodes token is missing or wrong")
     if not FILES.fullmatch(key):
-        raise Refused(404, "not_found", f"{key[:200]!r} is no file of an episode")
+        raise Refused(404, "not_found", f"{key[:200]!r} is not a file of an episode")
     found = await gateway.store.get(key)
     return Response(found.data, media_type="application/octet-stream")

@@ -58,8 +58,8 @@ def bind_unix(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_symlink() and answers(path):  # a link points to this host's forwarder
         raise ConfigurationError(
-            f"another gateway holds {path}: stop it, set another PERDURE_HOME, or let "
-            "`perdure up` start several with PERDURE_GATEWAY__PROCESSES"
+            f"another gateway listens on {path}: stop it, or set another PERDURE_HOME. For several "
+            "processes on one socket, set PERDURE_GATEWAY__PROCESSES and use `perdure up`"
         )
     draft = path.with_name(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
@@ -94,5 +94,5 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigurationError(
             f"the gateway cannot listen on {host}:{port}: {error.strerror}; "
-            "set PERDURE_GATEWAY__HOST / PERDURE_GATEWAY__PORT"
+            "set PERDURE_GATEWAY__HOST or PERDURE_GATEWAY__PORT"
         ) from error

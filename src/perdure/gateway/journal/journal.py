@@ -74,8 +74,8 @@ class Journal:
         async for name in self._store.list(prefix, after=before):
             if not keys.is_journal_record(name):
                 raise ConfigurationError(
-                    f"{self._store.url}/{name} is of an earlier version of Perdure: finish the run with "
-                    "that version, or delete journal/ and journal-batches/ in the store",
+                    f"{self._store.url}/{name} is from an earlier version of Perdure: finish the run "
+                    "with that version, or delete journal/ and journal-batches/ in the store",
                     boundary=Boundary.STORE,
                 )
             end = int(name.removeprefix(prefix)) + 1
@@ -95,6 +95,6 @@ def refuse_earlier(settings: Settings) -> None:
     folder = settings.home.absolute() / "journal"
     if next(folder.glob("*/journal.log"), None) is not None:
         raise ConfigurationError(
-            f"{folder} has turns of an earlier version of Perdure: finish their runs with that version, "
-            "or delete the folder"
+            f"{folder} has turns from an earlier version of Perdure: finish their runs with that "
+            "version, or delete the folder"
         )

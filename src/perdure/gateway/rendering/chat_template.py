@@ -267,7 +267,9 @@ def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
     config = published(folder, "tokenizer_config.json")
     text = _template_text(folder, config.get("chat_template"))
     if text is None:
-        raise TemplateError("its folder has no chat_template.jinja and no `chat_template`")
+        raise TemplateError(
+            "the folder has no chat_template.jinja, and tokenizer_config.json no `chat_template`"
+        )
     named = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token")}
     template = JinjaTemplate(text, named)
     stops = [named["eos_token"], *_generation_stops(tokenizer, folder)]

@@ -78,8 +78,8 @@ def load_format(name: str, notation: str = AUTO) -> Format:
     tokenizer = load_tokenizer(name)
     if name == PACKAGED and notation not in (AUTO, Hermes.name):
         raise ConfigurationError(
-            f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: name the folder of your "
-            "model in PERDURE_ENGINE__TOKENIZER"
+            f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: set "
+            "PERDURE_ENGINE__TOKENIZER to your model's folder"
         )
     folder = QWEN3 if name == PACKAGED else Path(name)
     try:
@@ -87,7 +87,7 @@ def load_format(name: str, notation: str = AUTO) -> Format:
     except TemplateError as error:
         raise ConfigurationError(
             f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "
-            "template there, as chat_template.jinja"
+            "template into that folder as chat_template.jinja"
         ) from error
     except ConfigurationError as error:
         raise ConfigurationError(f"PERDURE_ENGINE__TOKENIZER={name!r}: {error}") from error

@@ -23,6 +23,6 @@ def folder_of(name: str) -> Path | None:
         only = f", a folder with {held}, which Perdure does not read" if held else ""
         raise ConfigurationError(
             f"PERDURE_ENGINE__TOKENIZER is {name!r}{only}: "
-            f"use {PACKAGED!r} or a folder that holds tokenizer.json"
+            f"use {PACKAGED!r} or a folder that has tokenizer.json"
         )
     return folder

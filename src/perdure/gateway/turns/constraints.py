@@ -31,7 +31,7 @@ def constraints(model_format: Format, rules: Sampling, request: ModelRequest) ->
     schema, forced = _response_format(body), _forced_tools(body, request)
     if schema is not None and request.tools and not forbids_calls(request):
         raise _unsupported(
-            "response_format", "cannot be combined with tools: its grammar would forbid their calls"
+            "response_format", "cannot be combined with tools: its grammar would forbid tool calls"
         )
     if forced:
         return found | {"structured_outputs": {"structural_tag": _one_call(model_format, forced)}}
@@ -50,7 +50,7 @@ def _logit_bias(body: Fields, rules: Sampling) -> dict[str, Any]:
     if rules.decided_by != "agent":
         raise _unsupported(
             "logit_bias",
-            "changes what the trainer samples: only `sampling.decided_by: agent` allows it",
+            "would change the trainer's sampling: it needs `sampling.decided_by: agent`",
         )
     for token in wished.values:
         if not token.isascii() or not token.isdigit():
@@ -85,10 +85,10 @@ def _forced_tools(body: Fields, request: ModelRequest) -> list[dict[str, Any]]:
         name = body.object("tool_choice").object("function").text("name")
         wanted = name.__eq__
     else:
-        raise bad("tool_choice", "must be auto, none, required or a function of `tools`")
+        raise bad("tool_choice", "must be auto, none, required or a function in `tools`")
     found = [one for one in functions if wanted(one["name"])]
     if not found:
-        raise bad("tool_choice", "names no function of `tools`")
+        raise bad("tool_choice", "does not name a function in `tools`")
     return found
 
 

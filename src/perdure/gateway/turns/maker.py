@@ -358,5 +358,5 @@ def _chars(messages: Sequence[Message]) -> int:
 
 def _unrenderable(error: Exception) -> Refused:
     log.info("messages cannot be rendered", error=repr(error))
-    problem = f"the messages do not fit the model's format: {error}"
+    problem = f"the model's chat template cannot render the messages: {error}"
     return Refused(400, "invalid_value", problem, param="messages")

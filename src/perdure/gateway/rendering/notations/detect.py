@@ -63,7 +63,8 @@ def detect(template: JinjaTemplate, asked: str, stops: Sequence[str]) -> Found:
     the template does not show tools to the model.
     """
     if asked not in (AUTO, *NOTATIONS):
-        raise ConfigurationError(f"{SETTING} is {asked!r}: use {AUTO}, {', '.join(NOTATIONS)}")
+        known = ", ".join((AUTO, *NOTATIONS))
+        raise ConfigurationError(f"{SETTING} is {asked!r}: use one of {known}")
     if asked != AUTO:
         return _forced(template, NOTATIONS[asked])
     _check_shows_tools(template)
@@ -72,8 +73,8 @@ def detect(template: JinjaTemplate, asked: str, stops: Sequence[str]) -> Found:
             if _reads_back(template, notation, as_text, stops):
                 return Found(notation, as_text)
     raise ConfigurationError(
-        "no notation reads the tool calls that the model's chat template writes; set "
-        f"{SETTING} to the one that the model was trained on ({', '.join(NOTATIONS)}), or to "
+        "no notation parses the tool calls that the model's chat template writes: set "
+        f"{SETTING} to the notation that the model was trained on ({', '.join(NOTATIONS)}), or to "
         f"{NoCalls.name!r} if its agents use no tools"
     )
 
@@ -91,9 +92,9 @@ def _check_shows_tools(template: JinjaTemplate) -> None:
         raise ConfigurationError(f"the model's chat template fails with a tool: {error}") from error
     if TOLD not in shown:
         raise ConfigurationError(
-            "the model's chat template does not show tools to the model: replace it by one that does, or "
-            f"set {SETTING} to {NoCalls.name!r} if its agents use no tools, or to its notation (hermes, ...) "
-            "if it was trained to call tools that it is not shown"
+            "the model's chat template does not show tools to the model: replace it with one that does. "
+            f"Or set {SETTING} to {NoCalls.name!r} if its agents use no tools, or to its notation "
+            "(hermes, ...) if the model was trained to call tools without being shown them"
         )
 
 
