@@ -212,7 +212,7 @@ def test_a_canary_that_proves_nothing_is_refused(wrong: dict[str, float]) -> Non
 
 def test_an_update_of_no_engine_at_once_is_refused() -> None:
     """Such an update would never end."""
-    with pytest.raises(ConfigurationError, match="at_once=0"):
+    with pytest.raises(ConfigurationError, match="at_once is 0"):
         UpdatePolicy(at_once=0)
 
 

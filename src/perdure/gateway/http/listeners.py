@@ -58,7 +58,7 @@ def bind_unix(path: Path) -> socket.socket:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_symlink() and answers(path):  # a link points to this host's forwarder
         raise ConfigurationError(
-            f"another gateway listens on {path}: stop it, or set another PERDURE_HOME. For several "
+            f"another gateway uses {path}: stop it, or set another PERDURE_HOME. For several "
             "processes on one socket, set PERDURE_GATEWAY__PROCESSES and use `perdure up`"
         )
     draft = path.with_name(f".{os.getpid()}")
