@@ -148,6 +148,10 @@ class Life:
             await self.service.start()
         await self.stack.recover()
 
+    def meets_a_sandbox(self) -> bool:
+        self.traces.see()
+        return bool(self.traces.groups and self.traces.networks)
+
     async def end(self) -> None:
         """Terminates some of them; the others run to their end."""
         open_ones = [r for r in self.stack.requests if not await self.stack.is_over(r)]
@@ -165,13 +169,13 @@ class Life:
         while self.killed.total() < KILLS:
             await self.recover()
             await self.start_some(seed)
+            if not self.killed:  # on a busy host all kills could come before the first boot
+                await until(self.meets_a_sandbox, "a sandbox has booted", TO_THE_END_S)
             for _ in range(self.dice.randint(1, 4)):
                 await asyncio.sleep(self.dice.uniform(0, LONGEST_S))
                 await self.strike()
         await self.recover()
         await self.end()
-        assert self.traces.groups, "no sandbox was ever met"
-        assert self.traces.networks, "no process of a sandbox was ever met"
 
 
 @asynccontextmanager
