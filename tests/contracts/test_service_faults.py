@@ -301,7 +301,7 @@ async def test_upload_that_was_not_kept_is_sent_again(
 
 
 @pytest.mark.parametrize(
-    ("status", "word"), [(413, "larger than the service takes"), (507, "disk is full")]
+    ("status", "word"), [(413, "larger than the service accepts"), (507, "disk is full")]
 )
 async def test_upload_that_cannot_be_taken_is_named(
     bench: Bench, tmp_path: Path, status: int, word: str

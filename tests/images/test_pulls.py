@@ -122,7 +122,7 @@ async def test_refused_credentials_stop_the_run(
 
     said = str(refused.value)
     assert said.startswith(
-        f"registry {private} wants other credentials: image '{private}/{PATH}:1'"
+        f"registry {private} refused the credentials: image '{private}/{PATH}:1'"
     )
     assert f"`podman login {private}`" in said
     assert f"{IMAGE!r}) or PERDURE_SANDBOX__IMAGE_MIRROR" in said
@@ -247,7 +247,7 @@ async def test_docker_names_refused_credentials(
         with pytest.raises(ConfigurationError) as refused:
             await docker(private).create(SPEC, "box")
 
-        assert f"registry {private} wants other credentials" in str(refused.value)
+        assert f"registry {private} refused the credentials" in str(refused.value)
         assert f"`docker login {private}`" in str(refused.value)
 
 

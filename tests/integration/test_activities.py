@@ -81,7 +81,7 @@ class LosesSandboxes(EvalCmdGrader):
             nonlocal waits
             waits += 1
             if waits == -dies_at:
-                raise ControlPlaneError("no free process left")
+                raise ControlPlaneError("out of processes")
             if waits == dies_at:
                 await sandbox.kill()
             return await plainly(exec_id, timeout_s)

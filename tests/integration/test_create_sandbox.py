@@ -163,7 +163,7 @@ async def test_a_verdict_outlives_a_sandbox_that_ends_late(
     """On a starved host its processes are still there; a sweep ends it, and nothing is graded again."""
 
     async def busy() -> None:
-        raise RetryHere("killed, but its processes have not ended")
+        raise RetryHere("killed, but its processes did not end")
 
     async def grade() -> str:
         sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)

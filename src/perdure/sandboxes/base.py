@@ -135,9 +135,12 @@ def identity_of(run_id: str, rollout: str, purpose: str, generation: int) -> str
 def shown_shortage(status: ExecStatus) -> str:
     """What the host refused to a command, and the fix."""
     if status.host_lacked == "disk":
-        return "the disk under it was full: make room there"
+        return "its host's disk was full: free space there"
     what = "a process" if status.host_lacked == "processes" else "memory"
-    return f"the host refused {what} within the sandbox's own limits: raise the host's limits, or lower slots"
+    return (
+        f"the host refused {what} that the sandbox's own limits allow: raise the host's limits, "
+        "or lower PERDURE_SLOTS__AGENT and PERDURE_SLOTS__GRADE"
+    )
 
 
 def check_host(sandbox: "Sandbox", status: ExecStatus) -> None:

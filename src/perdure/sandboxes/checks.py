@@ -35,17 +35,20 @@ def check_argv(argv: Sequence[str]) -> None:
         raise ConfigurationError("argv is empty; name a program")
     for argument in argv:
         if "\0" in argument:
-            raise ConfigurationError("argv holds a NUL byte; put the data into a file")
+            raise ConfigurationError("argv contains a NUL byte; put the data into a file")
         if len(os.fsencode(argument)) > LARGEST_ARGUMENT:
             raise ConfigurationError(
-                f"argv holds an argument above {LARGEST_ARGUMENT} bytes; put it into a file"
+                f"argv has an argument of more than {LARGEST_ARGUMENT} bytes; put it into a file"
             )
 
 
 def check_variables(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not (name.isascii() and name.isidentifier()) or "\0" in value:
-            raise ConfigurationError(f"env {name!r} is not a variable the shell can set; rename it")
+            raise ConfigurationError(
+                f"env {name!r}: a variable's name must be letters, digits and '_', and its value "
+                "must not contain a NUL byte"
+            )
 
 
 def check_folders(spec: SandboxSpec) -> None:

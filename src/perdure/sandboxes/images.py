@@ -42,7 +42,7 @@ def routing_tags(image: str | None, file: Path | None, key: str) -> dict[str, st
     tags = {str(name): str(value) for name, value in json_object(file, TAGS_VARIABLE).items()}
     if not key:
         raise ConfigurationError(
-            f"{TAGS_VARIABLE} is set: set {KEY_VARIABLE} to its key of the image"
+            f"{TAGS_VARIABLE} is set: set {KEY_VARIABLE} to the key that names the image there"
         )
     if key not in tags:
         raise ConfigurationError(

@@ -75,8 +75,8 @@ def _check(
     building = fields.phase == "environment"
     if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
-            f"phases.environment.provider: environments are built on this host, in isolation, which "
-            f"{provider.name} does not do: name bubblewrap or podman, or leave it out"
+            "phases.environment.provider: environments are built on this host and in isolation, "
+            f"which {provider.name} cannot do; set it to bubblewrap or podman, or leave it out"
         )
     general = set() if building else request.limits.model_fields_set
     asked = {name: f"limits.{name}" for name in sorted(general)}
@@ -85,22 +85,22 @@ def _check(
         if name not in provider.limits:
             held = ", ".join(sorted(provider.limits)) or "nothing"
             raise ConfigurationError(
-                f"{field}: a sandbox of {provider.name} cannot be held to it, only to {held}; "
+                f"{field}: {provider.name} cannot enforce this limit, only {held}; "
                 "leave it out, or choose another provider"
             )
     shares = placement.network is Network.HOST and provider.host_bound and provider.isolated
     if shares and not building:
         raise ConfigurationError(
             f"phases.{fields.phase}.network: a sandbox of {provider.name} on the host's network "
-            "would reach its loopback, and with it the engines: leave it out, or choose a "
-            "provider whose sandboxes are elsewhere"
+            "could reach the engines over loopback; leave it out, or choose a provider whose "
+            "sandboxes run on other hosts"
         )
     network = fields.request.network or fields.instance.network
     if network is not None and placement.network not in provider.networks:
         can = ", ".join(sorted(provider.networks))
         raise ConfigurationError(
-            f"phases.{fields.phase}.network: a sandbox of {provider.name} cannot have {network!r}, "
-            f"only {can}; leave it out, or choose another provider"
+            f"phases.{fields.phase}.network: {provider.name} does not support {network!r}, only "
+            f"{can}; leave it out, or choose another provider"
         )
     if not provider.isolated and (refusal := provider.check()):
         raise ConfigurationError(f"phases.{fields.phase}: {refusal[0]}")
@@ -115,13 +115,14 @@ def _network(fields: _Fields) -> Network:
     request, instance = fields.request.network, fields.instance.network
     if "index" in (request, instance) and fields.phase != "environment":
         raise ConfigurationError(
-            f"phases.{fields.phase}.network 'index' is for phases.environment, where an environment is "
-            "built: set it to 'none', or leave it out"
+            f"phases.{fields.phase}.network: 'index' is only for phases.environment; set it to "
+            "'none', or leave it out"
         )
     if request is None and instance == "host":
         raise ConfigurationError(
             f"the instance asks for phases.{fields.phase}.network 'host', which only a request may "
-            f"grant: set phases.{fields.phase}.network to 'host', or to 'none' to run it without"
+            f"grant; set phases.{fields.phase}.network to 'host' in the request, or to 'none' to "
+            "run it without a network"
         )
     usual = Network.INDEX if fields.phase == "environment" else Network.NONE
     return Network(request or instance or usual)

@@ -142,7 +142,7 @@ def refused(name: str, said: str, puller: Puller, *, asked: str = "") -> Perdure
         return InstanceError(f"{what}; {fix}, or, if it is private, {log_in}")
     if says(LOG_IN):
         return ConfigurationError(
-            f"registry {registry} wants other credentials: {what}; {log_in}, or {fix}",
+            f"registry {registry} refused the credentials: {what}; {log_in}, or {fix}",
             boundary=Boundary.SANDBOX,
         )
     return ControlPlaneError(what)

@@ -41,7 +41,7 @@ async def test_a_sandbox_whose_groups_are_still_busy_is_removed_later(
     busy.mkdir(parents=True)
     box.lay_out(meta_of(box, tmp_path / "groups/box"), 60)
 
-    with pytest.raises(RetryHere, match="have not ended"):
+    with pytest.raises(RetryHere, match="did not end"):
         await provider.kill(box.identity)
     listed = [one.identity for one in await provider.list()]
     busy.rmdir()

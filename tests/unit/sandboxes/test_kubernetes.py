@@ -37,7 +37,7 @@ PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for 
         (pod("Pending", state={"waiting": {"reason": "ContainerCreating"}}), "coming", ""),
         (pod("Running", state={"running": {}}), "up", ""),
         (pod("Unknown"), "coming", ""),
-        (pod("Succeeded"), "over", "its time was over"),
+        (pod("Succeeded"), "over", "it reached its deadline"),
         (pod("Failed", reason="Evicted", message="disk"), "over", "Evicted: disk"),
         (pod("Failed", reason="DeadlineExceeded"), "over", "DeadlineExceeded"),
         (pod("Failed", state=OOM), "over", "OOMKilled"),
@@ -71,7 +71,7 @@ def test_a_pod_that_is_being_deleted_is_going_whatever_its_phase() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"hostNetwork": true}', "names hostNetwork"),
+        ('{"hostNetwork": true}', "sets hostNetwork"),
         ("[]", "one JSON object"),
         ("{", "cannot be read"),
     ],

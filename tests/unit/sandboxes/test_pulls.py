@@ -52,7 +52,7 @@ def test_credentials_name_registry_and_fix() -> None:
     error = refused("m.example/a/b:1", "unauthorized: no", PULLER, asked="docker.io/a/b:1")
 
     assert str(error) == (
-        "registry m.example wants other credentials: image 'm.example/a/b:1': unauthorized: no; run "
+        "registry m.example refused the credentials: image 'm.example/a/b:1': unauthorized: no; run "
         "`podman login m.example`, or correct environment.image of the row ('docker.io/a/b:1') or "
         "PERDURE_SANDBOX__IMAGE_MIRROR"
     )

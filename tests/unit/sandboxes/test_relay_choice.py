@@ -75,7 +75,7 @@ async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> 
         reason = await open_from_inside(sandbox, ROUTABLE)
 
         assert "unreachable" in reason
-        assert f"{ROUTABLE} does not open inside" in str(unreachable(sandbox, ROUTABLE, reason))
+        assert f"{ROUTABLE} cannot be opened inside" in str(unreachable(sandbox, ROUTABLE, reason))
 
 
 def test_endless_lines_are_dropped_and_the_next_is_read() -> None:

@@ -324,7 +324,7 @@ class GuestSandbox(Sandbox):
                 raise lost(f"sandbox {self.identity!r} has no disk space left: {message}")
             case "busy":
                 raise ControlPlaneError(
-                    f"sandbox {self.identity!r} has no free process left: {message}"
+                    f"sandbox {self.identity!r} is out of processes, files or memory: {message}"
                 )
             case "short":
                 raise ControlPlaneError(
@@ -408,7 +408,7 @@ def _order(exec_id: str, command: Exec) -> dict[str, Any]:
 def _bytes_of(answer: Mapping[str, Any]) -> bytes:
     data = base64.b64decode(answer["data"])
     if hashlib.sha256(data).hexdigest() != answer["sha256"]:
-        raise ControlPlaneError("bytes were damaged on the way")
+        raise ControlPlaneError("the answer of the sandbox was damaged in transit")
     return data
 
 

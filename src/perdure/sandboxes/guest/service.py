@@ -132,19 +132,19 @@ class ServiceProvider(SandboxProvider):
         except RateLimited:
             raise
         except ControlPlaneError as error:
-            raise OutcomeUnknown(f"{error}; it is looked up by identity {identity!r}") from error
+            raise OutcomeUnknown(f"{error}; a retry looks for identity {identity!r}") from error
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         if spec.gateway is not None:
             raise ConfigurationError(
-                f"gateway: a sandbox of {self.name} cannot see a socket of this host; reach the "
-                "gateway by a relay"
+                f"gateway: a sandbox of {self.name} cannot open a socket of this host; set "
+                "PERDURE_GATEWAY__REACH=stdio"
             )
         for mount in spec.mounts:
             if mount.writable:
                 raise ConfigurationError(
-                    f"mounts: {mount.target!r} is writable, and nothing a sandbox of {self.name} "
-                    "writes comes back to this host; use --sandbox bubblewrap for this"
+                    f"mounts: {mount.target!r} is writable, but what a sandbox of {self.name} "
+                    "writes does not return to this host; use --sandbox bubblewrap"
                 )
             if not mount.source.exists():
                 raise ConfigurationError(f"mount source {str(mount.source)!r} does not exist")

@@ -200,7 +200,7 @@ class HostSandbox(Sandbox):
         self._check_alive()
         if not await asyncio.to_thread(self._end_all):
             raise SandboxLost(
-                f"sandbox {self.identity!r} has processes that cannot be ended; boot a new generation"
+                f"sandbox {self.identity!r} has processes that cannot be killed; boot a new one"
             )
 
     @_lost_with_its_folder

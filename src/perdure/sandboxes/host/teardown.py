@@ -50,7 +50,7 @@ async def destroy(box: Box) -> None:
     await _bid_farewell(meta.farewell)
     if not await cgroups.remove(map(Path, meta.groups)):
         raise RetryHere(
-            f"sandbox {box.identity!r} is killed, but its processes have not ended within "
+            f"sandbox {box.identity!r} was killed, but its processes did not end within "
             f"{cgroups.BUSY_S:g} s",
             boundary=Boundary.SANDBOX,
         )

@@ -104,7 +104,8 @@ class LocalProvider(HostProvider):
             return []
         return [
             "sandbox local does not isolate: commands run as you, with your files and network; "
-            "set PERDURE_SANDBOX__ALLOW_LOCAL=true if you trust agent and rows, or use bubblewrap"
+            "set PERDURE_SANDBOX__ALLOW_LOCAL=true if you trust the agent and the rows, or use "
+            "bubblewrap"
         ]
 
     async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:

@@ -40,13 +40,13 @@ def choose_reach(wanted: Reach, provider: SandboxProvider, gateway_url: str) -> 
         return "stdio" if is_private_to_host(gateway_url) else "url"
     if wanted == "socket" and not provider.sees_host:
         raise ConfigurationError(
-            f"gateway.reach = socket: sandboxes of {provider.name!r} see no socket of this host; "
+            f"gateway.reach = socket: sandboxes of {provider.name!r} cannot open a socket of this host; "
             "set PERDURE_GATEWAY__REACH=auto"
         )
     if wanted == "url" and provider.isolated and is_private_to_host(gateway_url):
         raise ConfigurationError(
-            f"gateway.url {gateway_url} is an address of this host alone: a sandbox of "
-            f"{provider.name!r} cannot open it; set PERDURE_GATEWAY__URL to an address it can, or "
+            f"gateway.url {gateway_url} is an address that only this host can open, not a sandbox of "
+            f"{provider.name!r}; set PERDURE_GATEWAY__URL to an address that it can open, or "
             "PERDURE_GATEWAY__REACH=auto"
         )
     return wanted
@@ -64,7 +64,7 @@ async def open_from_inside(sandbox: Sandbox, gateway_url: str) -> str:
 
 def unreachable(sandbox: Sandbox, gateway_url: str, reason: str) -> ConfigurationError:
     return ConfigurationError(
-        f"gateway.url {gateway_url} does not open inside sandbox {sandbox.identity}: {reason}; "
+        f"gateway.url {gateway_url} cannot be opened inside sandbox {sandbox.identity}: {reason}; "
         "set PERDURE_GATEWAY__URL to an address it can open, or PERDURE_GATEWAY__REACH=stdio"
     )
 

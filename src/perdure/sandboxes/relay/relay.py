@@ -130,7 +130,7 @@ class Relay:
             self.check()
             if not self._ready.is_set():
                 raise GatewayUnavailable(
-                    "gateway.reach = stdio: no answer from the gateway came into sandbox "
+                    "gateway.reach = stdio: no answer from the gateway reached sandbox "
                     f"{self._sandbox.identity} within {READY_S:.0f} s"
                 )
         except BaseException:
@@ -173,7 +173,7 @@ class Relay:
             self._forget()
             number += 1
         raise AgentError(
-            f"the relay to the gateway was ended {MOST_STARTS} times in sandbox "
+            f"the relay to the gateway ended {MOST_STARTS} times in sandbox "
             f"{self._sandbox.identity}",
             boundary=Boundary.SANDBOX,
         )

@@ -98,7 +98,7 @@ def read(path: str, offset: int, limit: int) -> Answer:
     fd = os.open(os.path.join(base, path), os.O_RDONLY | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         if not os.path.isfile(f"/proc/self/fd/{fd}"):
-            raise Refused("missing", "no regular file")
+            raise Refused("missing", "not a regular file")
         file.seek(offset)
         data = file.read(limit)
         total = os.fstat(fd).st_size
@@ -125,7 +125,7 @@ def verify(path: str, sha256: str) -> None:
     except FileNotFoundError:
         raise Refused("short", "the upload did not arrive") from None
     if digest.hexdigest() != sha256:
-        raise Refused("short", "the upload arrived with other bytes")
+        raise Refused("short", "the upload was damaged")
 
 
 def owner() -> tuple[int, int]:

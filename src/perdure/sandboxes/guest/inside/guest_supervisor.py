@@ -147,7 +147,7 @@ def shed_privileges(filters: dict[str, str]) -> None:
     if libc.capset(version_3, (ctypes.c_uint32 * 6)()) or libc.prctl(
         PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0
     ):
-        raise OSError(ctypes.get_errno(), "capabilities stay")
+        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
     encoded = filters.get(os.uname().machine)
     if encoded is not None:
         code = base64.b64decode(encoded)

@@ -112,7 +112,7 @@ class Launcher:
             finally:
                 os._exit(1)
         if os.waitpid(pid, 0)[1] != 0:
-            raise OSError(errno.EPERM, "inotify instances cannot be bounded")
+            raise OSError(errno.EPERM, "inotify instances cannot be limited")
 
     def _launch(self, exec_id: str, group: str) -> int:
         """The pid of the command. Its parent is the keeper."""

@@ -32,7 +32,7 @@ class OwnUser:
                 self._mounts.append((path, linux.copy_of_mount(path, owners)))
         except OSError as error:
             self.close()
-            raise OSError(f"{path}: no user of its own: {error.strerror}") from error
+            raise OSError(f"owners of {path} cannot be mapped: {error.strerror}") from error
         finally:
             os.close(owners)
 

@@ -48,9 +48,9 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case daytona.DaytonaBadRequestError() | daytona.DaytonaUnprocessableEntityError():
             return _refused(said)
     if status == 413:
-        return ConfigurationError(f"{said}; it is larger than the service takes")
+        return ConfigurationError(f"{said}; it is larger than the service accepts")
     if status == 507:
-        return DiskTooSmall(f"{said}; the sandbox's disk is full, give it a larger one")
+        return DiskTooSmall(f"{said}; the sandbox's disk is full: give it a larger one")
     if status is not None and (other := _by_status(status)):
         return typed(other(str(error), status), what, key_works=key_works)
     return ControlPlaneError(said)

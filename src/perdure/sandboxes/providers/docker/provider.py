@@ -172,7 +172,7 @@ class DockerProvider(ServiceProvider):
                 timeout=15,
             )
         except subprocess.TimeoutExpired:
-            return ["the Docker engine does not answer; look at DOCKER_HOST"]
+            return ["the Docker engine does not answer; check DOCKER_HOST"]
         if tried.returncode == 0:
             return []
         words = tried.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -253,7 +253,7 @@ class DockerProvider(ServiceProvider):
         """The engine reserves a name shortly before its container can be found."""
         found = await self._find(name)
         if found is None:
-            raise ControlPlaneError(f"docker container {name} is not there after its create")
+            raise ControlPlaneError(f"docker container {name} was created but cannot be found")
         return found
 
     async def _half_made(self, identity: str, error: ControlPlaneError) -> Exception:

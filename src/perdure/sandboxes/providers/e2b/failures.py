@@ -32,7 +32,7 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case e2b.SandboxNotRunningException() | e2b.NotFoundException():
             return Missing(said)
         case e2b.NotEnoughSpaceException():
-            return DiskTooSmall(f"{said}; the template's disk is full, give it a larger one")
+            return DiskTooSmall(f"{said}; the template's disk is full: give it a larger one")
         case e2b.InvalidArgumentException():
             return ConfigurationError(said)
         case e2b.ServiceBusyException() | e2b.TimeoutException() | httpx.HTTPError():
@@ -51,5 +51,5 @@ def _by_status(error: Exception, said: str) -> PerdureError:
     if status == 409:
         return Conflict(said)
     if status == 413:
-        return ConfigurationError(f"{said}; it is larger than the service takes")
+        return ConfigurationError(f"{said}; it is larger than the service accepts")
     return ControlPlaneError(said)

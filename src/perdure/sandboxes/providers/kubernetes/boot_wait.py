@@ -50,7 +50,7 @@ class BootWait:
         if found is None:
             if time.monotonic() - self._began < BOOT_S:
                 return None
-            return lost("kubernetes", self.identity, f"(it did not come up in {BOOT_S:g} s)")
+            return lost("kubernetes", self.identity, f"(it did not start in {BOOT_S:g} s)")
         said = f"{found.reason}: {found.message}"
         match found.kind:
             case "image":
@@ -75,11 +75,11 @@ class BootWait:
     def _no_node(self, found: pods.Obstacle, lasts: float) -> PerdureError | None:
         if lasts <= (LARGER_S if pods.fits_nowhere(found) else ROOM_S):
             return None
-        said = f"no node takes sandbox {self.identity!r}: {found.message}"
+        said = f"no node accepts sandbox {self.identity!r}: {found.message}"
         if pods.fits_nowhere(found):
             return ConfigurationError(
-                f"{said}; even an empty node is too small for it: ask for less (limits: memory_mb, "
-                "cpus, disk_mb), or add larger nodes"
+                f"{said}; even an empty node is too small for it: lower limits.memory_mb, "
+                "limits.cpus or limits.disk_mb, or add larger nodes"
             )
         if pods.lacks_room(found):
             return RateLimited(said, limit="concurrency", retry_after=failures.RELEASE_S)

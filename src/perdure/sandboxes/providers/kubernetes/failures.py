@@ -64,7 +64,7 @@ def _by_status(status: int, said: str, answer: ErrorAnswer, *, key_works: bool) 
         case 401:
             if key_works:
                 return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
-            return ConfigurationError(f"{said}; give KUBECONFIG credentials that the cluster takes")
+            return ConfigurationError(f"{said}; set KUBECONFIG to credentials the cluster accepts")
         case 403:
             return _forbidden(said)
         case 404:  # from the API; a proxy's 404 says nothing about the pod

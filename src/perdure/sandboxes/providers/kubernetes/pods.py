@@ -112,7 +112,7 @@ def cluster_fields(settings: KubernetesSettings) -> dict[str, Any]:
     if strange := sorted(found.keys() - POD_FIELDS):
         known = ", ".join(sorted(POD_FIELDS))
         raise ConfigurationError(
-            f"{POD_VARIABLE}: {path} names {', '.join(strange)}; only {known} may be given"
+            f"{POD_VARIABLE}: {path} sets {', '.join(strange)}; it may set only {known}"
         )
     return found
 
@@ -151,7 +151,7 @@ def state_of(pod: Mapping[str, Any]) -> PodState:
     if pod["metadata"].get("deletionTimestamp"):
         return PodState("going", _disruption(status) or "it is being deleted")
     if phase == "Succeeded":
-        return PodState("over", "its time was over")
+        return PodState("over", "it reached its deadline")
     ended = _container_state(status).get("terminated")
     if phase == "Failed" or ended:
         return PodState("over", _failure(status, ended or {}))

@@ -105,8 +105,8 @@ class KubernetesSandbox(ContainerSandbox):
             await asyncio.sleep(LOOK_S[1])
         if not proven and found["reached"] is None:
             raise ConfigurationError(
-                f"KUBERNETES_SERVICE_HOST is not set in sandbox {self.identity!r}, so it cannot be "
-                "checked that its network is closed: run sandboxes on nodes whose kubelet sets it"
+                f"KUBERNETES_SERVICE_HOST is not set in sandbox {self.identity!r}, so Perdure cannot "
+                "check that its network is closed; run sandboxes on nodes whose kubelet sets it"
             )
         if not proven:
             self.provider.network_is_closed = True
@@ -151,7 +151,7 @@ class KubernetesSandbox(ContainerSandbox):
             raise self._lacking(lacks_programs(self.identity, said.words))
         await self._check_lives(None)
         raise ControlPlaneError(
-            f"Kubernetes: {what}: the socket or the command broke: {said.words}"
+            f"Kubernetes: {what}: the socket or the command failed: {said.words}"
         )
 
     async def _check_lives(self, error: PerdureError | None) -> None:
