@@ -328,7 +328,7 @@ async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
 
     told: list[str] = []
     assert await kill_all(services.settings, told.append) == 1
-    assert "docker left to their time limit: it does not answer" in "".join(told)
+    assert "docker are left to their time limit: it does not answer" in "".join(told)
 
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:

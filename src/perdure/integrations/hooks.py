@@ -73,7 +73,7 @@ def check_sampling_names(parameters: Mapping[str, Any]) -> None:
     for name in sorted(set(parameters) - known - OF_A_CLIENT):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
-        raise ConfigurationError(f"sampling parameter {name!r} is not known: {hint}")
+        raise ConfigurationError(f"unknown sampling parameter {name!r}: {hint}")
 
 
 def request_of(
@@ -120,8 +120,8 @@ def _instance(row: Mapping[str, Any] | str, dataset: str | None) -> str:
         _unsaved[read.ref] = read
         return read.ref
     raise ConfigurationError(
-        "a row needs `instance` (`<dataset>/<instance_id>`). Where the hook names a `dataset`, "
-        "`instance_id` or the fields of a known format do. This one has "
+        "a row needs `instance` (`<dataset>/<instance_id>`). If the hook names a `dataset`, "
+        "`instance_id` or the fields of a known format are enough. This row has "
         f"{', '.join(sorted(row)) or 'no field'}{'' if dataset else ', and the hook names no `dataset`'}"
     )
 

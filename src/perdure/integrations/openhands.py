@@ -184,12 +184,12 @@ class OpenHandsServer:
             async with asyncio.timeout(timeout):
                 return await waiting
         except TimeoutError:
-            problem = f"job {job_id!r} is not done after {timeout:g} s; its id joins it again"
+            problem = f"job {job_id!r} is not done after {timeout:g} s; the same id joins it again"
             raise TimeoutError(problem) from None
         except asyncio.CancelledError:
             if self.running:
                 raise
-            raise Cancelled(f"the server was stopped; job {job_id!r} goes on") from None
+            raise Cancelled(f"the server was stopped; job {job_id!r} continues") from None
         finally:
             self._waiting.discard(waiting)
             self._jobs.pop(job_id, None)

@@ -88,7 +88,7 @@ class Verbs:
 
 def _field(body: Mapping[str, Any], name: str) -> Any:
     if body.get(name) in (None, ""):
-        raise ValueError(f"{name}: is missing")
+        raise ValueError(f"{name} is missing")
     return body[name]
 
 
@@ -189,7 +189,7 @@ def main() -> None:
         sandbox=asked.sandbox,
     )
     with http_server(Verbs(server, asked.timeout), asked.host, asked.port) as http:
-        logger.info("listening on http://%s:%s; POST /start comes first", *http.server_address)
+        logger.info("listening on http://%s:%s; call POST /start first", *http.server_address)
         try:
             http.serve_forever()
         except KeyboardInterrupt:

@@ -57,7 +57,7 @@ class Instances(vf.Taskset[InstanceTask, InstancesConfig]):  # type: ignore[misc
             lines = Path(self.config.path).read_text("utf-8").splitlines()
             rows = [json.loads(line) for line in lines if line.strip()]
         except (OSError, ValueError) as error:
-            raise ConfigurationError(f"{self.config.path!r} is no JSONL file: {error}") from None
+            raise ConfigurationError(f"{self.config.path!r} is not a JSONL file: {error}") from None
         for row in rows:
             name = str(row.get("instance") or row.get("instance_id") or "")
             yield InstanceTask(InstanceData(id=name, name=name, row=row), self.config.task)
@@ -112,7 +112,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         found = await hooks.finished(self._request(task, agent.sampling))
         if found is None or found.episode.reward is None:
             failure = None if found is None else found.episode.failure
-            told = failure.message if failure else "the rollout left no episode"
+            told = failure.message if failure else "the rollout ended without an episode"
             error = Error(type=failure.type if failure else "NoResult", message=told)
             trace.errors.append(error)
             episode.errors.append(error)

@@ -70,12 +70,12 @@ def connect(
         import ray
     except ImportError:
         raise MissingDependency(
-            f"engines and workers on Ray need Ray: {command_for_extra('serving')}"
+            f"Ray is not installed, which engines and workers on Ray need: {command_for_extra('serving')}"
         ) from None
     found = given or _running(settings) or (start_local(settings) if start else "")
     if not found:
         raise ConfigurationError(
-            "no Ray cluster: `perdure engines up --model M` starts one, or set RAY_ADDRESS"
+            "no Ray cluster: start one with `perdure engines up --model M`, or set RAY_ADDRESS"
         )
     try:
         context = ray.init(

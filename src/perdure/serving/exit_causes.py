@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from perdure.serving.plan import EnginePlan
 
-PORT_TAKEN = "the port was taken meanwhile"
+PORT_TAKEN = "another process took the port"
 TAIL_BYTES = 65_536
 
 
@@ -90,7 +90,7 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
     ),
     (
         r"Cannot find any model weights with",
-        "no weights in {model}: it needs *.safetensors beside its config.json",
+        "no weights in {model}: it needs *.safetensors next to its config.json",
         True,
     ),
     (
@@ -98,8 +98,8 @@ CAUSES: tuple[tuple[str, str, bool], ...] = (
         r"RepositoryNotFoundError|is not a local folder and is not a valid model identifier|"
         r"LocalEntryNotFoundError|OfflineModeIsEnabled|HFValidationError|"
         r"ensure the presence of a 'config.json'",
-        "model not found: {model} is no folder with a config.json on the node, and the hub has no such "
-        "model or could not be reached",
+        "model not found: {model} is not a folder with a config.json on the node, and the hub has no "
+        "such model or could not be reached",
         True,
     ),
     (
@@ -142,7 +142,7 @@ def exit_cause(plan: EnginePlan, status: int, tail: str) -> ExitCause:
             said = {name: (value or "").strip() for name, value in found.groupdict().items()}
             return ExitCause(_filled(text, {**said, "model": plan.model}), final)
     if status == 128 + 9:
-        return ExitCause("the server was killed (signal 9): most often the node ran out of memory")
+        return ExitCause("the server was killed (signal 9): probably the node ran out of memory")
     ended = f"signal {status - 128}" if status > 128 else f"status {status}"
     return ExitCause(f"the server ended with {ended}{_last_cause(tail)}")
 

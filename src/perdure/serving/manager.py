@@ -192,7 +192,7 @@ class EngineManager:
             except (PerdureError, ray.exceptions.RayError) as error:
                 log.warning("cannot manage the engines now", error=str(error))
             except Exception:
-                log.exception("the engine manager failed in one round; it goes on")
+                log.exception("one round of the engine manager failed; it continues")
             await asyncio.sleep(POLL_S)
 
     async def _resume(self) -> None:

@@ -20,6 +20,6 @@ def find_root() -> Path:
         if all((root / name).is_file() for name in NEEDED):
             return root
     raise MissingDependency(
-        f"the workers are not in the wheel and {here} is no checkout of perdure: "
+        f"the wheel does not contain the workers, and {here} is not a checkout of perdure: "
         "run this inside a clone of the repository, or use the container image"
     )

@@ -43,7 +43,7 @@ def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starle
     async def convert(request: Request) -> Response:
         origin = request.headers.get("origin")
         if origin is not None and origin not in ui_origins:
-            return _refused(403, f"pages of {origin} may not ask")
+            return _refused(403, f"pages from {origin} are not allowed")
         if not _allowed(request, token):
             return _refused(401, "the token is missing or wrong")
         body = await _body(request)
@@ -52,7 +52,7 @@ def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starle
         try:
             payloads = json_format.Parse(body, Payloads()).payloads
         except (json_format.ParseError, UnicodeDecodeError):
-            return _refused(400, "the body is no JSON of payloads")
+            return _refused(400, "the body is not JSON with payloads")
         change = codec.encode if request.url.path.endswith("/encode") else codec.decode
         try:
             changed = Payloads(payloads=await change(list(payloads)))

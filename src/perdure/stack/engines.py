@@ -21,7 +21,7 @@ from perdure.storage.base import open_store
 CONNECT_S = 5.0
 NO_ENGINE = (
     "{agent} calls a model and no engine is configured: set OPENAI_BASE_URL (or ANTHROPIC_BASE_URL, "
-    "PERDURE_ENGINE__URL), `perdure down` if a stack runs, and give the same command again"
+    "PERDURE_ENGINE__URL), run `perdure down` if a stack runs, and repeat the command"
 )
 
 
@@ -45,8 +45,8 @@ def check_engine(engine: str, agent: str) -> None:
         else:
             return
     raise GatewayUnavailable(
-        f"the engine at {engine} cannot be reached ({failed}): start it, or name another one "
-        "and `perdure down` first"
+        f"the engine at {engine} cannot be reached ({failed}): start it, or run `perdure down` "
+        "and set another one"
     ) from failed
 
 
@@ -65,11 +65,11 @@ def check_same_engine(settings: Settings, state: StackState) -> None:
         if value != default[name] and state.engine_settings.get(name, value) != value
     ]
     if not differs and _has_another_key(settings, state):
-        differs = [f"the key in {named_engine(settings).key_variable} is another one"]
+        differs = [f"the key in {named_engine(settings).key_variable} has changed"]
     if differs:
         raise ConfigurationError(
             f"the stack here was started with other engine settings: {'; '.join(differs)}."
-            " `perdure down`, then the same command, switches to the new ones"
+            " To use the new ones, run `perdure down` and repeat the command"
         )
 
 

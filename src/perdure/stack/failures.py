@@ -9,7 +9,7 @@ import click
 from perdure.errors import ActionNeeded, InstanceError, PerdureError
 
 USAGE, FAILURE = 2, 1
-FULL = "the disk under {} is full: free space there, then give the same command again"
+FULL = "the disk under {} is full: free space there, then repeat the command"
 
 
 def explain(error: Exception) -> tuple[int, str]:

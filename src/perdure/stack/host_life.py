@@ -63,7 +63,7 @@ async def keep_alive(settings: Settings) -> None:
     log = structlog.get_logger("perdure.life")
     started: subprocess.Popen[bytes] | None = None
     if _end_of_another_server(settings):
-        log.warning("ended the process that showed signs of life to another Temporal address")
+        log.warning("killed the process that showed signs of life to another Temporal address")
     while True:
         try:
             is_starting = started is not None and started.poll() is None
@@ -71,7 +71,7 @@ async def keep_alive(settings: Settings) -> None:
                 started = await asyncio.to_thread(_start, settings)
                 log.info("started the process that shows the host's signs of life", pid=started.pid)
         except OSError as error:  # a full disk, or no more processes allowed
-            log.warning("nothing shows this host's signs of life", reason=str(error))
+            log.warning("cannot start the process that shows signs of life", reason=str(error))
         await asyncio.sleep(LOOK_S)
 
 

@@ -47,7 +47,7 @@ def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, b
     state = _ready(settings)
     if not started and engine and engine != state.engine:
         raise ConfigurationError(
-            f"a stack runs here with engine {state.engine or 'none'!r}: `perdure down` first"
+            f"a stack already runs here with engine {state.engine or 'none'!r}: run `perdure down` first"
         )
     return state, started
 

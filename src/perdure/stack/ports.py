@@ -20,8 +20,8 @@ def choose(settings: Settings, path: str, taken: Sequence[int] = (), host: str =
         return wanted
     if wanted and load.is_set(settings, path):
         raise ConfigurationError(
-            f"{load.variable(path)}={wanted} is occupied on {host}: "
-            "stop what listens there, choose another port, or unset it (a free one is picked)"
+            f"{load.variable(path)}={wanted} is taken on {host}: stop the process that listens there, "
+            "set another port, or unset it to get a free one"
         )
     return free_port(host)
 
@@ -32,7 +32,7 @@ def check_host(host: str) -> None:
         free_port(host)
     except OSError as error:
         raise ConfigurationError(
-            f"PERDURE_GATEWAY__HOST={host!r} cannot be listened on: {error.strerror}"
+            f"cannot listen on PERDURE_GATEWAY__HOST={host!r}: {error.strerror}"
         ) from error
 
 

@@ -39,14 +39,14 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
         try:
             found = provider(settings, name)
         except ConfigurationError as error:  # a dotted path whose module has moved
-            tell(f"warning: sandboxes left to their time limit: {error}")
+            tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
             continue
         try:
             killed += await _kill(found) if found.host_bound else 0
         except PerdureError as error:  # the other providers still get their turn
-            tell(f"warning: sandboxes of {name} left to their time limit: {error}")
+            tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
         except TimeoutError:
-            tell(f"warning: sandboxes of {name} left to their time limit: it does not answer")
+            tell(f"warning: sandboxes of {name} are left to their time limit: it does not answer")
     return killed
 
 

@@ -114,7 +114,7 @@ def locked(settings: Settings) -> Iterator[None]:
                 break
             time.sleep(LOCK_PAUSE_S)
         else:
-            raise Locked(f"a stack is running in {settings.home} already")
+            raise Locked(f"a stack is already running in {settings.home}")
         yield
 
 

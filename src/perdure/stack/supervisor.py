@@ -224,7 +224,7 @@ class Supervisor:
                 if name not in watches or child.state is None or stopped.done():
                     continue
                 if await watches[name].hangs(child.state.pid):
-                    log.warning("a process does not answer; starting it again", name=name)
+                    log.warning("a process does not answer; restarting it", name=name)
                     await self._end_hanging(name, child)
 
     async def _end_hanging(self, name: str, child: Child) -> None:
@@ -249,7 +249,7 @@ class Supervisor:
         logs = {name: child.log_end() for name, child in self.children.items()}
         told = "\n".join(f"{name}: {text}" for name, text in logs.items() if text)
         return (
-            f"not everything answered, and nothing was at work for {start_limit.IDLE_S:g} s\n{told}"
+            f"some parts did not answer, and none was working for {start_limit.IDLE_S:g} s\n{told}"
         )
 
     def _set_status(self, status: str) -> None:

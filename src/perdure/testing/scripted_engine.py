@@ -827,11 +827,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scripts", type=Path, help="JSON: {scripts: [{match, turns}], default}")
     parser.add_argument("--tokenizer", default="qwen3", help="as PERDURE_ENGINE__TOKENIZER")
     parser.add_argument("--policy-version", type=int, default=1)
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds of each completion")
-    parser.add_argument("--chunk-delay", type=float, default=0.0, help="seconds of each 8 tokens")
-    parser.add_argument("--generation", type=int, help="serve as policy-g<N> too")
-    parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="modelled prefix cache")
-    parser.add_argument("--block", type=int, default=128, help="tokens of one cache block")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds per completion")
+    parser.add_argument("--chunk-delay", type=float, default=0.0, help="seconds per 8 tokens")
+    parser.add_argument("--generation", type=int, help="also serve policy-g<N>")
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="size of the modeled cache")
+    parser.add_argument("--block", type=int, default=128, help="tokens per cache block")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(parser.parse_args(arguments)))
     return 0

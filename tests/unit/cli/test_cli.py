@@ -310,7 +310,7 @@ def test_wrong_engine_is_refused_before_anything_starts(
         (
             "PERDURE_GATEWAY__HOST",
             "192.0.2.1",
-            "PERDURE_GATEWAY__HOST='192.0.2.1' cannot be listened",
+            "cannot listen on PERDURE_GATEWAY__HOST='192.0.2.1'",
         ),
         ("TEMPORAL_ADDRESS", "127.0.0.1:1", "no Temporal server answers at 127.0.0.1:1: "),
     ],

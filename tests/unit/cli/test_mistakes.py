@@ -211,10 +211,14 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (
         "run first-steps",
         {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"},
-        r"engine at http://127.0.0.1:9/v1 cannot be reached .*start it, or name another one",
+        r"engine at http://127.0.0.1:9/v1 cannot be reached .*start it, or run `perdure down`",
     ),
     ("status", {"TEMPORAL_ADDRESS": "127.0.0.1:9"}, r"no Temporal server answers at 127.0.0.1:9"),
-    ("up --engine scripted:no.json", {}, r"--engine scripted:no.json: there is no file"),
+    (
+        "up --engine scripted:no.json",
+        {},
+        r"--engine scripted:no.json: file .*no.json does not exist",
+    ),
 ]
 
 
@@ -249,7 +253,7 @@ NAMED: dict[int, str] = {
     28: "integration/test_mini_swe_agent.py: does not exist",
     29: "elsewhere",
     30: "unit/cli/test_mistakes.py: test_a_store_without_keys",
-    31: "unit/stack/test_processes.py: is occupied",
+    31: "unit/stack/test_processes.py: is taken",
     32: "unit/instances/test_sources.py: the package index cannot be reached",
     33: "unit/instances/test_sources.py: there is no version of",
     34: "integration/test_environments.py: failed (exit code 3)",
@@ -406,7 +410,7 @@ def test_a_full_disk_is_named_once_with_the_fix(error: Exception) -> None:
     """Also where a copy of a folder reports each of its files."""
     assert explain(error) == (
         1,
-        "the disk under /home/disk/a is full: free space there, then give the same command again",
+        "the disk under /home/disk/a is full: free space there, then repeat the command",
     )
 
 

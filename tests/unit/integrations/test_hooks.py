@@ -165,8 +165,8 @@ def test_a_row_names_its_instance(row: dict[str, Any], instance: str) -> None:
     ("fields", "row", "problem"),
     [
         ({}, {"instance": "d/i"}, "needs a `run_id`"),
-        ({"run_id": "r"}, {"image": "x"}, "needs `instance` .* This one has image.* no `dataset`"),
-        ({"run_id": "r", "dataset": "d"}, {"image": "x"}, "`instance_id` .* This one has image$"),
+        ({"run_id": "r"}, {"image": "x"}, "needs `instance` .* This row has image.* no `dataset`"),
+        ({"run_id": "r", "dataset": "d"}, {"image": "x"}, "`instance_id` .* This row has image$"),
     ],
 )
 def test_what_is_missing_is_named(fields: Any, row: Any, problem: str) -> None:

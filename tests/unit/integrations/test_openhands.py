@@ -339,7 +339,7 @@ def test_errors_have_a_status_and_a_reason(error: Exception, status: int, http: 
     ("path", "body", "status", "detail"),
     [
         ("/process", {"instance": {"instance_id": "i"}}, 503, "no LLM server"),
-        ("/process", {}, 400, "instance: is missing"),
+        ("/process", {}, 400, "instance is missing"),
         ("/cancel", {"job_id": "never"}, 404, "no open job 'never'"),
         ("/process", [1], 400, "must be a JSON object"),
         ("/nothing", {}, 404, "no route"),

@@ -371,7 +371,7 @@ def test_a_stack_with_another_engine_is_not_used(engine: dict[str, str], message
     running = state("http://a", url="http://a", kind="auto", model="", tokenizer="qwen3")
     settings = Settings(engine=EngineSettings(**{"url": "http://a", **engine}))
 
-    with pytest.raises(ConfigurationError, match=rf"{message}.*`perdure down`, then the same"):
+    with pytest.raises(ConfigurationError, match=rf"{message}.*To use the new ones, run"):
         check_same_engine(settings, running)
 
 

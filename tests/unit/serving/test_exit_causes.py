@@ -59,7 +59,7 @@ ENDED = "RuntimeError: Engine core initialization failed. See root cause above.\
             True,
         ),
         ("RuntimeError: Failed to infer device type, please set", "finds no GPU", True),
-        ("OSError: [Errno 98] error while attempting to bind", "port was taken", False),
+        ("OSError: [Errno 98] error while attempting to bind", "took the port", False),
         ("Invalid repository ID or local directory specified: 'm'", "model not found: m", True),
         ("errors.HFValidationError: Repo id must use alphanumeric chars", "not found: m", True),
         ("LocalEntryNotFoundError: Cannot find an appropriate cached", "not found: m", True),

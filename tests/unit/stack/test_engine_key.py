@@ -101,7 +101,9 @@ def test_a_stack_with_another_key_is_not_used(
     check_same_engine(settings, state)
 
     monkeypatch.setenv("OPENAI_API_KEY", RIGHT)
-    with pytest.raises(ConfigurationError, match=r"OPENAI_API_KEY.*`perdure down`, then") as told:
+    with pytest.raises(
+        ConfigurationError, match=r"OPENAI_API_KEY has changed.*run `perdure down`"
+    ) as told:
         check_same_engine(settings, state)
 
     assert not any(key in f"{asdict(state)} {told.value}" for key in (RIGHT, WRONG))

@@ -188,9 +188,7 @@ def test_occupied_port_is_replaced_unless_it_was_set() -> None:
         chosen = Settings(temporal={"ui_port": port})
 
         assert ports.choose(usual, "temporal.ui_port") != port
-        with pytest.raises(
-            ConfigurationError, match=f"PERDURE_TEMPORAL__UI_PORT={port} is occupied"
-        ):
+        with pytest.raises(ConfigurationError, match=f"PERDURE_TEMPORAL__UI_PORT={port} is taken"):
             ports.choose(chosen, "temporal.ui_port")
 
 

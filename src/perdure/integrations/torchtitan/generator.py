@@ -71,7 +71,7 @@ class GeneratorEngine:
             sampling_config=dataclasses.replace(self._sampling, **{"seed": None, **ask.sampling}),
         )
         if completion is None:
-            raise RuntimeError("the trainer's generator gave no completion")
+            raise RuntimeError("the trainer's generator returned no completion")
         self._metrics += completion.metrics
         return Sampled(
             completion.token_ids,

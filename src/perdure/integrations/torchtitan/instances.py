@@ -51,7 +51,7 @@ def _rows(path: str) -> list[Row]:
         lines = Path(path).read_text("utf-8").splitlines()
         rows = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no JSONL file: {error}") from None
+        raise ConfigurationError(f"{path} is not a JSONL file: {error}") from None
     if not rows:
         raise ConfigurationError(f"{path} has no rows")
     return rows

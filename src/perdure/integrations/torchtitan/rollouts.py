@@ -67,7 +67,7 @@ def _turn(turn: Turn, prompt: list[dict[str, Any]], identity: RolloutTurnID) -> 
     if not versions:
         raise ConfigurationError(
             f"turn {turn.index} was sampled by {turn.engine or 'an unknown engine'}, without a policy "
-            "version: the gateways of this home must have no engine but the trainer's generator"
+            "version: the trainer's generator must be the only engine of this home's gateways"
         )
     return SampledTurn(
         rollout_id=identity,

@@ -85,7 +85,7 @@ class Placed:
     seats: int
     actor: Any
     report: NodeReport | None = None
-    problem: str = "its worker starts"
+    problem: str = "its worker is starting"
     busy_at: float = field(default_factory=monotonic)
     task: "asyncio.Task[None] | None" = None
     answered: bool = False
@@ -132,9 +132,9 @@ class WorkersManager:
             try:
                 await self._round()
             except (PerdureError, ray.exceptions.RayError, RPCError, OSError) as error:
-                log.warning("cannot look after the workers now", reason=str(error))
+                log.warning("cannot manage the workers now", reason=str(error))
             except Exception:
-                log.exception("one round of the workers' manager failed; it goes on")
+                log.exception("one round of the workers' manager failed; it continues")
             await asyncio.sleep(POLL_S)
 
     async def _round(self) -> None:
@@ -204,14 +204,14 @@ class WorkersManager:
             return "its actor does not answer"
         wanted = placed.seats * self._plan.cpus_per_rollout
         return (
-            f"waits for {wanted:g} free CPUs; if other tasks of Ray keep them, run "
+            f"waits for {wanted:g} free CPUs; if other Ray tasks hold them, run "
             "`perdure workers up --ray` again with more --spare-cpus"
         )
 
     async def _end(self, placed: Placed, leave: bool) -> None:
         """End a worker. If Ray has never placed its actor, the actor answers no call and has no worker,
         so it is only killed."""
-        placed.left, placed.report, placed.problem = True, None, "it leaves"
+        placed.left, placed.report, placed.problem = True, None, "it is leaving"
         try:
             if not placed.answered:
                 async with asyncio.timeout(ANSWER_S):
@@ -290,8 +290,8 @@ def stop(key: str, *, leave: bool) -> bool:
         ray.get(actor.stop.remote(leave), timeout=ANSWER_S + END_S + STOP_S)
     except ray.exceptions.GetTimeoutError:
         raise ConfigurationError(
-            "the manager of the workers on Ray does not answer; `ray status` says whether the head is "
-            "well. Its workers may still run: repeat the command"
+            "the manager of the workers on Ray does not answer; check the head with `ray status`. Its "
+            "workers may still run, so repeat the command"
         ) from None
     finally:
         ray.kill(actor)

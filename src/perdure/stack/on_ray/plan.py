@@ -55,7 +55,7 @@ class WorkersPlan(Frozen):
         cpus = node["Resources"].get("CPU", 0.0)
         return (
             f"no seat: of its {cpus:g} CPUs, placement groups (engines) hold {held_cpus:g} and "
-            f"--spare-cpus keeps {self.spare_cpus:g} free; a seat takes {self.cpus_per_rollout:g}. "
+            f"--spare-cpus keeps {self.spare_cpus:g} free; a seat needs {self.cpus_per_rollout:g}. "
             "Lower --spare-cpus or --cpus-per-rollout, or `perdure engines up --cpus-per-replica`"
         )
 
