@@ -1,4 +1,4 @@
-"""What a keeper says of its sandbox when it has booted it."""
+"""What a keeper records about the sandbox that it has booted."""
 
 import pytest
 
@@ -20,5 +20,5 @@ from perdure.sandboxes.host.process import ProcessId
     ids=["all of it", "no gateway, no own user", "no namespaces", "the power failed"],
 )
 def test_the_words_of_a_keeper_are_read(words: str, booted: Booted) -> None:
-    """The holder, the processes beside it, the gateway's address inside, and the commands' user."""
+    """The holder and its descendants, the gateway's address inside, and the commands' user."""
     assert Booted.of(words) == booted

@@ -1,4 +1,4 @@
-"""A sandbox's folder tells time by the clock that nobody sets."""
+"""A sandbox's folder keeps time by the monotonic clock, which cannot be set."""
 
 import resource
 import time
@@ -25,7 +25,7 @@ def _set_clock(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
 def test_its_deadline_stays_as_far_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed: bool, jump: float
 ) -> None:
-    """When the wall clock is set by two hours, the sandbox has the seconds left that it had."""
+    """When the wall clock is moved by two hours, the sandbox's remaining time does not change."""
     box = Box(tmp_path / "one")
     box.lay_out(META, 600)
     if renewed:
@@ -36,7 +36,7 @@ def test_its_deadline_stays_as_far_away(
 
 
 def test_a_folder_that_a_power_cut_emptied_is_a_dead_sandbox(tmp_path: Path) -> None:
-    """It can be listed and removed, as one whose processes have ended."""
+    """It can be listed and removed, like a sandbox whose processes have ended."""
     box = Box(tmp_path / "one")
     box.lay_out(META, 60)
     (box.path / META_FILE).write_bytes(b"")
@@ -45,7 +45,7 @@ def test_a_folder_that_a_power_cut_emptied_is_a_dead_sandbox(tmp_path: Path) -> 
 
 
 def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:
-    """A sandbox lives on while nothing can be written: no byte is needed to renew it."""
+    """A sandbox can be renewed while the disk is full, because that writes no byte."""
     box = Box(tmp_path / "one")
     box.lay_out(META, 60)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -60,7 +60,7 @@ def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:
 
 @JUMPS
 def test_what_is_being_made_is_young(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
-    """No other process takes the draft of a sandbox for a leftover when the clock is set."""
+    """No other process removes the draft of a sandbox as a leftover when the clock is set."""
     name = hidden_name(DRAFT)
     _set_clock(monkeypatch, jump)
 
@@ -73,5 +73,5 @@ def test_what_is_being_made_is_young(monkeypatch: pytest.MonkeyPatch, jump: floa
     ids=["later than now", "without a time"],
 )
 def test_what_an_earlier_start_of_the_machine_left_is_old(name: str) -> None:
-    """The monotonic clock begins anew, so a later time is one of before."""
+    """The monotonic clock restarts at boot, so a time in the future is from an earlier boot."""
     assert age_of(name, DRAFT) == float("inf")

@@ -15,7 +15,7 @@ BOX = Path("/home/x/sandboxes/bubblewrap/one")
 
 
 def test_v2_enforces_all_three(tmp_path: Path) -> None:
-    """With delegated v2 controllers one group holds every limit, its children the commands."""
+    """With delegated v2 controllers, one group has every limit and its children the commands."""
     controllers = frozenset({"memory", "pids", "cpu"})
     made = plan(BOX, LIMITS, Hierarchies(v2=tmp_path, v2_controllers=controllers))
     box = tmp_path / cgroups.group_name(BOX)
@@ -31,7 +31,7 @@ def test_v2_enforces_all_three(tmp_path: Path) -> None:
 
 
 def test_v1_with_empty_v2_uses_both(tmp_path: Path) -> None:
-    """In hybrid mode v1 holds the limits and v2 the groups that can be killed whole."""
+    """In hybrid mode, v1 has the limits and v2 the groups that can be killed as a whole."""
     v1 = {name: tmp_path / name for name in ("memory", "pids", "cpu")}
     made = plan(BOX, LIMITS, Hierarchies(v1=v1, v2=tmp_path / "unified"))
     name = cgroups.group_name(BOX)
@@ -56,7 +56,7 @@ def test_equal_identities_of_two_homes_differ() -> None:
 
 
 def test_a_host_with_a_quota_of_its_own_boots_sandboxes_under_it() -> None:
-    """A container of 0.2 cores: v1 refuses a sandbox more, and its own quota holds."""
+    """In a container of 0.2 cores, v1 refuses a higher quota, and the container's own applies."""
     above = Path(f"/sys/fs/cgroup/cpu/perdure-test-{os.getpid()}")
     if not (above.parent / cgroups.V1_QUOTA).exists() or not os.access(above.parent, os.W_OK):
         pytest.skip("no cgroup v1 to write to")

@@ -41,7 +41,7 @@ def own_line() -> str:
 def test_result_is_read_as_the_keeper_wrote_it(
     record: ExecRecord, result: str, expected: tuple[object, ...]
 ) -> None:
-    """Exit codes, signals, oom and a dead sandbox come apart."""
+    """Exit codes, signals, out of memory and a dead sandbox are distinguished."""
     (record.path / "pid").write_text(f"{own_line()}{result} 101.5\n")
     status = record.status()
 
@@ -74,7 +74,7 @@ def test_dead_without_result_is_lost(record: ExecRecord) -> None:
 def test_a_starved_keeper_loses_no_command(
     record: ExecRecord, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
 ) -> None:
-    """An hour later, the command is still about to start: its sandbox lives."""
+    """An hour later, the command is still about to start, because its sandbox is alive."""
     if is_guarded:
         (record.path / "pid").touch(0o600)
     true_time = time.monotonic
@@ -84,7 +84,7 @@ def test_a_starved_keeper_loses_no_command(
 
 
 def test_a_command_that_its_keeper_could_not_start_is_lost(record: ExecRecord) -> None:
-    """The keeper had no room to say why."""
+    """On a full disk, the keeper cannot write why."""
     give_up(os.open(record.path / "pid", os.O_WRONLY | os.O_CREAT, 0o600))
 
     assert record.status() == ExecStatus(ExecState.LOST, host_lacked="disk")
@@ -104,7 +104,7 @@ def test_other_argv_is_refused(record: ExecRecord) -> None:
 
 
 def test_a_request_is_known_until_the_keeper_reads_it(record: ExecRecord) -> None:
-    """A worker that dies before it asks leaves all that another one needs to ask."""
+    """If a worker dies before it asks the keeper, another worker has all it needs to ask."""
     record = ExecRecord(record.path.with_name("two"))
     record.prepare(Exec(["true"], timeout_s=2.5), b"run", "token")
     unread = (record.is_unread, record.timeout_s)

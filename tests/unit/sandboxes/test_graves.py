@@ -1,4 +1,4 @@
-"""A sandbox that is being removed, from the kill to the end of its folder."""
+"""The removal of a sandbox, from the kill to the end of its folder."""
 
 import time
 from dataclasses import replace
@@ -20,7 +20,7 @@ def meta_of(box: Box, *groups: Path) -> BoxMeta:
 
 
 async def test_a_folder_that_is_being_removed_is_no_sandbox(tmp_path: Path) -> None:
-    """It still has all its files: listed, its name would be refused by the kill that a sweep orders."""
+    """It still has all its files, but `list` leaves it out: a sweep could not kill that name."""
     provider = BubblewrapProvider(Settings(home=tmp_path))
     box = Box(provider.root / "p-1-agent-1")
     box.lay_out(meta_of(box), 60)
@@ -33,7 +33,7 @@ async def test_a_folder_that_is_being_removed_is_no_sandbox(tmp_path: Path) -> N
 async def test_a_sandbox_whose_groups_are_still_busy_is_removed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders stand in for cgroups. Were it forgotten now, its groups would stay for ever."""
+    """It stays listed, because its groups would otherwise remain. Folders stand in for cgroups."""
     monkeypatch.setattr(cgroups, "BUSY_S", 0.01)
     provider = BubblewrapProvider(Settings(home=tmp_path))
     box = Box(provider.root / "p-1-agent-1")

@@ -65,7 +65,7 @@ class Folder(GuestSandbox):
         return int((self.folder / "resident.lock").read_text().split()[0])
 
     async def kill_resident(self) -> None:
-        """Wait until it has gone, because it is not replaced while it holds its lock."""
+        """Wait until it has ended, because it is not replaced while it holds its lock."""
         resident = ProcessId(self.resident, started_at(self.resident))
         os.kill(resident.pid, signal.SIGKILL)
         assert await ended(resident, 60)
@@ -121,7 +121,7 @@ ctypes.CDLL(None).pthread_exit(None)
 
 
 async def test_process_whose_first_thread_has_ended_is_killed(box: Folder) -> None:
-    """It reads as dead while another thread goes on: SIGKILL of its command ends it too."""
+    """It shows as a zombie while another thread runs. SIGKILL of its command ends it too."""
     held = ["flock", "lock", "python3", "-c", HEADLESS]
     await box.start("agent", Exec(["sh", "-c", '"$@" & sleep 600', "sh", *held], user="root"))
     while not await box.output("agent"):
@@ -132,7 +132,7 @@ async def test_process_whose_first_thread_has_ended_is_killed(box: Folder) -> No
 
 
 async def test_killed_resident_is_replaced(box: Folder) -> None:
-    """An order that finds the resident dead is carried out, and starts another resident."""
+    """An order that finds the resident dead is executed, and starts another resident."""
     first = box.resident
     await box.kill_resident()
     said = await box.say("dead")
@@ -160,8 +160,8 @@ async def test_resident_of_another_version_is_replaced(box: Folder) -> None:
     assert (said, box.resident != first) == (b"new\n", True)
 
 
-async def test_sandbox_of_older_code_is_driven_on(box: Folder) -> None:
-    """A sandbox set up with another version of the guest answers, and its commands go on."""
+async def test_sandbox_of_older_code_stays_usable(box: Folder) -> None:
+    """A sandbox set up with another version of the guest answers, and its commands continue."""
     await box.start("long", Exec(["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"]))
     await box.kill_resident()
     for path in box.folder.glob("guest*.py"):
@@ -200,7 +200,7 @@ def _lease(file: BinaryIO) -> None:
 
 
 async def test_what_cannot_be_opened_just_now_is_waited_for(box: Folder) -> None:
-    """A transient error of the system does not count as a missing file: the read is repeated."""
+    """A transient system error does not count as a missing file: the read is repeated."""
     await box.put("leased", b"here")
     with (Path(box.workdir) / "leased").open("rb+") as file:
 
@@ -247,7 +247,7 @@ async def test_tree_is_unpacked_as_it_was_packed(
 
 
 async def test_command_outlives_the_resident(box: Folder) -> None:
-    """A command survives the resident: its result is reported after the resident's end."""
+    """A command survives the resident, and its result is reported after the resident has ended."""
     await box.start(
         "long", Exec(["sh", "-c", "until [ -e go ]; do sleep 0.01; done; exit 5"], user="root")
     )

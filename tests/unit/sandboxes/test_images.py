@@ -26,7 +26,7 @@ def test_mirror(setting: str, name: str, pulled: str) -> None:
 
 
 def test_map_names_what_was_built(tmp_path: Path) -> None:
-    """The map replaces an image by a provider's own template or snapshot."""
+    """The map replaces an image with the provider's own template or snapshot."""
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"a:1": {"e2b": "a-1", "daytona": "snapshot:a-1"}, "b:1": "b:2"}))
     asked = [("e2b", "a:1"), ("daytona", "a:1"), ("docker", "a:1"), ("docker", "b:1"), ("e2b", "c")]
@@ -50,7 +50,7 @@ def test_routing_tags(tmp_path: Path) -> None:
 
 
 def test_routing_tags_need_the_key_of_the_image(tmp_path: Path) -> None:
-    """A file without that key is refused by the names of file and key."""
+    """A file without that key is refused, and the error names the file and the key."""
     (tmp_path / "tags.json").write_text("{}")
 
     with pytest.raises(ConfigurationError, match=r"tags.json lacks the key 'image'"):

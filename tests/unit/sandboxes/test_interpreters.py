@@ -1,4 +1,4 @@
-"""A virtual environment is sent with its interpreter, and only with the needed part of it."""
+"""A virtual environment is uploaded with the part of its interpreter that it needs."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def environment_on(prefix: Path, folder: Path) -> Mount:
 
 
 def test_an_interpreter_follows_its_environment(prefix: Path, tmp_path: Path) -> None:
-    """A sandbox without this host's folders gets it under its own path."""
+    """A sandbox without this host's folders gets the interpreter at the same path."""
     tool = environment_on(prefix, tmp_path / "tool")
 
     assert with_interpreters((tool,)) == (tool, Mount(prefix, str(prefix)))
@@ -59,7 +59,7 @@ def test_an_interpreter_that_the_agent_mounts_is_not_sent_twice(
 
 
 def test_the_systems_own_interpreter_is_not_sent(tmp_path: Path) -> None:
-    """An interpreter in /usr is not sent."""
+    """An interpreter in /usr is not uploaded."""
     mounts = (environment_on(Path("/usr"), tmp_path / "tool"),)
 
     assert with_interpreters(mounts) == mounts
@@ -77,7 +77,7 @@ def test_a_packed_interpreter_leaves_what_was_installed_beside_it(
 
 
 def test_a_packed_environment_keeps_what_is_installed(tmp_path: Path) -> None:
-    """Only interpreters are sent in part."""
+    """Only interpreters are packed in part."""
     venv.create(tmp_path / "environment", with_pip=False)
     packages = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "environment")})
     Path(packages, "tool.py").touch()
@@ -88,7 +88,7 @@ def test_a_packed_environment_keeps_what_is_installed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.base_prefix.startswith("/usr"), reason="this Python is the system's")
 def test_a_packed_interpreter_runs(tmp_path: Path) -> None:
-    """The part of our interpreter that is sent starts elsewhere and has its standard library."""
+    """The packed part of our interpreter starts in another folder, with its standard library."""
     packed = pack(Path(sys.base_prefix), tmp_path / "packs")
     with tarfile.open(packed.path) as archive:
         archive.extractall(tmp_path / "elsewhere", filter="fully_trusted")

@@ -47,12 +47,12 @@ PREEMPTED = condition("DisruptionTarget", "True", "PreemptionByScheduler", "for 
     ],
 )
 def test_the_state_of_a_pod_is_read(said: dict[str, Any], state: str, why: str) -> None:
-    """Its phase, its container's state and who disrupted it, in the cluster's own words."""
+    """Its phase, its container's state and the cause of its disruption, as the cluster reports."""
     assert pods.state_of(said) == (state, why)
 
 
 def test_containers_that_the_cluster_adds_are_not_asked() -> None:
-    """A service mesh's proxy comes first by its name, and runs on when the sandbox has ended."""
+    """A service mesh's proxy sorts first by name, and keeps running after the sandbox has ended."""
     said = pod("Running", state=OOM)
     proxy = {"name": "istio-proxy", "state": {"running": {}}}
     said["status"]["containerStatuses"].insert(0, proxy)
@@ -120,7 +120,7 @@ def test_a_pod_file_adds_to_every_pod(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_each_refusal_of_the_api_has_its_error_type(
     status: int, reason: str, message: str, kind: type[PerdureError]
 ) -> None:
-    """The status and its reason decide: repeat, queue, adopt, or a configuration error."""
+    """The status and its reason decide: repeat, queue, adopt, or report a wrong setting."""
     found = typed(ErrorAnswer(status, reason, message, None), "create", key_works=True)
 
     assert type(found) is kind

@@ -45,7 +45,7 @@ def test_the_phase_of_the_request_overrides_the_instance_and_the_instance_the_ro
 
 
 def test_the_requests_provider_overrides_the_instances() -> None:
-    """The request decides where its phases run, also if the instance prefers another provider."""
+    """The request decides where its phases run, even if the instance prefers another provider."""
     asked = request(sandbox="local", phases={"agent": {"provider": "bubblewrap"}})
 
     assert phases.place(asked, instance(agent={"provider": "podman"}), "agent").provider == (
@@ -105,7 +105,7 @@ def test_an_instance_opens_no_network_by_itself() -> None:
 def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
     tmp_path: Path, fields: dict[str, Any], row: dict[str, Any], named: str
 ) -> None:
-    """The error names the field of an unknown provider, and of a limit or network it cannot give."""
+    """The error names the field of a wrong provider, or of a limit or network that it lacks."""
     made = {"local": LocalProvider, "bubblewrap": BubblewrapProvider}
 
     def providers(name: str) -> Any:
@@ -120,7 +120,7 @@ def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
 
 
 def test_local_is_refused_without_its_setting(tmp_path: Path) -> None:
-    """No request boots a sandbox without isolation unless this host allows it; the fix is named."""
+    """No request boots a sandbox without isolation unless the host's setting allows it."""
     with pytest.raises(ConfigurationError, match=r"phases\.agent.*ALLOW_LOCAL=true"):
         phases.check(
             request(sandbox="local"), instance(), lambda _: LocalProvider(Settings(home=tmp_path))
@@ -136,7 +136,7 @@ def test_builds_reach_the_package_index_unless_the_request_says_otherwise() -> N
 
 
 def test_a_default_limit_refuses_no_provider(tmp_path: Path) -> None:
-    """A provider that cannot hold a limit is refused only if a field sets that limit."""
+    """A provider that cannot enforce a limit is refused only if a field sets that limit."""
     phases.check(
         request(sandbox="local"),
         instance(),

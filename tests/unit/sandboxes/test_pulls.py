@@ -1,4 +1,4 @@
-"""One pull of an image for all who wait for it, and refusals by what a repetition can change."""
+"""One pull of an image for all its callers, and errors by whether a retry can help."""
 
 import asyncio
 from pathlib import Path
@@ -43,12 +43,12 @@ PULLER = Puller(log_in="run `podman login {registry}`", storage="podman's images
     ],
 )
 def test_refused_pull(said: str, kind: type[PerdureError]) -> None:
-    """A missing image fails its instance, wrong credentials stop the run, the rest is tried again."""
+    """A missing image fails its instance, wrong credentials stop the run, others are retried."""
     assert type(refused("r.example/a/b:1", said, PULLER)) is kind
 
 
 def test_credentials_name_registry_and_fix() -> None:
-    """One message has the registry, the command that logs in, and what else may be wrong."""
+    """One message names the registry, the command that logs in, and what else may be wrong."""
     error = refused("m.example/a/b:1", "unauthorized: no", PULLER, asked="docker.io/a/b:1")
 
     assert str(error) == (
@@ -68,7 +68,7 @@ def test_credentials_name_registry_and_fix() -> None:
     ],
 )
 def test_pull_limit_is_waited_for(said: str, seconds: float) -> None:
-    """After a rate limit a registry is asked again when it says, or late; so is a full disk."""
+    """A retry waits as long as the registry asks, or a minute, as it does on a full disk."""
     error = refused("a/b:1", said, PULLER)
 
     assert isinstance(error, ControlPlaneError)
@@ -83,7 +83,7 @@ def test_full_disk_is_named() -> None:
 
 
 def test_all_lines_of_an_error_count() -> None:
-    """Podman prints a registry's errors one a line, after warnings about its own tries."""
+    """Podman prints each error of a registry on its own line, after warnings about its retries."""
     said = 'time="x" level=warning msg="Error: old"\nError: initializing: errors:\ndenied: no\nunauthorized: no\n'
 
     assert last_error(said) == "Error: initializing: errors: denied: no unauthorized: no"
@@ -112,7 +112,7 @@ class Registry:
 
 
 async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
-    """Eight callers of two processes that want an image at once pull it once, and all get it."""
+    """Eight callers in two processes that want an image at once cause one pull, and all get it."""
     registry = Registry()
     processes = [Pulls(tmp_path, "", PULLER), Pulls(tmp_path, "", PULLER)]
     registry.go_on.set()
@@ -123,7 +123,7 @@ async def test_one_pull_for_all_who_wait(tmp_path: Path) -> None:
 
 
 async def test_refusal_is_shared(tmp_path: Path) -> None:
-    """Callers that waited for a pull get its refusal, and do not ask the registry again themselves."""
+    """Callers that waited for a pull get its error, and do not ask the registry again."""
     registry = Registry("toomanyrequests: slow down")
     pulls = Pulls(tmp_path, "m/", PULLER)
     asked = [
@@ -139,7 +139,7 @@ async def test_refusal_is_shared(tmp_path: Path) -> None:
 
 
 async def test_pull_outlives_its_first_caller(tmp_path: Path) -> None:
-    """If the caller that began a pull is cancelled, the others still get the image by that pull."""
+    """If the caller that started a pull is cancelled, the others still get that pull's image."""
     registry = Registry()
     pulls = Pulls(tmp_path, "", PULLER)
     first, second = (

@@ -43,7 +43,7 @@ async def nothing(_: SandboxInfo) -> None:
 
 
 async def test_an_orphan_is_killed_at_once(provider: LocalProvider) -> None:
-    """A sandbox whose rollout is closed goes, however young; one whose rollout is open stays."""
+    """A new sandbox whose rollout is closed is killed; one whose rollout is open is kept."""
     await boot(provider, "owned", OWNED)
     await boot(provider, "orphan", ORPHAN)
     orphans: list[str] = []
@@ -61,7 +61,7 @@ async def test_an_orphan_is_killed_at_once(provider: LocalProvider) -> None:
 async def test_a_sandbox_that_ends_slowly_holds_no_other(
     provider: LocalProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one's processes end only when the second sandbox has gone."""
+    """The first sandbox's processes end only after the second sandbox is removed."""
     for name in ("a-slow", "b-quick"):
         await boot(provider, name, ORPHAN)
     kill, gone = provider.kill, asyncio.Event()
@@ -83,7 +83,7 @@ async def test_a_sandbox_that_ends_slowly_holds_no_other(
 async def test_the_sandbox_of_a_forgotten_rollout_has_a_grace(
     provider: LocalProvider, age: float, kept: int
 ) -> None:
-    """The server has never heard of it: it may be started again, or belong to another server."""
+    """The server does not know it: it may be started again, or belong to another server."""
     await boot(provider, "forgotten", {**OWNED, "rollout": "rollout/r/forgotten/0"})
     report = await Sweep(fate, nothing, 600, time.time() + age).over([provider])
 
@@ -91,7 +91,7 @@ async def test_the_sandbox_of_a_forgotten_rollout_has_a_grace(
 
 
 async def test_expired_is_killed_though_owned(provider: LocalProvider) -> None:
-    """A sandbox past its deadline goes, even if its owner is alive."""
+    """A sandbox past its deadline is killed, even if its owner is alive."""
     await boot(provider, "owned", OWNED)
     report = await Sweep(fate, nothing, 600, time.time() + HOUR + 1).over([provider])
 

@@ -27,7 +27,7 @@ UNROUTABLE = [
 
 
 class Remote(LocalProvider):
-    """A service elsewhere, as far as the choice can tell."""
+    """A provider of sandboxes on other hosts, as far as the choice can tell."""
 
     name = "remote"
     isolated = True
@@ -46,7 +46,7 @@ class Remote(LocalProvider):
 def test_auto_takes_the_nearest_way(
     tmp_path: Path, kind: type[SandboxProvider], url: str, expected: Reach
 ) -> None:
-    """The socket on this host, else a routable URL, else a relay."""
+    """The socket on this host, otherwise a routable URL, otherwise a relay."""
     assert choose_reach("auto", kind(Settings(home=tmp_path)), url) == expected  # type: ignore[call-arg]
 
 
@@ -67,7 +67,7 @@ def test_a_socket_that_the_sandbox_cannot_see_is_refused(tmp_path: Path) -> None
 
 
 async def test_an_address_that_does_not_open_inside_is_named(tmp_path: Path) -> None:
-    """Seen from inside a sandbox without a network, before any agent starts."""
+    """The check runs inside a sandbox without a network, before any agent starts."""
     provider = BubblewrapProvider(Settings(home=tmp_path))
     if missing := provider.check():
         pytest.skip(missing[0])

@@ -8,7 +8,7 @@ from perdure.sandboxes.relay.process import RelayProcess
 
 
 class QuietSandbox:
-    """Its relay never writes a line. `reads` has a place for each look at the log."""
+    """A sandbox whose relay never writes a line. `reads` gets an entry for each read of the log."""
 
     waits_inside = False
 
@@ -37,7 +37,7 @@ async def test_a_cancelled_watcher_ends_although_an_answer_comes_at_that_moment(
 
     watching = asyncio.create_task(watch())
     for _ in range(2):
-        await sandbox.reads.acquire()  # the first look gives an empty batch; then it rests
+        await sandbox.reads.acquire()  # the first read gives an empty batch; then it pauses
     await relay.answer({}, b"")
     watching.cancel()
 

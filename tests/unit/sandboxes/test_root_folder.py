@@ -9,7 +9,7 @@ from perdure.sandboxes.host.root_folder import write_etc
 
 
 def test_programs_find_their_alternatives_and_certificates(tmp_path: Path) -> None:
-    """Every link is there but those to manual pages, half of all files, which no program reads."""
+    """Every link exists except those to manual pages, half of all files, which no program reads."""
     write_etc(tmp_path / "etc")
     for name in ("alternatives", "ssl/certs"):
         if not (host := Path("/etc", name)).is_dir():

@@ -1,4 +1,4 @@
-"""The system-call filter decides alike on both architectures: its program, run as the kernel does."""
+"""The system-call filter decides the same on both architectures. Tests interpret its program."""
 
 import errno
 from struct import iter_unpack
@@ -65,7 +65,7 @@ def verdict(machine: str, number: int, *arguments: int, audit: int | None = None
     ],
 )
 def test_filter_decides(machine: str, call: str, arguments: tuple[int, ...], expected: int) -> None:
-    """Each rule holds by the numbers of its architecture, and its neighbours are left alone."""
+    """Each rule uses its architecture's call numbers, and adjacent calls are allowed."""
     assert verdict(machine, NUMBERS[machine][call], *arguments) == expected
 
 
@@ -76,5 +76,5 @@ def test_other_architectures_get_no_call(machine: str, foreign: str) -> None:
 
 
 def test_x32_numbers_get_no_call() -> None:
-    """x32 calls on x86_64 are recognised by a bit of their number."""
+    """x32 calls on x86_64 are recognized by a bit of their number."""
     assert verdict("x86_64", 0x40000000 | 1) == errno.ENOSYS

@@ -16,7 +16,7 @@ def write(folder: Path, **files: str) -> None:
 
 
 def lacked(folder: Path, **files: str) -> str:
-    """What counts as lacked once these files have changed."""
+    """The shortage that is reported once these files have changed."""
     before = Refusals.of([str(folder)])
     write(folder, **files)
     return Refusals.of([str(folder)]).shortage(before, [str(folder)])
@@ -28,7 +28,7 @@ def lacked(folder: Path, **files: str) -> str:
 def test_a_refused_fork_is_the_hosts_below_the_own_limit(
     tmp_path: Path, peak: str, found: str
 ) -> None:
-    """cgroup v1 counts it in the sandbox's group, whichever limit was the cause."""
+    """cgroup v1 counts it in the sandbox's group, whichever group's limit refused it."""
     box = tmp_path / "box"
     write(box, pids_events="max 0", pids_max="100", pids_peak="12")
 
@@ -36,7 +36,7 @@ def test_a_refused_fork_is_the_hosts_below_the_own_limit(
 
 
 def test_an_old_kernel_that_does_not_tell_blames_the_sandbox(tmp_path: Path) -> None:
-    """Before 6.1 there is no peak: otherwise code could discard its episode by a fork bomb."""
+    """Before Linux 6.1 there is no peak. Otherwise a fork bomb could discard its episode."""
     box = tmp_path / "box"
     write(box, pids_events="max 0", pids_max="100")
 
@@ -44,7 +44,7 @@ def test_an_old_kernel_that_does_not_tell_blames_the_sandbox(tmp_path: Path) -> 
 
 
 def test_a_refusal_of_a_group_above_is_the_hosts(tmp_path: Path) -> None:
-    """cgroup v2 counts it where the limit is. What groups below refused does not count again."""
+    """cgroup v2 counts it in the group with the limit. Refusals of groups below do not count."""
     box = tmp_path / "slice" / "box"
     write(box, pids_events="max 0", pids_max="100", pids_peak="9")
     write(box.parent, pids_events="max 5")
@@ -71,7 +71,7 @@ def test_a_refusal_of_a_group_above_is_the_hosts(tmp_path: Path) -> None:
 def test_a_process_killed_below_the_own_memory_is_the_hosts(
     tmp_path: Path, files: dict[str, str], found: str
 ) -> None:
-    """The kernel ended it for want of memory that the sandbox had not used up."""
+    """The kernel killed it for lack of memory, although the sandbox had not used up its own."""
     box = tmp_path / "box"
     write(box)
 
@@ -79,5 +79,5 @@ def test_a_process_killed_below_the_own_memory_is_the_hosts(
 
 
 def test_a_count_survives_its_record() -> None:
-    """What is written with a command is read back, also by another worker."""
+    """The count written with a command is read back, also by another worker."""
     assert Refusals.parse(str(Refusals(1, 2, 3))) == Refusals(1, 2, 3)

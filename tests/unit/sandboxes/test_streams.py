@@ -1,4 +1,4 @@
-"""A command's output reaches its file whole, up to its cap, whatever the disk does meanwhile."""
+"""A command's output reaches its file whole, up to its cap, even if the disk was full."""
 
 import os
 import resource
@@ -51,7 +51,7 @@ def opened(outputs: Outputs) -> tuple[Stream, ...]:
 
 
 def test_all_that_an_ended_command_wrote_is_in_the_file(execs: Path, outputs: Outputs) -> None:
-    """What is in the pipe when the command ends is carried before its result is told."""
+    """What is in the pipe when the command ends is copied before its result is recorded."""
     streams = opened(outputs)
     command = writer(execs)
     os.write(command, b"x" * 60_000)
@@ -62,7 +62,7 @@ def test_all_that_an_ended_command_wrote_is_in_the_file(execs: Path, outputs: Ou
 
 
 def test_output_waits_for_a_full_disk(execs: Path, outputs: Outputs) -> None:
-    """Nothing is lost and nothing doubled; more is carried once there is space."""
+    """No byte is lost or repeated, and copying continues once there is space."""
     streams = opened(outputs)
     command = writer(execs)
     os.write(command, b"first")
@@ -77,7 +77,7 @@ def test_output_waits_for_a_full_disk(execs: Path, outputs: Outputs) -> None:
 
 
 def test_a_background_writer_delays_no_end(execs: Path, outputs: Outputs) -> None:
-    """Draining ends though the pipe stays open; what comes later is carried too."""
+    """Draining ends although the pipe stays open, and later output is copied too."""
     streams = opened(outputs)
     left = writer(execs)
     os.write(left, b"early")
@@ -90,7 +90,7 @@ def test_a_background_writer_delays_no_end(execs: Path, outputs: Outputs) -> Non
 
 
 def test_what_exceeds_the_cap_ends_the_command_once(execs: Path) -> None:
-    """The file ends at the cap; the rest is thrown away, and the command is ended once."""
+    """The file ends at the cap; the rest is dropped, and the command is ended once."""
     ended: list[bool] = []
     outputs = Outputs(select.poll(), 10)
     streams = outputs.open("one", lambda: ended.append(True))

@@ -1,4 +1,4 @@
-"""As root, a sandbox has a user of the host for itself: files, ids and what happens without one."""
+"""A root worker gives each sandbox its own host user: files, ids, and sandboxes without one."""
 
 import asyncio
 import errno
@@ -48,7 +48,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> BubblewrapProvider:
 
 @pytest.fixture
 async def box(provider: BubblewrapProvider, tmp_path: Path) -> AsyncIterator[NamespaceSandbox]:
-    """Its tree has a file, and it may write in the host's folder `shared`."""
+    """A sandbox whose tree has a file, and which may write in the host's folder `shared`."""
     for name in ("tree", "shared"):
         (tmp_path / name).mkdir()
     (tmp_path / "tree/old").write_text("old\n")
@@ -60,7 +60,7 @@ async def box(provider: BubblewrapProvider, tmp_path: Path) -> AsyncIterator[Nam
 
 
 def user_of(box: NamespaceSandbox) -> int:
-    """Skips where the file system of the test's folder cannot map owners."""
+    """Skips if the file system of the test's folder cannot map owners."""
     if box.box.booted.user is None:
         log = (box.box.path / "log").read_text()
         assert os.strerror(errno.EINVAL) in log, log
@@ -75,7 +75,7 @@ async def said(box: NamespaceSandbox, script: str) -> str:
 
 
 def is_free(user: int) -> bool:
-    """Whether no keeper has the lock of this id."""
+    """Whether no keeper holds the lock of this id."""
     with open(users.LOCKS, "r+b") as locks:
         try:
             fcntl.lockf(locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, user - FIRST)
@@ -85,7 +85,7 @@ def is_free(user: int) -> bool:
 
 
 async def test_the_agent_owns_what_is_its_own(box: NamespaceSandbox) -> None:
-    """Inside, the tree, the home, what is mounted and what Perdure puts there belong to `agent`."""
+    """Inside, the tree, the home, the mounts and the files that Perdure puts belong to `agent`."""
     user_of(box)
     await box.put("/testbed/a/new", b"new\n")
     await box.put("/opt/shared/put", b"put\n")
@@ -100,7 +100,7 @@ async def test_the_agent_owns_what_is_its_own(box: NamespaceSandbox) -> None:
 
 
 async def test_the_hosts_files_stay_roots(box: NamespaceSandbox, tmp_path: Path) -> None:
-    """On the host all that the sandbox wrote into a folder of the host's is root's."""
+    """On the host, every file that the sandbox wrote into a host folder belongs to root."""
     user_of(box)
     await box.put("/opt/shared/put", b"put\n")
     await said(box, "mkdir /opt/shared/made && touch /opt/shared/made/file")
@@ -112,7 +112,7 @@ async def test_the_hosts_files_stay_roots(box: NamespaceSandbox, tmp_path: Path)
 async def test_an_id_returns_however_its_keeper_ends(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """While a sandbox lives no other gets its id; after kill -9 of its keeper the id is free."""
+    """No other sandbox gets the id of a live one; after kill -9 of its keeper the id is free."""
     user, keeper = user_of(box), box.box.keeper
     assert keeper is not None
     taken = not is_free(user)
@@ -125,7 +125,7 @@ async def test_an_id_returns_however_its_keeper_ends(
 async def test_an_adopted_sandbox_keeps_its_user(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """Another worker that attaches puts files of the same user."""
+    """Files that another worker puts after attaching belong to the same user."""
     again = await BubblewrapProvider(provider.settings).attach("one")
     await again.put("later", b"x")
 
@@ -136,7 +136,7 @@ async def test_an_adopted_sandbox_keeps_its_user(
 async def test_a_workdir_that_is_closed_to_others_is_the_agents(
     provider: BubblewrapProvider, tmp_path: Path, mounted: bool
 ) -> None:
-    """As below a home whose umask is 077: a build mounts its tree at the workdir."""
+    """For example under a home with umask 077, where a build mounts its tree at the workdir."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o700)
     (folder / "old").write_text("old\n")
@@ -152,7 +152,7 @@ async def test_a_workdir_that_is_closed_to_others_is_the_agents(
 
 
 async def test_pid_1_kills_but_is_not_killed(box: NamespaceSandbox) -> None:
-    """It is another user than the commands': it ends them all, and they cannot signal it."""
+    """It runs as another user than the commands: it kills them all, and they cannot signal it."""
     user_of(box)
     await box.start("long", Exec(["sleep", "600"]))
     refused = await box.exec("kill -KILL 1")
@@ -165,7 +165,7 @@ async def test_pid_1_kills_but_is_not_killed(box: NamespaceSandbox) -> None:
 async def test_owners_that_cannot_be_mapped_leave_the_workers_user(
     provider: BubblewrapProvider,
 ) -> None:
-    """A sandbox that mounts such a file, here of procfs, boots as before, and its log says why."""
+    """A sandbox that mounts such files, here of procfs, boots without its own user and logs why."""
     mounts = (Mount(Path("/proc/version"), "/opt/version"),)
     made = await provider.create(replace(SPEC, mounts=mounts), "shared")
     assert isinstance(made, NamespaceSandbox)
@@ -208,7 +208,7 @@ async def test_0_turns_it_off(tmp_path: Path) -> None:
 
 
 async def test_ids_of_many_differ(provider: BubblewrapProvider) -> None:
-    """Sandboxes that boot at once each get another one."""
+    """Sandboxes that boot at the same time get different ids."""
     names = [f"b{number}" for number in range(6)]
     boxes = await asyncio.gather(*(provider.create(SPEC, name) for name in names))
     try:
