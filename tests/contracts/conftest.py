@@ -1,8 +1,8 @@
-"""The half of the sandbox contract that providers share is tried once in `make test`.
+"""Tests of the sandbox contract that exercise shared code run once in `make test`.
 
 Some providers run commands with the same code: the guest inside a remote sandbox, or the keeper on
-this host. A contract class that sets `runs_commands_as` names the class that tries this code. Then
-`make test-all` runs the tests of `COMMANDS` for it; `make test` runs the other half only.
+this host. A contract class that sets `runs_commands_as` names the class that tests this code. Then
+only `make test-all` runs the tests of `COMMANDS` for it; `make test` runs its other tests.
 """
 
 from collections.abc import AsyncIterator
@@ -45,7 +45,7 @@ COMMANDS = {
 
 @pytest.fixture(params=SERVICES, ids=lambda service: service.name)
 def service(request: pytest.FixtureRequest) -> Service:
-    """Each one; a file about one service overrides this."""
+    """Each service. A file about one service overrides this."""
     found: Service = request.param
     return found
 

@@ -1,6 +1,6 @@
 """Every reader of bytes that come out of a sandbox, and bytes made to cost it as much as possible.
 
-A new reader gets a line in `readers()`. The tests that draw on it are in `test_every_reader.py`.
+A new reader gets a line in `readers()`. `test_every_reader.py` tests all of them.
 """
 
 import time
@@ -39,13 +39,13 @@ _EXITED = ExecStatus(ExecState.EXITED, 1)
 _INSTANCE = tiny_instance(pass_to_pass=("t[a", *(f"tests/test_a.py::test_{n}" for n in range(50))))
 _PLACES = [Place("a/x", "test_a", 1, 9), Place("a/x", "test_a__t1", 11, 19)]
 REFUSALS = (MalformedDiff, UnusableJunit, InstanceError, Unparsable)
-"""What readers raise on purpose; it reaches the caller, who decides."""
+"""Errors that readers raise on purpose, for the caller to handle."""
 
 
 def readers() -> dict[str, Reader]:
     """Name -> reader. Agents come from their own table, so none can be missing.
 
-    swebench's log parsers are not linear and have no place here: only a process's limits end them.
+    swebench's log parsers are left out: they are not linear, and only process limits end them.
     """
     found: dict[str, Reader] = {
         "diff": git_diff.parse,
@@ -104,7 +104,7 @@ PIECES = [
     b"<?xml version='1.0' encoding='utf-8'?>", b"<a>", b"</a>", b"<testcase classname='a' name='t'>", b"<testcase/>", b"<error/>", b"<!--", b"-->", b"<![CDATA[", b"&lt;", b" a='1'", b"<a ",
     b"[", b"]", b"{", b"}", b'{"type":"result"}\n', b'{"a":', b'"a",', b"1,", b"1e9,", b"-", b"9", b'{"info":{"exit_status":', b'{"messages":[',
 ]  # fmt: skip
-"""What the formats are made of. Costly input repeats a few of them."""
+"""Parts of the formats. Costly input repeats a few of them."""
 
 SHAPES = st.tuples(
     st.lists(st.sampled_from(PIECES), max_size=3).map(b"".join),
@@ -115,7 +115,7 @@ SHAPES = st.tuples(
 
 
 def grown(shape: tuple[bytes, bytes, bytes], size: int) -> bytes:
-    """About so many bytes of a shape."""
+    """About `size` bytes of a shape."""
     head, body, tail = shape
     return head + body * (size // len(body) + 1) + tail
 

@@ -63,7 +63,7 @@ async def out(box: NamespaceSandbox, script: str) -> str:
 async def test_a_wait_is_told_by_the_kernel(
     box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
-    """It looks when the command or its sandbox ends, not now and then: 1,000 agents wait in a worker."""
+    """It polls only when the command or sandbox ends, because 1,000 agents may wait in a worker."""
     polls, poll = 0, box.poll
 
     async def counted(exec_id: str) -> ExecStatus:
@@ -155,7 +155,7 @@ async def test_host_processes_are_invisible(box: NamespaceSandbox) -> None:
 
 
 async def test_symlinks_do_not_lead_out(box: NamespaceSandbox, tmp_path: Path) -> None:
-    """get follows a link as the sandbox sees it: to a host path that is not there."""
+    """`get` resolves a link inside the sandbox, where the host path does not exist."""
     (tmp_path / "secret").write_text("secret")
     await box.exec(f"ln -s {tmp_path}/secret leak; ln -s /proc/1/root/etc/passwd magic")
 
@@ -165,7 +165,7 @@ async def test_symlinks_do_not_lead_out(box: NamespaceSandbox, tmp_path: Path) -
 
 
 async def test_put_does_not_follow_links_out(box: NamespaceSandbox, tmp_path: Path) -> None:
-    """put through a link to a host folder writes nothing on the host."""
+    """`put` through a link to a host folder writes nothing on the host."""
     await box.exec(f"mkdir -p $PWD{tmp_path}; ln -s {tmp_path} out")
 
     with pytest.raises(ConfigurationError):
@@ -198,7 +198,7 @@ async def test_mounts_are_read_only_unless_writable(
 
 
 async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Path) -> None:
-    """A mount source that does not exist is refused by its path, before anything boots."""
+    """A mount source that does not exist is refused before the boot, and the error names it."""
     missing = tmp_path / "gone"
 
     with pytest.raises(ConfigurationError, match="gone"):
@@ -215,7 +215,7 @@ async def test_environment_does_not_reach_host_programs(
 
 
 async def test_this_python_runs_inside(box: NamespaceSandbox) -> None:
-    """The Python that environments are built with is there, at the same path."""
+    """The Python that builds environments is inside, at the same path."""
     python = os.path.realpath(sys.executable)
 
     assert await out(box, f"{python} -c 'print(1)'") == "1\n"
@@ -247,7 +247,7 @@ async def test_orphans_are_reaped(box: NamespaceSandbox) -> None:
 async def test_killed_zygote_is_started_again(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
-    """After kill -9 of the zygote, old sandboxes work on and new ones boot."""
+    """After kill -9 of the fork server, old sandboxes keep working and new ones boot."""
     (zygote,) = keeper_client._zygotes
     os.kill(zygote.pid, signal.SIGKILL)
     assert await ended(ProcessId(zygote.pid, started_at(zygote.pid)), 60)
@@ -276,7 +276,7 @@ async def test_killed_launcher_is_replaced(box: NamespaceSandbox) -> None:
 async def test_a_waiting_worker_sends_a_request_that_was_never_sent(
     box: NamespaceSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker dies between writing down a command and asking for it; the next one only watches."""
+    """A worker dies between recording a command and requesting it. The next worker only watches."""
     with monkeypatch.context() as patch:
         patch.setattr(NamespaceSandbox, "_launch", _dies)
         with pytest.raises(KeyboardInterrupt):
@@ -334,7 +334,7 @@ async def test_script_without_interpreter_runs(box: NamespaceSandbox) -> None:
 
 
 async def test_agent_cannot_flood_the_keepers_pipe(box: NamespaceSandbox) -> None:
-    """The agent can write to pid 1's input. The sandbox lives on, and orphans are still reaped."""
+    """The agent can write to pid 1's input. The sandbox stays alive, and still reaps orphans."""
     await box.exec("echo x >/proc/1/fd/0; exec 3>/proc/1/fd/0; echo y >&3")
     result = await box.exec(["true"])
 
@@ -406,7 +406,7 @@ async def test_a_kernel_without_cgroup_kill_ends_commands_and_sandboxes(
 
 @pytest.mark.parametrize("place", ["/testbed", "/tmp", "/home/agent", "/dev/shm"])
 async def test_full_disk_is_enospc(box: NamespaceSandbox, place: str) -> None:
-    """Writing more than the disk limit fails inside with ENOSPC, wherever it is written."""
+    """Writing more than the disk limit fails with ENOSPC, in every writable folder."""
     seen = await out(box, f"head -c 20M /dev/zero >{place}/big")
 
     assert "No space left on device" in seen
@@ -424,7 +424,7 @@ async def test_memory_limit_is_oom(box: NamespaceSandbox) -> None:
 
 
 async def test_fork_bomb_is_bounded(box: NamespaceSandbox) -> None:
-    """A fork bomb meets the pid limit, dies at its deadline, and the sandbox works on."""
+    """A fork bomb reaches the pid limit and dies at its deadline. The sandbox keeps working."""
     if box.enforced["pids"] == "none":
         pytest.skip("no pid limit can be enforced here")
     bomb = await box.exec("bomb() { bomb | bomb & }; bomb; sleep 600", timeout=1)
@@ -471,7 +471,7 @@ async def test_holder_that_dies_slowly_is_known_as_the_cause(box: NamespaceSandb
 
 @contextmanager
 def visited(holder: int) -> Iterator[None]:
-    """Keep a process of its pid namespace unreaped: until then the holder cannot exit."""
+    """Keep a process of its pid namespace unreaped, so that the holder cannot exit."""
     inside, is_inside = os.pipe()
     over, is_over = os.pipe()
     if (parent := os.fork()) == 0:
@@ -552,7 +552,7 @@ def _create(provider: BubblewrapProvider) -> None:
 
 
 def leftovers(provider: BubblewrapProvider, identity: str) -> list[str]:
-    """Everything on this host that still has the sandbox's name."""
+    """Everything on this host that still contains the sandbox's name."""
     box = provider.root / identity
     processes = [str(pid) for pid in marked(f"PERDURE_BOX={box}".encode())]
     mounts = [
@@ -571,7 +571,7 @@ def open_to_others() -> bool:
 
 
 def python_for_others() -> Path | None:
-    """This Python or, if it is in a closed home folder, the system's of the same version."""
+    """This Python or, if it is in a closed home folder, the system's Python of this version."""
     for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         path = Path(candidate).resolve()
         if path.exists() and _may_be_entered(path):
@@ -628,7 +628,7 @@ def test_deadline_without_cgroups() -> None:
 
 
 def as_nobody(run: Callable[[Path], Awaitable[bytes]]) -> bytes:
-    """What `run(home)` returns in a forked process without root or capabilities."""
+    """The result of `run(home)` in a forked process without root or capabilities."""
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         os.chown(folder, NOBODY, NOBODY)
         reader, writer = os.pipe()

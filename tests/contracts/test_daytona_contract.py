@@ -6,5 +6,5 @@ from tests.services import DAYTONA, ServiceContract
 class TestDaytona(ServiceContract):
     service = DAYTONA
     runs_commands_as = "TestE2B"
-    bounds_memory = False  # it is the snapshot's
+    bounds_memory = False  # the snapshot sets it
     shortest_life_s = None  # the service counts in minutes

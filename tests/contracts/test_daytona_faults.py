@@ -38,7 +38,7 @@ def service() -> Service:
 async def test_fault_while_a_boot_is_watched_leaks_nothing(
     bench: Bench, fault: dict[str, Any]
 ) -> None:
-    """The SDK gives up a create after one failed look at the boot; the sandbox is found and used."""
+    """The SDK gives up a create after one failed poll. The sandbox is then found and used."""
     bench.server.settings["boot_s"] = 0.5
     bench.inject(LOOK, skip=1, **fault)
     async with bench.box() as box:
@@ -48,7 +48,7 @@ async def test_fault_while_a_boot_is_watched_leaks_nothing(
 
 
 async def test_refused_name_is_adopted(bench: Bench) -> None:
-    """409: a sandbox of this name is ours, whichever worker made it, and is adopted."""
+    """409 means that a sandbox of this name is ours: it is adopted, whichever worker created it."""
     async with bench.box() as box:
         await box.write_file("mark", b"one")
         bench.inject(LOOK, status=404)  # a look that comes too early sees nothing
@@ -58,14 +58,14 @@ async def test_refused_name_is_adopted(bench: Bench) -> None:
 
 
 async def test_another_spec_under_the_same_identity_is_refused(bench: Bench) -> None:
-    """An identity has one spec: another spec is a configuration error, and nothing changes."""
+    """An identity has one spec. Another spec is a configuration error and changes nothing."""
     async with bench.box():
         with pytest.raises(ConfigurationError, match="another image"):
             await bench.provider.create(replace(SPEC, workdir="/elsewhere"), ID)
 
 
 async def test_slow_boot_is_waited_for(bench: Bench) -> None:
-    """A boot that takes longer than the SDK waits is the same sandbox, not a second one."""
+    """A boot that takes longer than the SDK waits gives one sandbox, not two."""
     bench.hurry()
     bench.inject(CREATE, state="pulling_snapshot", state_s=HURRY_S + 1)
     async with bench.box() as box:
@@ -78,7 +78,7 @@ async def test_slow_boot_is_waited_for(bench: Bench) -> None:
 async def test_boot_without_progress_is_deleted_and_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
-    """A boot without progress is deleted in time, so that a new generation may be tried."""
+    """A boot without progress is deleted in time, so that a new generation can boot."""
     bench.hurry()
     monkeypatch.setattr(daytona, "STARTING_S", 0.5)
     monkeypatch.setattr(daytona, "PATIENCE_S", {})
@@ -105,7 +105,7 @@ async def test_stuck_sandbox_that_cannot_be_deleted_is_left_to_the_reaper(
 
 @pytest.mark.parametrize("state", ["error", "build_failed"])
 async def test_failed_boot_is_lost(bench: Bench, state: str) -> None:
-    """A boot that the service gave up is lost with its reason, and nothing of it is left."""
+    """A boot that the service gave up is lost with its reason, and leaves nothing behind."""
     bench.inject(CREATE, state=state)
     with pytest.raises(SandboxLost, match=f"injected {state}"):
         await bench.provider.create(SPEC, ID)
@@ -114,7 +114,7 @@ async def test_failed_boot_is_lost(bench: Bench, state: str) -> None:
 
 
 async def test_quota_taken_by_others_is_waited_for(bench: Bench) -> None:
-    """While the account's quota is full a create waits; when a sandbox ends, it succeeds."""
+    """A create waits while the account's quota is full, and succeeds when a sandbox ends."""
     bench.server.settings.update(max_cpu=1.0, others_cpu=1.0)
     creating = asyncio.create_task(bench.provider.create(SPEC, ID))
     while len(bench.asked("POST /api/sandbox")) < 2:
@@ -151,7 +151,7 @@ async def test_creates_are_paced_as_the_service_asks(bench: Bench) -> None:
 async def test_env_file_of_the_folder_is_no_setting(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A setting that only a `.env` file has is refused by name, because the SDK would use it."""
+    """A setting that is only in a `.env` file is refused by name, because the SDK would use it."""
     (tmp_path / ".env").write_text("DAYTONA_TARGET=elsewhere\n")
     monkeypatch.chdir(tmp_path)
 
@@ -176,7 +176,7 @@ async def test_an_exit_code_that_lies_changes_no_result(bench: Bench, how: str) 
 
 
 async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -> None:
-    """An early `not found` of the proxy is checked with the control plane, which knows better."""
+    """An early `not found` of the proxy is checked with the control plane, which decides."""
     async with bench.box() as box:
         bench.inject(EXEC, status=404, times=2)
 
@@ -186,7 +186,7 @@ async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -
 async def test_dead_daemon_of_a_started_sandbox_is_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 502 for a long time the daemon counts as dead, although the service says started."""
+    """After a long time of 502 the daemon counts as dead, although the service says `started`."""
     monkeypatch.setattr(daytona, "SILENT_S", 0.5)
     async with bench.box() as box:
         bench.inject(EXEC, status=502, times=None)
@@ -199,7 +199,7 @@ async def test_dead_daemon_of_a_started_sandbox_is_lost(
 
 
 async def test_unused_sandbox_ends_by_itself(bench: Bench) -> None:
-    """The idle timer sees only calls: a busy sandbox without calls ends and is deleted."""
+    """Only calls reset the idle timer: a busy sandbox without calls ends and is deleted."""
     async with bench.box() as box:
         await box.start("busy", Exec(["sleep", "600"]))
         bench.server.settings["minute_s"] = 0.1
@@ -211,7 +211,7 @@ async def test_unused_sandbox_ends_by_itself(bench: Bench) -> None:
 
 
 async def test_wrong_clock_of_the_service_changes_no_lifetime(bench: Bench) -> None:
-    """A sandbox that the service still has is alive, even if the service's clock is an hour behind."""
+    """A sandbox that the service lists is alive, even if the service's clock is an hour behind."""
     bench.server.settings["clock_offset_s"] = -3600.0
     async with bench.box() as box:
         await box.touch(600)
@@ -237,7 +237,7 @@ async def test_wrong_clock_of_the_service_changes_no_lifetime(bench: Bench) -> N
 def test_retry_after_is_read_in_all_its_forms(
     headers: dict[str, str], seconds: float | None
 ) -> None:
-    """Seconds, dates and throttlers' own headers give a wait; other values give none."""
+    """Seconds, dates and headers of throttlers give a wait. Other values give none."""
     assert retry_after(headers) == seconds
 
 

@@ -1,4 +1,4 @@
-"""The Daytona double answers the unmodified SDK also in what our provider does not use."""
+"""The Daytona double also answers calls of the unmodified SDK that our provider does not use."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from tests.services import DAYTONA, serving
 
 @pytest.fixture
 async def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """The SDK's own, in a double of its own."""
+    """A sandbox of the SDK, in a double of its own."""
     async with serving(DAYTONA, tmp_path / "server", monkeypatch):
         made = await (await client()).create()
         yield made
@@ -45,7 +45,7 @@ async def code(sandbox: Any, command_id: str) -> int:
 
 
 async def test_session_is_one_shell(sandbox: Any) -> None:
-    """Commands of a session share a shell, and each has its code and both its streams."""
+    """Commands of a session share a shell. Each has its own exit code and both streams."""
     await sandbox.process.create_session("s")
     await code(sandbox, await run(sandbox, "cd /tmp; A=1"))
     command = await run(sandbox, "echo $A $PWD; echo no >&2; false")
@@ -56,7 +56,7 @@ async def test_session_is_one_shell(sandbox: Any) -> None:
 
 
 async def test_logs_are_followed_to_the_end(sandbox: Any) -> None:
-    """A follower gets both streams apart, and ends with the command."""
+    """A follower gets the two streams separately, and ends with the command."""
     await sandbox.process.create_session("s")
     command = await run(sandbox, "echo one; sleep 0.2; echo two >&2")
     heard: list[tuple[str, str]] = []
@@ -78,7 +78,7 @@ async def test_code_that_is_just_being_written_ends_no_follower(sandbox: Any) ->
 
 
 async def test_exit_ends_the_shell_and_no_code_comes(sandbox: Any) -> None:
-    """After `exit` in a session a command's code never appears, as with the real daemon."""
+    """After `exit` in a session, a command's exit code never appears, as with the real daemon."""
     await sandbox.process.create_session("s")
     command = await run(sandbox, "echo $$ >/tmp/shell; exit 3")
     gone = "[ -s /tmp/shell ] && ! kill -0 $(cat /tmp/shell)"
@@ -90,7 +90,7 @@ async def test_exit_ends_the_shell_and_no_code_comes(sandbox: Any) -> None:
 
 
 async def test_files_go_both_ways(sandbox: Any) -> None:
-    """Upload, info, list, move and download carry a file; what is missing is an error."""
+    """Upload, info, list, move and download work on a file; a missing file is an error."""
     from daytona import DaytonaError
 
     data = bytes(range(256)) * 9000

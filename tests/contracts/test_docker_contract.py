@@ -21,7 +21,7 @@ __all__ = ["docker_address", "docker_engine"]
 
 
 class TestDocker(SandboxContract):
-    reaches_gateway = False  # by a relay, not by a socket of this host
+    reaches_gateway = False  # through a relay, not a socket of this host
 
     @pytest.fixture
     def short_folder(self, tmp_path: Path) -> Path:
@@ -31,12 +31,12 @@ class TestDocker(SandboxContract):
     def provider(
         self, tmp_path: Path, docker_engine: str, monkeypatch: pytest.MonkeyPatch
     ) -> DockerProvider:
-        """With long time-outs: 64 sandboxes start some hundred programs, minutes on a slow host."""
+        """With long time-outs: 64 sandboxes start hundreds of programs, in minutes on a slow host."""
         monkeypatch.setattr("perdure.sandboxes.providers.docker.provider.REQUEST_S", 300.0)
         return DockerProvider(Settings(home=tmp_path / "home"))
 
     async def test_a_sandbox_that_is_never_renewed_ends_too(self, provider: DockerProvider) -> None:
-        """Its first deadline is the spec's, also if its creator never renews it."""
+        """Its first deadline is the spec's, even if its creator never renews it."""
         async with self.box(provider, replace(self.spec(), ttl_s=10)) as box:
             with pytest.raises(SandboxLost):
                 async with asyncio.timeout(60):
@@ -61,8 +61,8 @@ class TestDocker(SandboxContract):
     async def test_no_argument_tells_a_variable(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A session's key is in no argument of `docker` or of what it starts in the container: every
-        user of the host can list both."""
+        """A session's key is in no argument of `docker` or of the programs in the container,
+        because every user of the host can list both."""
         log, docker = tmp_path / "log", tmp_path / "docker"
         docker.write_text(f'#!/bin/sh\necho "$@" >>{log}\nexec {program("docker")} "$@"\n')
         docker.chmod(0o755)
@@ -82,7 +82,7 @@ class TestDocker(SandboxContract):
     async def test_command_that_breaks_the_sandbox_costs_it_alone(
         self, provider: DockerProvider
     ) -> None:
-        """A sandbox in which a command has removed Python is lost; its image is not blamed."""
+        """A sandbox in which a command removed Python is lost. No error blames its image."""
         async with self.box(provider, replace(self.spec(), image=IMAGE, tree=None)) as box:
             await box.exec("rm $(command -v python3)", check=True)
 
@@ -106,7 +106,7 @@ class TestDocker(SandboxContract):
 
 
 def _tells(secret: bytes, text: bytes) -> bool:
-    """As it is, or in what looks like base64."""
+    """Whether the text contains it, plain or in base64."""
     found = (word[: len(word) // 4 * 4] for word in re.findall(rb"[A-Za-z0-9+/]{16,}=*", text))
     return any(secret in each for each in (text, *map(base64.b64decode, found)))
 

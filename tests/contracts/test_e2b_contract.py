@@ -5,4 +5,4 @@ from tests.services import E2B, ServiceContract
 
 class TestE2B(ServiceContract):
     service = E2B
-    bounds_memory = False  # it is the template's
+    bounds_memory = False  # the template sets it

@@ -45,7 +45,7 @@ async def test_a_stream_that_lies_changes_no_result(bench: Bench, how: str) -> N
 async def test_misspelt_control_is_refused_by_name(
     tmp_path: Path, route: str, sent: Any, said: str
 ) -> None:
-    """A fault that would never be met is no silent success."""
+    """A misspelled rule or setting is an error, because its fault would never happen."""
     async with serving(tmp_path) as (_, url), httpx.AsyncClient() as client:
         answer = await client.post(f"{url}/__control/{route}", json=sent)
 
@@ -54,7 +54,7 @@ async def test_misspelt_control_is_refused_by_name(
 
 @pytest.mark.parametrize("word", ["idempotency_in_progress", "idempotency_outcome_unknown"])
 async def test_conflict_about_the_key_ends_with_one_sandbox(bench: Bench, word: str) -> None:
-    """A service unsure of the key's first request made one sandbox; it is adopted."""
+    """If the service is unsure of the key's first request, the sandbox that it made is adopted."""
     body = {"code": 409, "message": word, "error_code": word}
     bench.inject(CREATE, when="after", status=409, body=body)
     async with bench.box():
@@ -66,7 +66,7 @@ async def test_conflict_about_the_key_ends_with_one_sandbox(bench: Bench, word: 
 async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """After a sandbox has answered, its end is reported: no second one is made silently."""
+    """After a sandbox has answered, its end is reported, and no second one is created silently."""
     (tmp_path / "tree").mkdir()
     bench.inject(E2B.upload, kill=True)
     with pytest.raises(SandboxLost):
@@ -76,7 +76,7 @@ async def test_sandbox_that_dies_in_its_set_up_is_not_made_again(
 
 
 async def test_command_that_breaks_the_sandbox_costs_it_alone(bench: Bench) -> None:
-    """A sandbox in which a command has removed Python is lost; its template is not blamed."""
+    """A sandbox in which a command removed Python is lost. No error blames its template."""
     async with bench.box() as box:
         await box.exec("echo PATH=/nowhere >/home/user/.bash_profile", user="root", check=True)
 
@@ -85,7 +85,7 @@ async def test_command_that_breaks_the_sandbox_costs_it_alone(bench: Bench) -> N
 
 
 async def test_full_account_is_waited_for(bench: Bench) -> None:
-    """At the cap of concurrent sandboxes a create waits until one of ours is gone."""
+    """At the cap of concurrent sandboxes, a create waits until one of ours has ended."""
     bench.server.settings["max_live"] = 1
     await bench.provider.create(SPEC, "p-other-1")
     creating = asyncio.create_task(bench.provider.create(SPEC, ID))
@@ -100,7 +100,7 @@ async def test_full_account_is_waited_for(bench: Bench) -> None:
 
 
 async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -> None:
-    """An early `not found` of the proxy is checked with the control plane, which knows better."""
+    """An early `not found` of the proxy is checked with the control plane, which decides."""
     body = {"sandboxId": "x", "message": "The sandbox was not found", "code": 502}
     async with bench.box() as box:
         bench.inject(f"{EXEC}|/health", status=502, body=body, times=2)
@@ -111,8 +111,8 @@ async def test_proxy_that_denies_a_living_sandbox_is_asked_again(bench: Bench) -
 async def test_sandbox_that_its_proxy_denies_for_long_is_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine that died while the service calls it running is given up after a minute, not after
-    the ten of a silent network."""
+    """A dead machine that the service calls running is given up after one minute. A silent network
+    gets ten."""
     monkeypatch.setattr(e2b, "DAEMON_GONE_S", 0.3)
     async with bench.box() as box:
         body = {"sandboxId": "i1", "message": "The sandbox was not found", "code": 502}

@@ -63,7 +63,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture(params=TOKEN_ENGINES)
 async def make_token(request: pytest.FixtureRequest) -> AsyncIterator[MakeToken]:
-    """What it made is closed at the end."""
+    """Makes clients, and closes them at the end."""
     async with AsyncExitStack() as made:
 
         def make(url: str, client: httpx.AsyncClient, patience_s: float) -> EnginePool:
@@ -117,7 +117,7 @@ async def test_an_unset_version_label_is_no_version(
 async def test_a_cut_completion_says_length(
     make_token: MakeToken, server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Reaching max_tokens differs from stopping."""
+    """The finish reason of max_tokens differs from that of a stop."""
     completion = await _generate(make_token(server.url, client, 0), max_tokens=3)
 
     assert (completion.finish_reason, len(completion.token_ids)) == ("length", 3)
@@ -148,7 +148,7 @@ FAULTS = [
 async def test_a_transient_fault_is_retried(
     make_token: MakeToken, server: ScriptedEngine, client: httpx.AsyncClient, fault: dict[str, Any]
 ) -> None:
-    """A fault that passes costs time, not the turn."""
+    """A transient fault delays the turn but does not fail it."""
     server.control(**fault, times=1)
 
     completion = await _generate(make_token(server.url, client, 30))
@@ -172,7 +172,7 @@ async def test_a_lasting_fault_is_unavailable(
 async def test_a_refused_connection_is_unavailable(
     make_token: MakeToken, client: httpx.AsyncClient
 ) -> None:
-    """A refused connection is the engine's failure, named with its address."""
+    """A refused connection is the engine's failure, and the error names its address."""
     with pytest.raises(GatewayUnavailable, match=r"127\.0\.0\.1:9"):
         await _generate(make_token("http://127.0.0.1:9", client, 0))
 
@@ -199,7 +199,7 @@ def _chat(text: str) -> dict[str, Any]:
 async def test_text_and_tool_calls_come_back_as_a_chat_completion(
     make_chat: MakeChat, server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """The caller gets OpenAI's form, also from an API with another form."""
+    """The caller gets OpenAI's format, even from an API with another format."""
     answer = await make_chat(server.url, client, 0).chat(_chat("a tool"), session_id="s")
 
     choice = answer["choices"][0]
@@ -233,14 +233,14 @@ async def test_a_refusal_from_the_start_is_told_soon_and_never_shows_the_key(
 
 
 @pytest.mark.parametrize("status", [301, 401, 404, 422, 451, 507, 520])
-async def test_a_refusal_amid_the_work_is_waited_out(
+async def test_a_later_refusal_is_waited_out(
     server: ScriptedEngine,
     client: httpx.AsyncClient,
     monkeypatch: pytest.MonkeyPatch,
     status: int,
 ) -> None:
-    """An API that has served calls is a working one: what it refuses for a while costs time only, and
-    the wait has a reason that people can read."""
+    """An API that has served calls works, so a later refusal only delays the call, and the wait has
+    a reason that people can read."""
     monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
     engine = CHAT_ENGINES["openai"](server.url, client, 300)
     await engine.chat(_chat("hi"), session_id="s")
@@ -259,7 +259,7 @@ async def test_a_refusal_amid_the_work_is_waited_out(
 async def test_a_call_waits_also_while_a_further_try_is_on_its_way(
     server: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Until it has a usable answer: the try may take as long as the API likes."""
+    """A call still waits while its retry runs, which may take as long as the API needs."""
     engine = CHAT_ENGINES["openai"](server.url, client, 300)
     server.control(kind="status", status=503)
     call = asyncio.ensure_future(engine.chat(_chat("ho"), session_id="s"))
@@ -300,7 +300,7 @@ def test_tool_results_of_one_turn_are_in_one_message() -> None:
 
 
 def test_a_cut_message_says_length() -> None:
-    """Anthropic's max_tokens is OpenAI's length."""
+    """Anthropic's `max_tokens` becomes OpenAI's `length`."""
     answer = from_messages(
         {
             "content": [{"type": "text", "text": "He"}],

@@ -1,4 +1,4 @@
-"""No bytes from a sandbox cost a reader more than their length warrants, and none break it."""
+"""No bytes from a sandbox break a reader, and its CPU time grows linearly with their length."""
 
 import pytest
 from hypothesis import given, settings
@@ -33,12 +33,12 @@ FIXED = [(b"", piece, b"") for piece in PIECES] + [
     st.one_of(st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join), st.binary(max_size=200))
 )
 def test_no_bytes_break_a_reader(reader: Reader, data: bytes) -> None:
-    """Whatever the bytes are, a reader gives a result or refuses them by name."""
+    """For any bytes, a reader returns a result or raises a named refusal."""
     tried(reader, data)
 
 
 def _grows_linearly(reader: Reader, shape: tuple[bytes, bytes, bytes], size: int) -> None:
-    """Three tries, because CPU time on a busy host is no exact measure; a square fails each time."""
+    """Measures three times, because CPU time varies on a busy host. Quadratic time always fails."""
     small, large = grown(shape, size), grown(shape, 4 * size)
     costs = []
     for _ in range(3):
@@ -51,7 +51,7 @@ def _grows_linearly(reader: Reader, shape: tuple[bytes, bytes, bytes], size: int
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
 def test_four_times_the_bytes_cost_at_most_some_five_times(reader: Reader) -> None:
-    """The known shapes of hostile input, such as one line of `a::`, cost in proportion."""
+    """Known shapes of hostile input, such as one line of `a::`, take time in proportion."""
     for shape in FIXED:
         _grows_linearly(reader, shape, 8 << 10)
 
@@ -63,21 +63,21 @@ def test_four_times_the_bytes_cost_at_most_some_five_times(reader: Reader) -> No
 def test_no_shape_costs_more_than_its_length(
     reader: Reader, shape: tuple[bytes, bytes, bytes]
 ) -> None:
-    """The same for drawn shapes, and larger."""
+    """The same for larger inputs of random shapes."""
     _grows_linearly(reader, shape, 32 << 10)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=20).map(b"".join))
 def test_no_bytes_break_a_published_parser(data: bytes) -> None:
-    """swebench's parsers give statuses too, or refuse the log by name."""
+    """swebench's parsers also return statuses or raise a named refusal."""
     for name in published_names():
         tried(LogParser(name).statuses, data)
 
 
 @pytest.mark.longer
 async def test_a_log_that_a_parser_reads_for_ever_is_a_verdict() -> None:
-    """django's expression takes the square of this log; the reader ends at its CPU limit."""
+    """django's expression takes quadratic time on this log, so the reader ends at its CPU limit."""
     log = b"a ... Testing against Django installed in \n" * 60_000
     with pytest.raises(Unparsable, match="CPU time"):
         await read(LogParser("parse_log_django").statuses, log)

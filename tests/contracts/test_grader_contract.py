@@ -51,7 +51,7 @@ class TestSwebenchGrader(GraderContract):
 
 
 async def test_image_without_the_locale_is_graded(tmp_path: Path) -> None:
-    """What bash warns of as it starts is no part of junit: the fix is resolved, not tampered."""
+    """Warnings of bash at its start do not count as junit: the fix is resolved, not tampered."""
     (tree := tmp_path / "repository").mkdir()
     make_repository(tree)
     instance = tiny_instance()

@@ -55,7 +55,7 @@ def service() -> Service:
 
 
 async def refused(bench: Bench) -> PerdureError:
-    """What a create that cannot succeed raises. The identity is free afterwards."""
+    """The error of a create that cannot succeed. The identity is free afterwards."""
     with pytest.raises(PerdureError) as raised:
         await bench.provider.create(SPEC, ID)
     return raised.value
@@ -94,14 +94,14 @@ async def test_rights_that_are_missing_are_named(bench: Bench) -> None:
 
 
 async def test_credentials_that_never_worked_are_refused(bench: Bench, tmp_path: Path) -> None:
-    """401 from the first call on is the user's to correct."""
+    """401 from the first call on is a configuration error."""
     bench.inject(".*", status=401)
     with pytest.raises(ConfigurationError, match="KUBECONFIG"):
         await KubernetesProvider(Settings(home=tmp_path / "new")).create(SPEC, ID)
 
 
 async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> None:
-    """Tokens of a cloud's login last minutes: after a 401 the file is read again."""
+    """Tokens of a cloud login last minutes, so the file is read again after a 401."""
     path = bench.server.kubeconfig
     known = json.loads(path.read_text())
     known["users"][0]["user"]["token"] = "renewed"
@@ -126,7 +126,7 @@ async def test_credentials_that_were_renewed_are_read_again(bench: Bench) -> Non
 async def test_a_file_that_is_no_kubeconfig_is_named(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, fields: Any
 ) -> None:
-    """A broken kubeconfig is not retried: the error names the variable to correct at once."""
+    """A broken kubeconfig is not retried: the first error names the variable to correct."""
     known = json.loads(bench.server.kubeconfig.read_text())
     known["clusters"][0]["cluster"] |= {"server": "https://127.0.0.1:1", **fields}
     (tmp_path / "broken").write_text(text or json.dumps(known))
@@ -207,7 +207,7 @@ async def test_a_login_that_fails_for_a_moment_is_tried_again(bench: Bench, tmp_
 async def test_a_quota_is_waited_for_or_told(
     bench: Bench, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full namespace is RateLimited, not a configuration error: another sandbox has to end first."""
+    """A full namespace is RateLimited, not a configuration error: other sandboxes must end first."""
     impatient(monkeypatch, 3.0)
     bench.provider.waits_at_caps = waits
     bench.server.settings["max_pods"] = 0
@@ -218,8 +218,8 @@ async def test_a_quota_is_waited_for_or_told(
 
 
 async def test_a_quota_that_our_own_pod_fills_refuses_it_nothing(bench: Bench) -> None:
-    """A quota is looked at before the name: after a lost answer it may be the pod itself that fills
-    it, and no other has to end first."""
+    """The API checks the quota before the name. After a lost answer the pod itself may fill the
+    quota, so no other pod has to end first."""
     bench.provider.waits_at_caps = False
     bench.server.settings["max_pods"] = 1
     bench.inject(CREATE, when="after", reset=True)
@@ -238,7 +238,7 @@ async def test_a_quota_that_our_own_pod_fills_refuses_it_nothing(bench: Bench) -
 async def test_a_pod_that_no_node_takes_is_deleted(
     bench: Bench, said: str, kind: type[PerdureError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too little room is RateLimited, so that callers queue; a taint is a configuration error."""
+    """A lack of room is RateLimited, so that callers queue. A taint is a configuration error."""
     monkeypatch.setattr(boot_wait, "ROOM_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=said)
     error = await refused(bench)
@@ -249,7 +249,7 @@ async def test_a_pod_that_no_node_takes_is_deleted(
 async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If even an empty node is too small, waiting ends when no larger node has come."""
+    """If even an empty node is too small, the wait ends unless a larger node is added in time."""
     monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
     monkeypatch.setattr(boot_wait, "LARGER_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=FITS_NOWHERE)
@@ -260,7 +260,7 @@ async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
 
 
 async def test_a_larger_node_may_come_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An autoscaler that adds one is given longer than those who wait for room."""
+    """An autoscaler that adds a larger node gets more time than a wait for room."""
     monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
     bench.inject(CREATE, state="Unschedulable", state_s=0.5, body=FITS_NOWHERE)
     async with bench.box() as box:
@@ -268,7 +268,7 @@ async def test_a_larger_node_may_come_late(bench: Bench, monkeypatch: pytest.Mon
 
 
 async def test_a_node_may_come_late(bench: Bench) -> None:
-    """A pod that waits for a node is waited for."""
+    """A create waits for a pod that waits for a node."""
     bench.inject(CREATE, state="Unschedulable", state_s=0.5)
     async with bench.box() as box:
         assert (await box.exec("echo up")).stdout == b"up\n"
@@ -326,7 +326,7 @@ async def test_the_words_of_a_pod_that_ended_blame_no_image(bench: Bench) -> Non
 
 
 def _without_programs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the shells of a pod find no program."""
+    """From now on, shells in pods find no program."""
     with_input = bench.server._with_input
 
     async def broken(box: Any, exec_id: str, argv: Any) -> Any:
@@ -361,7 +361,7 @@ async def test_a_network_that_is_open_is_refused(
 async def test_a_network_that_cannot_be_looked_at_is_refused(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the API server's address inside, it cannot be checked that the network is closed."""
+    """Without the API server's address inside, the provider cannot check the network."""
     box_of = type(bench.server)._box
 
     def untold(self: Any, *given: Any) -> SandboxSpec:
@@ -389,7 +389,7 @@ async def test_a_proxys_404_is_no_word_on_a_pod(bench: Bench, call: str) -> None
 
 
 async def test_a_pod_on_its_way_out_frees_its_name(bench: Bench) -> None:
-    """A create that meets the old pod still terminating waits for it, and makes a new one."""
+    """A create waits while the old pod is still terminating, and then makes a new one."""
     bench.server.settings["delete_s"] = 0.5
     async with bench.box() as box:
         await box.write_file("mark", b"old")
@@ -414,7 +414,7 @@ async def test_a_pod_on_its_way_out_frees_its_name(bench: Bench) -> None:
 async def test_a_command_runs_once_whatever_happens_to_its_socket(
     bench: Bench, fault: str, when: str
 ) -> None:
-    """A start whose answer is lost, before or after the work, is asked again and runs nothing twice."""
+    """A start whose answer is lost, before or after it ran, is repeated and runs nothing twice."""
     async with bench.box() as box:
         bench.inject(EXEC, when=when, **PASSING[fault])
         await box.start("once", Exec(["bash", "-c", "echo ran >>count; exit 3"]))
@@ -448,7 +448,7 @@ async def test_a_socket_that_lies_changes_no_result(bench: Bench, how: str) -> N
 async def test_a_pod_that_is_taken_away_is_lost_with_the_reason(
     bench: Bench, how: str, when: str
 ) -> None:
-    """Evicted, out of memory, preempted: before its command or in the middle of it."""
+    """The pod is evicted, out of memory or preempted, before its command or during it."""
     async with bench.box() as box:
         bench.inject(EXEC, kill=True, state=how, when=when)
         with pytest.raises(SandboxLost, match="Preempt" if how == "Preempted" else how):
@@ -481,7 +481,7 @@ async def test_upload_cut_short_is_sent_again(bench: Bench, tmp_path: Path) -> N
 
 
 async def test_no_order_stands_in_a_url(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an upload, server logs show only its path and its length."""
+    """Server logs show only the path and the length of an upload."""
     with_input, sent = bench.server._with_input, []
 
     async def noted(box: Any, exec_id: str, argv: Any) -> Any:
@@ -500,7 +500,7 @@ async def test_no_order_stands_in_a_url(bench: Bench, monkeypatch: pytest.Monkey
 
 
 async def test_a_list_that_lags_hides_nothing_from_its_owner(bench: Bench) -> None:
-    """Create, attach and kill go by name and need no list."""
+    """Create, attach and kill use the name and need no list."""
     bench.server.settings["list_lag_s"] = 3600.0
     async with bench.box() as box:
         await box.write_file("mark", b"first")
@@ -515,7 +515,7 @@ async def test_a_list_that_lags_hides_nothing_from_its_owner(bench: Bench) -> No
 async def test_other_deployments_are_left_alone(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same identity of another scope is another sandbox, unseen and unkilled."""
+    """The same identity in another scope is another sandbox, which is never listed or killed."""
     async with bench.box() as box:
         monkeypatch.setenv("PERDURE_KUBERNETES__SCOPE", "others")
         others = KUBERNETES.made(tmp_path / "home")

@@ -32,7 +32,7 @@ async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 async def kubectl(server: Any, *words: str, given: bytes = b"") -> tuple[int, bytes, bytes]:
-    """Exit code and both outputs of the real program."""
+    """The exit code and both outputs of the real program."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("kubectl is missing; apt-get install kubernetes-client")
@@ -49,7 +49,7 @@ async def kubectl(server: Any, *words: str, given: bytes = b"") -> tuple[int, by
 
 
 async def made(server: Any) -> None:
-    """A pod of whose the command runs, by a client that knows nothing of Kubernetes."""
+    """A pod whose command runs, created by a plain HTTP client."""
     import aiohttp
 
     (cluster,) = json.loads(server.kubeconfig.read_text())["clusters"]
@@ -74,7 +74,7 @@ async def test_kubectl_lists_and_describes_what_runs(server: Any) -> None:
 
 
 async def test_kubectl_deletes_and_waits_for_the_end(server: Any) -> None:
-    """A delete that waits comes back, and nothing is left."""
+    """A delete that waits returns, and nothing is left."""
     await made(server)
     server.settings["delete_s"] = 0.3
     code, _, err = await kubectl(server, "delete", "pod", "one")
@@ -83,7 +83,7 @@ async def test_kubectl_deletes_and_waits_for_the_end(server: Any) -> None:
 
 
 async def test_kubectl_runs_a_command_inside(server: Any) -> None:
-    """Standard input with its end, both outputs and the exit code, over the v5 socket."""
+    """Standard input and its end, both outputs and the exit code travel over the v5 socket."""
     await made(server)
     line = "tr a-z A-Z; echo why >&2; exit 3"
     code, out, err = await kubectl(

@@ -1,4 +1,4 @@
-"""The relay keeps one promise: the agent's model calls arrive once, and are answered.
+"""The relay delivers each of the agent's model calls once, and answers it.
 
 Real parts: a bubblewrap sandbox without a network, a gateway, an engine that counts its samples.
 """
@@ -76,7 +76,7 @@ print(hashlib.sha256(connection.getresponse().read()).hexdigest())
 
 
 class Upstream:
-    """In the gateway's place: keeps every body as it came, and answers bytes that are no text."""
+    """Replaces the gateway: keeps every body unchanged, and answers bytes that are not text."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -109,7 +109,7 @@ class Upstream:
 
 
 class Stand:
-    """One sandbox with its network closed, beside a gateway it cannot see."""
+    """One sandbox with a closed network, and a gateway that it cannot reach."""
 
     def __init__(self, home: Path, gateway: LocalGateway, engine: ScriptedEngine) -> None:
         self.home, self.gateway, self.engine = home, gateway, engine
@@ -140,7 +140,7 @@ class Stand:
 
     @asynccontextmanager
     async def host(self) -> AsyncIterator[asyncio.subprocess.Process]:
-        """The host's side in a process of its own, serving."""
+        """The host's side, serving in a separate process."""
         words = [str(self.home), IDENTITY, self.gateway.url, self.key]
         process = await asyncio.create_subprocess_exec(
             sys.executable, str(HOST), *words, stdout=asyncio.subprocess.PIPE
@@ -192,7 +192,7 @@ async def test_plain_and_streamed_answers_pass(stand: Stand) -> None:
 @pytest.mark.parametrize("path", ["/v1/whole", "/v1/streamed"])
 @pytest.mark.parametrize("chunked", [0, 1], ids=["length", "chunks"])
 async def test_bodies_pass_byte_for_byte(stand: Stand, path: str, chunked: int) -> None:
-    """A megabyte there and three back, whole or in parts, are the bytes that were sent."""
+    """A request of one megabyte and an answer of three, whole or in parts, arrive unchanged."""
     seed, size = 3, (1 << 20) + 5
     async with (
         Upstream().serving() as upstream,
@@ -211,7 +211,7 @@ async def test_bodies_pass_byte_for_byte(stand: Stand, path: str, chunked: int) 
 
 
 async def test_large_requests_reach_the_gateway(stand: Stand) -> None:
-    """The gateway reads a request of a megabyte, and says that it is too long."""
+    """The gateway reads a request of a megabyte, and answers that it is too long."""
     async with stand.relay():
         [(status, text)] = await stand.ask(pad=1 << 20)
 
@@ -230,7 +230,7 @@ async def test_twenty_calls_at_once(stand: Stand) -> None:
 
 
 async def test_killed_host_loses_nothing(stand: Stand) -> None:
-    """kill -9 of the host's side while the engine samples: another goes on; one sample, one answer."""
+    """After kill -9 of the host's side while the engine samples, another gives the one answer."""
     stand.engine.control(latency_s=0.5)
     async with stand.host() as first:
         await stand.start("client")
@@ -244,7 +244,7 @@ async def test_killed_host_loses_nothing(stand: Stand) -> None:
 
 
 async def test_host_that_comes_back_repeats_no_old_call(stand: Stand) -> None:
-    """A second host reads the whole log and leaves alone what the first has answered."""
+    """A second host reads the whole log, and skips the requests that the first has answered."""
     async with stand.host():
         await stand.ask()
     async with stand.relay() as relay:
@@ -264,7 +264,7 @@ def _noting(asked: list[str]) -> Any:
 
 
 async def test_killed_relay_is_started_again(stand: Stand) -> None:
-    """The relay's own death costs the agent one more try, at the same address, and no sample."""
+    """If the relay dies, the agent repeats its call at the same address. One sample is made."""
     stand.engine.control(latency_s=0.5)
     async with stand.relay():
         await stand.start("client", again=True)
@@ -307,7 +307,7 @@ async def test_lost_answer_is_sent_again(stand: Stand) -> None:
 
 
 async def test_duplicated_pieces_are_dropped(stand: Stand) -> None:
-    """Every piece delivered twice gives the agent every answer once."""
+    """If every piece is delivered twice, the agent still gets each answer once."""
     async with stand.relay() as relay:
         answer = relay._process.answer
 
@@ -358,7 +358,7 @@ async def test_garbage_in_the_log_is_dropped(stand: Stand) -> None:
 
 
 async def test_image_without_python_says_so(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no interpreter is found, the error names the field, the need and the fix."""
+    """If no interpreter is found, the error names the field, what is missing, and the fix."""
     monkeypatch.setattr(
         relay_module, "_FIND_PYTHON", "echo 'no python3 in this image' >&2; exit 127"
     )

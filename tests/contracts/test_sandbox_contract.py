@@ -33,7 +33,7 @@ class TestLocal(SandboxContract):
 
 
 async def test_sandbox_whose_folder_went_away_is_lost(tmp_path: Path) -> None:
-    """If another process kills it between two steps of ours, that is SandboxLost, not a missing file."""
+    """If another process kills it between two of our steps, the error is SandboxLost."""
     box = await LocalProvider(
         Settings(home=tmp_path / "home", sandbox={"allow_local": True})
     ).create(SandboxSpec("/testbed"), "one")
@@ -67,7 +67,7 @@ class TestPodman(SandboxContract):
 
 
 class TestApptainerOverItsDouble(SandboxContract):
-    """The command lines and what follows them; Apptainer itself is not here."""
+    """The command lines and the code after them. A double replaces Apptainer itself."""
 
     runs_commands_as = "TestBubblewrap"
 

@@ -1,4 +1,4 @@
-"""What those who control the scripted engine count on."""
+"""What tests that control the scripted engine rely on."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ FOR_EVER_S = 3600.0
 
 
 async def test_what_a_released_caller_asks_next_meets_the_new_latency() -> None:
-    """Thousands are released at once, and the first of them call again before any other request."""
+    """Thousands of callers may be released at once. The first to call again has the new latency."""
     script = {"default": {"turns": [{"content": "Done."}]}}
     body = {"token_ids": load_tokenizer("qwen3").encode_plain("hi"), "sampling_params": {}}
     async with ScriptedEngine(script, latency_s=FOR_EVER_S) as engine, new_client() as client:

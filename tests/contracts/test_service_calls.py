@@ -1,4 +1,4 @@
-"""How many requests each step of a sandbox needs: far from the service, each takes long."""
+"""How many requests each step of a sandbox needs, because each takes long far from the service."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.services import Bench
 
 LARGE = 100_000
-"""Bytes: too many to travel with the order."""
+"""Bytes: too many to send with the order."""
 
 
 EXPECTED = {
@@ -32,7 +32,7 @@ EXPECTED = {
 
 
 class Requests:
-    """What came since the last look, in order, without the names in it."""
+    """The requests since the last call, in order, without their names."""
 
     def __init__(self, bench: Bench) -> None:
         self._log = bench.server.faults.log
@@ -45,7 +45,7 @@ class Requests:
 
 
 async def test_no_step_costs_more_requests_than_it_must(bench: Bench, tmp_path: Path) -> None:
-    """A boot looks, makes and sets up; a command, an upload and a kill cost what they need."""
+    """A boot looks, creates and sets up. A command, an upload and a kill need their minimum."""
     (tmp_path / "large").write_bytes(b"x" * LARGE)
     requests, found = Requests(bench), dict[str, list[str]]()
     async with bench.box() as box:

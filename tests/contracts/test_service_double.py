@@ -1,4 +1,4 @@
-"""What every double of a sandbox service does, whatever the service."""
+"""What the doubles of all sandbox services do."""
 
 import asyncio
 import signal
@@ -35,7 +35,7 @@ class Downloads(Double):
 
 
 async def test_one_that_ends_leaves_no_connection_open(tmp_path: Path) -> None:
-    """A reader that is slower than the double's end is cut off, as by a service's end."""
+    """A slow reader is cut off when the double ends, as by a real service."""
     loop = asyncio.get_running_loop()
     with socket.socket() as reader:
         reader.setblocking(False)

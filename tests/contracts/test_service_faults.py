@@ -53,7 +53,7 @@ EXCHANGE = (
     f"ln -s {HOME}/execs new && "
     """python3 -c 'import ctypes; ctypes.CDLL(None).renameat2(-100, b"execs", -100, b"new", 2)'"""
 )
-"""The guest's records lie on the small disk from one moment to the next."""
+"""Moves the guest's records to the small disk in one step."""
 
 
 # -- making ---------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ async def test_lagging_list_makes_nothing_twice(bench: Bench) -> None:
 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_refusal_that_stays_needs_a_person(bench: Bench, tmp_path: Path, status: int) -> None:
-    """A key that never worked, or may not, stops the run and is named."""
+    """A key that never worked, or has no rights, stops the run, and the error names it."""
     fresh = bench.service.made(tmp_path / "fresh")
     bench.inject(".", status=status, times=None)
 
@@ -129,7 +129,7 @@ async def test_refusal_that_stays_needs_a_person(bench: Bench, tmp_path: Path, s
 
 
 async def test_unknown_image_is_named(bench: Bench) -> None:
-    """404 on create means a missing image: the error says where it is named."""
+    """404 on create means a missing image. The error says which field names it."""
     bench.inject(bench.service.create, status=404, times=None)
 
     with pytest.raises(ConfigurationError, match=bench.service.image):
@@ -171,7 +171,7 @@ async def test_a_command_sent_twice_runs_once(bench: Bench) -> None:
 
 
 async def test_state_that_is_just_changing_is_waited_out(bench: Bench) -> None:
-    """409 about a sandbox that lives, in a renewal or a command, is asked again."""
+    """If a renewal or a command gets 409 about a live sandbox, it is repeated."""
     async with bench.box() as box:
         bench.inject(f"(POST|PUT) /(api/)?sandbox.*{bench.live[0]}/", status=409)
         await box.touch(600)
@@ -211,7 +211,7 @@ async def test_refused_key_is_waited_out(bench: Bench) -> None:
 
 
 async def test_sandbox_killed_under_a_command_is_lost(bench: Bench) -> None:
-    """A sandbox that dies at the k-th call is SandboxLost, no exit code and no success."""
+    """A sandbox that dies at the k-th call is SandboxLost, not an exit code or a success."""
     async with bench.box() as box:
         await box.start("long", Exec(["sleep", "600"]))
         bench.inject(bench.service.execute, kill=True, skip=1)
@@ -222,7 +222,7 @@ async def test_sandbox_killed_under_a_command_is_lost(bench: Bench) -> None:
 
 
 async def test_sandbox_killed_with_its_answer_is_lost(bench: Bench) -> None:
-    """A sandbox that dies when a command has run, before its answer, is lost all the same."""
+    """A sandbox that dies between the end of a command and its answer is lost too."""
     async with bench.box() as box:
         bench.inject(bench.service.execute, kill=True, when="after", reset=True)
 
@@ -233,7 +233,7 @@ async def test_sandbox_killed_with_its_answer_is_lost(bench: Bench) -> None:
 async def test_lasting_outage_is_tried_again_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service that stays down is no lost sandbox: Temporal may ask again."""
+    """If a service stays down, the sandbox is not lost: Temporal may retry."""
     async with bench.box() as box:
         impatient(monkeypatch, 0.3)
         bench.inject(bench.service.execute, status=503, times=None)
@@ -259,7 +259,7 @@ async def test_disk_that_a_command_filled_costs_the_sandbox_alone(
 
 
 async def test_signal_whose_answer_is_lost_kills_once(bench: Bench) -> None:
-    """A SIGKILL asked for twice ends the command once, and says so."""
+    """A SIGKILL requested twice ends the command once, and the result says so."""
     async with bench.box() as box:
         await box.start("long", Exec(["sleep", "600"]))
         bench.inject(bench.service.execute, when="after", reset=True)
@@ -276,7 +276,7 @@ async def test_signal_whose_answer_is_lost_kills_once(bench: Bench) -> None:
 async def test_upload_arrives_whole_after_a_fault(
     bench: Bench, fault: str, when: str, tmp_path: Path
 ) -> None:
-    """A large file whose upload or placing failed is there once, whole, with nothing beside it."""
+    """A large file whose upload or rename failed exists once, whole, and without leftovers."""
     (tmp_path / "big").write_bytes(bytes(range(256)) * 4000)
     async with bench.box() as box:
         bench.inject(bench.service.upload, when=when, **PASSING[fault])
@@ -291,7 +291,7 @@ async def test_upload_arrives_whole_after_a_fault(
 async def test_upload_that_was_not_kept_is_sent_again(
     bench: Bench, how: str, tmp_path: Path
 ) -> None:
-    """An upload answered as done that is not there, or not whole, never becomes the file."""
+    """An upload that the service confirms but does not keep whole never becomes the file."""
     (tmp_path / "big").write_bytes(bytes(range(256)) * 4000)
     async with bench.box() as box:
         bench.inject(bench.service.upload, upload=how)
@@ -316,7 +316,7 @@ async def test_upload_that_cannot_be_taken_is_named(
 
 
 async def test_fault_in_the_set_up_is_survived(bench: Bench, tmp_path: Path) -> None:
-    """Faults all through the boot of a sandbox with a tree leave one sandbox with one whole tree."""
+    """Faults throughout the boot of a sandbox with a tree leave one sandbox with one whole tree."""
     tree = tmp_path / "tree"
     (tree / "a").mkdir(parents=True)
     (tree / "a/file").write_text("base")
@@ -334,7 +334,7 @@ async def test_fault_in_the_set_up_is_survived(bench: Bench, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("fault", ["408", "409", "429", "500 HTML", "502", "reset", "black hole"])
 async def test_kill_survives_faults_and_is_success_when_gone(bench: Bench, fault: str) -> None:
-    """A kill whose answer is lost is asked again; that it is gone by then is success."""
+    """A kill whose answer is lost is repeated, and succeeds if the sandbox is gone by then."""
     if fault == "black hole":
         bench.hurry()
     await bench.provider.create(SPEC, ID)
@@ -345,7 +345,7 @@ async def test_kill_survives_faults_and_is_success_when_gone(bench: Bench, fault
 
 
 async def test_expired_sandbox_is_lost_and_gone(bench: Bench) -> None:
-    """At the end of its time the service ends it, and its owner is told that it is lost."""
+    """At its deadline the service ends it, and its owner gets SandboxLost."""
     async with bench.box() as box:
         bench.server.settings["minute_s"] = 3.0  # for a service that counts in minutes
         await box.touch(1)
@@ -359,7 +359,7 @@ async def test_expired_sandbox_is_lost_and_gone(bench: Bench) -> None:
 async def test_server_killed_and_started_again_forgets_nothing(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kill -9 of the double: sandbox, running command and identity are there when it is back."""
+    """After kill -9 of the double and a restart, sandbox, running command and identity exist."""
     pytest.importorskip(service.sdk)
     if missing := BubblewrapProvider(Settings(home=tmp_path)).check():
         pytest.skip(missing[0])
@@ -385,7 +385,7 @@ async def test_server_killed_and_started_again_forgets_nothing(
 
 @contextmanager
 def _started(service: Service, state: Path, port: int) -> Iterator[None]:
-    """As people start it; ends by SIGKILL."""
+    """Started as people start it. SIGKILL ends it."""
     argv = [sys.executable, "-m", service.double.__name__, "--state", str(state)]
     process = subprocess.Popen([*argv, "--port", str(port)], cwd=ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None

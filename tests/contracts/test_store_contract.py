@@ -1,4 +1,4 @@
-"""Every store keeps the same promises. Below them: tests of what only disks or only networks do."""
+"""Every store passes the same contract. Then come tests of what only disks or only networks do."""
 
 import asyncio
 import shutil
@@ -60,7 +60,7 @@ class TestS3Store(StoreContract):
 
 
 async def test_local_object_is_a_plain_file(tmp_path: Path) -> None:
-    """A person finds each object as a file at its key, and nothing half-written beside it."""
+    """A person finds each object as a file at its key, and no half-written files."""
     store = LocalStore(tmp_path)
     await store.put("runs/r/run.json", b"{}")
 
@@ -69,7 +69,7 @@ async def test_local_object_is_a_plain_file(tmp_path: Path) -> None:
 
 
 async def test_local_write_under_an_object_says_why(tmp_path: Path) -> None:
-    """A key below an existing object is refused with the reason, not with a file system's code."""
+    """A key below an existing object is refused with the reason, not with a file system error."""
     store = LocalStore(tmp_path)
     await store.put("a", b"x")
 
@@ -125,7 +125,7 @@ asyncio.run(main())
 
 
 def test_a_disk_without_inodes_is_named(tmp_path: Path) -> None:
-    """It has space, so the message says what to remove instead."""
+    """The disk still has space, so the message says what to remove."""
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare to mount a small disk")
     inside = 'mount -t tmpfs -o nr_inodes=40 none "$1" && exec "$2" -c "$3" "$1"'
@@ -159,7 +159,7 @@ def test_full_disk_leaves_no_torn_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["500", "503", "429", "unsent"])
 async def test_s3_trouble_that_lasts_is_told(s3: S3Server, fault: str) -> None:
-    """A busy or unreachable server is StoreUnavailable after four tries: then Temporal retries."""
+    """A busy or unreachable server is StoreUnavailable after four calls. Then Temporal retries."""
     store = S3Store("s3://results", endpoint_url=s3.url)
     s3.fault, before = fault, s3.requests
     with pytest.raises(StoreUnavailable):
@@ -167,12 +167,12 @@ async def test_s3_trouble_that_lasts_is_told(s3: S3Server, fault: str) -> None:
     asked = s3.requests - before
     s3.fault = None
 
-    assert asked == 4 * 2  # the write, and the look whether it got through
+    assert asked == 4 * 2  # the write, and the read that checks whether it got through
     assert await store.put_if_absent("a", b"x")
 
 
 async def test_s3_write_whose_answer_was_lost_counts(s3: S3Server) -> None:
-    """A write that got through although its answer did not is recognised by its content."""
+    """A write that got through although its answer was lost is recognized by its content."""
     store = S3Store("s3://results", endpoint_url=s3.url)
     s3.fault = "lost answer"
     created = await store.put_if_absent("a", b"1")
@@ -194,7 +194,7 @@ async def test_s3_lost_answer_does_not_hide_a_lost_race(s3: S3Server) -> None:
 
 
 async def test_s3_absent_bucket_is_named(s3: S3Server) -> None:
-    """Every call says that the bucket is absent, and none that a key is."""
+    """Every call says that the bucket is absent, and no call says that a key is absent."""
     store = S3Store("s3://no-such-bucket/prefix", endpoint_url=s3.url)
 
     with pytest.raises(StoreUnavailable, match="make the bucket 'no-such-bucket'"):

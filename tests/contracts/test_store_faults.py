@@ -1,4 +1,4 @@
-"""A real S3 API behind a proxy that plays what can go wrong between Perdure and its store."""
+"""A real S3 API behind a proxy that injects faults between Perdure and its store."""
 
 import asyncio
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def servers() -> Iterator[tuple[S3Server, S3Proxy]]:
 
 @pytest.fixture
 def proxy(servers: tuple[S3Server, S3Proxy], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Proxy]:
-    """Before an S3 server with one bucket `results`."""
+    """A proxy in front of an S3 server with one bucket `results`."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "dummy")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -63,7 +63,7 @@ def proxy(servers: tuple[S3Server, S3Proxy], monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lasts is told at the first try."""
+    """Report a lasting fault at the first call."""
     monkeypatch.setattr(s3_calls, "PAUSES_S", ())
 
 
@@ -91,7 +91,7 @@ async def test_whatever_can_pass_is_retried_by_the_caller(proxy: S3Proxy, fault:
 
 
 async def test_a_page_in_place_of_an_object_is_no_object(proxy: S3Proxy) -> None:
-    """A portal answers 200 and HTML to everything: it is taken for neither data nor a list."""
+    """A captive portal answers every call with 200 and HTML: it is neither data nor a list."""
     store = opened(proxy)
     proxy.play(refuse(200))
 
@@ -104,7 +104,7 @@ async def test_a_page_in_place_of_an_object_is_no_object(proxy: S3Proxy) -> None
 async def test_a_body_that_does_not_come_is_given_up(
     proxy: S3Proxy, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is silent, stops in the middle, or sends a byte now and then holds no call."""
+    """No call hangs if a server is silent, stops in the middle, or sends a byte now and then."""
     monkeypatch.setattr(s3_calls, "CALL_S", 0.3)
     store = opened(proxy)
     await store.put("kept", bytes(4096))
@@ -119,7 +119,7 @@ async def test_a_body_that_does_not_come_is_given_up(
 
 
 async def test_an_error_answer_that_breaks_off_says_nothing_of_the_object(proxy: S3Proxy) -> None:
-    """Its connection is reset in the middle of "no such key": not an absent object, nor a crash."""
+    """A connection reset in the middle of "no such key" is neither an absent object nor a crash."""
     store = opened(proxy)
     proxy.play(cut)
 
@@ -131,7 +131,7 @@ async def test_an_error_answer_that_breaks_off_says_nothing_of_the_object(proxy:
 async def test_stuck_calls_do_not_keep_later_ones_waiting(
     proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More calls are stuck than the store has threads; the next one is answered all the same."""
+    """More calls are stuck than the store has threads, and the next call is still answered."""
     monkeypatch.setattr(s3_calls, "CALL_S", 0.3)
     monkeypatch.setattr(s3_calls, "CONNECTIONS", 2)
     store = opened(proxy)
@@ -162,7 +162,7 @@ async def test_a_lost_answer_changes_nothing(proxy: S3Proxy) -> None:
 async def test_a_fault_now_and_then_costs_no_caller_a_try(
     proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fifth of the calls fails, some after they were carried out: forty writers still see who won."""
+    """A fifth of the calls fail, some after taking effect. Forty writers agree on the winner."""
     monkeypatch.setattr(s3_calls, "PAUSES_S", (0.0,) * 8)
     proxy.play(reset, lose_answer, cut, refuse(503), refuse(403, "AccessDenied"), share=0.2)
     store = opened(proxy, "flaky")
@@ -213,7 +213,7 @@ def _write(path: Path, key: str) -> None:
 
 
 async def test_rotated_credentials_are_read_again(proxy: S3Proxy, guarded: Path) -> None:
-    """The shared file gets another key and the old one is revoked: not one call fails."""
+    """The shared file gets another key, the old key is revoked, and no call fails."""
     store = opened(proxy)
     await store.put("kept", b"x")
     _rotate(guarded, proxy, "second")
@@ -222,7 +222,7 @@ async def test_rotated_credentials_are_read_again(proxy: S3Proxy, guarded: Path)
 
 
 async def test_credentials_that_come_later_are_found(proxy: S3Proxy, guarded: Path) -> None:
-    """The key is revoked first and the file follows; meanwhile it is absent, then half written."""
+    """The key is revoked first. The file is then absent and half written, before it is complete."""
     store = opened(proxy)
     await store.put("kept", b"x")
     proxy.only_key = "second"
@@ -271,7 +271,7 @@ WRONG = {
 async def test_a_store_that_never_worked_is_refused_with_its_fix(
     proxy: S3Proxy, tmp_path: Path, fault: Fault, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one sentence that names the setting."""
+    """The error is one sentence that names the setting."""
     monkeypatch.setattr("perdure.storage.preflight.LIMIT_S", 0.3 if fault is stall else 60.0)
     proxy.play(fault)
 
@@ -296,7 +296,7 @@ async def test_an_absent_bucket_and_a_closed_port_are_refused(
 
 
 async def test_a_store_that_worked_is_waited_for(proxy: S3Proxy, tmp_path: Path) -> None:
-    """A process that starts in the middle of the outage knows it from its home."""
+    """A process that starts during the outage knows from its home that the store worked."""
     here = settings(tmp_path, proxy)
     await check_store(here)
     proxy.play(refuse(403, "InvalidAccessKeyId"))
@@ -309,7 +309,7 @@ async def test_a_store_that_worked_is_waited_for(proxy: S3Proxy, tmp_path: Path)
 
 
 async def test_a_process_knows_that_its_store_worked(proxy: S3Proxy, tmp_path: Path) -> None:
-    """Its own earlier calls count, also in a home that is new."""
+    """The process's own earlier calls count, even in a new home."""
     store = opened(proxy)
     await store.exists("any")
     proxy.play(reset)
@@ -319,7 +319,7 @@ async def test_a_process_knows_that_its_store_worked(proxy: S3Proxy, tmp_path: P
 
 
 async def test_a_busy_store_is_not_called_wrong(proxy: S3Proxy, tmp_path: Path) -> None:
-    """5xx and 429 come from a server that exists: the caller tries again."""
+    """5xx and 429 come from a server that exists, so the caller retries."""
     for fault in (refuse(503, "SlowDown"), refuse(500), refuse(429)):
         proxy.play(fault)
         with pytest.raises(StoreUnavailable):
@@ -337,7 +337,7 @@ async def test_the_preflight_leaves_nothing(proxy: S3Proxy, tmp_path: Path) -> N
 
 
 async def test_a_folder_that_is_gone_is_not_empty(tmp_path: Path) -> None:
-    """Its disk was unmounted: no key is called absent, and all is there when it is back."""
+    """While its disk is unmounted, no key counts as absent. All keys return with the disk."""
     store = LocalStore(tmp_path / "store")
     await store.put("kept", b"x")
     (tmp_path / "store").rename(tmp_path / "away")
@@ -353,7 +353,7 @@ async def test_a_folder_that_is_gone_is_not_empty(tmp_path: Path) -> None:
 
 
 async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
-    """A file is where the folder should be: the setting is named."""
+    """A file is in place of the folder, and the error names the setting."""
     (tmp_path / "file").write_bytes(b"")
 
     with pytest.raises(ConfigurationError, match="a file is in the way"):
