@@ -4,7 +4,7 @@
 them: they write into out.pipe and err.pipe, which the keeper reads.
 
     no folder                   never started
-    pid has a second line       over: exited or killed, as the kernel told the keeper
+    pid has a second line       over: exited or killed, as the kernel reported to the keeper
     pid names a live process    running
     pid is empty and read-only  lost: its keeper could not start it
     none of these               about to start or about to end; lost if its keeper is dead

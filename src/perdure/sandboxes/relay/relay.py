@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 
 class _AgentRequest:
-    """One request of the agent. The gateway is asked once; the answer is kept until it has arrived."""
+    """One request of the agent. The gateway gets it once; the answer is kept until it arrives."""
 
     def __init__(self, line: JsonObject) -> None:
         self.line = line
@@ -241,7 +241,7 @@ class Relay:
         request.task = asyncio.create_task(self._answer(request))
 
     def _send_again(self, request_id: str) -> None:
-        """Send the recorded answer again; the model is not asked again."""
+        """Send the recorded answer again; the model is not called again."""
         request = self._requests.get(request_id)
         if request is not None and request.task.done():
             request.task = asyncio.create_task(self._resend(request))

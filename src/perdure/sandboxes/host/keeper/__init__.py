@@ -1,1 +1,1 @@
-"""Programs that run beside one sandbox on this host, each a process of its own."""
+"""Programs that run on this host for one sandbox, each in its own process."""

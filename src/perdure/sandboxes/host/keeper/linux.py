@@ -83,7 +83,7 @@ class _MountAttributes(ctypes.Structure):
 
 def copy_of_mount(path: str, users: int) -> int:
     """Descriptor of a detached copy of the mount at `path`. The user namespace `users` maps its
-    owners: an id of the file system is that id inside. An owner without a mapping is nobody."""
+    owners: an id of the file system is that id inside. An owner without a mapping is `nobody`."""
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
     here, empty = ctypes.c_int(_AT_FDCWD), ctypes.c_uint(_AT_EMPTY_PATH)
     mount = _call("syscall", ctypes.c_long(_OPEN_TREE), here, os.fsencode(path), flags)

@@ -218,7 +218,7 @@ class DaytonaProvider(SdkProvider):
     async def _make(
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
     ) -> "AsyncSandbox":
-        """Create it. After a lost answer, a look by name shows whether it was made."""
+        """Create it. After a lost answer, a read by name shows whether it was created."""
 
         async def ask() -> "AsyncSandbox":
             try:

@@ -27,7 +27,7 @@ Other runtimes have a kernel, and so terminals, of their own."""
 
 @dataclass(frozen=True)
 class DockerEngine:
-    """What the engine can do, as it said when it was first asked."""
+    """What the engine can do, as its first `docker info` reports."""
 
     binds: bool
     """It sees this host's folders under the same paths."""

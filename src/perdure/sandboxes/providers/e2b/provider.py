@@ -295,7 +295,7 @@ class E2BProvider(SdkProvider):
     # -- finding ----------------------------------------------------------------------------------
 
     async def _find(self, wanted: Mapping[str, str]) -> "Sequence[Any]":
-        """Our sandboxes, oldest first: if two have one identity, every caller takes the same."""
+        """Our sandboxes, oldest first: if two have one identity, every caller uses the same one."""
         await _import()
         from e2b import AsyncSandbox, SandboxQuery
 

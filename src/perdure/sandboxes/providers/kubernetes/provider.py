@@ -283,7 +283,7 @@ class KubernetesProvider(ServiceProvider):
         return pod
 
     async def _make(self, spec: SandboxSpec, identity: str) -> Pod:
-        """Create the pod. After a lost answer, a look by name shows whether it was made."""
+        """Create the pod. After a lost answer, a read by name shows whether it was created."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted = self._pod(spec, identity)
 
