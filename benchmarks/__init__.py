@@ -1,1 +1,1 @@
-"""Measured promises: what a rollout and a crash cost, compared with the peers."""
+"""Measures what a rollout and a crash cost, compared with other harnesses."""

@@ -1,6 +1,6 @@
-"""Doubles of sandbox services, each a process of its own, for benchmarks that call them.
+"""Starts doubles of sandbox services as separate processes, for benchmarks that call them.
 
-Owns starting and cleaning up; the doubles themselves are in `tests.doubles`.
+It starts them and cleans up; the doubles themselves are in `tests.doubles`.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The model that every side talks to: one scripted engine in a process of its own.
+"""The model that every side calls: one scripted engine in its own process.
 
-Its CPU is counted separately. Run as a program, it serves; `Endpoint` controls such a process.
+Its CPU is counted separately. As a program, this module serves; `Endpoint` controls such a process.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Calls(NamedTuple):
 
 
 class TimedEngine(ScriptedEngine):
-    """Also records when the first call came and when the last one was answered, and each in a ledger."""
+    """Also records each call in a ledger, and the times of the first call and the last answer."""
 
     first = 0.0
     last = 0.0
@@ -100,13 +100,13 @@ class Endpoint:
         return cls(folder, Meter.open("endpoint", folder))
 
     def kill(self) -> None:
-        """Kill -9, with the calls in flight."""
+        """Kill the endpoint with SIGKILL, with calls in flight."""
         kill_all(self.meter.pids(), signal.SIGKILL)
         self._process.wait()
         self._ledger.cut()
 
     def start_again(self) -> None:
-        """After `kill`: at the same address, with the same script and control."""
+        """Restart after `kill`, at the same address, with the same script and control."""
         self._process, self.url = self._serve(port=int(self.url.rpartition(":")[2]))
         if self._control:
             self._ask("/control", self._control)
@@ -118,7 +118,7 @@ class Endpoint:
         self._control |= control
 
     def bought(self) -> list[BoughtCall]:
-        """Every call since the last reset, also one whose caller or whose engine died."""
+        """Every call since the last reset, including calls whose caller or engine died."""
         return self._ledger.calls()
 
     def calls(self) -> Calls:

@@ -1,6 +1,6 @@
-"""Each model call that the endpoint was asked for, in a file that outlives a killed endpoint.
+"""Records each model call at the endpoint in a file that survives a killed endpoint.
 
-The endpoint writes a line when a call arrives and one when it ends; the benchmark reads them.
+The endpoint writes a line when a call arrives and one when it ends. The benchmark reads them.
 """
 
 import itertools
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DELIVERY_S = 0.2
-"""Seconds after the engine's last byte for which a turn still counts as in flight: its answer may not
-be written down yet."""
+"""A turn counts as in flight for this many seconds after the engine's last byte: its answer may not be
+stored yet."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When something was killed: from the first signal to the last death."""
+    """The time of a kill, from the first signal to the last death."""
 
     began: float
     ended: float
@@ -24,7 +24,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class BoughtCall:
-    """One call. `session`: the sandbox it came from; empty if the caller named none."""
+    """One call. `session`: the sandbox that it came from; empty if the caller named none."""
 
     session: str
     began: float
@@ -35,7 +35,7 @@ class BoughtCall:
 
 
 class Ledger:
-    """Append-only, so that two endpoints one after the other can write the same file."""
+    """An append-only file, so that a restarted endpoint can continue it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Ledger:
         self._numbers = itertools.count(1)
 
     def begin(self, session: str) -> str:
-        """Returns the call's name, for `end`."""
+        """Record the begin of a call; return its name for `end`."""
         name = f"{os.getpid()}.{next(self._numbers)}"
         self._write("begin", name, session)
         return name
@@ -52,7 +52,7 @@ class Ledger:
         self._write("end", name, "")
 
     def cut(self) -> None:
-        """The endpoint died: its calls ended now."""
+        """Record that the endpoint died, which ended all its calls."""
         self._write("cut", "-", "")
 
     def clear(self) -> None:
@@ -62,7 +62,7 @@ class Ledger:
         os.close(self._file)
 
     def calls(self) -> list[BoughtCall]:
-        """Since the last `clear`. A call without an end still runs."""
+        """All calls since the last `clear`. A call without an end still runs."""
         begun: dict[str, tuple[str, float]] = {}
         found: list[BoughtCall] = []
         for line in self._path.read_text().splitlines():
@@ -71,7 +71,7 @@ class Ledger:
                 begun[name] = (session, float(at))
                 continue
             for over in (*begun,) if what == "cut" else (name,):
-                if over in begun:  # not if it began before the last `clear`
+                if over in begun:  # false if it began before the last `clear`
                     found.append(BoughtCall(*begun.pop(over), float(at)))
         return found + [BoughtCall(*call, float("inf")) for call in begun.values()]
 

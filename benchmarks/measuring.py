@@ -1,7 +1,7 @@
-"""CPU seconds of everything one command starts: children, daemons and commands that live 5 ms.
+"""Counts CPU seconds of everything that a command starts: children, daemons, commands that live 5 ms.
 
-If this process may create a control group, that counts exactly. Otherwise a reaper process adopts
-every orphan, and the kernel sums the CPU of the children it waited for. Callers measure wall time.
+If this process may create a control group, the group counts exactly. Otherwise a reaper process adopts
+every orphan, and the kernel sums the CPU of its waited-for children. Callers measure wall time.
 """
 
 import contextlib
@@ -75,7 +75,7 @@ class Meter:
         return process
 
     def run(self, argv: Sequence[str], log: Path, **options: Any) -> int:
-        """Run to the end; both outputs go to `log`. Returns the exit code."""
+        """Run a command to its end, with stdout and stderr in `log`. Returns the exit code."""
         with log.open("ab") as file:
             process = self.popen(
                 argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options
@@ -93,7 +93,7 @@ class Meter:
         )
 
     def pids(self) -> list[int]:
-        """Processes that were started and still run."""
+        """Started processes that still run."""
         if self.group is None:
             return [p for pid, _ in self._reapers for p in _tree(pid) if p != pid]
         found: list[int] = []
@@ -121,7 +121,7 @@ class Meter:
 def ended_if_interrupted(
     process: "subprocess.Popen[bytes]", signum: int = signal.SIGKILL
 ) -> Iterator[None]:
-    """Leave no process behind when an error, Ctrl-C or SIGTERM ends the benchmark inside."""
+    """End all processes when an error, Ctrl-C or SIGTERM ends the benchmark in this context."""
     try:
         yield
     except BaseException:
@@ -143,8 +143,8 @@ def waited_for_seconds() -> float:
 
 
 class Memory(NamedTuple):
-    """MB of one or more processes. `pss`: a page that several processes share counts in parts, so that
-    a sum is what the host has lost; `rss` counts it in each."""
+    """MB of one or more processes. `pss` divides a shared page among its processes, so that a sum is the
+    memory that the host really uses; `rss` counts it in each process."""
 
     pss: float
     rss: float
@@ -194,7 +194,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _make_group(name: str) -> tuple[Path | None, Path | None]:
-    """The group that is read, and the one that processes join (below it in v2)."""
+    """The group that we read, and the group that processes join (below it in v2)."""
     for base in (Path("/sys/fs/cgroup/cpuacct"), Path("/sys/fs/cgroup/cpu,cpuacct")):
         with contextlib.suppress(OSError):
             group = base / _own_group("cpuacct").lstrip("/") / name
@@ -266,7 +266,7 @@ def _tree(root: int) -> list[int]:
 
 
 def _tree_seconds(root: int) -> float:
-    """Running processes, and the CPU of the children each has waited for."""
+    """Running processes, and the CPU of the children that each has waited for."""
     return sum(map(_with_waited_for, _tree(root)))
 
 

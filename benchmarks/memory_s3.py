@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory_s3 --latency 0.03
 
-It has what the store needs: conditional PUT, GET with a range, HEAD, DELETE, deletions of many, and lists. `GET /-/counts`
-returns the requests and the bytes written so far, `GET /-/names` both for each kind of object.
+It supports what the store needs: conditional PUT, GET with a range, HEAD, DELETE, multi-object delete and
+lists. `GET /-/counts` returns the requests and the bytes written so far; `GET /-/names` returns both by
+kind of object.
 """
 
 import argparse
@@ -33,7 +34,7 @@ class MemoryS3:
         self._counts: Counter[str] = Counter()
         self._asked: Counter[str] = Counter()
         self._moved: Counter[str] = Counter()
-        """Requests, and bytes of bodies both ways, by method and kind of object."""
+        """Requests, and bytes of request and response bodies, by method and kind of object."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,14 +117,14 @@ class MemoryS3:
 
 
 def _kind(key: str) -> str:
-    """What an object is for. Leases and results are `other`."""
+    """The purpose of an object. Leases and results are `other`."""
     if "/journal/" not in key:
         return "other"
     return "record" if key.rpartition("/")[2] else "session"
 
 
 def _name(key: str) -> str:
-    """The name of an object in its folder without what differs from rollout to rollout."""
+    """The name of an object in its folder, without the parts that differ between rollouts."""
     if (kind := _kind(key)) != "other":
         return f"journal {kind}"
     folder, _, name = key.rpartition("/")

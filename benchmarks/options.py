@@ -1,4 +1,4 @@
-"""Options that several benchmarks take, with one meaning."""
+"""Options that several benchmarks share."""
 
 import argparse
 from pathlib import Path

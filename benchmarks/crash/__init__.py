@@ -1,1 +1,1 @@
-"""What a crash costs: model calls bought again, sandboxes left behind, results lost."""
+"""Measures the cost of a crash: repeated model calls, leaked sandboxes, lost results."""

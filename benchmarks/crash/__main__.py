@@ -1,9 +1,8 @@
-"""`python -m benchmarks.crash`: kills with signal 9 in the middle of a job, restarts as documented,
-and counts the calls.
+"""`python -m benchmarks.crash`: kills processes during a job, restarts it as documented, counts calls.
 
-It kills the engine, then agents' sandboxes, then the peer's runner or every process of Perdure:
-supervisor, Temporal's server, gateway, worker, command line. Calls are counted at the endpoint, where
-they are paid for. The promise: at most the turns in flight at the kills are bought again.
+It sends SIGKILL to the engine, then to agents' sandboxes, then to the peer's runner or to every process
+of Perdure: supervisor, Temporal's server, gateway, worker, command line. Calls are counted at the
+endpoint, where they are paid for. The promise: only turns in flight at the kills are bought again.
 """
 
 import argparse

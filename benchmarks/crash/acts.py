@@ -1,4 +1,4 @@
-"""What is killed in the middle of a job, and when: by the calls that were made."""
+"""Kills parts of a job once a given share of its model calls was made."""
 
 import subprocess
 import time
@@ -11,12 +11,12 @@ from benchmarks.ledger import Moment
 
 LIMIT_S = 300.0
 SETTLE_S = 5.0
-"""Seconds in which each side may clean up before something counts as left behind."""
+"""Seconds that each side has to clean up before we count leaks."""
 PAUSE_S = 0.02
 
 
 class Acts:
-    """The same acts for every side. `runner`: the job's own process, which must outlive them."""
+    """The same kills for every side. `runner`: the job's own process, which must outlive them."""
 
     def __init__(self, crash: Crash, endpoint: Endpoint, runner: "subprocess.Popen[bytes]") -> None:
         self._crash = crash
@@ -25,13 +25,13 @@ class Acts:
         self.done: list[Kill] = []
 
     def kill_engine(self) -> None:
-        """Kill it in the middle of its calls; it comes back as fast as it starts."""
+        """Kill the engine during its calls and restart it at once."""
         self._wait_for(self._crash.engine_at)
         self._record("engine", self._endpoint.kill)
         self._endpoint.start_again()
 
     def kill_sandboxes(self, kill: Callable[[int], tuple[str, ...]]) -> None:
-        """`kill`: kills that many and returns their sessions."""
+        """`kill` kills that many sandboxes and returns their sessions."""
         self._wait_for(self._crash.sandboxes_at)
         began = time.monotonic()
         sessions = kill(self._crash.sandboxes)
@@ -53,7 +53,7 @@ class Acts:
         self.done.append(Kill(what, Moment(began, time.monotonic())))
 
     def _wait_for(self, share: float) -> None:
-        """Until that share of the calls began. Raises: RuntimeError if the runner ends before."""
+        """Wait until that share of the calls has begun. Raises: RuntimeError if the runner ends first."""
         deadline = time.monotonic() + LIMIT_S
         while (calls := len(self._endpoint.bought())) < share * self._crash.ideal_calls:
             if self._runner.poll() is not None or time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The job, what is killed in it, and what that cost."""
+"""The job, its kills and their cost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from benchmarks.ledger import BoughtCall, Moment
 
 @dataclass(frozen=True)
 class Crash:
-    """The job, and the shares of its calls after which something is killed.
+    """The job, and the shares of its calls after which each kill happens.
 
-    `sandboxes`: how many are killed.
+    `sandboxes`: how many sandboxes are killed.
     """
 
     rollouts: int
@@ -29,14 +29,14 @@ class Crash:
 
 @dataclass(frozen=True)
 class Kill:
-    """One act. `sessions`: those of the killed sandboxes; None: it struck every call."""
+    """One kill. `sessions`: those of the killed sandboxes. None: it affected every call."""
 
     what: str
     moment: Moment
     sessions: tuple[str, ...] | None = None
 
     def in_flight(self, calls: Sequence[BoughtCall], agents: int) -> int:
-        """Turns that were in flight and that this act could cut: at most one of each agent.
+        """Turns in flight that this kill could cut: at most one per agent.
 
         `agents`: how many run at once, for callers that name no session.
         """
@@ -66,7 +66,7 @@ class LeftBehind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the crash cost. `calls`: model calls of all parts of the job together."""
+    """The cost of the crash. `calls`: model calls of all parts of the job together."""
 
     side: str
     rollouts: int
@@ -74,7 +74,7 @@ class Outcome:
     finished_at_kill: int
     calls: int
     in_flight: dict[str, int]
-    """What was killed -> the turns in flight then."""
+    """Maps each kill to the turns in flight at that moment."""
     resume_wall: float
     right: int
     left_behind: LeftBehind
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def keeps_its_promise(self) -> bool:
-        """Only turns in flight are bought again, nothing is left behind and nothing is lost."""
+        """Whether only turns in flight were bought again, nothing leaked and no result was lost."""
         cheap = self.bought_again <= self.most_bought_again
         lost = self.attempts_lost <= self.sandboxes_killed
         return cheap and lost and self.left_behind.nothing and self.right == self.rollouts

@@ -1,4 +1,4 @@
-"""One side of the crash test: run, kill at the right calls, resume, count what is left."""
+"""One side of the crash test: run, kill at the right calls, resume, count leaks."""
 
 import os
 import signal
@@ -64,7 +64,7 @@ class CrashedPerdure:
         )
 
     def _warm_up(self, crash: Crash) -> None:
-        """Build environment and agent, once per host, before anything is measured."""
+        """Build the environment and the agent, which each host needs once, before the measurement."""
         self._home.add_instances(toy.make_tree(self._folder / "tree"), crash.rollouts)
         self._endpoint.reset(latency_s=0.0)
         with Meter.open("crash-warm", self._folder / "meter-warm") as meter:
@@ -88,7 +88,7 @@ class CrashedPerdure:
             )
 
     def _kill_sandboxes(self, count: int) -> tuple[str, ...]:
-        """Agents' sandboxes with a call in flight: the keeper of one, the holder of the next."""
+        """Kill agents' sandboxes with a call in flight: alternately the keeper and the holder."""
         killed: list[str] = []
         deadline = time.monotonic() + LIMIT_S
         while len(killed) < count:
@@ -112,7 +112,7 @@ class CrashedPerdure:
         return len(list((self._home.folder / "store/runs" / RUN).glob("rollouts/*/*/episode.json")))
 
     def _left_behind(self, crash: Crash, stack: Stack, meter: Meter) -> LeftBehind:
-        """Count while the stack still runs, because `perdure down` would sweep."""
+        """Count leaks while the stack still runs, because `perdure down` would sweep them."""
         state = stack.state()
         ours = {state.pid, *(child.pid for child in state.children.values())}
         ours.add(stack.pid)
@@ -186,9 +186,9 @@ def _victim(box: Box, number: int) -> ProcessId | None:
 
 
 def _kill_commands(meter: Meter, count: int) -> tuple[str, ...]:
-    """A peer's sandbox is one bubblewrap for each command: kill so many of them, whenever they run.
+    """Kill `count` bubblewrap processes: a peer's sandbox is one such process per command.
 
-    No model call is in flight while a command runs, so no session is returned.
+    No model call is in flight while a command runs, so this returns no session.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + LIMIT_S
@@ -202,7 +202,7 @@ def _kill_commands(meter: Meter, count: int) -> tuple[str, ...]:
 
 
 def _settled(look: Callable[[], LeftBehind]) -> LeftBehind:
-    """What is left after clean-up had its time, the same for every side."""
+    """Leaks after the clean-up time, which is the same for every side."""
     deadline = time.monotonic() + SETTLE_S
     while not (left := look()).nothing and time.monotonic() < deadline:
         time.sleep(PAUSE_S)
@@ -220,15 +220,15 @@ def _left_by_peer(job: Job, meter: Meter) -> LeftBehind:
 
 
 def _is_left(pid: int, ours: Collection[int]) -> bool:
-    """Processes that run and do not serve the running stack: neither its own, nor children that it
-    keeps warm (a zygote, readers of output), nor the one that speaks for its host."""
+    """Whether a process runs and does not belong to the running stack. The stack's own processes, their
+    idle children (fork server, output readers) and the host's life process do not count."""
     serves = pid in ours or parent_of(pid) in ours
     command = command_of(pid)
     return bool(command) and not serves and "workers.host.life" not in command
 
 
 def _groups(run_id: str, crash: Crash) -> int:
-    """Control groups named after this run's sandboxes, anywhere on the host."""
+    """Counts control groups on this host that are named after this run's sandboxes."""
     names = set()
     for name in toy.instance_ids(crash.rollouts):
         rollout = f"rollout/{run_id}/{name}/0"

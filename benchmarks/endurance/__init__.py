@@ -1,1 +1,1 @@
-"""Thousands of rollouts on one machine, with a kill -9 every minute."""
+"""Runs thousands of rollouts on one machine, with a kill -9 every minute."""

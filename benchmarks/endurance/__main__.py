@@ -1,7 +1,7 @@
 """`python -m benchmarks.endurance`: 5,500 instances x 3 samples on this machine, a kill -9 every minute.
 
-Toy instances, a minimal agent, a scripted model without latency. At the end each rollout must have one
-verdict, no sandbox may be left, and the same command once more must do nothing.
+It uses toy instances, a minimal agent and a scripted model without latency. At the end each rollout
+must have one verdict, no sandbox may be left, and repeating the command must do nothing.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> r
 def _run(
     options: argparse.Namespace, folder: Path, words: Sequence[str], watch: Watch
 ) -> tuple[Killer, int]:
-    """Until the client says that the run has ended, and how often it ended before that unasked.
+    """Run until the client reports the end; return how often the client ended early by itself.
 
     Raises: RuntimeError at the time limit.
     """
@@ -139,7 +139,7 @@ def _run(
 
 
 def _graded(document: dict[str, Any]) -> int:
-    """Rollouts with a reward of 1, each once."""
+    """The number of rollouts with reward 1. Each counts once."""
     return len(
         {(r["instance_id"], r["sample_index"]) for r in document["rollouts"] if r["reward"] == 1}
     )

@@ -1,4 +1,4 @@
-"""What is killed during the run. The same seed kills the same kinds in the same order."""
+"""Kills processes during the run. The same seed kills the same kinds in the same order."""
 
 import os
 import random
@@ -13,19 +13,19 @@ from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.process import kill_process
 
 WEIGHTS = {"worker": 3, "gateway": 3, "sandbox": 6, "client": 1, "temporal": 1, "everything": 1}
-"""How often each kind is drawn."""
+"""The relative frequency of each kind."""
 
 
 @dataclass
 class Killer:
-    """Kills one thing at a time, and brings back what nobody supervises: the whole stack, the client."""
+    """Kills one part at a time. It restarts the parts without a supervisor: the stack and the client."""
 
     stack: Stack
     start_client: Callable[[], "subprocess.Popen[bytes]"]
     client: "subprocess.Popen[bytes]"
     rng: random.Random
     done: list[tuple[float, str]] = field(default_factory=list)
-    """When (monotonic seconds), and what."""
+    """The time (monotonic seconds) and kind of each kill."""
 
     def kill_one(self) -> None:
         what = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
@@ -33,7 +33,7 @@ class Killer:
             self.done.append((time.monotonic(), what))
 
     def _kill(self, what: str) -> bool:
-        """Whether there was something to kill."""
+        """False if no such process ran."""
         if what == "sandbox":
             return self._kill_sandbox()
         if what in ("client", "everything"):

@@ -19,19 +19,19 @@ STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "perdure", "fon
 class Outcome:
     rollouts: int
     graded: int
-    """With reward 1, each once."""
+    """Rollouts with reward 1. Each counts once."""
     wall_s: float
     cpu_s: float
     client_deaths: int
-    """Times that `perdure run` ended before its run, and nobody had killed it."""
+    """How often `perdure run` ended before its run without being killed."""
     calls: int
-    """Model calls that reached the engine, and those that a run without kills needs."""
+    """Model calls that reached the engine. `needed`: calls that a run without kills needs."""
     needed: int
     again_s: float
-    """Seconds of the same command once more, and the model calls it made."""
+    """Seconds of the repeated command. `again_calls`: its model calls."""
     again_calls: int
     kills: Sequence[tuple[float, str]]
-    """Seconds since the start, and what."""
+    """Seconds since the start, and the kind, of each kill."""
     samples: Sequence[Sample]
     ended: Ended
 
@@ -96,7 +96,7 @@ def _status(found: Outcome) -> str:
 
 
 def draw(found: Outcome, svg: Path) -> None:
-    """Rollouts, memory and the server's database by time, with the kills as marks."""
+    """Plot rollouts, memory and the server's database over time, with marks for kills."""
     alive = [sample for sample in found.samples if sample.done >= 0]
     names = sorted({name for sample in alive for name in sample.rss})
     with mpl.rc_context(STYLE):

@@ -1,4 +1,4 @@
-"""What is looked at while the run goes on, and once it has ended."""
+"""Samples the run while it goes on and after it has ended."""
 
 import asyncio
 import json
@@ -19,25 +19,25 @@ from perdure.storage import keys
 
 LIMIT_S = 120.0
 FETCHED = 40
-"""Histories of rollouts that are read whole, for their largest payload."""
+"""How many rollouts' histories are read completely, for their largest payload."""
 PAGE = 1024
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at the living run."""
+    """One sample of the running run."""
 
     at_s: float
     done: int
-    """Rollouts that ended; -1 while the server is away."""
+    """Ended rollouts; -1 while the server is away."""
     rss: dict[str, float]
-    """MB of each process of the stack; of the client under `client`."""
+    """Memory of each process of the stack in MB; `client` is the client's."""
     server_mb: float
-    """Temporal's database on disk."""
+    """Size of Temporal's database on disk."""
     sandboxes: int
-    """Living ones."""
+    """Running sandboxes."""
     status_s: float
-    """Seconds of `perdure status RUN`."""
+    """Seconds that `perdure status RUN` took."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class History:
 
 @dataclass(frozen=True)
 class Ended:
-    """What the run left."""
+    """Measurements after the end of the run."""
 
     histories: dict[str, tuple[int, int, int]]
-    """By kind of workflow: how many, most events, most bytes of one history."""
+    """By workflow type: count, most events and most bytes of one history."""
     largest_payload: int
     objects: int
     stored: int
@@ -128,7 +128,7 @@ class Watch:
         return sum(Box(path).alive for path in self.stack.home.folder.glob("sandboxes/*/p-*"))
 
     async def _histories(self) -> tuple[list[History], int]:
-        """All of the run's, and the largest payload among some of them."""
+        """All histories of the run, and the largest payload among some of them."""
         state = self.stack.state()
         client = await Client.connect(state.temporal_address, namespace=state.namespace)
         query = f"{search_attributes.RUN.name} = '{self.run_id}'"
@@ -147,7 +147,7 @@ class Watch:
 
 
 def payloads(message: Any) -> Iterator[Payload]:
-    """All of a protobuf message, at any depth."""
+    """All payloads in a protobuf message, at any depth."""
     if isinstance(message, Payload):
         yield message
         return

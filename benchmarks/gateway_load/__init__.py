@@ -1,1 +1,1 @@
-"""What a gateway adds to a model call under many sessions, and what it needs for it."""
+"""Measures the latency that a gateway adds to a model call under many sessions, and its CPU and memory."""

@@ -1,11 +1,11 @@
 """`python -m benchmarks.gateway_load`: one gateway process between many agents and their engines.
 
-The engines are scripted, with a second's latency, all in one process, and enough of them that no call
-waits for room. The agents are plain HTTP clients in this process. In each round every session makes
-one more call with a long history through the gateway, and beside every second of them one with as many tokens
-goes to an engine directly. Calls start evenly spread over the round, 16 a second (`--rate`). Reported: the
-latency that the gateway adds, its CPU per turn above its CPU at rest, in milliseconds and in parts of the
-yardstick, and its memory with many additional idle sessions.
+The engines are scripted, with one second of latency, all in one process, and so many that no call waits
+for one. The agents are plain HTTP clients in this process. In each round every session makes one more
+call with a long history through the gateway. For every second call, one with as many tokens goes to an
+engine directly. Calls start evenly spread over the round, 16 a second (`--rate`). The report has the
+latency that the gateway adds, its CPU per turn above its CPU at rest, in milliseconds and relative to
+the yardstick, and its memory with many additional idle sessions.
 """
 
 import argparse
@@ -41,16 +41,16 @@ CALLS_PER_S = 16.0
 OPENED_AT_ONCE = 16
 Counts = Callable[[], dict[str, Any]]
 SETTLED_S = 5.0
-"""Seconds without a request of the journal after which it is at rest."""
+"""The journal is at rest after this many seconds without a request."""
 S3_LATENCY_S = 0.03
-"""Seconds of each request to the store in memory."""
+"""Latency of a request to the in-memory store, in seconds."""
 CALL_S = 60.0
-"""Seconds without an answer after which the benchmark stops, because its figures mean nothing."""
+"""The benchmark stops after this many seconds without an answer: its figures would be meaningless."""
 DIRECT_EVERY = 2
-"""Beside every so many calls through the gateway, one goes to an engine directly."""
+"""For this many calls through the gateway, one goes to an engine directly."""
 REST_S = 5.0
 PATIENCE = 4
-"""Allowed duration, as a multiple of that on an idle host."""
+"""The allowed duration, as a multiple of the duration on an idle host."""
 SCRIPT = {
     "default": {
         "turns": [
@@ -120,7 +120,7 @@ class Load:
         return session
 
     async def call(self, session: Session) -> float:
-        """Make one more turn through the gateway; returns its seconds."""
+        """Make one more turn through the gateway; return its seconds."""
         headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
         body, url = session.body(), f"{self.gateway_url}/v1/chat/completions"
         answer, seconds = await self._timed(url, body, headers)
@@ -147,7 +147,7 @@ Call = Callable[[], Awaitable[float]]
 
 
 async def _spread(calls: Sequence[Call], calls_per_s: float) -> list[float]:
-    """Start the calls evenly, without waiting for earlier ones; returns their seconds."""
+    """Start the calls at an even pace, without waiting for earlier ones; return their seconds."""
 
     async def one(number: int, call: Call) -> float:
         await asyncio.sleep(number / calls_per_s)
@@ -177,7 +177,7 @@ async def _level(load: Load, sessions: int, rounds: int) -> Level:
         )
         cpu, elapsed = own_seconds(load.gateway_pid) - before, time.perf_counter() - since
         if number == 0:
-            continue  # it opened the connections
+            continue  # this round opened the connections
         level.direct.append(direct)
         level.through.append(seconds)
         level.cpu_s_per_turn.append((cpu - elapsed * rest_cpu) / sessions)
@@ -197,7 +197,7 @@ async def _opened(load: Load, name: str, count: int, text: str) -> list[Session]
 
 
 def _text(tokens: int) -> str:
-    """About that many tokens of text that looks like tool output."""
+    """About `tokens` tokens of text that looks like tool output."""
     tokenizer = load_tokenizer("qwen3")
     line = "    result = compute_value(index, {n})  # step {n} of the loop\n"
     sample = "".join(line.format(n=n) for n in range(1000))
@@ -226,7 +226,7 @@ def _process(arguments: list[str], environment: dict[str, str], log: Path) -> It
 async def _started(
     folder: Path, options: argparse.Namespace, sessions: int, settings: dict[str, str]
 ) -> AsyncIterator[Load]:
-    """`settings`: more of the gateway's environment."""
+    """`settings`: further variables of the gateway's environment."""
     history = _text(options.tokens)
     scripts = folder / "scripts.json"
     scripts.write_text(json.dumps(SCRIPT))
@@ -275,7 +275,7 @@ async def _url(log: Path, process: "subprocess.Popen[bytes]") -> str:
 
 
 def _expected_s(options: argparse.Namespace) -> float:
-    """Seconds that the engines' latency takes; an idle host adds little."""
+    """Expected seconds, from the engines' latency; an idle host adds little."""
     opened: int = sum(options.sessions) + options.idle
     rounds = sum(count / options.rate + LATENCY_S for count in options.sessions)
     rest = REST_S * len(options.sessions)
@@ -306,7 +306,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _s3(folder: Path) -> Iterator[tuple[dict[str, str], Counts]]:
-    """The gateway's settings for a store in memory, and how to ask for its requests."""
+    """The gateway's settings for an in-memory store, and a function that returns its request counts."""
     command = ["benchmarks.memory_s3", "--latency", str(S3_LATENCY_S)]
     with _process(command, {}, folder / "s3.log") as process:
         url = json.loads(process.stdout.readline())["url"]
@@ -321,7 +321,7 @@ def _s3(folder: Path) -> Iterator[tuple[dict[str, str], Counts]]:
 
 
 async def _requests(load: Load, options: argparse.Namespace, counts: Counts) -> dict[str, Any]:
-    """What the store was asked and holds: with all sessions open, closed, and forgotten."""
+    """The store's requests and bytes with all sessions open, closed and forgotten."""
     found = {"open": await _settled(counts)}
     names = [f"busy-{count}-{n}" for count in options.sessions for n in range(count)]
     for state, act in {"closed": load.control.close, "forgotten": load.control.forget}.items():
@@ -331,7 +331,7 @@ async def _requests(load: Load, options: argparse.Namespace, counts: Counts) -> 
 
 
 async def _settled(counts: Counts) -> dict[str, Any]:
-    """What the store was asked, when uploads and deletions behind the calls have ended."""
+    """The store's counts once uploads and deletions that follow the calls have ended."""
     seen: dict[str, Any] = {}
     found = await asyncio.to_thread(counts)
     while seen != (journal := _without_other(found)):
@@ -342,7 +342,7 @@ async def _settled(counts: Counts) -> dict[str, Any]:
 
 
 def _without_other(counts: dict[str, Any]) -> dict[str, Any]:
-    """Leases of engines are read all the time."""
+    """Leaves out reads of engine leases, which never stop."""
     return {name: n for name, n in counts.items() if not name.endswith(" other")}
 
 

@@ -1,7 +1,7 @@
-"""Scripted engines on ports of one process: as many as the sessions in front of them need.
+"""Scripted engines on several ports of one process, as many as the sessions need.
 
-A gateway gives an engine at most 128 agents, and the next one waits. Here no agent may wait, because
-the gateway is measured and not its queue.
+A gateway gives an engine at most 128 agents; further agents wait. Here no agent may wait, because we
+measure the gateway and not its queue.
 
     python -m benchmarks.gateway_load.engines --count 14 --scripts scripts.json --latency 1.0
 """
@@ -17,13 +17,13 @@ from perdure.engines.pool.leases import LEAST_AGENTS
 from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
 
 AGENTS = LEAST_AGENTS * 3 // 4
-"""Sessions per engine: fewer than its first limit, because direct calls count as load too."""
+"""Sessions per engine. This is below its first limit, because direct calls count as load too."""
 KV_TOKENS = 1 << 23
-"""Tokens: twice as many as 128 contexts of 30k tokens need."""
+"""Twice as many tokens as 128 contexts of 30k tokens need."""
 
 
 def needed(sessions: int) -> int:
-    """The number of engines for that many sessions."""
+    """The number of engines that this many sessions need."""
     return max(1, math.ceil(sessions / AGENTS))
 
 

@@ -1,1 +1,1 @@
-"""Gradings a minute by cores, and what twins cost."""
+"""Measures gradings per minute by number of cores, and the cost of twins."""

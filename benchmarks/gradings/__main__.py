@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gradings`: gradings a minute with 1 and 2 cores, and what twins cost and prevent.
+"""`python -m benchmarks.gradings`: gradings per minute on 1 and 2 cores, and what twins cost and prevent.
 
-A process on so many cores (`taskset`) grades a small pytest row in bubblewrap. The numbers of cores take
-turns, and so do gradings with and without twins, so that a busy host slows both alike. `--forgers` also
-grades correct fixes and forgeries of three real rows with twins.
+A process that is limited to these cores (`taskset`) grades a small pytest row in bubblewrap. The core
+counts alternate, and so do gradings with and without twins, so that a busy host slows both alike.
+`--forgers` also grades correct fixes and forgeries of three real rows with twins.
 """
 
 import argparse
@@ -28,10 +28,10 @@ CASES = ("gold", "nop")
 
 @dataclass
 class Figures:
-    """Of one combination: seconds of wall clock and of CPU, and what they bought."""
+    """Wall-clock seconds, CPU seconds and test runs of one combination."""
 
     seconds: list[float] = field(default_factory=list)
-    """Of a grading, a value a round."""
+    """Seconds per grading, one value per round."""
     cpu: list[float] = field(default_factory=list)
     runs: list[float] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Figures:
 
 @dataclass
 class Side:
-    """The grading process on its cores."""
+    """A grading process that is limited to its cores."""
 
     process: "subprocess.Popen[bytes]"
     meter: Meter

@@ -1,6 +1,6 @@
-"""Correct fixes of three rows of first-steps that were written without their gold patches' code.
+"""Correct fixes for three rows of first-steps, written without looking at the gold patches.
 
-Each is an edit of one file of the base: old text -> new text.
+Each fix edits one file of the base: old text -> new text.
 """
 
 from typing import NamedTuple
@@ -64,7 +64,7 @@ H11 = (
 )  # fmt: skip
 
 FIXES = {"pathspec-0.11.1": PATHSPEC, "pyjwt-2.10.1": PYJWT, "h11-0.14.0": H11}
-"""Row of first-steps -> its fixes."""
+"""Maps a row of first-steps to its fixes."""
 
 MODULES = {"pathspec-0.11.1": _W, "pyjwt-2.10.1": _J, "h11-0.14.0": _H}
-"""Row -> the module at whose end a forger is put."""
+"""Maps a row to the module that a forger is appended to."""

@@ -1,7 +1,7 @@
-"""How often twins refuse a correct fix, and which forgers win with and without them.
+"""Measures how often twins refuse a correct fix, and which forgers win with and without them.
 
-Rows of first-steps that are in this home's store with twins (`perdure instances build`). Every grading is
-done as the grade stage does it, in bubblewrap. A fix counts if the row's own protocol resolves it.
+It uses rows of first-steps with twins from this home's store (`perdure instances build`). Every grading
+runs as in the grade stage, in bubblewrap. A fix counts if the row's own protocol resolves it.
 """
 
 import difflib
@@ -27,13 +27,13 @@ from tests.cheats.twin_forgers import FORGERS
 
 @dataclass
 class Report:
-    """Counts of everything."""
+    """The counts of fixes and forgers."""
 
     fixes: Counter[str] = field(default_factory=Counter)
-    """`correct`, `refused`, and `wrong` for one that the row itself does not resolve."""
+    """`correct`, `refused`, and `wrong` for a fix that the row's own protocol does not resolve."""
     refused: list[str] = field(default_factory=list)
     forgers: dict[str, Counter[str]] = field(default_factory=dict)
-    """Forger -> outcomes; `official` counts those that win without twins."""
+    """Outcomes by forger; `official` counts wins without twins."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _tree(at: Prepared) -> Path:
 
 
 def _diff(tree: Path, path: str, old: str, new: str) -> bytes:
-    """The file with the first `old` replaced by `new`; an empty `old` is its end."""
+    """The diff that replaces `old` by `new` in a file. If `old` is empty, `new` is appended."""
     text = (tree / path).read_text()
     assert not old or text.count(old) == 1, f"{path} has {text.count(old)} times {old!r}"
     changed = text.replace(old, new) if old else f"{text}\n{new}"

@@ -1,7 +1,7 @@
-"""The process that grades: one made row in bubblewrap, as the grade stage does it, on the cores it is given.
+"""The grading process: grades a generated row in bubblewrap, as the grade stage does, on its cores.
 
-It reads one order a line, `{"case": "gold", "pairs": 1, "count": 8, "at_a_time": 2}`, and answers each
-with `{"seconds": ..., "runs": ...}`. Its first line says that it is ready.
+It reads one order per line, `{"case": "gold", "pairs": 1, "count": 8, "at_a_time": 2}`, and answers
+each with `{"seconds": ..., "runs": ...}`. Its first line is `ready`.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Grading:
         return await self.provider.create(spec, f"p-{purpose}-{uuid4().hex[:12]}")
 
     async def grade(self, case: str, pairs: int) -> int:
-        """The runs that it took. A verdict other than the known one is a fault of the benchmark."""
+        """Grade once and return the number of test runs. An unexpected verdict is a benchmark bug."""
         patch = self.row.gold_patch if case == "gold" else b""
 
         async def once(row: Instance) -> Graded:

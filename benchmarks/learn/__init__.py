@@ -1,1 +1,1 @@
-"""A tiny model learns to repair repositories through the whole stack: `make learn`."""
+"""Trains a tiny model to repair repositories through the whole stack: `make learn`."""

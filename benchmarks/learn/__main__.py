@@ -1,9 +1,9 @@
-"""A tiny model learns through the whole stack: `make learn`, or `python -m benchmarks.learn --seeds 1,2,3`.
+"""Trains a tiny model through the whole stack: `make learn`, or `python -m benchmarks.learn --seeds 1,2,3`.
 
-Once: instances are made and calibrated, a scripted teacher works through lessons, a model is trained on
-their export. Then for each seed: GRPO on real rollouts, with new weights in the running engine after each
-step. The same command goes on where it was stopped; a trainer that ends early is started again with
-everything else.
+Preparation, once: make and calibrate instances, let a scripted teacher work through lessons, train a
+model on the exported lessons. Then for each seed: GRPO on real rollouts, with new weights in the running
+engine after each step. The same command continues where it stopped. If a trainer ends early, it is
+restarted together with everything else.
 """
 
 import argparse
@@ -31,13 +31,13 @@ FOLDER = ROOT / ".perdure/learn"
 PICTURE = ROOT / "docs/pictures/learning.svg"
 LESSONS, TRAINING, HELD_OUT = 720, 64, 32
 LESSONS_AT_ONCE = 80
-"""Rollouts of one run: a long run's history is read again after every pause of a busy worker."""
+"""Rollouts per run. After every pause, a busy worker reads a run's whole history again."""
 CAREFUL_SHARE = 0.38
-"""Of the lessons; with the rest a model repairs about as often as it was shown."""
+"""The share of lessons with a careful teacher. The model then repairs about as often as the teacher."""
 ROWS = "lessons.jsonl"
 RECIPE = {"lessons": LESSONS, "training": TRAINING, "held_out": HELD_OUT, "careful": CAREFUL_SHARE}
 TRIES = 3
-"""Of a step of the preparation, and of a trainer that makes no progress."""
+"""Tries of a preparation step, and of a trainer that makes no progress."""
 POLL_S = 0.2
 
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _end_cleanly() -> None:
-    """A closed terminal and SIGTERM end its processes too."""
+    """Make a closed terminal and SIGTERM end all processes of the benchmark."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not under nohup
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
@@ -85,7 +85,7 @@ def live(home: LearnHome) -> Iterator[Live]:
 
 
 def same_recipe(folder: Path) -> None:
-    """Raises: SystemExit if the folder was made by another recipe: its model is not the one described."""
+    """Raises: SystemExit if another recipe made the folder, because its model would be another one."""
     file = folder / "recipe.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     if known != RECIPE and (known or any(folder.glob("*.done"))):
@@ -95,7 +95,7 @@ def same_recipe(folder: Path) -> None:
 
 
 def once(folder: Path, what: str, act: Callable[[], None]) -> None:
-    """Do it unless an earlier call did it to the end. It may be repeated, so a failure is."""
+    """Run a step unless it was completed earlier. If it fails, run it again: steps are repeatable."""
     mark = folder / f"{what.replace(' ', '-')}.done"
     if mark.exists():
         return
@@ -120,12 +120,12 @@ async def _save(home: LearnHome, made: tasks.Tasks) -> None:
 
 
 def _calibrate(it: Live) -> None:
-    """Gold repairs each instance of training and evaluation, and the base does not."""
+    """Check that gold resolves each instance of training and evaluation, and that the base does not."""
     it.perdure("instances", "calibrate", tasks.DATASET, "--runs", "1", "-c", "16")
 
 
 def _teach(it: Live, base: Path, lessons: Sequence[tasks.Task]) -> None:
-    """The teacher's rollouts, graded like all others, and Perdure's export of them."""
+    """Run the teacher's rollouts, graded like all others, and export them."""
     scripts = base / "teacher.json"
     scripts.write_text(json.dumps({"scripts": list(_teacher(lessons))}))
     runs = range(-(-len(lessons) // LESSONS_AT_ONCE))
@@ -157,7 +157,7 @@ def _train_base(it: Live, base: Path) -> None:
 
 
 def _teacher(lessons: Sequence[tasks.Task]) -> Iterator[dict[str, object]]:
-    """For each lesson the commands of a teacher who is careful in some of them."""
+    """Commands for each lesson, from a teacher that is careful only in some lessons."""
     rng = random.Random(2)
     for task in lessons:
         is_careful = rng.random() < CAREFUL_SHARE
@@ -197,7 +197,7 @@ def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
 
 
 def _one(it: Live, plan: Plan, kill_at: int) -> None:
-    """Train to the end. With `kill_at`, everything is killed in the middle of the step after that one."""
+    """Train to the end. With `kill_at`, kill all processes during the step after that one."""
     tries = TRIES
     while not report.is_finished(plan.figures, plan.steps):
         done = report.steps_done(plan.figures)

@@ -1,4 +1,4 @@
-"""What one training run is asked for; the trainer's process reads it from a file."""
+"""The plan of one training run. The trainer's process reads it from a file."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -7,23 +7,23 @@ from perdure.types import Frozen, GroupRequest, RolloutRequest, RunRequest
 
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
 Broken = Literal["", "reencode", "temperature", "split"]
-"""`reencode`: the trainer encodes the text of each answer again. `temperature`: rollouts are sampled at
-0.7, and the trainer assumes 1. `split`: each turn is a segment that earns its share of the reward."""
+"""Deliberate errors. `reencode`: the trainer encodes the text of each answer again. `temperature`: rollouts
+are sampled at 0.7 and the trainer assumes 1. `split`: each turn is a segment with a share of the reward."""
 BROKEN_TEMPERATURE = 0.7
 GROUP_S = 900.0
-"""A group ends then with what is graded; only an infrastructure failure lasts so long."""
+"""A group ends after this time with its graded rollouts. Only an infrastructure failure takes so long."""
 
 
 class Plan(Frozen):
-    """One seed's run. Its name is the prefix of its runs in Perdure, so the same plan goes on where it was."""
+    """The run of one seed. Its name is the prefix of its runs in Perdure, so the same plan continues."""
 
     name: str
     folder: Path
-    """Of this run: versions of the weights, the trainer's state, what was measured."""
+    """The folder of this run: versions of the weights, the trainer's state, measurements."""
     base: Path
-    """The model to begin with, and its tokenizer."""
+    """The initial model and its tokenizer."""
     canary_rows: Path
-    """Exported rows from which the prompts of canaries are taken."""
+    """Exported rows; canaries take their prompts from them."""
     training: tuple[str, ...]
     """References of instances."""
     held_out: tuple[str, ...]
@@ -32,19 +32,19 @@ class Plan(Frozen):
     groups: int = 8
     samples: int = 8
     staleness: int = 0
-    """Batches that are sampled ahead: each is trained on this many versions later."""
+    """Batches that are sampled ahead. Each is trained this many versions later."""
     learning_rate: float = 7e-4
     broken: Broken = ""
     evaluate_samples: int = 4
     evaluate_every: int = 20
-    """Steps; also before the first and after the last."""
+    """Steps between evaluations, which also happen before the first step and after the last one."""
 
     @property
     def figures(self) -> Path:
         return self.folder / "figures.json"
 
     def group(self, batch: int, instance: str, version: int) -> GroupRequest:
-        """One group of a batch; `version` should sample it."""
+        """One group of a batch. `version`: the policy version that should sample it."""
         rollout = {
             **self._rollout(self.seed * 1000 + batch),
             "run_id": f"{self.name}-b{batch:03d}",
@@ -82,6 +82,6 @@ class Plan(Frozen):
 
 
 def rollout_fields() -> dict[str, Any]:
-    """The minimal agent, without a system message: a shell, and at most five answers."""
+    """The minimal agent without a system message: a shell and at most five answers."""
     options = {"system": "", "submit_line": "done", "turn_limit": 5}
     return {"agent": AGENT, "agent_options": options}

@@ -1,6 +1,6 @@
 """Tables and the picture of finished runs: `python -m benchmarks.learn.report RUNS_FOLDER [SVG]`.
 
-RUNS_FOLDER holds `<name>/figures.json` of each run, or `<name>.json` as kept beside this module.
+RUNS_FOLDER holds `<name>/figures.json` of each run, or `<name>.json` as in the folder `results`.
 """
 
 import json
@@ -42,7 +42,7 @@ def steps_done(file: Path) -> int:
 
 
 def is_finished(file: Path, steps: int) -> bool:
-    """Whether a run of so many steps has come to its end; one without any reward ends before."""
+    """Whether a run with this many steps has ended. A run without any reward ends early."""
     if not file.exists():
         return False
     run = json.loads(file.read_text())
@@ -50,7 +50,7 @@ def is_finished(file: Path, steps: int) -> bool:
 
 
 def keep(folder: Path, kept: Path, svg: Path) -> None:
-    """The figures of all finished runs beside this module, and their picture."""
+    """Keep the figures of all finished runs in `results`, and draw their picture."""
     kept.mkdir(parents=True, exist_ok=True)
     for run in read(folder):
         if run["finished"]:

@@ -1,7 +1,7 @@
-"""From episodes to what a GRPO step trains on: ids, mask, logprobs, temperature, advantage.
+"""Turns episodes into the input of a GRPO step: ids, mask, logprobs, temperature, advantage.
 
-Everything is copied from the episode's segments. The three errors that `Plan.broken` names are made here,
-and nowhere else.
+All values are copied from the episode's segments. Only this module makes the three errors that
+`Plan.broken` names.
 """
 
 import math
@@ -15,15 +15,15 @@ from perdure.episodes.episode import EpisodeSegments
 from perdure.types import Segment
 
 Encode = Callable[[Sequence[int]], Sequence[int]]
-"""Ids -> ids of their text."""
+"""Maps ids to the ids of their text."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One sequence. Shapes: ids, mask, logprobs all [L]; a logprob counts where the mask is 1.
 
-    A logprob is nan if the engine's is unknown: then the trainer's own counts, as in a trainer that
-    recomputes it.
+    A logprob is nan if the engine's is unknown. Then the trainer's own logprob counts, as in a trainer
+    that recomputes it.
     """
 
     ids: tuple[int, ...]
@@ -36,7 +36,7 @@ class Sample:
 def samples_of(
     groups: Sequence[Sequence[EpisodeSegments]], broken: Broken, reencode: Encode
 ) -> list[Sample]:
-    """Every segment of the groups whose rewards differ; GRPO's advantage by rollout."""
+    """All segments of groups whose rewards differ, with GRPO's advantage per rollout."""
     if broken == "split":
         return [sample for group in groups for sample in _split(group)]
     found = []
@@ -57,14 +57,14 @@ def _reward(found: EpisodeSegments) -> float:
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """(r - mean) / std; 0 for all if they are equal."""
+    """(r - mean) / std; 0 for all if the rewards are equal."""
     spread = statistics.pstdev(rewards) if rewards else 0.0
     mean = statistics.fmean(rewards) if rewards else 0.0
     return [(reward - mean) / spread if spread else 0.0 for reward in rewards]
 
 
 def sample(segment: Segment) -> Sample:
-    """Raises: ValueError if the temperature of its tokens is not recorded."""
+    """Raises: ValueError if the temperature of the segment's tokens was not recorded."""
     if segment.temperature is None:
         raise ValueError("a segment without one known temperature")
     before = len(segment.prompt_ids)
@@ -80,7 +80,7 @@ def sample(segment: Segment) -> Sample:
 
 
 def _split(group: Sequence[EpisodeSegments]) -> list[Sample]:
-    """Each answer as a segment of its own with 1/K of the reward, and one baseline over all segments."""
+    """Each answer as its own segment with 1/K of the reward, and one baseline over all segments."""
     graded = [one for one in group if one.episode.reward is not None]
     pieces = [(one, turns(sample(s))) for one in graded for s in one.segments]
     shares = [_reward(one) / len(cut) for one, cut in pieces for _ in cut]
@@ -90,7 +90,7 @@ def _split(group: Sequence[EpisodeSegments]) -> list[Sample]:
 
 
 def turns(whole: Sample) -> list[Sample]:
-    """For each answer: all up to its end, with only that answer trained."""
+    """For each answer: all tokens up to its end, with only that answer trained."""
     found = []
     for start, end, trained in _runs(whole.mask):
         if trained:
@@ -102,7 +102,7 @@ def turns(whole: Sample) -> list[Sample]:
 
 
 def reencoded(whole: Sample, reencode: Encode) -> Sample:
-    """Each stretch is decoded and encoded again. Where ids change, the engine's logprobs no longer fit."""
+    """Decode and encode each stretch again. Where ids change, the engine's logprobs no longer match."""
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

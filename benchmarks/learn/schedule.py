@@ -1,4 +1,4 @@
-"""Which instances a batch has, which version of the weights samples it, and how fast a step learns."""
+"""The instances and the weight version of each batch, and the learning rate of each step."""
 
 import random
 
@@ -6,11 +6,11 @@ from benchmarks.learn.plan import Plan
 
 WARM_UP_STEPS = 3
 LAST_SHARE = 0.2
-"""Of the learning rate, at the last step."""
+"""The share of the learning rate at the last step."""
 
 
 def batch(plan: Plan, number: int) -> tuple[str, ...]:
-    """The instances of a batch: every epoch goes through all of them in an order of its own."""
+    """The instances of a batch. Each epoch goes through all of them in its own order."""
     start = number * plan.groups
     return tuple(_at(plan, position) for position in range(start, start + plan.groups))
 
@@ -23,12 +23,12 @@ def _at(plan: Plan, position: int) -> str:
 
 
 def version_of(plan: Plan, number: int, first: int) -> int:
-    """The version published when the batch is started, `staleness` steps before it is trained on."""
+    """The version that is published when the batch starts, `staleness` steps before it is trained."""
     return first + max(0, number - plan.staleness)
 
 
 def learning_rate(plan: Plan, number: int) -> float:
-    """Warm-up, then constant for half of the steps, then down in a line, so that the end is steady."""
+    """Warm-up, then constant for half of the steps, then linear decay, so that the end is steady."""
     half = plan.steps / 2
     left = min(1.0, (plan.steps - number) / half)
     share = LAST_SHARE + (1 - LAST_SHARE) * left
@@ -36,5 +36,5 @@ def learning_rate(plan: Plan, number: int) -> float:
 
 
 def evaluates(plan: Plan, done: int) -> bool:
-    """Whether held-out instances are tried after so many steps."""
+    """Whether held-out instances are evaluated after this many steps."""
     return done % plan.evaluate_every == 0 or done == plan.steps

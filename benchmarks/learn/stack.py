@@ -1,6 +1,6 @@
-"""The processes of `make learn`: the laptop stack, vLLM held by Ray, the expert, the trainer.
+"""The processes of `make learn`: the laptop stack, vLLM on Ray, the expert, the trainer.
 
-All of them run under one meter, so that a kill of everything finds them all.
+All of them run under one meter, so that a kill of everything reaches each of them.
 """
 
 import json
@@ -24,14 +24,14 @@ from perdure.stack.ports import free_port
 
 PYTHON = VLLM / "venv/bin/python"
 START_S = 600.0
-"""Of the stack, on a busy host."""
+"""Timeout of the stack's start on a busy host."""
 DEAD_S = 60.0
 CONTEXT = 512
 
 
 @dataclass(frozen=True)
 class LearnHome(Home):
-    """A home without an engine in its settings: the roster has them."""
+    """A home without an engine in its settings; its engines are in the roster."""
 
     tokenizer: Path = Path()
     agents: int = 16
@@ -46,7 +46,7 @@ class LearnHome(Home):
 
 
 class Live:
-    """A running stack, and what it is told."""
+    """A running stack and the commands that it gets."""
 
     def __init__(self, home: LearnHome, meter: Meter) -> None:
         self.home = home
@@ -56,11 +56,11 @@ class Live:
         self.stack = Stack.start(home, meter, START_S)
 
     def perdure(self, *words: str) -> None:
-        """A command of Perdure. Raises: RuntimeError with what it said last."""
+        """Run a perdure command. Raises: RuntimeError with its last output."""
         self._run("perdure", [*PERDURE, *words])
 
     def in_vllm(self, *words: str) -> "subprocess.Popen[bytes]":
-        """A module of ours in vLLM's environment."""
+        """Start one of our modules in vLLM's environment."""
         argv = [str(PYTHON), "-m", *words]
         return self.meter.popen(argv, env=self.home.environment(), cwd=ROOT)
 
@@ -72,7 +72,7 @@ class Live:
     # --- engines -------------------------------------------------------------------------------
 
     def serve(self, model: Path) -> None:
-        """vLLM on CPU under Ray, until it has sampled a token."""
+        """Start vLLM for CPU on Ray and wait until it has sampled a token."""
         transfer = json.dumps({"backend": "perdure-disk"}).replace(" ", "")
         flags = f"--enforce-eager --dtype float32 --max-model-len {CONTEXT} --max-num-seqs 64"
         flags += f" --disable-log-stats --weight-transfer-config '{transfer}'"
@@ -84,7 +84,7 @@ class Live:
 
     @contextmanager
     def scripted(self, scripts: Path) -> Iterator[None]:
-        """The expert, as an engine of the pool for a while."""
+        """Adds the expert as an engine of the pool inside the context."""
         port = free_port()
         words = ["--port", str(port), "--tokenizer", str(self.home.tokenizer)]
         words += ["--scripts", str(scripts)]
@@ -111,7 +111,7 @@ class Live:
         return self.in_vllm("benchmarks.learn.trainer.loop", str(file))
 
     def kill(self) -> int:
-        """kill -9 of every process: stack, Temporal, gateway, worker, sandboxes, Ray, vLLM, trainer."""
+        """Kill -9 every process: stack, Temporal, gateway, worker, sandboxes, Ray, vLLM, trainer."""
         killed = kill_everything(self.meter)
         self.stack.wait()
         return killed
@@ -125,7 +125,7 @@ class Live:
 
 
 def kill_everything(meter: Meter) -> int:
-    """How many processes there were."""
+    """Returns the number of killed processes."""
     first = meter.pids()
     deadline = time.monotonic() + DEAD_S
     while (pids := meter.pids()) and time.monotonic() < deadline:
@@ -135,7 +135,7 @@ def kill_everything(meter: Meter) -> int:
 
 
 def installed() -> None:
-    """vLLM for CPU, and Perdure's client beside it. Raises: RuntimeError."""
+    """Install vLLM for CPU with Perdure's client in the same environment. Raises: RuntimeError."""
     mark = VLLM / "learn-ready"
     if mark.exists():
         return

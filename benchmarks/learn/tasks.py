@@ -1,7 +1,7 @@
-"""The problems: three files, one wrong value, and what an expert or a careless teacher would type.
+"""The problems: three files, one wrong value, and the commands of an expert or a careless teacher.
 
-`FAILED ki want 42` names the file and the value that it should hold; which value it holds now is seen
-only by reading it. A word for an operator (`plus`) must be known. Every prompt is unique.
+`FAILED ki want 42` names the file and the value that it should hold. The current value is known only
+after reading the file. A word for an operator (`plus`) must be known. Every prompt is unique.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ OPERATORS = {
     "at": "@",
     "or": "|",
 }
-"""All of them stand for themselves at the start of a pattern of `sed`."""
+"""At the start of a `sed` pattern, each of them matches only itself."""
 VALUES: dict[Family, tuple[str, ...]] = {
     "number": NUMBERS,
     "operator": tuple(OPERATORS),
@@ -91,7 +91,7 @@ def written(family: Family, value: str) -> str:
 
 @dataclass(frozen=True)
 class Tasks:
-    """Three sets without a common prompt."""
+    """Three sets that share no prompt."""
 
     lessons: tuple[Task, ...]
     training: tuple[Task, ...]
@@ -99,7 +99,7 @@ class Tasks:
 
 
 def make_tasks(lessons: int, training: int, held_out: int, seed: int = 1) -> Tasks:
-    """Families alternate, so that training and evaluation have as many of each.
+    """Families alternate, so that training and evaluation have equally many of each.
 
     Raises: ValueError if there are too few prompts.
     """
@@ -113,7 +113,7 @@ def make_tasks(lessons: int, training: int, held_out: int, seed: int = 1) -> Tas
 
 
 def _dealt(families: Sequence[list[Task]]) -> Iterator[Task]:
-    """One of each family in turn; once a family has no more, of the others."""
+    """Takes one task of each family in turn; when a family is used up, takes from the others."""
     for row in zip_longest(*families):
         yield from (task for task in row if task is not None)
 
@@ -178,7 +178,7 @@ def _instance(task: Task, dataset: str, name: str, key: str) -> Instance:
 
 
 def check(task: Task) -> str:
-    """The whole repository is right: the file holds the value, and the others are as they were."""
+    """A check of the whole repository: the file holds the value, and the other files are unchanged."""
     return " && ".join(
         f"test \"$(cat {file.name})\" = '{file.content.strip()}'" for file in task.repaired
     )
@@ -199,7 +199,7 @@ def careful(task: Task) -> tuple[str, ...]:
 
 
 def sloppy(task: Task, rng: random.Random) -> tuple[str, ...]:
-    """It reads the right file, and then edits nothing, another file, or writes another value."""
+    """Reads the right file, and then edits nothing, edits another file or writes another value."""
     mistake = rng.choice(("nothing", "file", "value"))
     if mistake == "nothing":
         return (f"cat {task.file}", f"echo {SUBMIT}")

@@ -1,7 +1,7 @@
-"""The tiny model's tokenizer and chat template: what a published model has beside its weights.
+"""The tiny model's tokenizer and chat template, which a published model ships with its weights.
 
-Each word, number, punctuation mark and space is one token; any other text is bytes. So a name is the
-same token wherever it occurs, which a small model can learn to copy.
+Each word, number, punctuation mark and space is one token; all other text is bytes. So a name is the same
+token wherever it occurs, and a small model can learn to copy it.
 """
 
 import json
@@ -18,13 +18,14 @@ CONTROL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|endof
 END = "<|im_end|>"
 PAD = "<|endoftext|>"
 PHRASES = (CALL, CALLED, '{"returncode": ', ', "output": "', '\\n"}', '"}')
-"""What never varies in a call of the tool and its result is one token each."""
+"""The constant parts of a tool call and its result are one token each."""
 WORDS = (
     *("user", "assistant", "tool", "FAILED", "want", "cat", "sed", "echo", "done"),
     *("-i", "s", "v", "a", "b", "cannot", "read", "No", "such", "or", "directory", "can", "t"),
 )
 NOTATION = "hermes"
-"""How it writes calls. It is not shown the tool's description, so the gateway must be told."""
+"""The format of its tool calls. The template does not show the tool's description, so the gateway must be
+told the format."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
@@ -39,7 +40,7 @@ TEMPLATE = (
 
 
 def write(folder: Path) -> None:
-    """tokenizer.json, its configuration and the chat template."""
+    """Write tokenizer.json, its configuration and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer().save(str(folder / "tokenizer.json"))
     config = {
@@ -72,7 +73,7 @@ def tokenizer() -> Tokenizer:
 
 
 def _as_letters(text: str) -> str:
-    """The text as byte-level BPE writes it: a letter for each byte."""
+    """The text in the form of byte-level BPE: one letter per byte."""
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(
         text
     )

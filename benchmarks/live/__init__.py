@@ -1,1 +1,1 @@
-"""What an open rollout costs while its agent waits for a model."""
+"""Measures the cost of an open rollout while its agent waits for a model."""

@@ -1,8 +1,8 @@
 """`python -m benchmarks.live`: CPU and memory of each part while N agents wait for a slow model.
 
-Every agent is in its first model call, which is not answered in time. The parts are measured over the
-same window at N agents and before the first one, so that what they cost at rest is apart. Then all
-calls are answered at once, so that all agents end together.
+Every agent is in its first model call, which the model does not answer during the measurement. Each part
+is measured over the same time with N agents and before the first one, so that its cost at rest shows
+separately. Then all calls are answered at once, so that all agents end together.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from perdure.storage import keys
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
 RUN = "live"
 SLOW_S = 3600.0
-"""Seconds of a model call: longer than the benchmark."""
+"""Seconds of a model call, longer than the benchmark."""
 LIMIT_S = 1800.0
-"""Seconds until all agents wait; a crowded host needs them."""
+"""Timeout until all agents wait, in seconds; a crowded host needs it."""
 SETTLES_S = 10.0
-"""Seconds after the last agent came: signals and marks of the boots are over."""
+"""Seconds after the last agent has started, until the work of the boots is over."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Burst:
-    """What became of `agents` whose first calls were answered at the same moment.
+    """The results of `agents` whose first calls were answered at the same moment.
 
-    Seconds since then: of the first and the last episode; `pause`, the longest time without one.
+    `first`, `last`: seconds until the first and the last episode. `pause`: the longest time between two.
     """
 
     agents: int
@@ -62,9 +62,9 @@ class Burst:
     last: float
     pause: float
     again: int
-    """Activities that were tried again."""
+    """Activities that were retried."""
     late: int
-    """Lines of Temporal's log about a deadline that it missed."""
+    """Lines in Temporal's log about a missed deadline."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +124,7 @@ def _measure(
 
 @contextlib.contextmanager
 def _run(home: Home, agents: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`perdure run` of all agents at once, outside the meter; cancelled if it does not end."""
+    """Runs `perdure run` for all agents at once, outside the meter. Cancels it if it does not end."""
     argv = [*PERDURE, "run", DATASET, "--agent", AGENT, "-l", str(agents), "-c", str(agents)]
     argv += ["--run-id", RUN, "--set", f"agent_budget_s={SLOW_S:g}", "--json"]
     with log.open("ab") as file:

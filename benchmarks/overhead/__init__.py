@@ -1,1 +1,1 @@
-"""What a rollout costs: rollouts per minute and CPU seconds each, compared with the peers."""
+"""Measures rollouts per minute and CPU seconds per rollout, compared with the peers."""

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.overhead`: the common job on Perdure and its peers, round after round.
+"""`python -m benchmarks.overhead`: runs the common job on Perdure and its peers, in several rounds.
 
-Sides take turns within each round, in a rotating order, so that other load on the machine affects all
+The sides alternate within each round, in a rotating order, so that other load on the machine affects all
 of them alike. The report has medians over the rounds.
 """
 

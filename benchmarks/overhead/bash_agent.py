@@ -1,7 +1,7 @@
-"""The smallest agent that calls a model: isolates Perdure's own cost from that of a harness.
+"""The smallest agent that calls a model, to separate Perdure's cost from a harness's cost.
 
 mini-swe-agent in the sandbox imports its packages in every rollout; its own batch runner does so once.
-This one starts in about 15 ms. By dotted path: `benchmarks.overhead.bash_agent:BashAgent`.
+This agent starts in about 15 ms. Its dotted path is `benchmarks.overhead.bash_agent:BashAgent`.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ class BashAgentOptions(Request):
     system: str = "You are a helpful assistant that can use a shell."
     """System message; empty: none."""
     submit_line: str = toy.DONE
-    """A command whose output begins with it ends the agent."""
+    """The agent ends after a command whose output begins with this line."""
     turn_limit: int = Field(0, ge=0)
-    """Model calls at most; 0: no limit."""
+    """The most model calls; 0: no limit."""
 
 
 class BashAgent:

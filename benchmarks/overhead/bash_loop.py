@@ -1,5 +1,5 @@
-"""Inside the sandbox: call the model, run its bash call, send it the output, until it submits, calls
-nothing or has had its turns.
+"""Runs in the sandbox: calls the model, runs its bash call and sends the output back, until the model
+submits, calls nothing or has used its turns.
 
 usage: python3 -I -S bash_loop.py PORT SUBMIT_LINE
 (BENCH_KEY, BENCH_MODEL, BENCH_SYSTEM, BENCH_PROMPT; BENCH_TURNS, 0: no limit)
@@ -55,7 +55,7 @@ def main(port: int, submit_line: str) -> int:
 
 
 class Gateway:
-    """One connection, reopened if it breaks, so that a restarting gateway loses no agent."""
+    """One connection. It is reopened if it breaks, so that no agent is lost when the gateway restarts."""
 
     def __init__(self, port: int) -> None:
         self.port = port

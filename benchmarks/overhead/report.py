@@ -1,4 +1,4 @@
-"""Medians, ratios and the table. A ratio is taken within a round, then the median of those."""
+"""Medians, ratios and the table. A ratio is taken within a round; the report has the ratios' median."""
 
 import math
 import os
@@ -17,7 +17,7 @@ HEAD = (
 
 
 def line(sample: Sample) -> str:
-    """Progress: one sample."""
+    """Print one sample as progress."""
     per = (sample.cpu + sample.grading_cpu) / sample.rollouts
     return (
         f"{sample.side:<22} N={sample.rollouts:<4} right={sample.right:<4} wall={sample.wall:6.2f}"
@@ -28,11 +28,11 @@ def line(sample: Sample) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """One sample in comparable terms. Rates are graded rollouts per minute. What is the difference of two
-    runs is NaN if the run of one rollout took longer."""
+    """One sample in comparable terms. Rates are graded rollouts per minute. A difference of two runs is NaN
+    if the run of one rollout took longer."""
 
     rate: float
-    """The rate without one-time costs: for Perdure while its stack runs, for a peer without its start."""
+    """The rate without one-time costs: Perdure's with a running stack, a peer's without its start."""
     rate_with_start: float
     cpu: float
     cpu_with_start: float
@@ -61,7 +61,7 @@ class Report:
         return "\n".join(parts)
 
     def _cells(self) -> list[tuple[str, int]]:
-        """Sides and sizes, without the size that only measures the start."""
+        """All sides and sizes, except for the size that only measures the start."""
         seen = dict.fromkeys((s.side, s.rollouts) for s in self.samples)
         return [cell for cell in seen if cell[1] > 1]
 
@@ -124,7 +124,7 @@ class Report:
         return _known([of(self._figures(a)) / of(self._figures(b)) for a, b in pairs])
 
     def _splits(self) -> list[str]:
-        """What a rollout of Perdure costs by part, and what it leaves."""
+        """The cost of a Perdure rollout by part, and its size in the store."""
         rows = []
         for side, size in self._cells():
             samples = [s for s in self._of(side, size) if s.split]

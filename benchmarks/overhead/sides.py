@@ -1,4 +1,4 @@
-"""One side of the comparison: runs the common job once and measures its cost."""
+"""One side of the comparison. It runs the common job once and measures the cost."""
 
 import shutil
 import time
@@ -26,43 +26,43 @@ class Size:
 
 @dataclass(frozen=True)
 class Sample:
-    """One run of one side, in seconds. `cpu`: all processes except the endpoint."""
+    """One run of one side, in seconds. `cpu`: of all processes except the endpoint."""
 
     side: str
     rollouts: int
     right: int
-    """Resolved by the hidden test in a fresh sandbox."""
+    """Rollouts that the hidden test in a fresh sandbox resolved."""
     start_wall: float
-    """Perdure's `up` and a first rollout; a peer's start is inside `wall`."""
+    """Perdure's `up` and first rollout. `wall` includes a peer's start."""
     start_cpu: float
     wall: float
     cpu: float
     grading_wall: float
-    """Seconds that the harness grades, for a peer that does not."""
+    """Seconds of grading by this benchmark, for a peer that does not grade."""
     grading_cpu: float
     endpoint_cpu: float
     window: float
-    """First model call to last answer."""
+    """Seconds from the first model call to the last answer."""
     calls: int
     split: dict[str, float] = field(default_factory=dict)
-    """CPU of each of Perdure's parts."""
+    """CPU seconds of each of Perdure's parts."""
     objects: int = 0
-    """What Perdure keeps of the rollouts in its store."""
+    """The rollouts' objects in Perdure's store."""
     bytes: int = 0
 
 
 class Side(Protocol):
     largest: int
     is_service: bool
-    """Whether every sample measures its start, so that no run of one rollout is necessary."""
+    """Whether every sample measures its start. If so, no run of one rollout is needed."""
 
     def measure(self, size: Size) -> Sample: ...
 
 
 class PerdureSide:
-    """The laptop stack, started for each sample; environments and tools were built before.
+    """The laptop stack, started for each sample. Environments and tools are built before.
 
-    Its start includes a first rollout, in which gateway and worker do their one-time loading.
+    The start includes a first rollout, in which gateway and worker load everything once.
     """
 
     is_service = True
@@ -77,8 +77,8 @@ class PerdureSide:
         largest: int = 10**9,
         with_twins: bool = False,
     ) -> None:
-        """`arguments`: of `perdure run`, the agent among them. `with_twins`: the row's hidden test has a
-        twin, so that a grading is two runs unless the arguments say `twin_pairs=0`."""
+        """`arguments`: those of `perdure run`, including the agent. `with_twins`: the row's hidden test has
+        a twin, so a grading has two runs unless the arguments say `twin_pairs=0`."""
         self.name = f"Perdure, {name}"
         self.largest = largest
         self._arguments = list(arguments)
@@ -160,7 +160,7 @@ class PeerSide:
         self._runs = 0
 
     def warm_up(self) -> None:
-        """A first run reads all its modules from disk: as a run of one, it would be taken for the start."""
+        """Warm the disk cache: a first run reads all modules from disk, which would count as its start."""
         self.measure(Size(1, 1, 0.0))
 
     def measure(self, size: Size) -> Sample:
@@ -198,7 +198,7 @@ class PeerSide:
         )
 
     def _grade(self, job: Job) -> tuple[int, float, float]:
-        """How many are right, and the wall and CPU seconds of grading here; 0 for a peer that grades."""
+        """The number of right results, and the wall and CPU seconds of our grading (0 if the peer grades)."""
         if self._peer.grades:
             return self._peer.verdicts(job).resolved, 0.0, 0.0
         with Meter.open(f"grade-{self._runs}", job.folder / "grading-meter") as meter:

@@ -1,1 +1,1 @@
-"""Whether transformers computes the recorded logprobs for the recorded tokens."""
+"""Checks whether transformers computes the recorded logprobs for the recorded tokens."""

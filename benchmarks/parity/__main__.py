@@ -1,11 +1,11 @@
-"""`python -m benchmarks.parity`: recorded tokens of rollouts, scored again by transformers.
+"""`python -m benchmarks.parity`: scores recorded tokens of rollouts again with transformers.
 
-A real vLLM samples conversations through the gateway, greedily, at random, and with `--every-mode` with
-temperature, top_p and penalties. Then transformers, in an
-environment of its own, reads exactly the recorded ids, in the served dtype and in float32. The
-report has the distance of its logprobs from the recorded ones, the effect on a trainer's importance
-ratios, and whether its greedy ids agree. It also has tokens per second of both and of the engine
-alone. `--device cuda` runs all of it on a GPU; without a GPU it is reported as not run.
+A real vLLM samples conversations through the gateway, greedily and at random; with `--every-mode` also
+with temperature, top_p and penalties. Then transformers, in its own environment, reads exactly the
+recorded ids, in the served dtype and in float32. The report has the distance of its logprobs from the
+recorded ones, the effect on a trainer's importance ratios, and whether greedy ids agree. It also has
+tokens per second of both and of the engine alone. `--device cuda` runs everything on a GPU; without a GPU
+the report says that it was not run.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Conversations through a gateway process, like those of rollouts, and their recorded turns.
+"""Holds conversations through a gateway process, like those of rollouts, and reads their recorded turns.
 
-Owns the sessions, their timing, and the same calls sent directly to the engine.
+It has the sessions, their timing, and the same calls sent directly to the engine.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ MODES: dict[str, dict[str, float]] = {
     },
     "all": {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
 }
-"""How each mode samples, besides temperature 1."""
+"""Sampling parameters of each mode, in addition to temperature 1."""
 TIMED = ("greedy", "sampled")
-"""Modes that are also sent directly to the engine, to compare speeds."""
+"""Modes whose calls are also sent directly to the engine, to compare speeds."""
 TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Job:
-    """All conversations of a mode run at once. `tokens`: limit of an answer; `text`: characters of
+    """All conversations of a mode run at once. `tokens`: the limit of an answer. `text`: characters of
     source code in each question."""
 
     conversations: int = 8
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Played:
-    """The recorded turns of each conversation, and the seconds of all of them."""
+    """The recorded turns of each conversation, and the total seconds."""
 
     mode: str
     conversations: list[list[Turn]]
@@ -76,7 +76,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Gateway:
-    """A gateway process on a home of its own, and a client for its agents."""
+    """A gateway process in its own home, and a client for its agents."""
 
     home: Path
     url: str
@@ -112,7 +112,7 @@ class Gateway:
             messages.append(answer.raise_for_status().json()["choices"][0]["message"])
 
     async def _recorded(self, name: str) -> list[Turn]:
-        """The turns that a trainer would get."""
+        """Returns the turns that a trainer would get."""
         await self.control.close(name)
         store = LocalStore(self.home / "store")
         return list(turns_parquet.decode((await store.get(_turns_key(name))).data))
@@ -123,7 +123,7 @@ def _turns_key(name: str) -> str:
 
 
 def _questions(job: Job) -> list[list[str]]:
-    """The questions of each conversation, about this project's source files in order."""
+    """The questions of each conversation, about this project's source files."""
     files = sorted((ROOT / "src/perdure").rglob("*.py"))
     excerpts = [text[: job.text] for file in files if len(text := file.read_text()) >= job.text]
     if not excerpts:
@@ -134,7 +134,7 @@ def _questions(job: Job) -> list[list[str]]:
 
 @contextlib.asynccontextmanager
 async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[Gateway]:
-    """The gateway as it ships, with journal and fsync; it ends with the context."""
+    """Runs the gateway with default settings, with journal and fsync, until the context ends."""
     own = {
         "PERDURE_HOME": str(home),
         "PERDURE_GATEWAY__PORT": "0",
@@ -174,9 +174,9 @@ async def _port(process: "subprocess.Popen[bytes]", log: Path) -> int:
 
 
 async def straight(engine_url: str, played: Played) -> float:
-    """Seconds of the recorded calls, with as many tokens each, sent directly to the engine.
+    """Seconds of the recorded calls when sent directly to the engine, with as many tokens each.
 
-    A different salt keeps the gateway's prompts out of the engine's prefix cache.
+    A different salt prevents prefix-cache hits on the gateway's prompts.
     """
     async with httpx.AsyncClient(base_url=engine_url, timeout=TIMEOUT_S, trust_env=False) as client:
         began = time.perf_counter()

@@ -17,12 +17,12 @@ from perdure.types import Turn
 
 @dataclass(frozen=True)
 class Difference:
-    """The first id of a greedy turn that transformers would not have taken."""
+    """The first id of a greedy turn that transformers would not have chosen."""
 
     turn: int
     position: int
     behind: float
-    """Difference of its logit from the highest one, by transformers."""
+    """Difference between its logit and the highest one, according to transformers."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A tiny random model of another architecture: `python make_random.py QWEN3 FOLDER FAMILY [SEED]`.
+"""Makes a tiny random model of another architecture: `python make_random.py QWEN3 FOLDER FAMILY [SEED]`.
 
-Runs in vLLM's own environment; nothing in Perdure imports it. QWEN3 is the folder that
-`infra/setup/vllm` made: its tokenizer is copied, so that only the architecture differs.
+It runs in vLLM's own environment; nothing in Perdure imports it. QWEN3 is the folder that
+`infra/setup/vllm` made. Its tokenizer is copied, so that only the architecture differs.
 """
 
 # mypy: ignore-errors
@@ -69,7 +69,7 @@ ARCHITECTURES = {
         {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128},
     ),
 }
-"""By family: transformers' name, and what it needs besides the common sizes."""
+"""By family: transformers' name, and parameters in addition to the common sizes."""
 SIZES = {
     "vocab_size": 151_936,
     "hidden_size": 128,

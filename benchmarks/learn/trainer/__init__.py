@@ -1,1 +1,1 @@
-"""The trainer's side, in the environment that has torch and transformers."""
+"""The trainer's side. It runs in the environment that has torch and transformers."""

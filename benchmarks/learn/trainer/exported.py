@@ -1,4 +1,4 @@
-"""Reads `perdure export --format sft-tokens`: recorded ids, masks and rewards, one row a segment."""
+"""Reads `perdure export --format sft-tokens`: recorded ids, masks and rewards, one row per segment."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run measured, written after each step: `figures.json` is the source of tables and pictures."""
+"""The measurements of a run, written after each step. Tables and pictures come from `figures.json`."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from perdure.episodes.episode import Episode, EpisodeSegments
 
 @dataclass
 class Step:
-    """One step. Times in seconds: `*_s` of the trainer's clock; `engine`, `environment` and `waiting` are
-    sums over the step's rollouts."""
+    """One step. Times are in seconds: `*_s` on the trainer's clock; `engine`, `environment` and `waiting`
+    are sums over the step's rollouts."""
 
     step: int
     reward: float = 0.0
@@ -31,7 +31,7 @@ class Step:
     environment: float = 0.0
     """Boot, commands, capture and grading."""
     waiting: float = 0.0
-    """Queues between the stages."""
+    """Time in queues between the stages."""
     wait_s: float = 0.0
     train_s: float = 0.0
     publish_s: float = 0.0
@@ -75,7 +75,7 @@ def _rewards(group: Sequence[EpisodeSegments]) -> set[float]:
 
 
 class Figures:
-    """All steps of a plan; a restarted trainer continues the file."""
+    """All steps of a plan. A restarted trainer continues the file."""
 
     def __init__(self, plan: Plan, told: dict[str, Any]) -> None:
         self._plan = plan
@@ -84,7 +84,7 @@ class Figures:
 
     @classmethod
     def read(cls, plan: Plan) -> "Figures":
-        """Those of an earlier process of this plan, whose number of steps may have been raised."""
+        """Read the figures of an earlier process of this plan. The number of steps may have been raised since."""
         kept = plan.model_dump(
             mode="json", exclude={"folder", "base", "canary_rows", "training", "held_out"}
         )
@@ -103,7 +103,7 @@ class Figures:
         self._write()
 
     def published(self, step: Step) -> None:
-        """Its last second is known."""
+        """The time of its last sample is known."""
         self.add(step)
         print(
             f"step {step.step}: reward {step.reward:.2f}, {step.graded} rollouts, "
@@ -113,7 +113,7 @@ class Figures:
         )
 
     def add_evaluation(self, step: int, rewards: Sequence[float | None]) -> None:
-        """After so many steps; None: a rollout without a verdict."""
+        """Record rewards after `step` steps. None: a rollout without a verdict."""
         graded = [reward for reward in rewards if reward is not None]
         mean = sum(graded) / len(graded) if graded else 0.0
         counts = {"graded": len(graded), "ungraded": len(rewards) - len(graded)}

@@ -19,11 +19,11 @@ GRADIENT_NORM = 1.0
 @dataclass
 class StepFigures:
     trained_tokens: int = 0
-    """With mask 1."""
+    """Tokens with mask 1."""
     read_tokens: int = 0
-    """Of the sequences that the step reads."""
+    """All tokens of the sequences that the step reads."""
     gap_mean: float = 0.0
-    """|trainer's logprob - recorded one| before the step's first update."""
+    """|trainer's logprob - recorded logprob| before the step's first update."""
     gap_max: float = 0.0
     clipped: float = 0.0
     """Share of tokens whose ratio is outside the clip range."""

@@ -1,7 +1,8 @@
 """The trainer: `python -m benchmarks.learn.trainer.loop PLAN`.
 
-Each step starts a batch of groups through the SDK, trains on the oldest one and publishes the weights. Its
-state is written after each step, and ids of groups are deterministic: the same plan goes on after a kill.
+Each step starts a batch of groups through the SDK, trains on the oldest batch and publishes the weights.
+The state is written after each step and group ids are deterministic, so the same plan continues after a
+kill.
 """
 
 import asyncio
@@ -29,12 +30,12 @@ from perdure.episodes.episode import EpisodeSegments
 NOTICE_S = 2.5
 KEPT_VERSIONS = 3
 HOPELESS_STEPS = 3
-"""After so many steps without any reward no group has a gradient."""
+"""The run ends after this many steps without any reward, because no group has a gradient."""
 Group = list[EpisodeSegments]
 
 
 class Trainer:
-    """One plan's run. `step` counts the batches that were trained."""
+    """The run of one plan. `step` counts trained batches."""
 
     def __init__(self, plan: Plan, perdure: Perdure, weights: Weights) -> None:
         self.plan = plan
@@ -47,7 +48,7 @@ class Trainer:
         self.optimizer = grpo.optimizer_of(self.model, plan.learning_rate)
         self.step = 0
         self.first = -1
-        """The version of the weights of step 0."""
+        """The weight version of step 0."""
         self._started: dict[int, list[GroupHandle]] = {}
 
     @property
@@ -82,7 +83,7 @@ class Trainer:
         self.figures.published(figures)
 
     async def _start(self, number: int) -> None:
-        """Start a batch, or join it where it was started before a kill."""
+        """Start a batch, or join it if it was started before a kill."""
         if number in self._started:
             return
         version = version_of(self.plan, number, self.first)
@@ -116,7 +117,7 @@ class Trainer:
     # --- evaluation -----------------------------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        """Rewards at temperature 1 on instances that are never trained, unless they are known."""
+        """Measure rewards at temperature 1 on held-out instances, unless they are already known."""
         if not evaluates(self.plan, self.step) or self.figures.is_evaluated(self.step):
             return
         run = await self.perdure.start_run(self.plan.evaluation(self.step))
@@ -140,7 +141,7 @@ class Trainer:
                 shutil.rmtree(old)
 
     async def _resume(self) -> None:
-        """Continue from the state of a killed trainer; else number versions after the published ones."""
+        """Continue from a killed trainer's state. Without one, number versions after the published ones."""
         if self._state.exists():
             state = torch.load(self._state)
             self.model.load_state_dict(state["model"])

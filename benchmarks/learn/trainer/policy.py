@@ -1,6 +1,6 @@
-"""The tiny model: made, scored, saved as vLLM reads it, and the canaries that prove a version.
+"""Makes, scores and saves the tiny model in vLLM's format, and makes the canaries that prove a version.
 
-Everything is float32, in the engine too, so that a recorded logprob is the trainer's within rounding.
+Everything is float32, also in the engine, so that recorded logprobs equal the trainer's within rounding.
 """
 
 import random
@@ -48,7 +48,7 @@ def load(folder: Path) -> Qwen3ForCausalLM:
 
 
 def save(model: Qwen3ForCausalLM, folder: Path, tokenizer: Path) -> Path:
-    """The checkpoint as a published model, whole or not at all."""
+    """Write the checkpoint in the form of a published model, atomically."""
     draft = folder.with_name(f".{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
@@ -77,14 +77,14 @@ def batched(samples: Sequence[Sample]) -> tuple[torch.Tensor, ...]:
 def logprobs_of(
     model: Qwen3ForCausalLM, ids: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """The logprob of each token from the second on: [B, L - 1]. Padding at the end changes nothing before
-    it, because attention is causal."""
+    """The logprob of each token from the second on: [B, L - 1]. Padding at the end does not change earlier
+    values, because attention is causal."""
     logits = model(ids).logits[:, :-1].float() / temperatures[:, :, None]
     return torch.gather(logits.log_softmax(-1), 2, ids[:, 1:, None])[:, :, 0]
 
 
 def canaries(model: Qwen3ForCausalLM, rows: Sequence[Sample]) -> list[WeightCanary]:
-    """Of some prefixes of rows, those after which one token is clearly the likeliest."""
+    """Canaries from prefixes of rows after which one token is clearly the likeliest."""
     rng = random.Random(0)
     cuts = [row.ids[: rng.randrange(10, len(row.ids))] for row in rows[:48]]
     scored = sorted((_scored(model, cut) for cut in cuts), key=lambda found: -found[0])
@@ -92,7 +92,7 @@ def canaries(model: Qwen3ForCausalLM, rows: Sequence[Sample]) -> list[WeightCana
 
 
 def _scored(model: Qwen3ForCausalLM, ids: Sequence[int]) -> tuple[float, WeightCanary]:
-    """How far ahead the likeliest token is, and the canary."""
+    """The margin of the likeliest token over the second, and the canary."""
     with torch.inference_mode():
         logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     (best, second), (token, _) = (found.tolist() for found in logprobs[-1].topk(2))

@@ -1,8 +1,8 @@
 """Supervised training on exported rollouts: `python -m benchmarks.learn.trainer.sft ROWS FOLDER`.
 
-ROWS is Perdure's export; only tokens with mask 1 are trained. First come the rollouts with reward 1, until
-the model can repair; then all of them, careless ones too, so that reinforcement learning begins between
-0.2 and 0.4. FOLDER holds the tokenizer and gets the model.
+ROWS is Perdure's export; only tokens with mask 1 are trained. Training starts with the rollouts with
+reward 1, until the model can repair. Then it uses all rollouts, careless ones too, so that reinforcement
+learning begins between 0.2 and 0.4. FOLDER holds the tokenizer and gets the model.
 """
 
 import json
@@ -24,14 +24,14 @@ LEARNING_RATE = 4e-3
 WARM_UP_STEPS = 20
 RIGHT_STEPS = 300
 ALL_STEPS = 60
-"""More of them, and the model knows each lesson by heart: then all rollouts of an instance end alike, and
+"""With more epochs, the model memorizes each lesson. Then all rollouts of an instance end alike, and
 reinforcement learning has no gradient."""
 THREADS = 1
 """Two are slower on a shared host of two cores."""
 
 
 def train(model: Qwen3ForCausalLM, rows: Sequence[Sample], steps: int, seed: int) -> float:
-    """The mean loss of the last ten steps, a trained token."""
+    """The mean loss per trained token over the last ten steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
     rng, losses = random.Random(seed), []
     for number in range(steps):
@@ -49,7 +49,7 @@ def train(model: Qwen3ForCausalLM, rows: Sequence[Sample], steps: int, seed: int
 
 
 def _schedule(number: int, steps: int) -> float:
-    """Warm-up, then a cosine down to a tenth."""
+    """Warm-up, then cosine decay to a tenth."""
     if number < WARM_UP_STEPS:
         return (number + 1) / WARM_UP_STEPS
     return 0.1 + 0.45 * (1 + math.cos(math.pi * number / steps))
