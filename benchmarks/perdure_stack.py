@@ -1,6 +1,6 @@
-"""Perdure's side of a comparison: the whole laptop stack, started, used and stopped by its own CLI.
+"""Perdure's side of a comparison: starts, uses and stops the whole laptop stack by Perdure's own CLI.
 
-All of its processes run under one meter: Temporal's server, gateway, worker, supervisor, sandboxes.
+All processes run under one meter: Temporal's server, gateway, worker, supervisor, sandboxes.
 """
 
 import asyncio
@@ -35,21 +35,21 @@ from perdure.types import Environment, Grading, Instance, Source, SourceKind, Tw
 ROOT = Path(__file__).resolve().parents[1]
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
 START_LIMIT_S = 1800.0
-"""`perdure up` itself gives up sooner, unless the host is so busy that it goes on slowly."""
+"""`perdure up` gives up sooner by itself, unless the host is so busy that its start is slow."""
 DATASET = "toy"
 EMPTY = "perdure.toml"
-"""An empty settings file, so that the folder a benchmark is started from has no effect."""
+"""An empty settings file, so that a benchmark does not read the settings of its working directory."""
 
 
 def _free_ports() -> dict[str, str]:
-    """Not the default ports, because another stack may be running on this machine."""
+    """We avoid the default ports, because another stack may run on this machine."""
     names = ("PERDURE_TEMPORAL__PORT", "PERDURE_TEMPORAL__UI_PORT", "PERDURE_GATEWAY__PORT")
     return {name: str(free_port()) for name in names}
 
 
 @dataclass(frozen=True)
 class Home:
-    """One PERDURE_HOME of the benchmark: settings, instances, logs; survives restarts."""
+    """One PERDURE_HOME of the benchmark: settings, instances, logs. It survives restarts."""
 
     folder: Path
     engine_url: str
@@ -74,7 +74,7 @@ class Home:
         }
 
     def add_instances(self, tree: Path, count: int, *, with_twins: bool = False) -> None:
-        """`count` copies of the toy instance, graded by the hidden test in a fresh sandbox."""
+        """Add `count` copies of the toy instance, which the hidden test grades in a fresh sandbox."""
         asyncio.run(self._add(tree, count, with_twins))
 
     async def _add(self, tree: Path, count: int, with_twins: bool) -> None:
@@ -107,7 +107,7 @@ def _graded_by_exit_code() -> Grading:
 
 
 def _graded_with_twins() -> Grading:
-    """The same assertion as a unittest: the exit code of a script gives no status of a test."""
+    """The same assertion as a unittest: a script's exit code does not give the status of a test."""
     lines = toy.UNITTEST.encode().splitlines()
     number = lines.index(toy.ASSERTION.encode())
     twin = Twin(
@@ -131,7 +131,7 @@ def _graded_with_twins() -> Grading:
 
 
 class Stack:
-    """A running stack. `split` says which of its parts used how much CPU."""
+    """A running stack. `split` gives the CPU of each of its parts."""
 
     def __init__(self, home: Home, meter: Meter, process: "subprocess.Popen[bytes]") -> None:
         self.home = home
@@ -141,7 +141,7 @@ class Stack:
 
     @classmethod
     def start(cls, home: Home, meter: Meter, limit_s: float = START_LIMIT_S) -> "Stack":
-        """`perdure up`, until it is ready. Raises: RuntimeError with the supervisor's message."""
+        """Run `perdure up` and wait until it is ready. Raises: RuntimeError with the supervisor's message."""
         log = home.folder / "up.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         (home.folder / EMPTY).touch()
@@ -174,7 +174,7 @@ class Stack:
         return found
 
     def run(self, arguments: list[str], log: Path) -> dict[str, Any]:
-        """Run `perdure run toy ARGUMENTS --json`; returns its document. Raises: RuntimeError."""
+        """Run `perdure run toy ARGUMENTS --json` and return its document. Raises: RuntimeError."""
         argv = [*PERDURE, "run", DATASET, *arguments, "--json"]
         before = waited_for_seconds()
         with log.open("ab") as file:
@@ -195,25 +195,25 @@ class Stack:
         return document
 
     def split(self) -> dict[str, float]:
-        """CPU seconds so far, by part; `sandboxes` is the rest: short-lived or foreign processes."""
+        """CPU seconds so far, by part. `sandboxes` is the rest: short-lived and other processes."""
         parts = {name: own_seconds(pid) for name, pid in self.pids().items()}
         if self._runs_took:
             parts["perdure run"] = self._runs_took
         return parts | {"sandboxes": self.meter.seconds() - sum(parts.values())}
 
     def pids(self) -> dict[str, int]:
-        """Of each supervised process, and of the supervisor."""
+        """The pids of each supervised process and of the supervisor."""
         state = self.state()
         pids = {name: child.pid for name, child in state.children.items()}
         return pids | {"supervisor": state.pid}
 
     def stop(self) -> None:
-        """Run `perdure down`, which also happens at SIGTERM."""
+        """Stop the stack by SIGTERM, which does the same as `perdure down`."""
         os.kill(self.state().pid, signal.SIGTERM)
         self._process.wait()
 
     def kill(self) -> list[int]:
-        """SIGKILL to every process of Perdure and to Temporal's server; sandboxes are not touched."""
+        """Send SIGKILL to every Perdure process and to Temporal's server, but not to sandboxes."""
         state = self.state()
         pids = [state.pid, *(child.pid for child in state.children.values())]
         kill_all(pids, signal.SIGKILL)
@@ -221,7 +221,7 @@ class Stack:
         return pids
 
     def wait(self) -> None:
-        """Until its supervisor has ended, killed or not."""
+        """Wait until the supervisor has ended."""
         self._process.wait()
 
     def _is_ready(self) -> bool:

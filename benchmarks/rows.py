@@ -1,7 +1,7 @@
-"""`python -m benchmarks.rows FILE...`: rows accepted of each file, by the format that each row has.
+"""`python -m benchmarks.rows FILE...`: counts the accepted rows of each file, by row format.
 
 A row is accepted if its reader makes an instance of it and its grader finds everything that it needs.
-Nothing is run: calibration proves a row, this table shows what is read.
+Nothing is run: this table shows which rows are read, and calibration proves them.
 """
 
 import argparse
@@ -28,11 +28,11 @@ class Line(NamedTuple):
     rows: int
     accepted: int
     refusal: str
-    """The first one; empty when every row was accepted."""
+    """The first refusal; empty if every row was accepted."""
 
 
 def lines_of(path: Path) -> Iterator[Line]:
-    """One line for each format in a file."""
+    """One line per format in a file."""
     rows: Counter[str] = Counter()
     refused: dict[str, list[str]] = defaultdict(list)
     for row in read_rows(path):

@@ -1,4 +1,4 @@
-"""The working folder of a benchmark, deleted however the benchmark ends."""
+"""The working folder of a benchmark. It is deleted however the benchmark ends."""
 
 import shutil
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def scratch_folder(prefix: str, *, keep: bool) -> Iterator[Path]:
-    """On SIGTERM the benchmark still stops its processes and deletes its folder."""
+    """On SIGTERM too, the benchmark stops its processes and deletes its folder."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:

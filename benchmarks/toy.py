@@ -1,7 +1,7 @@
-"""The common job: a repository of two files, one wrong sign, one hidden test, a script of turns.
+"""The common job: a repository with two files, one wrong sign, one hidden test, a script of turns.
 
-Every side gets the same repository, the same bubblewrap flags, the same commands and the same test;
-each in the form that its own documentation requires.
+Every side gets the same repository, bubblewrap flags, commands and test, in the form that its own
+documentation requires.
 """
 
 import io
@@ -72,7 +72,7 @@ def commands(turns: int) -> tuple[str, ...]:
 
 
 def script(turns: int) -> dict[str, Any]:
-    """For the scripted engine: one bash call a turn."""
+    """A script for the scripted engine: one bash call per turn."""
     calls = [
         {"content": "", "tool_calls": [{"name": "bash", "arguments": {"command": command}}]}
         for command in commands(turns)
@@ -93,7 +93,7 @@ def make_tree(folder: Path) -> Path:
 
 
 def pack(tree: Path) -> bytes:
-    """The tree as tar.gz, the form in which the store keeps one."""
+    """The tree as tar.gz, as the store keeps it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         archive.add(tree, arcname=".")
@@ -111,7 +111,7 @@ def make_repository(folder: Path) -> Path:
 
 
 def bwrap_flags(repository: Path) -> list[str]:
-    """The bubblewrap command of the peers' sandboxes: the reference flags, the repository at /repo."""
+    """The bubblewrap command of the peers' sandboxes, with the reference flags and the repository at /repo."""
     flags = ["--unshare-user-try", "--unshare-pid", "--unshare-net"]
     for path in ("/usr", "/bin", "/lib", "/lib64", "/etc"):
         if Path(path).exists():
@@ -122,7 +122,7 @@ def bwrap_flags(repository: Path) -> list[str]:
 
 
 def write_swebench_rows(folder: Path, count: int) -> Path:
-    """A folder that `mini-extra swebench --subset FOLDER --split test` reads."""
+    """Write a folder that `mini-extra swebench --subset FOLDER --split test` reads."""
     folder.mkdir(parents=True)
     rows = [
         {"instance_id": name, "problem_statement": STATEMENT, "repo": "bench/calc"}
@@ -162,7 +162,7 @@ if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/ve
 
 
 def write_harbor_tasks(folder: Path, count: int) -> Path:
-    """Harbor task folders with a separate verifier."""
+    """Write Harbor task folders with a separate verifier."""
     for name in instance_ids(count):
         files: Mapping[str, str] = {
             "task.toml": TASK_TOML,

@@ -1,6 +1,6 @@
-"""A real `vllm serve` for benchmarks: its flags, its start and its end.
+"""Starts and stops a real `vllm serve` for benchmarks.
 
-On CPU it is the server that `make test-vllm` installs below `.perdure/vllm`.
+On CPU this is the server that `make test-vllm` installs in `.perdure/vllm`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-"""One thread, because two are ten times slower on a shared host of two cores."""
+"""One thread, because two are ten times slower on a shared host with two cores."""
 
 
 @contextlib.asynccontextmanager
@@ -41,9 +41,9 @@ async def serving(
     program: Path = PROGRAM,
     device: Device = "cpu",
 ) -> AsyncIterator[str]:
-    """The server's URL, once it is healthy; it serves `model` as `policy`.
+    """Yields the server's URL once it is healthy. It serves `model` as `policy`.
 
-    Raises: RuntimeError if none is installed, or it ends or is not healthy within `START_S`.
+    Raises: RuntimeError if no vLLM is installed, or if it ends or is not healthy within `START_S`.
     """
     if not program.exists() or not model.exists():
         raise RuntimeError(f"no {program} or no {model}: `make test-vllm` installs both for CPU")
@@ -94,7 +94,7 @@ async def _healthy(server: "subprocess.Popen[bytes]", url: str, log: Path) -> No
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    """End the whole process group, because engine processes outlive a killed server."""
+    """Kill the whole process group, because engine processes outlive a killed server."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGTERM)
     try:

@@ -1,9 +1,9 @@
-"""How fast this host is at the moment: CPU ms of a fixed piece of pure Python, beside what is measured.
+"""Measures the host's current speed: CPU ms of a fixed piece of pure Python, during a measurement.
 
-A virtual core that shares its physical one is almost twice as fast while the other rests, so milliseconds of
-two runs say little; multiples of the yardstick in the same run do.
+A virtual core is almost twice as fast while the other one on its physical core is idle. So milliseconds
+of two runs cannot be compared, but multiples of the yardstick in the same run can.
 
-    python -m benchmarks.yardstick      # a line twice a second, until it is ended
+    python -m benchmarks.yardstick      # prints a line twice a second until it is killed
 """
 
 import argparse
@@ -22,7 +22,7 @@ SOURCE = Path(argparse.__file__).read_text()
 
 
 def measure() -> float:
-    """CPU ms in which the standard library tokenizes the source of its own `argparse`."""
+    """CPU ms that the standard library takes to tokenize the source of its own `argparse`."""
     started = time.thread_time()
     for _ in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
         pass
@@ -30,7 +30,7 @@ def measure() -> float:
 
 
 class Yardstick:
-    """What a process beside the measured ones writes."""
+    """The output of a process that runs next to the measured ones."""
 
     def __init__(self, written: Path) -> None:
         self._written = written

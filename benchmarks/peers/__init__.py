@@ -1,1 +1,1 @@
-"""The peers, each run in its own environment by its own command line."""
+"""Runs each peer in its own environment by its own command line."""

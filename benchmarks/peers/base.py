@@ -1,4 +1,4 @@
-"""What a peer must do for the harness: run the common job, and resume it after a crash."""
+"""The interface of a peer: it runs the common job and resumes it after a crash."""
 
 import subprocess
 import tempfile
@@ -14,7 +14,7 @@ from benchmarks.measuring import Meter
 
 @dataclass(frozen=True)
 class Job:
-    """One batch. `folder`: for this run's outputs, temporary files and logs."""
+    """One batch. `folder`: the folder for this run's outputs, temporary files and logs."""
 
     folder: Path
     repository: Path
@@ -28,13 +28,13 @@ class Job:
 
     @property
     def temporary(self) -> Path:
-        """Folder of the peer's sandboxes, to count what it leaves behind."""
+        """The folder of the peer's sandboxes, where leaks are counted."""
         return self.folder / "tmp"
 
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The results of a batch: how many, and how many are right."""
+    """The results of a batch: how many there are, and how many are right."""
 
     finished: int
     resolved: int
@@ -43,28 +43,28 @@ class Verdicts:
 class Peer(Protocol):
     name: ClassVar[str]
     grades: ClassVar[bool]
-    """False: the harness grades its patches."""
+    """False: this benchmark grades its patches."""
 
     def prepare(self, job: Job) -> None:
         """Write the inputs."""
         ...
 
     def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
-        """The command line and its environment. `again`: the documented way to resume."""
+        """The command line and its environment. `again`: resume in the documented way."""
         ...
 
     def patches(self, job: Job) -> Mapping[str, str]:
-        """Result -> diff."""
+        """Maps each result to its diff."""
         ...
 
     def verdicts(self, job: Job) -> Verdicts:
-        """The results of the peer's own grading."""
+        """The verdicts of the peer's own grading."""
         ...
 
 
 @dataclass
 class Grading:
-    """Run the hidden test in a fresh bubblewrap, 8 at a time, for peers that do not grade."""
+    """Runs the hidden test in fresh bubblewrap sandboxes for peers that do not grade."""
 
     repository: Path
     folder: Path

@@ -1,6 +1,6 @@
-"""One Python environment per peer, made by uv outside our lock; reused while its pins are the same.
+"""Makes one Python environment per peer with uv, outside our lock. It is reused while its pins stay.
 
-A peer that cannot be installed is skipped with the reason, and the report says so.
+A peer that cannot be installed is skipped; the report gives the reason.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Unavailable(Exception):
-    """The peer cannot be installed here; the message is for the report."""
+    """The peer cannot be installed here. The message goes into the report."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pinned:
 def environment(pinned: Pinned, root: Path) -> Path:
     """The environment's folder; its programs are in `bin/`.
 
-    Raises: Unavailable with what was tried.
+    Raises: Unavailable, which lists what was tried.
     """
     digest = hashlib.sha256(repr(pinned).encode()).hexdigest()[:10]
     folder = root / f"{pinned.name}-{digest}"
@@ -47,7 +47,7 @@ def environment(pinned: Pinned, root: Path) -> Path:
 
 
 def _interpreters(versions: tuple[str, ...]) -> Iterator[str]:
-    """Installed Pythons first, also those of pyenv; then versions that uv can download."""
+    """Installed Pythons first, including pyenv's; then versions that uv can download."""
     for version in versions:
         if found := shutil.which(f"python{version}"):
             yield found

@@ -1,5 +1,5 @@
-"""Harbor with a bubblewrap environment and a bash-tool agent, by import path. The agent's loop runs on
-the host, as Harbor's own agents of that kind do, or as a Python in the sandbox, as Perdure's."""
+"""Harbor with a bubblewrap environment and a bash-tool agent, given by import path. The agent's loop runs
+on the host, like Harbor's own agents of that kind, or in a Python in the sandbox, like Perdure's."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class Harbor:
 
 
 class HarborInside(Harbor):
-    """Starts the minimal agent of `overhead` in its sandbox, in one command."""
+    """Starts the minimal agent of `overhead` in its sandbox, with one command."""
 
     name: ClassVar[str] = "Harbor, agent in the sandbox"
     agent: ClassVar[str] = "bench_agent:InsideAgent"
@@ -83,7 +83,7 @@ class HarborInside(Harbor):
 
 
 class HarborMini(Harbor):
-    """Runs Harbor's own mini-swe-agent in its sandbox. The program is bound there, not installed in each."""
+    """Runs Harbor's own mini-swe-agent in its sandbox. The program is mounted, not installed, in each sandbox."""
 
     agent: ClassVar[str] = "bench_mini_agent:BoundMiniSweAgent"
 
@@ -108,5 +108,5 @@ class HarborMini(Harbor):
 
 
 def _tasks(rollouts: int) -> int:
-    """As many as divide the rollouts; the rest are further attempts at the same tasks."""
+    """The number of tasks, a divisor of the rollouts. Further rollouts are attempts at the same tasks."""
     return max(n for n in range(1, min(rollouts, MOST_TASKS) + 1) if rollouts % n == 0)

@@ -1,7 +1,7 @@
-"""What slime's adapter needs around it: imported inside slime's environment, before slime.
+"""Stand-ins that slime's adapter needs. Imported in slime's environment, before slime.
 
-torch and ray are empty modules, because slime's types only name them. The tokenizer is Perdure's,
-behind the two methods that slime calls.
+torch and ray are empty modules, because slime only uses their types' names. The tokenizer is Perdure's,
+with the two methods that slime calls.
 """
 
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Empty(types.ModuleType):
-    """A module that has every name."""
+    """A module that has every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -25,7 +25,7 @@ from perdure.gateway.rendering.formats import load_format  # noqa: E402  # after
 
 
 class ChatTokenizer:
-    """Qwen3's vocabulary and template, with the methods that slime calls on a Hugging Face tokenizer."""
+    """Qwen3's vocabulary and template, with the Hugging Face tokenizer methods that slime calls."""
 
     def __init__(self) -> None:
         self._tokenizer, self._renderer = load_format("qwen3")
@@ -33,7 +33,7 @@ class ChatTokenizer:
     def apply_chat_template(
         self, messages: Any, *, tools: Any, tokenize: bool, add_generation_prompt: bool
     ) -> list[int]:
-        self._tokenizer._cached.cache_clear()  # among many rollouts this cache would hold no history
+        self._tokenizer._cached.cache_clear()  # with many rollouts this cache would hold no history
         rendered = self._renderer.render_ids(
             messages, tools=tools, add_generation_prompt=add_generation_prompt
         )

@@ -49,7 +49,7 @@ class MiniSweAgent:
         (job.folder / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
 
     def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
-        """A resumed run has the same command, because it skips finished instances."""
+        """A resumed run uses the same command, because the runner skips finished instances."""
         argv = [str(self._environment / "bin" / "mini-extra"), "swebench"]
         argv += ["--subset", str(job.folder / "rows"), "--split", "test"]
         argv += ["--output", str(job.folder / "out"), "--workers", str(job.workers)]
@@ -77,7 +77,7 @@ class MiniSweAgent:
         try:
             found = json.loads(path.read_text())
         except ValueError:
-            return {}  # the kill tore it: it is not written atomically
+            return {}  # it is not written atomically, so the kill may have truncated it
         return {name: row["model_patch"] or "" for name, row in found.items()}
 
     def verdicts(self, job: Job) -> Verdicts:

@@ -1,4 +1,4 @@
-"""slime's side: its public repository at a pinned commit, in an environment of its own."""
+"""slime's side: its public repository at a pinned commit, in its own environment."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Slime:
-    """Raises: Unavailable, from the constructor, if the repository or the environment is unavailable."""
+    """The constructor raises Unavailable if the repository or the environment is unavailable."""
 
     def __init__(self, root: Path, checkout: Path | None) -> None:
         self.checkout = checkout or _cloned(root / f"slime-{COMMIT}")

@@ -1,1 +1,1 @@
-"""Prefix-cache hits of the gateway's choice of engines, compared with other routers."""
+"""Measures prefix-cache hits of the gateway's choice of engines, compared with other routers."""

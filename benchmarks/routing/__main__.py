@@ -1,14 +1,14 @@
 """`python -m benchmarks.routing`: prefix-cache hits of the gateway's leases and of other routers.
 
-`two gateways` have separate leases; each call of a session goes to either, as connections do.
+`two gateways` have separate leases; each call of a session goes to either one, as connections do.
 `--router PATH` puts vLLM's own router before the same engines, with each policy that uses sessions,
-prompts or loads. It is the package vllm-router, in an environment of its own. Its policy `kv_aware`
-needs KV events of the engines, which modelled caches do not send.
+prompts or loads. This is the package vllm-router, in its own environment. Its policy `kv_aware` needs KV
+events from the engines, which the modeled caches do not send.
 
-Two scripted engines have a modelled prefix cache (blocks of 128 tokens, LRU) and prefill one prompt
-after the other, which takes time. Sessions come in groups with one opening prompt, all at once. Each
-turn's prompt is the last prompt, its completion and a tool's result. A token is reusable if one
-engine with an unlimited cache would have hit it in the same order of calls.
+Two scripted engines have a modeled prefix cache (blocks of 128 tokens, LRU) and prefill one prompt after
+the other, which takes time. Sessions come in groups that share their opening prompt, all at once. Each
+turn's prompt is the last prompt, its completion and a tool's result. A token is reusable if one engine
+with an unlimited cache would have hit it in the same order of calls.
 """
 
 import argparse
@@ -55,12 +55,12 @@ POLICIES = (
 ROUTER_START_S = 300.0
 Ids = list[int]
 Route = Callable[[str, str, Ids], Awaitable[Ids]]
-"""Session, group and prompt to the completion."""
+"""Maps session, group and prompt to the completion."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The sessions of one side. Lengths in tokens."""
+    """The sessions of one side. Lengths are in tokens."""
 
     groups: int = 6
     samples: int = 8
@@ -75,9 +75,9 @@ class Job:
 class Result:
     side: str
     hit_rate: float
-    """Share of all prompt tokens."""
+    """Hits as a share of all prompt tokens."""
     of_reusable: float
-    """Hits over those of an unlimited cache."""
+    """Hits as a share of those with an unlimited cache."""
     seconds: float
     busiest: float
     """Share of the calls that the busier engine got."""
@@ -138,7 +138,7 @@ async def _leased(pools: list[EnginePool]) -> Route:
                 session_id=session,
                 request_id=session,
                 labels={"group": group},
-                # A gateway reads this in the session's journal if another one wrote the last turn.
+                # A gateway reads this from the session's journal if another gateway wrote the last turn.
                 last=before[1] if before is not None and before[0] is not pool else None,
             )
         )
@@ -150,7 +150,7 @@ async def _leased(pools: list[EnginePool]) -> Route:
 
 @contextlib.asynccontextmanager
 async def _router(program: Path, policy: str, urls: list[str]) -> AsyncIterator[str]:
-    """vLLM's router before the engines, once it is healthy.
+    """Runs vLLM's router before the engines; yields when it is healthy.
 
     Raises: RuntimeError if it ends or is not ready within `ROUTER_START_S`.
     """
@@ -183,7 +183,7 @@ async def _answers(process: "subprocess.Popen[bytes]", url: str) -> None:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Terminate it; kill it after 10 s, because it waits for connections that are no longer used."""
+    """Terminate it, and kill it after 10 s, because it waits for unused connections."""
     process.terminate()
     try:
         process.wait(10)
@@ -198,7 +198,7 @@ def _free_port() -> int:
 
 
 def _plain(name: str, urls: list[str], connections: Connections) -> Route:
-    """The choice of a router that ignores sessions, or of one that hashes them."""
+    """The choice of a router that ignores sessions or hashes them."""
     targets = [VllmEngine(url, url, connections) for url in urls]
     turns = cycle(targets)
 

@@ -1,1 +1,1 @@
-"""What one bubblewrap sandbox costs: boot to first exec, exec, kill."""
+"""Measures the cost of a sandbox: boot to first exec, exec, kill."""

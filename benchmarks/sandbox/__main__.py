@@ -1,11 +1,11 @@
-"""How long a sandbox takes: boot to first exec, exec, a 16 MB file, kill; alone and many at a time.
+"""Measures how long a sandbox takes: boot to first exec, exec, a 16 MB file, kill; alone and many at once.
 
     python -m benchmarks.sandbox [--providers NAMES] [--parallel COUNTS] [--rounds N] [--json]
 
-Within each round, each provider and its plain tool do the same work in turn. The plain tools are
+Within each round, each provider and its plain tool do the same work alternately. The plain tools are
 `bwrap` with the same flags running `true`, the `podman` and `docker` command lines, and the E2B and
-Daytona SDKs. Both sides use the same double, whose sandboxes run on this host too. `x plain` is our
-overhead.
+Daytona SDKs. For the SDKs, both sides use the same double, whose sandboxes also run on this host.
+`x plain` is our overhead.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from benchmarks.scratch import scratch_folder
 
 PROVIDERS = ("bubblewrap", "podman", "docker", "e2b", "daytona")
 AIM_MS = {BOOT: 30.0, EXEC: 8.0}
-"""Aims in ms, for one bubblewrap sandbox at a time."""
+"""Targets in ms, for one bubblewrap sandbox at a time."""
 FILE_BYTES = 16 << 20
 MOST_FILES = 32
-"""Largest number at once, because each file is in this host's memory."""
+"""The largest number at once, because each file is in this host's memory."""
 
 Row = dict[str, Any]
 
@@ -56,7 +56,7 @@ async def main() -> None:
 
 
 class Bench:
-    """The times of one pair at one number of sandboxes; only one side runs at a time."""
+    """The times of one pair for one number of sandboxes. Only one side runs at a time."""
 
     def __init__(self, sides: Pair, file: Path) -> None:
         self._sides, self._file = sides, file
@@ -78,7 +78,7 @@ class Bench:
         await self._timed(side, KILL, [side.kill(box) for box in boxes])
 
     async def _timed(self, side: Side, step: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
-        """The results of those that succeeded; all start at once."""
+        """Start all at once; return the results of those that succeed."""
 
         async def one(call: Awaitable[Any]) -> Any:
             start = time.perf_counter()
@@ -92,7 +92,7 @@ class Bench:
         return [done for done in found if not isinstance(done, BaseException)]
 
     def rows(self, provider: str, count: int) -> list[Row]:
-        """One row per step: our time, the plain tool's if it has that step, and their ratio."""
+        """One row per step: our time, the plain tool's time if it has that step, and their ratio."""
         for side, errors in self.failed.items():
             if errors:
                 print(f"{side.name}, {count}: {len(errors)} failed: {errors[0]}", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""What a sandbox at rest holds on its host: processes, memory, descriptors.
+"""Measures what an idle sandbox holds on its host: processes, memory, descriptors.
 
     python -m benchmarks.sandbox.held [--sandboxes N] [--json]
 
-Bubblewrap sandboxes with a way to the gateway, each after one command. Memory is the proportional share
-(PSS) of the keeper and all below it, so what they share with each other and the worker counts once.
+It uses bubblewrap sandboxes with access to the gateway, each after one command. Memory is the proportional
+share (PSS) of the keeper and its descendants, so pages shared with each other and the worker count once.
 """
 
 import argparse

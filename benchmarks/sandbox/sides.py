@@ -1,7 +1,7 @@
-"""The measured sides: a provider of ours, and the plain tool that does the same work.
+"""The measured sides: one of our providers, and the plain tool that does the same work.
 
 Every side boots until its first command has ended, runs `true`, writes a file of 16 MB and kills.
-`__main__` does the timing, the order and the number at once.
+`__main__` controls the timing, the order and the number at once.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Unavailable(Exception):
 
 
 class Side(ABC):
-    """Makes sandboxes of one kind; the type of a sandbox is the side's own."""
+    """Makes sandboxes of one kind. Each side has its own sandbox type."""
 
     name: str
     steps: Sequence[str] = STEPS
@@ -60,7 +60,7 @@ Pair = tuple[Side, Side]
 
 @asynccontextmanager
 async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
-    """A pair, ready and warm. Raises: Unavailable."""
+    """A pair that is ready and warmed up. Raises: Unavailable."""
     folder.mkdir()
     async with contextlib.AsyncExitStack() as stack:
         if name in doubles.SERVICES:
@@ -80,8 +80,8 @@ async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
 
 
 def _spec(name: str, folder: Path) -> SandboxSpec:
-    """Only local providers mount an overlay on a tree; services would pack and upload it, which is not
-    part of a boot."""
+    """Only local providers mount an overlay on a tree. Services would pack and upload it, which is not part
+    of a boot."""
     if name not in ("bubblewrap", "podman"):
         return SandboxSpec("/testbed", labels=LABELS)
     tree = folder / "tree"
@@ -131,7 +131,7 @@ class Ours(Side):
 
 
 class PlainBubblewrap(Side):
-    """`bwrap` with the same flags running `true`: no overlay, no limits, and no process that stays."""
+    """`bwrap` with the same flags running `true`: no overlay, no limits and no process that stays."""
 
     name = "plain bwrap"
     steps = (BOOT, EXEC)
@@ -164,7 +164,7 @@ class PlainBubblewrap(Side):
 
 
 class PlainEngine(Side):
-    """A container engine's own command line: `run --detach`, `exec`, `rm --force`."""
+    """The container engine's own command line: `run --detach`, `exec`, `rm --force`."""
 
     def __init__(self, name: str, program: Sequence[str], container: Sequence[str]) -> None:
         """`container`: flags, image and command of a container that keeps running."""
@@ -206,7 +206,7 @@ class PlainEngine(Side):
 
 
 def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> PlainEngine:
-    """The flags of our containers on plain folders; they sleep instead of having a keeper."""
+    """The flags of our containers on plain folders. They sleep instead of running a keeper."""
     argv = PodmanProvider.command(provider, spec, box)
     at = argv.index("run")
     flags = argv[at + 1 : argv.index("--rootfs")]
@@ -225,7 +225,7 @@ def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> P
 
 @contextlib.contextmanager
 def _docker_engine() -> Iterator[None]:
-    """The environment's image if it is named with one, otherwise our own."""
+    """Uses the engine and image that the environment names; otherwise starts our own engine."""
     if "DOCKER_HOST" in os.environ and "PERDURE_DOCKER__IMAGE" in os.environ:
         yield
         return
@@ -266,7 +266,7 @@ class PlainE2B(Side):
 
 
 class PlainDaytona(Side):
-    """With the SDK's polling, as ours, because the double has no event socket."""
+    """Uses the SDK's polling, as ours does, because the double has no event socket."""
 
     name = "plain daytona SDK"
 

@@ -1,1 +1,1 @@
-"""What a rollout asks of a Temporal server."""
+"""Measures the load of a rollout on a Temporal server."""

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.temporal`: what one Temporal dev server carries, and what a rollout asks of any.
+"""`python -m benchmarks.temporal`: the capacity of one Temporal dev server, and a rollout's load on any.
 
-The real workflows on the server that `perdure up` starts, with its flags and its database in a file;
-activities that do nothing, so no sandbox, model or store. One run for each number of rollouts at a time, in
-turn, several rounds.
+It runs the real workflows on the server that `perdure up` starts, with its flags and its database in a
+file. The activities do nothing, so there is no sandbox, model or store. There is one run for each number
+of concurrent rollouts, in turn, for several rounds.
 
-Actions are counted from the histories as https://docs.temporal.io/cloud/actions describes them. Heartbeats,
-which no history shows and these short stages do not send, are actions too.
+Actions are counted from the histories as https://docs.temporal.io/cloud/actions describes them. Heartbeats
+are actions too, but no history shows them and these short stages send none.
 """
 
 import argparse
@@ -50,12 +50,12 @@ ACTIONS = (
 )
 START_S = 120.0
 SETTLES_S = 5.0
-"""Closing a run goes on in the server for a moment."""
+"""The server needs a moment to close a run."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Of one rollout."""
+    """Counts per rollout."""
 
     actions: float
     events: float
@@ -67,13 +67,13 @@ class Measured:
     at_once: int
     per_s: float
     server_ms: float
-    """CPU of the server for a rollout."""
+    """CPU of the server per rollout."""
     worker_ms: float
-    """CPU of this process: the worker of the workflows and of activities that do nothing."""
+    """CPU of this process, the worker for workflows and for activities that do nothing."""
     disk_bytes: float
     rollout: Asked
     run: Asked
-    """Its share of the run's own workflows."""
+    """A rollout's share of the run's own workflows."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

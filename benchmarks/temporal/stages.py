@@ -1,4 +1,4 @@
-"""Activities that do nothing: what is left of a rollout is what Temporal does for it."""
+"""Activities that do nothing, so that only Temporal's work for a rollout remains."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ QUEUES = (
 
 
 class Stages:
-    """Of runs with `count` instances each."""
+    """Activities for runs with `count` instances each."""
 
     def __init__(self, count: int) -> None:
         self._ids = tuple(f"toy/add-{number:05d}" for number in range(count))

@@ -1,1 +1,1 @@
-"""Rollouts a minute where the model takes real time, next to Harbor and mini-swe-agent's batch runner."""
+"""Measures rollouts per minute with a slow model, next to Harbor and mini-swe-agent's batch runner."""

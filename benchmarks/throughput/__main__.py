@@ -1,7 +1,7 @@
 """`python -m benchmarks.throughput`: unmodified mini-swe-agents that wait for a model, on three runners.
 
-Each batch holds several times as many rollouts as run at once, so that its steady state shows apart from
-its first burst. The sides take turns for each size.
+Each batch holds several times as many rollouts as run at once, so that the steady state shows separately
+from the first burst. The sides alternate for each size.
 """
 
 import argparse

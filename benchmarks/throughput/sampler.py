@@ -1,4 +1,4 @@
-"""Samples of CPU, idle CPU of the host, and memory while a batch runs."""
+"""Samples CPU, idle CPU of the host, and memory while a batch runs."""
 
 import os
 import threading
@@ -12,12 +12,12 @@ from benchmarks.measuring import TICKS, Memory, Meter
 
 EVERY_S = 1.0
 MEMORY_EVERY = 30
-"""Samples of CPU for each one of memory: it reads the page tables of all processes."""
+"""CPU samples per memory sample, which is slow: it reads the page tables of all processes."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """`at`: seconds since the epoch. `cpu`: of the batch so far. `idle`: of all cores since boot."""
+    """`at`: seconds since the epoch. `cpu`: CPU of the batch so far. `idle`: idle time of all cores since boot."""
 
     at: float
     cpu: float
@@ -26,12 +26,12 @@ class Sample:
 
 @dataclass
 class Sampler:
-    """Reads a meter in a thread of its own."""
+    """Reads a meter in its own thread."""
 
     meter: Meter
     samples: list[Sample] = field(default_factory=list)
     memory: float = 0.0
-    """The most that all processes held together, in MB."""
+    """The peak memory of all processes together, in MB."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -45,12 +45,12 @@ class Sampler:
             thread.join()
 
     def cores(self, since: float, until: float) -> float:
-        """CPU seconds a second between two moments."""
+        """CPU seconds per second between two moments."""
         first, last = self._nearest(since), self._nearest(until)
         return (last.cpu - first.cpu) / (last.at - first.at)
 
     def idle(self, since: float, until: float) -> float:
-        """Share of the host's CPU that nothing used, 0 to 1."""
+        """Idle share of the host's CPU, 0 to 1."""
         first, last = self._nearest(since), self._nearest(until)
         return (last.idle - first.idle) / (last.at - first.at) / (os.cpu_count() or 1)
 

@@ -1,4 +1,4 @@
-"""One side of the comparison: runs a batch of unmodified mini-swe-agents once."""
+"""One side of the comparison. It runs a batch of unmodified mini-swe-agents once."""
 
 import shutil
 import time
@@ -19,12 +19,12 @@ from perdure.storage import keys
 AGENT = ("--agent", "mini_swe_agent")
 TRAJECTORY = "trajectory.json"
 RESERVE = 60.0
-"""Times the latency that an engine may be silent: the whole host can be slow."""
+"""How long an engine may be silent, as a multiple of its latency: the whole host can be slow."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """`rollouts` in all, `agents` of them at once; each model call takes `latency_s`."""
+    """`rollouts` in total, `agents` of them at once. Each model call takes `latency_s`."""
 
     agents: int
     rollouts: int
@@ -33,7 +33,7 @@ class Batch:
 
     @property
     def ideal(self) -> float:
-        """Rollouts a minute if nothing but the model took time."""
+        """Rollouts per minute if only the model took time."""
         return 60 * self.agents / (self.turns * self.latency_s)
 
 
@@ -46,16 +46,16 @@ class Figures:
     rollouts: int
     right: int
     wall_s: float
-    """Of the whole batch, with its grading."""
+    """Seconds of the whole batch, including grading."""
     burst_s: float
     steady: float
     """Rollouts a minute."""
     added_p50_ms: float
     added_p95_ms: float
     cores_per_agent: float
-    """CPU of all processes except the endpoint in the steady state, by agents that run at once."""
+    """CPU of all processes except the endpoint in the steady state, per running agent."""
     idle: float
-    """Share of the host's CPU that nothing used in the steady state."""
+    """Idle share of the host's CPU in the steady state."""
     memory_mb: float
 
 
@@ -64,7 +64,7 @@ class Side(Protocol):
 
 
 class PerdureSide:
-    """The laptop stack. It runs when the batch starts, as it does when a trainer's step starts."""
+    """The laptop stack. It already runs when the batch starts, as it does when a trainer's step starts."""
 
     name = "Perdure"
 
@@ -103,7 +103,7 @@ class PerdureSide:
         return Observed(self.name, right, began, wall, timelines, sampler).figures(batch)
 
     def _run(self, stack: Stack, batch: Batch, run_id: str) -> int:
-        """How many rollouts are right."""
+        """The number of right rollouts."""
         asked = ["-l", str(batch.rollouts), "-c", str(batch.agents), "--run-id", run_id]
         document = stack.run([*AGENT, *asked], stack.home.folder / "run.log")
         return right_answers(document)
@@ -113,7 +113,7 @@ class PeerSide:
     """A peer's own command line, in a new folder for each batch."""
 
     def __init__(self, peer: Peer, trajectories: str, folder: Path, endpoint: Endpoint) -> None:
-        """`trajectories`: a pattern for the agents' own files below the folder of a job."""
+        """`trajectories`: a glob for the agents' own files in the folder of a job."""
         self._peer = peer
         self._trajectories = trajectories
         self._folder = folder
@@ -149,7 +149,7 @@ class PeerSide:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a side has found of one batch. `began`: seconds since the epoch."""
+    """The measurements of one batch. `began`: seconds since the epoch."""
 
     side: str
     right: int

@@ -1,6 +1,6 @@
-"""When an agent called its model, read from the trajectory that mini-swe-agent itself writes.
+"""The times of an agent's model calls, read from the trajectory that mini-swe-agent itself writes.
 
-The same file on every side, so no side is measured by its own clock.
+Every side has the same file, so no side is measured by its own clock.
 """
 
 import itertools
@@ -17,9 +17,9 @@ class Timeline:
 
     ended: float
     calls: tuple[float, ...]
-    """Seconds of each model call as the agent saw it, from its second call on. mini-swe-agent notes when
-    it has the output of a command and when it has the next answer. Nothing marks the start of the first
-    call, which also contains the import of its client."""
+    """Seconds of each model call from the agent's view, from its second call on. mini-swe-agent records when
+    it has the output of a command and when it has the next answer. It does not record the start of the first
+    call, which also includes the import of its client."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -35,13 +35,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a batch of several times `agents` rollouts, `agents` at once.
+    """Figures of a batch with several times `agents` rollouts, `agents` at once.
 
-    The first `agents` rollouts are the burst; those after it, up to the last `agents`, the steady state.
+    The first `agents` rollouts are the burst. The steady state is the rest without the last `agents`.
     """
 
     burst_s: float
-    """From the start of the batch until as many agents as run at once have ended."""
+    """Seconds from the start of the batch until `agents` rollouts have ended."""
     steady: float
     """Rollouts a minute."""
     steady_from: float
@@ -49,7 +49,7 @@ class Rates:
 
 
 def rates(timelines: Sequence[Timeline], agents: int, began: float) -> Rates:
-    """Raises: ValueError for fewer than three times `agents` rollouts."""
+    """Raises: ValueError if there are fewer than three times `agents` rollouts."""
     ends = sorted(one.ended for one in timelines)
     first, last = agents - 1, len(ends) - agents - 1
     if last <= first:
@@ -59,7 +59,7 @@ def rates(timelines: Sequence[Timeline], agents: int, began: float) -> Rates:
 
 
 def added_latency(timelines: Iterable[Timeline], latency_s: float) -> tuple[float, float]:
-    """p50 and p95 of what a model call took beyond the model's own latency, in milliseconds."""
+    """p50 and p95 of a model call's time beyond the model's own latency, in milliseconds."""
     added = sorted(call - latency_s for one in timelines for call in one.calls)
     return _quantile(added, 0.50) * 1000, _quantile(added, 0.95) * 1000
 
@@ -69,5 +69,5 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _timestamp(message: dict[str, Any]) -> float:
-    """0: it has none."""
+    """The message's time; 0 if it has none."""
     return float((message.get("extra") or {}).get("timestamp") or 0)

@@ -1,1 +1,1 @@
-"""CPU that one model call costs the gateway, by the length of the history and the kind of journal."""
+"""Measures the gateway's CPU per model call, by length of the history and kind of journal."""

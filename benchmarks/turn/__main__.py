@@ -1,11 +1,12 @@
-"""CPU that one model call costs the gateway, at 2k to 128k tokens of history.
+"""Measures the gateway's CPU per model call, with 2k to 128k tokens of history.
 
     python -m benchmarks.turn [--slime CHECKOUT] [--turns N] [--json]
 
-One conversation grows turn by turn through every size, over HTTP, with an engine that answers at
-once: Perdure as it ships, with its store in a folder and then in an S3 server in memory, and slime's
-current adapter in an environment of its own. Then the prompt alone, bridged and rendered in full. All use one tokenizer. Then the cost of a
-streamed token, by how many an engine sends together. `benchmarks.yardstick` says how fast the host was.
+One conversation grows turn by turn through every size, over HTTP, with an engine that answers at once.
+The sides are Perdure with default settings, with its store in a folder and then in an in-memory S3
+server, and slime's current adapter in its own environment. Then come the prompt alone, bridged and
+rendered in full, and the cost of a streamed token, by how many tokens an engine sends together. All use
+the same tokenizer. `benchmarks.yardstick` shows how fast the host was.
 """
 
 import argparse
@@ -29,10 +30,10 @@ from benchmarks.turn.streams import STREAMS, TOKENS_PER_S, Streamed
 
 SIZES = (2_000, 16_000, 64_000, 128_000)
 FLAT, CHEAPER = 1.5, 30.0
-"""The aims: at most this cost at 128k over 16k; at least this cost of full rendering over bridging."""
+"""The targets: at most this ratio of 128k to 16k; at least this ratio of full rendering to bridging."""
 
 MOST_MS = 10.0
-"""The aim for a turn with the store in a folder, at every size."""
+"""The target for a turn with the store in a folder, at every size."""
 S3_LATENCY_S = 0.03
 
 IN_S3 = "perdure, store in S3"
@@ -84,8 +85,8 @@ async def _grow(
     puts: Costs | None = None,
     yardsticks: Costs | None = None,
 ) -> Costs:
-    """Median CPU ms per turn of the server's processes, at each size. `puts`: filled with the PUTs a
-    turn; `yardsticks`: with the yardstick beside them."""
+    """Median CPU ms per turn of the server's processes, at each size. Fills `puts` with the PUTs per turn
+    and `yardsticks` with the yardstick at the same time."""
     found: Costs = {}
     async with (
         side as serving,

@@ -1,4 +1,4 @@
-"""A coding agent's requests, in Claude Code's form: it reads files one after another."""
+"""The requests of a coding agent in Claude Code's format. It reads files one after another."""
 
 import json
 import random
@@ -9,13 +9,13 @@ import httpx
 
 TOOL_COUNT = 6
 TURN_TOKENS = 1500
-"""Tokens that one tool result adds, roughly, while the history grows."""
+"""Approximate tokens of one tool result while the history grows."""
 SHORT_TOKENS = 300
-"""Tokens that it adds while a size is measured."""
+"""Approximate tokens of one tool result while a size is measured."""
 
 
 class Agent:
-    """Sends Anthropic Messages with the whole history each time, as agents do."""
+    """Sends Anthropic Messages, each with the whole history, as agents do."""
 
     def __init__(self, client: httpx.AsyncClient, key: str) -> None:
         self._client = client
@@ -42,7 +42,7 @@ class Agent:
         return json.dumps(request).encode()
 
     async def turn(self, *, short: bool = False) -> None:
-        """One call; adds its answer and a tool result to the history."""
+        """Make one call; add its answer and a tool result to the history."""
         answer = await self._client.post("/v1/messages", content=self.body(), headers=self._headers)
         answer.raise_for_status()
         self.heard(answer.json()["content"], short=short)

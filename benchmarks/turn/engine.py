@@ -1,6 +1,6 @@
-"""An engine in this process that answers at once, in vLLM's and in SGLang's format.
+"""An engine in this process that answers at once, in vLLM's and SGLang's format.
 
-Its own CPU is not measured; only its requests and answers matter.
+Its own CPU is not measured.
 """
 
 import json
@@ -48,7 +48,7 @@ class InstantEngine:
     async def _vllm(self, request: Request) -> Response:
         asked = await request.json()
         self.prompt_tokens = len(asked["token_ids"])
-        logprob = -0.5 if asked.get("stream") else 0.0  # a probe asks for a certain token
+        logprob = -0.5 if asked.get("stream") else 0.0  # a probe requires a certain token
         content = [{"token_id": token_id, "logprob": logprob} for token_id in self.ids]
         choice: dict[str, Any] = {
             "index": 0,

@@ -1,6 +1,6 @@
-"""The prompt alone, bridged and rendered in full: no HTTP, no JSON, no journal.
+"""Measures the prompt alone, bridged and rendered in full: no HTTP, no JSON, no journal.
 
-Both in this process, with the same tokenizer, on the same conversation.
+Both run in this process, with the same tokenizer, on the same conversation.
 """
 
 import json
@@ -70,7 +70,7 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
 
 
 def _timed_prompts(sessions: Sessions) -> list[float]:
-    """CPU ms of finding the turn that each request continues, and of building its prompt."""
+    """CPU ms to find the turn that each request continues, and to build its prompt."""
     spent: list[float] = []
     maker = sessions._maker
     build = maker._prompt
@@ -94,7 +94,7 @@ async def _turn(sessions: Sessions, agent: Agent, *, short: bool = False) -> Mod
 
 
 def _render(model_format: Any, request: ModelRequest) -> float:
-    """Empty the tokenizer's cache of texts: among many rollouts it would hold no history."""
+    """Empty the tokenizer's text cache: with many rollouts it would hold no history."""
     model_format.tokenizer._cached.cache_clear()
     started = time.process_time()
     model_format.renderer.render_ids(

@@ -1,4 +1,4 @@
-"""The measured servers, each in its own process; the kernel counts their CPU."""
+"""The measured servers, each in its own process. The kernel counts their CPU."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def memory_s3(latency_s: float) -> Iterator[MemoryS3]:
 async def perdure(
     home: Path, engine_url: str, s3: MemoryS3 | None = None
 ) -> AsyncIterator[Serving]:
-    """The gateway as it ships, with its store in a folder or in `s3`."""
+    """The gateway with default settings, with its store in a folder or in `s3`."""
     store = {"PERDURE_STORE": "s3://bench/store", "PERDURE_S3_ENDPOINT_URL": s3.url} if s3 else {}
     ours = {
         **(store | CREDENTIALS if s3 else {}),
@@ -106,7 +106,7 @@ def _port(child: "subprocess.Popen[bytes]", word: bytes) -> int:
 
 
 def cpu_ms(pid: int) -> float:
-    """CPU of a process, its threads and its children, in milliseconds."""
+    """The CPU of a process, its threads and its children, in milliseconds."""
     own = Path(f"/proc/{pid}/task")
     total = 0.0
     for task in own.iterdir():

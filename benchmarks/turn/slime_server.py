@@ -2,16 +2,16 @@
 
     slime_server.py <engine url>
 
-Adapter, routing tree and HTTP are slime's own. The tokenizer is Perdure's, behind the two methods that
-slime calls. SGLang's parsers are absent, so slime's own fallback parser, which is cheaper, reads the
-output. torch and ray are empty modules, because slime's types only name them.
+Adapter, routing tree and HTTP are slime's own. The tokenizer is Perdure's, with the two methods that
+slime calls. SGLang's parsers are missing, so slime's own fallback parser, which is cheaper, reads the
+output. torch and ray are empty modules, because slime only uses their types' names.
 """
 
 import asyncio
 import json
 import sys
 
-from benchmarks.peers.inside_slime import ChatTokenizer  # before anything of slime
+from benchmarks.peers.inside_slime import ChatTokenizer  # this import must precede slime's
 
 from aiohttp import web  # isort: skip
 from slime.agent.adapters.anthropic import AnthropicAdapter  # isort: skip

@@ -1,7 +1,7 @@
-"""CPU of a streamed token, by how many of them an engine sends together.
+"""Measures the CPU of a streamed token, by how many tokens an engine sends together.
 
-Many calls run at once, each at the pace of a loaded engine: one event per token, then as many tokens an
-event as the gateway asks engines for, then every token in the last event.
+Many calls run at once, each at the pace of a loaded engine: one event per token, then as many tokens per
+event as the gateway asks engines for, then all tokens in the last event.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class Way(Enum):
 
     ONE_BY_ONE = "one by one"
     AS_ASKED = "as asked"
-    """The first one at once, then the number that the gateway asks for, then the rest."""
+    """The first token at once, then events of the size that the gateway asks for, then the rest."""
     AT_THE_END = "at the end"
 
 
@@ -54,7 +54,7 @@ class Streamed(NamedTuple):
 
 
 class PacedEngine(InstantEngine):
-    """Samples `TOKENS_PER_S` in each call."""
+    """Samples `TOKENS_PER_S` tokens per second in each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class PacedEngine(InstantEngine):
         self.ids = Policy(load_tokenizer("qwen3"), {}).tokens(turn)[:TOKENS]
         self.way = Way.ONE_BY_ONE
         self.together = 1
-        """As the newest request asked."""
+        """The value from the newest request."""
 
     async def _vllm(self, request: Request) -> Response:
         asked = await request.json()
@@ -80,7 +80,7 @@ class PacedEngine(InstantEngine):
         yield b"data: [DONE]\n\n"
 
     def _ends(self) -> Iterator[int]:
-        """After which tokens an event ends."""
+        """The token counts at which an event ends."""
         if self.way is not Way.AT_THE_END:
             step = 1 if self.way is Way.ONE_BY_ONE else self.together
             yield from range(1, len(self.ids), step)
@@ -99,7 +99,7 @@ def _event(ids: Sequence[int], reason: str | None) -> bytes:
 
 
 async def measure(home: Path, rounds: int) -> Streamed:
-    """All ways in turn, on one gateway; medians."""
+    """Measures all ways in turn on one gateway; returns medians."""
     spent: dict[Way, list[float]] = {way: [] for way in Way}
     async with (
         PacedEngine() as engine,

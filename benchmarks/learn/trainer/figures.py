@@ -103,7 +103,7 @@ class Figures:
         self._write()
 
     def published(self, step: Step) -> None:
-        """The time of its last sample is known."""
+        """Write a step again when its publishing time is known, and print it."""
         self.add(step)
         print(
             f"step {step.step}: reward {step.reward:.2f}, {step.graded} rollouts, "

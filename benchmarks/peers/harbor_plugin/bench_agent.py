@@ -1,5 +1,5 @@
-"""Run inside Harbor's own Python: a bash-tool loop on the host with one kept-alive connection, or the
-same loop as a Python in the sandbox."""
+"""Runs inside Harbor's own Python: a bash-tool loop on the host with one kept-alive connection, or the
+same loop in a Python in the sandbox."""
 
 # mypy: ignore-errors
 # Harbor is importable only in its own environment.
@@ -35,12 +35,12 @@ TOOL = {
 
 @functools.cache
 def session() -> aiohttp.ClientSession:
-    """One pool of connections for all trials of the job."""
+    """One connection pool for all trials of the job."""
     return aiohttp.ClientSession()
 
 
 async def ask(body: dict) -> dict:
-    """Repeats the call, as the other sides' agents do, while the engine is away."""
+    """Repeat the call while the engine is away, as the other sides' agents do."""
     for tries in range(TRIES):
         try:
             async with session().post(URL, json=body) as response:
@@ -100,7 +100,7 @@ class BashAgent(BaseAgent):
 
 
 class InsideAgent(BashAgent):
-    """One command: the loop, then its patch as the artifact. It says nothing when it succeeds."""
+    """One command: runs the loop, then saves its patch as the artifact. It prints nothing on success."""
 
     @staticmethod
     def name() -> str:

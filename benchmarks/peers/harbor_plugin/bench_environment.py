@@ -17,7 +17,7 @@ FLAGS = json.loads(os.environ.get("BENCH_BWRAP", "[]"))
 
 
 class BwrapEnvironment(BaseEnvironment):
-    """/app is a clone of the repository; Harbor's mounts are bound; every exec is one bwrap."""
+    """/app is a clone of the repository, Harbor's mounts are bound, and every exec runs one bwrap."""
 
     box: Path
 

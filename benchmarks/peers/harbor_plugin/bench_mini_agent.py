@@ -1,4 +1,4 @@
-"""Runs inside Harbor's own Python: Harbor's mini-swe-agent, whose program the sandbox already has."""
+"""Runs inside Harbor's own Python: Harbor's mini-swe-agent with a program that the sandbox already has."""
 
 # mypy: ignore-errors
 # Harbor is importable only in its own environment.
