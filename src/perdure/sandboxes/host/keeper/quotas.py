@@ -15,8 +15,8 @@ INOTIFY_INSTANCES = 16
 SHARES = {resource.RLIMIT_SIGPENDING: 1024, resource.RLIMIT_MSGQUEUE: 200 << 10}
 """Queued signals, and bytes in message queues, of a sandbox with a user namespace of its own."""
 SHARES_OF_MANY = {resource.RLIMIT_MSGQUEUE: 0}
-"""Limits of a sandbox without one. The kernel counts all sandboxes of its user together, so a lower
-limit would only be reached sooner. It has no message queues; queued signals stay, for timers."""
+"""Limits of a sandbox without a user namespace. The kernel counts all sandboxes of its user together,
+so a low limit would only be reached sooner. So it has no message queues, but signals for timers."""
 
 _PTS = "/dev/pts"
 
