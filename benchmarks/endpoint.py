@@ -173,8 +173,8 @@ async def _serve(folder: Path, port: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.endpoint")
-    parser.add_argument("folder", type=Path, help="of its script and its ledger")
-    parser.add_argument("port", type=int, help="0 = any")
+    parser.add_argument("folder", type=Path, help="folder of its script and its ledger")
+    parser.add_argument("port", type=int, help="0 = any free port")
     options = parser.parse_args(arguments)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a connection for each agent

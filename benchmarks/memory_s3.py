@@ -163,7 +163,7 @@ async def _serve(latency_s: float, host: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory_s3")
-    parser.add_argument("--latency", type=float, default=0.03, help="seconds of each request")
+    parser.add_argument("--latency", type=float, default=0.03, help="seconds per request")
     parser.add_argument("--host", default="127.0.0.1")
     options = parser.parse_args()
     asyncio.run(_serve(options.latency, options.host))

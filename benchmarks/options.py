@@ -10,5 +10,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every count there")
-    parser.add_argument("--keep", action="store_true", help="leave the working folder")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all counts to this file"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the working folder")

@@ -170,7 +170,7 @@ class Stack:
     def state(self) -> StackState:
         found = stack_state.read(self.home.settings)
         if found is None:
-            raise RuntimeError("no stack runs here")
+            raise RuntimeError("no stack is running here")
         return found
 
     def run(self, arguments: list[str], log: Path) -> dict[str, Any]:

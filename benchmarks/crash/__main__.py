@@ -79,7 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=24)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--latency", type=float, default=0.5, help="seconds of each model call")
+    parser.add_argument("--latency", type=float, default=0.5, help="seconds per model call")
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
     parser.add_argument("--sandboxes", type=int, default=4, help="agents' sandboxes to kill")
     parser.add_argument(
@@ -91,7 +91,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="kill after these shares of the calls",
     )
     parser.add_argument("--agents", type=words, default=tuple(AGENTS))
-    parser.add_argument("--peers", type=words, default=tuple(PEERS), help="- for none")
+    parser.add_argument(
+        "--peers", type=words, default=tuple(PEERS), help="comma-separated; - for none"
+    )
     add_output(parser)
     return parser.parse_args(arguments)
 

@@ -138,7 +138,7 @@ class Load:
         try:
             answer = await self.client.post(url, content=body, headers=headers)
         except httpx.TimeoutException:
-            raise self.stuck(f"no answer of {url} for {CALL_S:g} s") from None
+            raise self.stuck(f"no answer from {url} for {CALL_S:g} s") from None
         seconds = time.perf_counter() - since
         return answer.raise_for_status(), seconds
 
@@ -366,13 +366,19 @@ async def _measured(load: Load, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load", description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--rate", type=float, default=CALLS_PER_S, help="calls that start a second")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=30_000, help="history of a busy session")
-    parser.add_argument("--idle", type=int, default=1000, help="additional idle sessions")
-    parser.add_argument("--idle-tokens", type=int, default=30_000, help="history of each of them")
     parser.add_argument(
-        "--s3", action="store_true", help="with the store in an S3 server in memory"
+        "--rate", type=float, default=CALLS_PER_S, help="calls that start per second"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--tokens", type=int, default=30_000, help="tokens of history of a busy session"
+    )
+    parser.add_argument("--idle", type=int, default=1000, help="additional idle sessions")
+    parser.add_argument(
+        "--idle-tokens", type=int, default=30_000, help="tokens of history of an idle session"
+    )
+    parser.add_argument(
+        "--s3", action="store_true", help="keep the store in an in-memory S3 server"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway_load.engines")
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--scripts", type=Path, required=True)
-    parser.add_argument("--latency", type=float, required=True, help="seconds of each completion")
+    parser.add_argument("--latency", type=float, required=True, help="seconds per completion")
     asyncio.run(_run(parser.parse_args()))
 
 

@@ -146,14 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cores", type=numbers, default=[1, 2], metavar="1,2")
     parser.add_argument("--at-a-time", type=numbers, default=[1, 2, 4], metavar="1,2,4")
-    parser.add_argument("--count", type=int, default=6, help="gradings a point and round, at least")
+    parser.add_argument("--count", type=int, default=6, help="least gradings per point and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--forgers",
         type=int,
         default=0,
         metavar="TIMES",
-        help="gradings of each forger that wins by chance; needs `perdure instances build first-steps`",
+        help="grade each forger that wins by chance this often; needs `perdure instances build first-steps`",
     )
     add_output(parser)
     options = parser.parse_args()

@@ -89,7 +89,7 @@ def same_recipe(folder: Path) -> None:
     file = folder / "recipe.json"
     known = json.loads(file.read_text()) if file.exists() else {}
     if known != RECIPE and (known or any(folder.glob("*.done"))):
-        raise SystemExit(f"{folder} was made by another recipe: add --new to forget its runs")
+        raise SystemExit(f"{folder} was made by another recipe: add --new to discard its runs")
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(RECIPE))
 
@@ -107,7 +107,7 @@ def once(folder: Path, what: str, act: Callable[[], None]) -> None:
         except RuntimeError as error:
             if not left:
                 raise
-            print(f"{what}, once more: {error}", flush=True)
+            print(f"{what} failed, retrying: {error}", flush=True)
     mark.touch()
     print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -211,7 +211,7 @@ def _one(it: Live, plan: Plan, kill_at: int) -> None:
         tries = TRIES if report.steps_done(plan.figures) > done else tries - 1
         if not tries:
             raise SystemExit(f"{plan.name}: the trainer ended with {trainer.returncode}")
-        print(f"the trainer ended with {trainer.returncode}: all starts again", flush=True)
+        print(f"the trainer ended with {trainer.returncode}: restarting everything", flush=True)
         it.kill()
         it.restart()
         it.serve(plan.base / "model")
@@ -230,22 +230,26 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make learn", description=__doc__)
     parser.add_argument("--seeds", type=_numbers, default=(1, 2, 3), metavar="1,2,3")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=8, help="instances of a step")
-    parser.add_argument("--samples", type=int, default=8, help="rollouts of each")
-    parser.add_argument("--staleness", type=int, default=0, help="versions off policy")
+    parser.add_argument("--groups", type=int, default=8, help="instances per step")
+    parser.add_argument("--samples", type=int, default=8, help="rollouts per instance")
     parser.add_argument(
-        "--broken", choices=get_args(Broken), default="", help="an error on purpose"
+        "--staleness", type=int, default=0, help="weight versions between sampling and training"
     )
-    parser.add_argument("--kill-at", type=int, default=0, metavar="STEP", help="kill -9 everything")
+    parser.add_argument(
+        "--broken", choices=get_args(Broken), default="", help="make this error on purpose"
+    )
+    parser.add_argument(
+        "--kill-at", type=int, default=0, metavar="STEP", help="kill -9 everything after this step"
+    )
     parser.add_argument("--learning-rate", type=float, default=7e-4)
     parser.add_argument("--agents", type=int, default=16, help="sandboxes at once")
     parser.add_argument("--folder", type=Path, default=FOLDER)
-    parser.add_argument("--new", action="store_true", help="forget all earlier runs")
+    parser.add_argument("--new", action="store_true", help="discard all earlier runs")
     parser.add_argument(
         "--no-keep",
         dest="keep",
         action="store_false",
-        help="leave benchmarks/learn/results and the picture of the docs as they are",
+        help="do not update benchmarks/learn/results and the picture in the docs",
     )
     given = parser.parse_args(words)
     if given.new:

@@ -66,7 +66,7 @@ def advantages(rewards: Sequence[float]) -> list[float]:
 def sample(segment: Segment) -> Sample:
     """Raises: ValueError if the temperature of the segment's tokens was not recorded."""
     if segment.temperature is None:
-        raise ValueError("a segment without one known temperature")
+        raise ValueError("a segment does not have exactly one known temperature")
     before = len(segment.prompt_ids)
     return Sample(
         ids=(*segment.prompt_ids, *segment.response_ids),

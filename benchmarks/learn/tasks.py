@@ -107,7 +107,7 @@ def make_tasks(lessons: int, training: int, held_out: int, seed: int = 1) -> Tas
     dealt = _dealt([list(_family(family, rng)) for family in FAMILIES])
     found = list(islice(dealt, lessons + training + held_out))
     if len(found) < lessons + training + held_out:
-        raise ValueError(f"only {len(found)} different prompts")
+        raise ValueError(f"there are only {len(found)} different prompts")
     held = training + held_out
     return Tasks(tuple(found[held:]), tuple(found[:training]), tuple(found[training:held]))
 

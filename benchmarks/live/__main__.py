@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.live")
     parser.add_argument("--agents", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each window")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds per measurement")
     add_output(parser)
     return parser.parse_args(arguments)
 

@@ -66,19 +66,27 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", type=_numbers, default=(1, 50, 200), metavar="1,50,200")
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds of each model call")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds per model call")
     parser.add_argument(
-        "--agents", type=words, default=("bash", "mini"), help=f"of {', '.join(PERDURE_AGENTS)}"
+        "--agents",
+        type=words,
+        default=("bash", "mini"),
+        help=f"comma-separated, from {', '.join(PERDURE_AGENTS)}",
     )
     parser.add_argument(
-        "--peers", type=words, default=tuple(PEERS), help=f"of {', '.join(PEERS)}; - for none"
+        "--peers",
+        type=words,
+        default=tuple(PEERS),
+        help=f"comma-separated, from {', '.join(PEERS)}; - for none",
     )
     parser.add_argument(
         "--twins",
         action="store_true",
-        help="also a unittest row, graded without twins and with them",
+        help="also run a unittest row, graded without twins and with them",
     )
-    parser.add_argument("--largest-mini", type=int, default=50, help="mini in sandboxes: at most")
+    parser.add_argument(
+        "--largest-mini", type=int, default=50, help="most rollouts with mini in sandboxes"
+    )
     add_output(parser)
     return parser.parse_args(arguments)
 

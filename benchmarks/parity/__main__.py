@@ -81,22 +81,28 @@ def _stand(options: argparse.Namespace) -> Stand:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity", description=__doc__)
     parser.add_argument(
-        "--model", type=Path, default=vllm_server.MODEL, help="a folder with weights and tokenizer"
+        "--model", type=Path, default=vllm_server.MODEL, help="folder with weights and tokenizer"
     )
     parser.add_argument(
-        "--tokenizer", help="as PERDURE_ENGINE__TOKENIZER; the model's folder when left out"
+        "--tokenizer", help="as PERDURE_ENGINE__TOKENIZER; default: the model's folder"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", EXACT), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--vllm", type=Path, default=vllm_server.PROGRAM, help="the program vllm")
-    parser.add_argument("--python", type=Path, help="one with transformers; the one beside --vllm")
+    parser.add_argument(
+        "--vllm", type=Path, default=vllm_server.PROGRAM, help="path of the program vllm"
+    )
+    parser.add_argument(
+        "--python", type=Path, help="a Python with transformers; default: the one next to --vllm"
+    )
     parser.add_argument(
         "--engine-url",
         default="",
-        help="a vLLM that serves --model in --dtype; else one is started",
+        help="URL of a vLLM that serves --model in --dtype; default: start one",
     )
     parser.add_argument(
-        "--every-mode", action="store_true", help="also temperature, top_p and penalties"
+        "--every-mode",
+        action="store_true",
+        help="also sample with temperature, top_p and penalties",
     )
     parser.add_argument("--json", action="store_true")
     for name, value in asdict(Job()).items():

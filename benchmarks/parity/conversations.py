@@ -127,7 +127,7 @@ def _questions(job: Job) -> list[list[str]]:
     files = sorted((ROOT / "src/perdure").rglob("*.py"))
     excerpts = [text[: job.text] for file in files if len(text := file.read_text()) >= job.text]
     if not excerpts:
-        raise SystemExit(f"--text {job.text}: no file of this project has as many characters")
+        raise SystemExit(f"--text {job.text}: no file of this project has this many characters")
     asked = itertools.cycle(f"What does this do?\n\n{text}" for text in excerpts)
     return [list(itertools.islice(asked, job.turns)) for _ in range(job.conversations)]
 

@@ -30,7 +30,7 @@ class Slime:
     def __init__(self, root: Path, checkout: Path | None) -> None:
         self.checkout = checkout or _cloned(root / f"slime-{COMMIT}")
         if not (self.checkout / "slime" / "agent" / "trajectory.py").is_file():
-            raise Unavailable(f"{self.checkout} is no checkout of {REPOSITORY}")
+            raise Unavailable(f"{self.checkout} is not a checkout of {REPOSITORY}")
         self.python = environment(PINNED, root) / "bin" / "python"
         path = os.pathsep.join(map(str, (self.checkout.resolve(), ROOT / "src", ROOT)))
         self.variables = {"PATH": os.environ["PATH"], "PYTHONPATH": path}

@@ -249,11 +249,11 @@ def _ids(source: random.Random, count: int) -> Ids:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.routing", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="a line of JSON per result")
-    parser.add_argument("--router", type=Path, help="the program vllm-router")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON per result")
+    parser.add_argument("--router", type=Path, help="path of the program vllm-router")
     parser.add_argument("--sides", default="leases,two gateways,hash,round robin")
     parser.add_argument(
-        "--limit", type=float, default=600.0, help="seconds after which a side is stopped"
+        "--limit", type=float, default=600.0, help="stop a side after this many seconds"
     )
     for name, value in asdict(Job()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)

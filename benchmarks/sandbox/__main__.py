@@ -145,12 +145,12 @@ def _options() -> argparse.Namespace:
         "--providers",
         type=lambda text: text.split(","),
         default=["bubblewrap"],
-        help=f"of {','.join(PROVIDERS)}",
+        help=f"comma-separated, from {','.join(PROVIDERS)}",
     )
     parser.add_argument(
         "--parallel", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32]
     )
-    parser.add_argument("--rounds", type=int, default=128, help="sandboxes of each side in total")
+    parser.add_argument("--rounds", type=int, default=128, help="total sandboxes per side")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 

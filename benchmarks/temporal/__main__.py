@@ -78,7 +78,7 @@ class Measured:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.temporal")
-    parser.add_argument("--rollouts", type=int, default=400, help="of each run")
+    parser.add_argument("--rollouts", type=int, default=400, help="rollouts per run")
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--rounds", type=int, default=2)
     add_output(parser)

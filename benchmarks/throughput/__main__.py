@@ -54,13 +54,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput")
     parser.add_argument("--agents", type=_numbers, default=(16, 64, 256), metavar="16,64,256")
     parser.add_argument("--times", type=int, default=4, help="rollouts = agents x times, 3 or more")
-    parser.add_argument("--turns", type=int, default=20, help="model calls of a rollout")
-    parser.add_argument("--latency", type=float, default=2.0, help="seconds of each model call")
-    parser.add_argument("--sides", type=words, default=SIDES, help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--turns", type=int, default=20, help="model calls per rollout")
+    parser.add_argument("--latency", type=float, default=2.0, help="seconds per model call")
+    parser.add_argument(
+        "--sides", type=words, default=SIDES, help=f"comma-separated, from {', '.join(SIDES)}"
+    )
     add_output(parser)
     options = parser.parse_args(arguments)
     if unknown := set(options.sides) - set(SIDES):
-        parser.error(f"--sides: {', '.join(sorted(unknown))} is none of {', '.join(SIDES)}")
+        parser.error(f"--sides: {', '.join(sorted(unknown))} is not one of {', '.join(SIDES)}")
     if options.times < 3:
         parser.error("--times: 3 or more; fewer have no steady state")
     return options

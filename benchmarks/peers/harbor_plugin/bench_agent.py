@@ -50,7 +50,7 @@ async def ask(body: dict) -> dict:
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
             pass
         await asyncio.sleep(min(0.1 * 2**tries, 2.0))
-    raise ConnectionError("the engine stayed away")
+    raise ConnectionError("the engine did not come back")
 
 
 class BashAgent(BaseAgent):
