@@ -176,7 +176,7 @@ async def test_a_test_that_knows_its_name_costs_the_others_no_twin(
     chosen = await choose_twins(row, make_sandbox, wanted=1, runs=1)
 
     assert chosen.report.twins == dict.fromkeys(FAIL_TO_PASS, 1)
-    assert "of another name, fails" in chosen.report.without[named]
+    assert "a renamed copy of it fails" in chosen.report.without[named]
 
 
 @pytest.mark.longer

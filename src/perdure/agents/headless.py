@@ -80,8 +80,8 @@ def environment(
             raise ConfigurationError(f"agent_options.extra_env.{name}: set by Perdure; remove it")
         if SECRET.search(name):  # the message must not show the value
             raise ConfigurationError(
-                f"agent_options.extra_env.{name}: a request is kept for good, so a secret has no "
-                "place in it; remove it"
+                f"agent_options.extra_env.{name}: requests are stored permanently and must contain "
+                "no secrets; remove it"
             )
     return {**task_env, **extra, **fixed}
 

@@ -112,7 +112,7 @@ def _download(package: Package, to: Path) -> None:
         if attempt < TRIES:
             time.sleep(2.0**attempt)
     raise AgentError(
-        f"{package.name}@{package.version} did not come from {_host(url)}: {problem}; "
+        f"cannot download {package.name}@{package.version} from {_host(url)}: {problem}; "
         "set npm's registry, or name a tarball (docs/agents.md)"
     ) from problem
 
@@ -152,14 +152,14 @@ def unpack(tarball: Path, folder: Path) -> None:
     except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise AgentError(f"{tarball.name} cannot be unpacked: {error}") from error
     if not folder.is_dir():
-        raise AgentError(f"{tarball.name} holds no file")
+        raise AgentError(f"{tarball.name} contains no files")
 
 
 def _inside(name: str) -> PurePosixPath:
     """The path below the tarball's first folder."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
-        raise AgentError(f"the tarball holds {name!r}, which is not inside a folder of its own")
+        raise AgentError(f"the tarball contains {name!r}, which is not inside its first folder")
     return PurePosixPath(*path.parts[1:])
 
 

@@ -35,7 +35,7 @@ class Oracle:
             files = {f"{SOLUTION}/{name}": data for name, data in script.items()}
             return Launch(argv=("bash", "-c", SOLVE), files=files)
         if not task.instance.gold_patch:
-            raise InstanceError(f"{task.instance.ref} has no gold_patch, which the oracle applies")
+            raise InstanceError(f"{task.instance.ref} has no gold_patch for the oracle to apply")
         argv = ("git", "apply", "--whitespace=nowarn", GOLD)
         return Launch(argv=argv, files={GOLD: task.instance.gold_patch})
 

@@ -74,7 +74,7 @@ def find_python(minimum: str, named: str, variable: str) -> Python:
     program = Path(named) if named else _first(minimum)
     found = program and _described(program, minimum)
     if program is None or not found:
-        searched = f"{named} is none" if named else f"searched: {places_searched()}"
+        searched = f"{named} is not one" if named else f"searched: {places_searched()}"
         raise MissingDependency(
             f"no Python {minimum} or later starts on this host ({searched}): "
             f"`uv python install {minimum}`, or name one in {variable}"

@@ -419,7 +419,7 @@ def same_attempt(one: Episode, parts: EpisodeParts) -> bool:
 def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]:
     grade = parts.grade
     if (grade is not None) != (parts.status is RolloutStatus.GRADED):
-        raise ValueError(f"status {parts.status} does not go with grade {grade and grade.outcome}")
+        raise ValueError(f"status {parts.status} contradicts grade {grade and grade.outcome}")
     if grade is None:
         return {}
     steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]

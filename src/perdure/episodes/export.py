@@ -131,11 +131,11 @@ def _check(format: Format, rules: Rules | None) -> None:
         raise ConfigurationError(f"unknown export format {format!r}: use one of {known}")
     if rules is not None and rules.selection != EVERYTHING and format not in SELECTING:
         raise ConfigurationError(
-            f"--best and --min-reward go with {' and '.join(SELECTING)}, not with {format}"
+            f"--best and --min-reward work with {' and '.join(SELECTING)}, not with {format}"
         )
     if rules is not None and rules.reward_share != "full" and format not in get_args(TrainerFormat):
         trainers = ", ".join(get_args(TrainerFormat))
-        raise ConfigurationError(f"--reward-share goes with {trainers}, not with {format}")
+        raise ConfigurationError(f"--reward-share works with {trainers}, not with {format}")
 
 
 class _Exporter:
@@ -209,7 +209,7 @@ class _Exporter:
                 return self._leave_out(one, left)
         line = preference(better, worse, read)
         if line is None:
-            differs = _Left(f"its first prompt differs from that of sample {better.sample_index}")
+            differs = _Left(f"its first prompt is not the same as in sample {better.sample_index}")
             return self._leave_out(worse, differs)
         self.written += 1
         file.write(json.dumps(line).encode() + b"\n")
@@ -243,7 +243,7 @@ class _Exporter:
                 keep_unused=rules.keep_unused,
             )
         except NotFound:
-            raise _Damaged(f"{episode.tokens_key} is gone from the store") from None
+            raise _Damaged(f"{episode.tokens_key} is missing from the store") from None
         except ValueError as error:
             raise _Damaged(str(error)) from error
 
@@ -280,13 +280,13 @@ class _Exporter:
 
     async def _patch(self, episode: Episode) -> str:
         if episode.patch is None:
-            raise _Left("its patch was never captured")
+            raise _Left("no patch was captured")
         data = await self._checked(episode.patch.key, episode.patch.sha256, episode.patch.empty)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise _Left(
-                f"its patch is not UTF-8 at byte {error.start}; take the bytes from "
+                f"its patch is not UTF-8 at byte {error.start}; read the bytes from "
                 f"{self.store.url}/{episode.patch.key}"
             ) from error
 
@@ -345,11 +345,11 @@ class _Exporter:
         except ValueError as error:
             raise _Damaged(f"{episode.turns_key} is unreadable: {error}") from error
         if not turns or not has_text(turns):
-            raise _Left("its turns were recorded without their texts" if turns else "no turn")
+            raise _Left("its turns were recorded without texts" if turns else "it has no turns")
         return turns
 
     async def _get(self, key: str) -> bytes:
         try:
             return (await self.store.get(key)).data
         except NotFound:
-            raise _Damaged(f"{key} is gone from the store") from None
+            raise _Damaged(f"{key} is missing from the store") from None

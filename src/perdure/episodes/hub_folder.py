@@ -49,7 +49,7 @@ COLUMNS = {
 async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
     """Raises: NotFound when the run has no episodes."""
     if is_standard_output(folder) or (folder.exists() and not folder.is_dir()):
-        raise ConfigurationError(f"{folder} is no folder, which `dataset` makes: name one")
+        raise ConfigurationError(f"{folder} is not a folder: name one for the format `dataset`")
     data = folder / "data"
     report = await export_run(store, run_id, "sft", data / "sft.jsonl")
     episodes, _ = await scan_run(store, run_id)
@@ -77,7 +77,7 @@ def push(folder: Path, repository: str) -> str:
         raise MissingDependency(
             f"--push needs huggingface_hub: {command_for_packages('huggingface_hub')}"
         ) from None
-    kept = f"{folder} is written, and not pushed to {repository}"
+    kept = f"{folder} was written but not pushed to {repository}"
     if away := hub_is_away():
         raise ConfigurationError(f"{kept}: {away}; check the network, HTTPS_PROXY or HF_ENDPOINT")
     api = HfApi()
@@ -87,7 +87,7 @@ def push(folder: Path, repository: str) -> str:
     except Exception as error:  # the library raises many types
         said = getattr(error, "server_message", None) or str(error).strip().splitlines()[0]
         raise ConfigurationError(
-            f"{kept}: {said}; `hf auth login` or HF_TOKEN gives a token that may write there"
+            f"{kept}: {said}; run `hf auth login`, or set HF_TOKEN to a token with write access"
         ) from error
     return str(pushed)
 

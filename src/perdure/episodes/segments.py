@@ -194,7 +194,7 @@ def _slimed(turns: Sequence[Turn]) -> list[_Stretch]:
     said = conversations(turns)
     for turn in turns:
         if not said[turn.index]:
-            raise ValueError(f"turn {turn.index} has no messages, by which mode slime cuts")
+            raise ValueError(f"turn {turn.index} has no messages, which the mode slime needs")
     spoken = [Spoken(turn, said[turn.index], answer_of(turn)) for turn in turns]
     at = {turn.index: position for position, turn in enumerate(turns)}
     return [_from_slime(found, at) for found in cut_like_slime(spoken, token_versions)]

@@ -176,14 +176,16 @@ def passed_in(suite: SuiteRun, ref: str) -> set[str]:
     """Call this through `read`. Raises: InstanceError."""
     unfit = judge_refusal(suite.run) if suite.run.refusal else judge_killed(suite.run)
     if unfit is not None:
-        raise InstanceError(f"{ref}: the tests did not run to their end: {unfit.reason}")
+        raise InstanceError(f"{ref}: the tests did not finish: {unfit.reason}")
     reading, code = reading_of(suite), suite.run.status.code
     if suite.canary is None and invalid_by_protocol(suite, reading.statuses):
         return set()
     if suite.canary and reading.canary_status is TestStatus.MISSING and code != 0:
         return set()  # collection failed: the base lacks a module that the hidden tests import
     if forged := tampering.distrust(reading, code, ()):
-        raise InstanceError(f"{ref}: the tests cannot be guarded: {forged}; {last_line(suite.run)}")
+        raise InstanceError(
+            f"{ref}: no canary test can guard the tests: {forged}; {last_line(suite.run)}"
+        )
     passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
     # A test counts only if junit confirms it: printed text can look like a result.
     return {test for test in passed if not tampering.distrust(reading, code, (test,))}
@@ -200,11 +202,11 @@ def _in_all(runs: Sequence[set[str]]) -> set[str]:
 def _nothing_fixed(instance: Instance, gold: Sequence[set[str]], run: TestRun) -> str:
     if not _in_all(gold):
         return (
-            f"{instance.ref}: no test passes with `patch` applied: is the environment complete? "
+            f"{instance.ref}: no test passes with `patch` applied; complete the environment: "
             f"{first_error(run)}"
         )
     return (
-        f"{instance.ref}: `patch` turns no failing test into a passing one: FAIL_TO_PASS is empty"
+        f"{instance.ref}: FAIL_TO_PASS would be empty, because `patch` makes no failing test pass"
     )
 
 
@@ -223,5 +225,7 @@ async def _prove(
     if gold[0] is not Outcome.RESOLVED:
         raise InstanceError(f"{instance.ref}: `patch` does not resolve it: {gold[0]}, {gold[1]}")
     if nop[0] is not Outcome.UNRESOLVED:
-        raise InstanceError(f"{instance.ref}: the base without `patch` is {nop[0]}: {nop[1]}")
+        raise InstanceError(
+            f"{instance.ref}: without `patch`, the outcome must be unresolved, not {nop[0]}: {nop[1]}"
+        )
     return max(gold[2], nop[2])

@@ -127,7 +127,7 @@ def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
         return Verdict(Outcome.APPLY_FAILED, filtered.refused)
     if not filtered.data and not filtered.was_empty:
         dropped = ", ".join(filtered.dropped_paths[:5])
-        return Verdict(Outcome.EMPTY_PATCH, f"nothing left after dropping {dropped}")
+        return Verdict(Outcome.EMPTY_PATCH, f"the filter dropped every file: {dropped}")
     return None
 
 
@@ -146,7 +146,7 @@ def judge_killed(run: TestRun) -> Verdict | None:
         return None
     cause = run.status.cause
     if cause == "timeout":
-        return Verdict(Outcome.TIMEOUT, "the tests ran into their time limit")
+        return Verdict(Outcome.TIMEOUT, "the tests exceeded their time limit")
     why = {
         "oom": "the tests exceeded the sandbox's memory limit",
         "output": "the tests exceeded the sandbox's output limit",

@@ -162,6 +162,6 @@ def how_to_allow(places: Sequence[str]) -> str:
     hosts = sorted({place.removesuffix(":443").removesuffix(":80") for place in places})
     more = f" and {len(hosts) - SHOWN} more" if len(hosts) > SHOWN else ""
     return (
-        "builds reach only the package index, and this one asked for "
-        f"{', '.join(hosts[:SHOWN])}{more}: if it may, set {SETTING}={','.join(hosts[:SHOWN])}"
+        "builds can reach only the package index, but this one asked for "
+        f"{', '.join(hosts[:SHOWN])}{more}. To allow this, set {SETTING}={','.join(hosts[:SHOWN])}"
     )

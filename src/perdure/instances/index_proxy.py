@@ -120,7 +120,7 @@ class _Exchange:
             line, *fields = head[:-4].split(b"\r\n")
             words = line.decode("latin-1").split(" ")
             if len(words) != 3 or _CONTROL.search(b"".join((line, *fields))):
-                await self._refuse(400, "this is no HTTP request")
+                await self._refuse(400, "this is not an HTTP request")
             if words[0] == "CONNECT":
                 await self._tunnel(words[1])
             else:
@@ -148,7 +148,7 @@ class _Exchange:
         proxy checks every request."""
         parts = urlsplit(target)
         if method not in ("GET", "HEAD") or parts.scheme != "http":
-            await self._refuse(405, "only CONNECT, and GET and HEAD of http:// addresses, pass")
+            await self._refuse(405, "use CONNECT, or GET or HEAD with an http:// URL")
         place = await self._known(place_of(parts.netloc.rpartition("@")[2], "http"), parts.netloc)
         upstream = _upstream("http", place)
         reader, writer = await self._connect(place, upstream)
@@ -167,7 +167,7 @@ class _Exchange:
 
     async def _known(self, place: Place | None, asked: str) -> Place:
         if place is None:
-            await self._refuse(400, f"{asked[:200]!r} is no address")
+            await self._refuse(400, f"{asked[:200]!r} is not a host and port")
         if not self._hosts.knows(place):
             self._asked.note(place, self._asked.refused)
             await self._refuse(403, how_to_allow([str(place)]))

@@ -27,9 +27,9 @@ def find_python(version: str) -> Path:
     if installed.returncode == 0 and (found := interpreters.find_interpreter(version)) is not None:
         return found.prefix
     raise InstanceError(
-        f"`environment.python` is {version!r}, and no such interpreter starts on this machine: "
-        f"install Python {version} here, or leave the instance out. Searched: "
-        f"{interpreters.places_searched()}. uv cannot install one: {_told(installed.stderr)}"
+        f"`environment.python`: no Python {version} starts on this host. Install Python {version}, "
+        f"or exclude the instance. Searched: {interpreters.places_searched()}. "
+        f"uv cannot install it: {_told(installed.stderr)}"
     )
 
 
@@ -50,4 +50,4 @@ async def check(instances: Iterable[Instance]) -> None:
 def _told(stderr: bytes) -> str:
     """uv's message in one line, without its `error:`."""
     words = " ".join(stderr.decode("utf-8", "replace").split())
-    return words.removeprefix("error: ")[:600] or "it says nothing"
+    return words.removeprefix("error: ")[:600] or "uv gave no message"

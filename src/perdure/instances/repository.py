@@ -114,7 +114,7 @@ def git(
             pass_fds=keep_open,
         )
     except FileNotFoundError as error:
-        raise MissingDependency("git is not here: apt-get install git") from error
+        raise MissingDependency("git is not installed: apt-get install git") from error
     if result.returncode != 0:
         said = result.stderr.decode("utf-8", "replace").strip()
         raise InstanceError(f"git {arguments[0]} failed in the instance's tree: {said}")

@@ -72,7 +72,7 @@ def download(url: str, sha256: str) -> bytes:
     """Raises: RetryHere if the download fails or has another digest."""
     data = _download(url)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise RetryHere(f"{url} arrived damaged", boundary=Boundary.INSTANCE)
+        raise RetryHere(f"the download of {url} is damaged", boundary=Boundary.INSTANCE)
     return data
 
 

@@ -43,41 +43,44 @@ def _figures(reports: Sequence[Report]) -> Section:
     rows: list[tuple[str, Callable[[Report], str]]] = [
         ("agent", lambda one: ", ".join(one.agents)),
         ("model", lambda one: ", ".join(one.models) or "none was called"),
-        ("model, as asked for", lambda one: ", ".join(one.asked_models) or NONE),
+        ("model, as requested", lambda one: ", ".join(one.asked_models) or NONE),
         ("instances", lambda one: str(one.instances)),
-        ("rollouts finished of planned", lambda one: f"{one.rollouts} of {one.planned}"),
+        ("rollouts finished", lambda one: f"{one.rollouts} of {one.planned}"),
         ("stopped", lambda one: one.stopped or NONE),
-        ("with a verdict", lambda one: str(one.graded)),
+        ("graded", lambda one: str(one.graded)),
         ("resolved", lambda one: f"{one.resolved}"),
         ("resolved, not checked by twins", lambda one: _count(sum(one.unverified.values()))),
-        ("resolved by the rows' own protocols", _officially),
+        ("resolved, official verdict", _officially),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
-        ("played again after a verdict", _played_again),
+        ("retried after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
-        ("floor (no patch)", lambda one: _percent(one.bounds.floor)),
+        ("lower bound (no patch)", lambda one: _percent(one.bounds.floor)),
         ("instances with known bounds", _bounds),
         ("mean reward", lambda one: _number(one.mean_reward)),
-        ("verdicts of rows not calibrated", lambda one: str(one.not_calibrated)),
+        ("graded without calibration", lambda one: str(one.not_calibrated)),
         ("turns: median, p90, most", lambda one: _three(one.turns)),
-        ("prompt tokens, all", lambda one: _big(one.prompt_tokens.total)),
-        ("of them cached", lambda one: _big(one.cached_tokens)),
-        ("sampled tokens, all", lambda one: _big(one.sampled_tokens.total)),
+        ("prompt tokens, total", lambda one: _big(one.prompt_tokens.total)),
+        ("cached prompt tokens", lambda one: _big(one.cached_tokens)),
+        ("sampled tokens, total", lambda one: _big(one.sampled_tokens.total)),
         ("prompt tokens per rollout", lambda one: _big(one.prompt_tokens.mean)),
         ("sampled tokens per rollout", lambda one: _big(one.sampled_tokens.mean)),
         ("prompt tokens of discarded attempts", lambda one: _big(one.discarded_prompt_tokens)),
         ("sampled tokens of discarded attempts", lambda one: _big(one.discarded_sampled_tokens)),
-        ("cost, all", _cost),
+        ("cost, total", _cost),
         ("cost per rollout: mean, p90", _cost_each),
         ("seconds: median, p90, most", lambda one: _three(one.seconds)),
-        ("from first start to last end", lambda one: _clock(one.wall_seconds)),
-        ("environment to model time", lambda one: _ratio(one.environment_to_model)),
+        ("wall-clock time", lambda one: _clock(one.wall_seconds)),
+        (
+            "seconds outside model calls, per second inside",
+            lambda one: _ratio(one.environment_to_model),
+        ),
         ("sandboxes lost", _lost),
     ]
     filled = [(name, *(cell(one) for one in reports)) for name, cell in rows]
     kept = tuple(row for row in filled if any(cell != NONE for cell in row[1:]))
     note = (
-        f"intervals of {CONFIDENCE:.0%} over instances after Korn and Graubard 1998;"
-        " pass@k after Chen et al. 2021"
+        f"{CONFIDENCE:.0%} intervals over instances by Korn and Graubard 1998;"
+        " pass@k by Chen et al. 2021"
     )
     return Section("Figures", ("", *(one.run_id for one in reports)), kept, note)
 
@@ -115,42 +118,43 @@ def _failures(report: Report, of: str) -> Section:
         for one in report.failures[:LISTED]
     )
     more = len(report.failures) - LISTED
-    note = f"{more} more kinds are in the JSON" if more > 0 else ""
-    columns = ("boundary", "count", "what it says", "for instance")
-    return Section(f"Without a verdict{of}", columns, rows, note, texts=True)
+    note = f"--json lists {more} more messages" if more > 0 else ""
+    columns = ("boundary", "count", "message", "examples")
+    return Section(f"Failures{of}", columns, rows, note, texts=True)
 
 
 def _slowest(report: Report, of: str) -> Section:
     rows = tuple(
         (one.name, f"{one.seconds:.1f}", one.stage or NONE, one.ending) for one in report.slowest
     )
-    return Section(f"Slowest{of}", ("rollout", "seconds", "most in", "ended"), rows, texts=True)
+    columns = ("rollout", "seconds", "longest stage", "outcome")
+    return Section(f"Slowest{of}", columns, rows, texts=True)
 
 
 def _unsteady(report: Report, of: str) -> Section:
     rows: list[tuple[str, ...]] = []
     if report.flaky:
-        rows.append(("same patch, other verdict", str(len(report.flaky)), _some(report.flaky)))
+        rows.append(("same patch, different verdicts", str(len(report.flaky)), _some(report.flaky)))
     if report.mixed:
-        rows.append(("resolved in some samples", str(len(report.mixed)), _some(report.mixed)))
+        rows.append(("resolved in only some samples", str(len(report.mixed)), _some(report.mixed)))
     if report.unreadable:
         rows.append(("unreadable episodes", str(len(report.unreadable)), _some(report.unreadable)))
-    return Section(f"Not steady{of}", ("", "count", "which"), tuple(rows), texts=True)
+    return Section(f"Inconsistent{of}", ("", "count", "which"), tuple(rows), texts=True)
 
 
 def _comparison(one: Comparison) -> Section:
     change = one.difference
     rows = (
         ("instances in both", str(one.instances)),
-        ("change of the resolved share", _points(change)),
+        ("change in the resolved share", _points(change)),
         ("instances won, lost", f"{one.won}, {one.lost}"),
         ("p (exact sign test)", f"{one.p:.4f}"),
         ("won", _some(one.won_examples) or NONE),
         ("lost", _some(one.lost_examples) or NONE),
-        ("only in one of them", f"{one.only_in_first}, {one.only_in_second}"),
+        ("only in the first, second run", f"{one.only_in_first}, {one.only_in_second}"),
     )
-    note = "paired by instance; with one sample each the test is McNemar's exact one"
-    return Section(f"{one.second} against {one.first}", ("", ""), rows, note)
+    note = "paired by instance; with one sample per instance, this is McNemar's exact test"
+    return Section(f"{one.second} compared with {one.first}", ("", ""), rows, note)
 
 
 def _pass_at(k: int) -> Callable[[Report], str]:
@@ -204,7 +208,7 @@ def _cost_each(report: Report) -> str:
 
 def _cost(report: Report) -> str:
     if report.unpriced:
-        return f"no price of {', '.join(report.unpriced)}"
+        return f"no price for {', '.join(report.unpriced)}"
     unknown = f"unknown for {report.cost_unknown} of {report.rollouts} rollouts"
     if not report.cost:
         return unknown if report.cost_unknown else NONE
@@ -216,7 +220,7 @@ def _played_again(report: Report) -> str:
     """The count of retried rollouts, with pass@1 by first verdicts."""
     if not report.played_again:
         return NONE
-    return f"{report.played_again}; pass@1 of first verdicts {_share(report.first_share)}"
+    return f"{report.played_again}; pass@1 by first verdicts {_share(report.first_share)}"
 
 
 def _percent(value: float | None) -> str:

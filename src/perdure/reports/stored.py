@@ -103,13 +103,13 @@ async def find(store: Store, text: str) -> RolloutName:
         return matching[0]
     if matching:
         some = ", ".join(str(name) for name in matching[:6])
-        raise Ambiguous(f"{text!r} means {len(matching)} rollouts: {some}")
+        raise Ambiguous(f"{text!r} matches {len(matching)} rollouts: {some}")
     if run_id and found:
         some = ", ".join(str(name) for name in found[:6])
         raise NotFound(f"no rollout {text!r}; run {run_id} has {some}")
     found = found or await _rollouts(store, "")
     runs = list(dict.fromkeys(name.run_id for name in found))[-RUNS_NAMED:]
-    there = f"runs there: {', '.join(runs)}" if runs else "no run left anything there yet"
+    there = f"its runs: {', '.join(runs)}" if runs else "it has no runs yet"
     raise NotFound(f"no rollout {text!r} in {store.url} ({there})")
 
 

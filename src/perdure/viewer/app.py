@@ -38,7 +38,7 @@ def create_app(pages: Pages, token: str) -> ASGIApp:
         return pages.problem(str(error), 404 if isinstance(error, NotFound) else 503)
 
     async def unknown(request: Request, error: Exception) -> Response:
-        return pages.problem("there is no such page", 404)
+        return pages.problem("page not found", 404)
 
     return Guard(
         Starlette(routes=routes, exception_handlers={PerdureError: failed, 404: unknown}), token

@@ -18,7 +18,7 @@ Kind = Literal["system", "user", "assistant", "result", "thinks", "says", "calls
 WHY_NOT = {
     "side": "a title or a probe: the outcome does not depend on it",
     "hosted": "a hosted API gave no token ids",
-    "unused": "the agent went on without this answer",
+    "unused": "the agent did not use this answer",
     "drift": "a later prompt does not repeat it token for token",
 }
 COMMANDS = ("command", "cmd", "code", "script")

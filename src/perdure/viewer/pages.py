@@ -387,7 +387,7 @@ class Pages:
     # -- answers -------------------------------------------------------------------------------
 
     def problem(self, message: str, status: int) -> Response:
-        return self._page("problem.html", status=status, title="Not shown", message=message, live=0)
+        return self._page("problem.html", status=status, title="Error", message=message, live=0)
 
     def _page(self, template: str, *, status: int = 200, **values: Any) -> Response:
         return HTMLResponse(self.templates.get_template(template).render(values), status)

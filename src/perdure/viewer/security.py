@@ -70,9 +70,9 @@ class Guard:
     def _refusal(self, request: Request) -> Response | None:
         hosts = [value for name, value in request.headers.items() if name == "host"]
         if len(hosts) != 1 or not is_loopback(hosts[0]):
-            return PlainTextResponse("ask for 127.0.0.1 or localhost\n", 403)
+            return PlainTextResponse("use 127.0.0.1 or localhost in the URL\n", 403)
         if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("this viewer only reads\n", 405, {"Allow": "GET, HEAD"})
+            return PlainTextResponse("the viewer is read-only\n", 405, {"Allow": "GET, HEAD"})
         return None
 
     def _welcome(self, request: Request) -> Response | None:
@@ -93,7 +93,7 @@ class Guard:
     def _locked(self, request: Request) -> Response | None:
         if self._is_token(request.cookies.get(_cookie(request), "")):
             return None
-        return PlainTextResponse("open the address that `perdure view` printed\n", 401)
+        return PlainTextResponse("open the URL that `perdure view` printed\n", 401)
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())

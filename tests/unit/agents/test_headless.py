@@ -77,7 +77,7 @@ def test_extra_variables_reach_it(agent: Agent) -> None:
 @every_agent
 def test_a_secret_is_refused_among_the_variables(agent: Agent) -> None:
     """What looks like a credential is refused by its name: requests are kept for good."""
-    with pytest.raises(ConfigurationError, match=r"extra_env\.GITHUB_TOKEN.*no place") as refused:
+    with pytest.raises(ConfigurationError, match=r"extra_env\.GITHUB_TOKEN.*no secrets") as refused:
         agent.launch(with_options(extra_env={"GITHUB_TOKEN": "ghp_x"}))
 
     assert "ghp_x" not in str(refused.value)

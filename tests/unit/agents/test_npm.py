@@ -128,7 +128,7 @@ def test_a_busy_registry_is_asked_again(registry: Registry, tmp_path: Path) -> N
 def test_a_refusal_is_final_and_says_what_to_do(registry: Registry, tmp_path: Path) -> None:
     """404 is asked once; the message names the package, the host and the way out."""
     registry.statuses = [404]
-    with pytest.raises(AgentError, match=r"@tests/tool@1.2.3 did not come from 127.*tarball"):
+    with pytest.raises(AgentError, match=r"cannot download @tests/tool@1.2.3 from 127.*tarball"):
         asyncio.run(npm.installed(tmp_path, "tool"))
 
     assert len(registry.seen) == 1

@@ -499,7 +499,7 @@ def test_unknown_rollout_is_answered_with_the_runs_there(tmp_path: Path, perdure
     """The list comes from the store, so no stack is needed."""
     rollouts(tmp_path)
 
-    assert perdure("show", "nothing").error.endswith("(runs there: r)")
+    assert perdure("show", "nothing").error.endswith("(its runs: r)")
 
 
 def test_a_wrong_run_id_is_refused_with_the_allowed_characters(

@@ -308,9 +308,9 @@ async def test_best_of_n(format: Format, run: Run) -> None:
 
     assert [(line["instance_id"], line["sample_index"]) for line in lines] == [("click-1", 2)]
     assert [(one.sample_index, one.reason) for one in report.omitted] == [
-        (0, "its reward is 0.5"),
-        (1, "1 of its instance are better or shorter"),
-        (0, "its reward is 0.5"),
+        (0, "its reward is 0.5, below 1"),
+        (1, "not in the best 1 of its instance"),
+        (0, "its reward is 0.5, below 1"),
     ]
 
 
@@ -318,7 +318,7 @@ async def test_a_selection_is_for_sft(run: Run) -> None:
     """A group that a baseline is taken over must not lose its failures."""
     await run.add(1.0, two_turns(20))
 
-    with pytest.raises(ConfigurationError, match="go with sft and sft-tokens, not with slime"):
+    with pytest.raises(ConfigurationError, match="work with sft and sft-tokens, not with slime"):
         await run.export("slime", best=1)
 
 
@@ -373,7 +373,7 @@ async def test_rollouts_with_different_prompts_are_no_pair(run: Run) -> None:
     rows, report = await run.export("preferences")
 
     assert rows == []
-    assert report.omitted[0].reason == "its first prompt differs from that of sample 0"
+    assert report.omitted[0].reason == "its first prompt is not the same as in sample 0"
 
 
 def test_the_command_takes_the_best(
@@ -388,4 +388,4 @@ def test_the_command_takes_the_best(
     printed = capsys.readouterr()
 
     assert (status, printed.out) == (0, "1 written to r.sft-tokens.jsonl\n")
-    assert "left out  click-1 #1: 1 of its instance are better or shorter" in printed.err
+    assert "left out  click-1 #1: not in the best 1 of its instance" in printed.err

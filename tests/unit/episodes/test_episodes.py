@@ -153,7 +153,7 @@ def test_hosted_turns_are_not_trainable() -> None:
 )
 def test_status_and_grade_must_agree(grade: Grade | None, status: RolloutStatus) -> None:
     """A failed rollout cannot carry a verdict, nor a graded one lack it."""
-    with pytest.raises(ValueError, match="does not go with"):
+    with pytest.raises(ValueError, match="contradicts grade"):
         episode(grade=grade, status=status)
 
 

@@ -271,7 +271,7 @@ async def test_a_reward_share_goes_with_segments(run: Run, tmp_path: Path) -> No
     await run.add("click-1", patch=CRLF)
 
     with pytest.raises(
-        ConfigurationError, match=r"--reward-share goes with .*slime.*not with preds"
+        ConfigurationError, match=r"--reward-share works with .*slime.*not with preds"
     ):
         await export_run(
             run.store, "r", "preds", tmp_path / "preds.json", Rules(reward_share="split")

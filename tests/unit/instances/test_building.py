@@ -101,7 +101,7 @@ def test_entries_are_chosen_and_bounded(tmp_path: Path) -> None:
     entries = [Entry(name, tmp_path) for name in ("a-1", "a-2", "b-1")]
 
     assert [one.instance_id for one in chosen(entries, ["a-*", "b-*"], 2)] == ["a-1", "a-2"]
-    with pytest.raises(ConfigurationError, match="there is a-1, a-2, b-1"):
+    with pytest.raises(ConfigurationError, match="matches no entry of the recipe: a-1, a-2, b-1"):
         chosen(entries, ["c-*"])
 
 

@@ -147,7 +147,7 @@ async def test_the_public_set_brings_its_ignored_tests(
         ({"merge_commit": ""}, "lacks `merge_commit`", "its `diff`"),
         ({"merge_commit": "f" * 40}, "has no commit", "f" * 40),
         ({"include": ["Doc/*"]}, "bad `merge_commit`", "Doc/*"),
-        ({"source": {"kind": "directory", "path": "/x"}}, "lacks `diff`", "no git repository"),
+        ({"source": {"kind": "directory", "path": "/x"}}, "lacks `diff`", "not a git repository"),
         ({"test_cmd": "x", "ignore": ["y"]}, "`test_cmd` replaces", "remove `ignore`"),
         ({"PASS_TO_PASS": ["t"]}, "it has test lists", "'swe-bench'"),
         ({"address_space": "1G"}, "bad `address_space`", "number of bytes"),

@@ -147,7 +147,7 @@ async def test_a_commit_that_leaves_no_test_is_refused(clone: Clone) -> None:
 @pytest.mark.parametrize("message", ["(#12)", "Signed-off-by: U <u@x>"])
 def test_a_commit_without_words_is_refused(message: str) -> None:
     """An agent must be told what to do."""
-    with pytest.raises(InstanceError, match="no text"):
+    with pytest.raises(InstanceError, match="does not describe the change"):
         git_history.statement("thing", message)
 
 

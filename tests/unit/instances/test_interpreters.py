@@ -53,7 +53,7 @@ def test_another_patch_release_is_not_taken(tmp_path: Path) -> None:
     program(tmp_path / "shims" / "python9.8", PROGRAM.format(prefix="/opt/nine"))
 
     assert find_python("9.8.7") == Path("/opt/nine")
-    with pytest.raises(InstanceError, match=r"'9\.8\.5', and no such interpreter starts"):
+    with pytest.raises(InstanceError, match=r"no Python 9\.8\.5 starts"):
         find_python("9.8.5")
 
 
@@ -65,7 +65,7 @@ def test_without_one_the_message_says_where_it_looked(tmp_path: Path) -> None:
         find_python("9.8")
 
     assert f"{tmp_path / 'pyenv/versions'}" in str(caught.value)
-    assert "cannot install one: " in str(caught.value)
+    assert "cannot install it: " in str(caught.value)
 
 
 def test_perdures_own_version_is_its_own_interpreter() -> None:

@@ -139,7 +139,7 @@ def test_the_publishers_parser_reads_the_log() -> None:
     [
         ({"number": "1"}, "lacks `number`", "pull request"),
         ({"f2p_tests": {}, "n2p_tests": {}}, "lacks `f2p_tests`", "all empty"),
-        ({"test_patch_result": None}, "lacks `test_patch_result`", "results of that stage"),
+        ({"test_patch_result": None}, "lacks `test_patch_result`", "add that stage's results"),
         ({"run_result": {"passed_tests": "x"}}, "bad `run_result`", "not a list"),
         ({"resolved_issues": [], "title": "", "body": ""}, "lacks `resolved_issues`", "the issue"),
         ({"fix_patch": ""}, "lacks `fix_patch`", "unified diff"),

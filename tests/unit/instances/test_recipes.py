@@ -134,7 +134,7 @@ def test_a_row_that_another_grader_would_grade_is_refused(tmp_path: Path) -> Non
     source = published(tmp_path, {**ROW, "eval_cmd": "true", "image": "x"})
     (row,) = source.read()
 
-    with pytest.raises(InstanceError, match=r"choose the grader 'eval_cmd'.*by swebench"):
+    with pytest.raises(InstanceError, match=r"select the grader 'eval_cmd'.*only swebench"):
         source.finished(to_instance(row.fields, "mine", 1))
 
 

@@ -39,7 +39,7 @@ def test_a_row_is_recognised_by_its_fields(fields: dict[str, Any], name: str) ->
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({}, r"format is not known \(fields: none\)"),
+        ({}, r"format is unknown \(fields: none\)"),
         ({"question": "q", "answer": "a"}, r"`question`, `answer`.*nearest is SWE-bench.*lacks `instance"),
         ({"org": "o", "repo": "r", "number": 3, "body": "b"}, r"nearest is Multi-SWE-bench.*`fix_patch`"),
         (

@@ -73,7 +73,7 @@ def test_a_flat_row_keeps_its_base() -> None:
     [
         (read, {"f2p_patch": "", "f2p_script": ""}, "lacks `f2p_script`", "`f2p_patch`"),
         (read, {"FAIL_TO_PASS": []}, "lacks `FAIL_TO_PASS`", "as PASS_TO_PASS does"),
-        (read, {"FAIL_TO_PASS": ["test_a"]}, "bad `FAIL_TO_PASS`", "give `test_cmd`"),
+        (read, {"FAIL_TO_PASS": ["test_a"]}, "bad `FAIL_TO_PASS`", "give a `test_cmd`"),
         (read, {"patch": ""}, "lacks `patch`", "unified diff"),
         (slime, {"eval_cmd": "pytest"}, "`eval_cmd` and test lists", "remove `eval_cmd`"),
     ],

@@ -77,7 +77,7 @@ def test_version_1_runs_as_the_publishers_fork_does() -> None:
         ({"test_cmd": ""}, "lacks `install_config.test_cmd`"),
         ({"log_parser": None}, "lacks `log_parser`"),
         ({"log_parsers": ["a", "b"]}, "`install_config.log_parsers`"),
-        ({"services": ["redis"]}, "bad `install_config`: `services` is no field"),
+        ({"services": ["redis"]}, "bad `install_config`: `services` is not a known field"),
     ],
 )
 def test_what_perdure_would_ignore_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -64,7 +64,7 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ('\n[[steps]]\nname = "a"\n', "`steps`, which Perdure does not do"),
+        ('\n[[steps]]\nname = "a"\n', "`steps`, which Perdure does not support"),
         (
             "artifacts = []\n[more]\n[solution]\nenv = {}\n",
             "`more`, `environment.artifacts`, `solution.env`",

@@ -161,7 +161,7 @@ def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
     report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
     shown = figures(report)
 
-    assert shown["cost, all"] == "no price of other"
+    assert shown["cost, total"] == "no price for other"
     assert "cost per rollout: mean, p90" not in shown
 
 
@@ -173,7 +173,7 @@ def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
     report = build_report(run, prices=read_prices(tmp_path / "prices.toml"))
     shown = figures(report)
 
-    assert shown["cost, all"] == "$1.50"
+    assert shown["cost, total"] == "$1.50"
     assert shown["prompt tokens of discarded attempts"] == "500.0 k"
     assert shown["sampled tokens of discarded attempts"] == "50.0 k"
 
@@ -192,8 +192,8 @@ def test_a_cost_that_was_not_recorded_is_unknown(
 
     assert cheap.cost is not None
     assert (both.cost, both.cost_unknown) == (cheap.cost, 1)
-    assert figures(both)["cost, all"] == "$0.00; unknown for 1 of 2 rollouts"
-    assert figures(alone)["cost, all"] == "unknown for 1 of 1 rollouts"
+    assert figures(both)["cost, total"] == "$0.00; unknown for 1 of 2 rollouts"
+    assert figures(alone)["cost, total"] == "unknown for 1 of 1 rollouts"
 
 
 def test_verdicts_that_were_played_again_show_the_first_figure() -> None:
@@ -203,7 +203,7 @@ def test_verdicts_that_were_played_again_show_the_first_figure() -> None:
     shown = figures(report)
 
     assert report.resolved_share.mean == 1.0
-    assert shown["played again after a verdict"].startswith("1; pass@1 of first verdicts 50.0 %")
+    assert shown["retried after a verdict"].startswith("1; pass@1 by first verdicts 50.0 %")
 
 
 def test_a_run_that_was_stopped_says_so_and_how_many_instances_count() -> None:
@@ -225,7 +225,7 @@ def test_the_model_is_the_one_that_answered() -> None:
     none = figures(build_report(RunFacts("n", (rollout("a", models=()),))))
 
     assert called["model"] == "gpt-x-2026-01-01"
-    assert called["model, as asked for"] == "gpt-x"
+    assert called["model, as requested"] == "gpt-x"
     assert none["model"] == "none was called"
 
 

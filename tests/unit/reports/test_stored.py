@@ -31,7 +31,7 @@ async def test_any_unambiguous_name_finds_the_rollout(store: LocalStore, text: s
 
 async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
     """A beginning that matches several rollouts is refused, and the error lists them."""
-    with pytest.raises(NotFound, match=r"'click' means 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
+    with pytest.raises(NotFound, match=r"'click' matches 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
         await stored.find(store, "click")
 
 
@@ -40,7 +40,7 @@ async def test_a_run_names_its_only_rollout(store: LocalStore) -> None:
     await store.put("runs/r3/rollouts/jinja-3/0/episode.json", b"{}")
 
     assert await stored.find(store, "r3") == RolloutName("r3", "jinja-3", 0)
-    with pytest.raises(NotFound, match=r"'r1' means 2 rollouts: r1/click-8.1/0, r1/flask-2/0"):
+    with pytest.raises(NotFound, match=r"'r1' matches 2 rollouts: r1/click-8.1/0, r1/flask-2/0"):
         await stored.find(store, "r1")
 
 

@@ -36,7 +36,7 @@ async def test_lists_lead_from_runs_to_rollouts(show: Show) -> None:
     assert f'href="{ONE}"' in page
     assert "sandbox: sandbox p-1a died" in page
     assert "open: capture" in page
-    assert "3 of 4 rollouts ended" in page
+    assert "3 of 4 rollouts finished" in page
 
 
 @pytest.mark.usefixtures("run")
@@ -88,7 +88,7 @@ async def test_a_trajectory(show: Show) -> None:
     assert '<span class="del">-lengths = value\n</span>' in page
     assert "sub-agent agent-7" in page
     assert "started by main after turn 1" in page
-    assert "not trained: unused: the agent went on without this answer" in page
+    assert "not trained: unused: the agent did not use this answer" in page
     assert "not trained: side" in page
     order = [page.index(f'id="turn-{n}"') for n in (0, 1, 2, 3)]
     assert order == sorted(order)
@@ -124,8 +124,8 @@ async def test_two_samples_side_by_side(show: Show) -> None:
     page = await show(f"{ONE}/beside/1")
     assert 'id="left-0"' in page
     assert 'id="right-0"' in page
-    assert "Patches: the same" in page
-    assert "here they part" not in page
+    assert "Patches: identical" in page
+    assert "first difference" not in page
 
 
 @pytest.mark.usefixtures("run")

@@ -29,9 +29,9 @@ class Selection:
         found = {}
         for place, one in enumerate(ranked):
             if self.min_reward is not None and (one.reward or 0.0) < self.min_reward:
-                found[one.rollout_id] = f"its reward is {one.reward:g}"
+                found[one.rollout_id] = f"its reward is {one.reward:g}, below {self.min_reward:g}"
             elif self.best is not None and place >= self.best:
-                found[one.rollout_id] = f"{self.best} of its instance are better or shorter"
+                found[one.rollout_id] = f"not in the best {self.best} of its instance"
         return found
 
 

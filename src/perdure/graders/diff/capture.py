@@ -224,7 +224,7 @@ def _read_record(stderr: bytes, name: str) -> _Record:
 def _why(status: ExecStatus, said: bytes) -> str:
     text = said[-500:].decode("utf-8", "replace").strip()
     if status.state is ExecState.KILLED:
-        return f"the capture was ended by {status.cause} {status.signal or ''}: {text}"
+        return f"the capture was killed ({status.cause} {status.signal or ''}): {text}"
     return text or str(status)
 
 

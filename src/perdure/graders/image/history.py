@@ -104,7 +104,7 @@ command -v find >/dev/null || fail "the image lacks find"
 # After an interruption the folder may lack HEAD, so git is not asked where it is.
 top=.git
 [ ! -f .git ] || { read -r _ top <.git; }
-[ -d "$top" ] || fail "there is none"
+[ -d "$top" ] || fail "there is no repository"
 [ ! -e "$top/commondir" ] || fail "it is a linked worktree: give the image a plain clone"
 cut "$top" "$1" || fail "HEAD names no commit"
 mapfile -d '' -t others < <(

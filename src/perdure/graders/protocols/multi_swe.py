@@ -40,13 +40,13 @@ class MultiSweGrader(ProtocolGrader):
         grading = instance.grading
         if not grading.test_cmd or not grading.fail_to_pass:
             raise InstanceError(
-                f"{instance.ref}: lacks its command, or a test that the fix makes pass"
+                f"{instance.ref}: lacks the test command, or a test that the fix makes pass"
             )
         try:
             importlib.metadata.version(PACKAGE)
         except importlib.metadata.PackageNotFoundError:
             raise MissingDependency(
-                f"the logs of {instance.ref} are read by {PACKAGE}: "
+                f"reading the logs of {instance.ref} needs the package {PACKAGE}: "
                 f"{command_for_packages('--no-deps', 'multi-swe-bench==1.1.2')} and "
                 f"{command_for_packages('dataclasses-json', 'unidiff')}"
             ) from None
@@ -67,7 +67,7 @@ def judge(found: Statuses, grading: Grading, last: str = "") -> Verdict:
     score = verdict.score(found, grading.fail_to_pass, grading.pass_to_pass)
     broken = [test for test in grading.must_not_fail if found.get(test) is TestStatus.FAILED]
     if broken:
-        reason = f"{len(broken)} tests failed that had passed, such as {broken[0]}"
+        reason = f"{len(broken)} tests that had passed now fail, such as {broken[0]}"
         kept = score.pass_to_pass | dict.fromkeys(broken, TestStatus.FAILED)
         return Verdict(Outcome.UNRESOLVED, reason, score=score._replace(pass_to_pass=kept))
     return Verdict(score.outcome, score.reason, score.rewards, score)

@@ -44,7 +44,7 @@ def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestSt
         done = subprocess.run(_confined(place), env={}, capture_output=True, check=False)
         said = done.stderr[-200:].decode("utf-8", "replace").strip()
         if not (place / _STARTED).exists():
-            raise RetryHere(f"the row's parser was not started: {said}", boundary=Boundary.WORKER)
+            raise RetryHere(f"the row's parser did not start: {said}", boundary=Boundary.WORKER)
         try:
             tests = json.loads((place / "output.json").read_bytes())["tests"]
             named = [(str(test["name"]), str(test["status"])) for test in tests]

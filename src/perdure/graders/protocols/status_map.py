@@ -45,7 +45,7 @@ def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Verdict:
     reading, code = reading_of(suite), suite.run.status.code
     found = compared(reading.statuses, expected)
     if reading.canary_status is TestStatus.MISSING and code != 0 and found.rewards.binary == 0:
-        reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
+        reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason)
     if forged := tampering.distrust(reading, code, ()) or _unconfirmed(reading):
         return Verdict(Outcome.TAMPERED, forged, score=found.score)

@@ -121,7 +121,7 @@ def invalid_by_protocol(suite: SuiteRun, statuses: Statuses) -> str:
     `get_logs_eval`: a run without results must say that it ran, and only a failed test explains an
     exit code."""
     if not statuses and not suite.parser.ran(suite.run.log):
-        return f"no test result, and nothing says that the tests ran: {last_line(suite.run)}"
+        return f"the log has no test result and no sign that tests ran: {last_line(suite.run)}"
     failed = {TestStatus.FAILED, TestStatus.ERROR} & set(statuses.values())
     if statuses and suite.run.status.code and not failed:
         return f"exit code {suite.run.status.code}, although no test failed"
@@ -149,7 +149,7 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     if reading.canary_status is TestStatus.MISSING and not claims:
         # The run ended early and claims no success: the diff broke collection or crashed the
         # runner.
-        reason = f"the test run broke off (exit code {code}): {last_line(suite.run)}"
+        reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)
     if forged := tampering.distrust(reading, code, tests):

@@ -24,7 +24,7 @@ def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection
     canary ran with them.
     """
     if exit_code != _FAILED:
-        return f"exit code {exit_code}: a runner that ends by itself gives 1 when a test fails"
+        return f"exit code {exit_code}: a runner that ends by itself exits with 1 if a test fails"
     runner = parser.removeprefix("parse_log_")
     if (summary := _SUMMARIES.get(runner)) is None:
         return ""
@@ -59,7 +59,9 @@ def _django(tail: str, expected: int) -> str:
 
 
 def _too_few(ran: int, expected: int) -> str:
-    return f"the runner's summary counts {ran} tests of {expected}" if ran < expected else ""
+    return (
+        f"the runner's summary counts {ran} tests instead of {expected}" if ran < expected else ""
+    )
 
 
 _HEADINGS: Mapping[str, re.Pattern[bytes]] = MappingProxyType(

@@ -111,7 +111,7 @@ class _Tried:
     target: Target
     left: tuple[Candidate, ...]
     is_weak: bool = False
-    why: str = "no rule changes an expectation of it exclusively"
+    why: str = "no rule can change one of its expectations so that only one version can pass"
 
     @property
     def twins(self) -> list[Twin]:
@@ -150,7 +150,7 @@ async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
             f"{bench.instance.ref}: `test_patch` is not a git diff: {error}"
         ) from error
     if not added:
-        return [], "the test patch adds no line of Python"
+        return [], "the test patch adds no Python lines"
     texts = await related.read_files(bench.in_sandbox, list(added))
     sources, reason = [], ""
     for path, data in texts.items():
@@ -179,7 +179,7 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
                 if not c.needs_unrelated
                 or (one.target.source.path, *c.needs_unrelated) in unrelated
             ],
-            "every other exception or class is related to its own",
+            "every candidate class is a subclass or a superclass of the expected one",
         )
         for one in tried
     ]
@@ -203,7 +203,7 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
     for one in tried:
         copies = plan.get(one.target, [])
         if copies and gold[copies[0]].statuses - verdict.F2P_PASSES:
-            kept.append(one.keep([], "a copy of it, of another name, fails with `patch` applied"))
+            kept.append(one.keep([], "a renamed copy of it fails with `patch` applied"))
             continue
         if copies and gold[copies[0]] == NOT_RUN:
             kept.append(one.keep([], "the test command does not run copies of it"))
@@ -213,7 +213,7 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
             for candidate, copy in zip(one.left, copies[1:], strict=False)
             if _fails_rightly(candidate, gold[copy]) and base[copy] == base[copies[0]]
         ]
-        kept.append(one.keep(good, "no candidate fails under both gold and base as it must"))
+        kept.append(one.keep(good, "no candidate fails as required under both gold and base"))
     return kept
 
 
@@ -252,7 +252,7 @@ async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_T
                 own = twin.line if twin is not None else 0
                 undone[twin].add(tuple(line for line in copy.lines if line[0] != own))
         good = [twin for twin in one.left if undone[twin] <= undone[None]]
-        kept.append(one.keep(good, "one exchange of a literal undoes each of its twins"))
+        kept.append(one.keep(good, "exchanging one literal makes each of its twins pass"))
     return kept
 
 

@@ -51,7 +51,7 @@ def targets(
         elif found:
             reasons[test] = "several functions have its name"
         else:
-            reasons[test] = "its function is in no Python file that the test patch changes"
+            reasons[test] = "no Python file that the test patch changes contains its function"
     kept = {place for test in pass_to_pass for place in matching(sources, test)}
     found_targets = []
     for (source, function), ids in tests.items():

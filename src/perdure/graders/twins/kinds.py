@@ -14,9 +14,9 @@ from perdure.types import Grading
 POSSIBLE = frozenset(("swebench", "swepro", "multi_swe"))
 _WHY_NOT: Mapping[str, str] = MappingProxyType(
     {
-        "eval_cmd": "its command gives an exit code, and no status of a test",
-        "reward_file": "its script writes a number, and no status of a test",
-        "status_map": "its tests are whole files of the row, and no patch says what the fix changes",
+        "eval_cmd": "its command gives an exit code, not a status per test",
+        "reward_file": "its script writes a number, not a status per test",
+        "status_map": "its hidden tests are whole files instead of a test patch",
     }
 )
 _NO_CANARY: Mapping[str, str] = MappingProxyType(
@@ -32,14 +32,14 @@ _NO_CANARY: Mapping[str, str] = MappingProxyType(
 def why_no_canary(grading: Grading) -> str | None:
     """Why the run gets no canary test; None if it gets one."""
     if grading.protocol == "swebench" and not LogParser(grading.log_parser).runner:
-        return "its runner takes no file of Python"
+        return "its test runner does not run Python files"
     return _NO_CANARY.get(grading.protocol)
 
 
 def why_no_twins(grading: Grading) -> str | None:
     """Why no test of the row can have a twin; None if calibration may find some."""
     if grading.protocol not in POSSIBLE:
-        why = _WHY_NOT.get(grading.protocol, "its grader is not Perdure's")
+        why = _WHY_NOT.get(grading.protocol, "its grader is not one of Perdure's")
         return f"rows of protocol {grading.protocol} have no twins: {why}"
     if grading.protocol == "swebench" and not grading.test_cmd:
         return "the row has no test command"

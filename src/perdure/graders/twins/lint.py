@@ -23,15 +23,15 @@ def lint(source: Source, candidate: Candidate) -> tuple[Lint, str]:
     function = candidate.function
     twin = ast.parse(source.function_text(function, (candidate.line, candidate.after)))
     if _repeats(twin) - _repeats(ast.parse(source.function_text(function))):
-        return Lint.REFUSED, "an element or a key that is there twice"
+        return Lint.REFUSED, "a repeated element or key"
     if _stutters(candidate.after) and not _stutters(candidate.before):
-        return Lint.REFUSED, "the same word twice"
+        return Lint.REFUSED, "a repeated word"
     test = source.function_text(function)
     if candidate.rule.startswith("raises") and _fits(test, candidate.old, candidate.new) < 0:
-        return Lint.WEAK, "an exception unlike the words of the test"
+        return Lint.WEAK, "an exception whose name fits the test less than the original"
     others = source.data.replace(candidate.before, b"", 1)
     if _inner(candidate.old) in others and _inner(candidate.new) not in others:
-        return Lint.WEAK, "a literal that is nowhere else, for one that is"
+        return Lint.WEAK, "a literal that occurs nowhere else, in place of one that does"
     if candidate.rule.startswith("truth"):
         return Lint.WEAK, "a predicate compared with a constant"
     if candidate.rule == "negation":

@@ -38,7 +38,7 @@ def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
     if missing:
         twin = sorted(missing, key=lambda twin: (twin.path, twin.line))[0]
         raise InstanceError(
-            f"`grading.twins`: line {twin.line} of {twin.path} is another one in `test_patch`: "
+            f"`grading.twins`: line {twin.line} of {twin.path} differs from `test_patch`: "
             "calibrate the instance again"
         )
     return b"".join(parts)

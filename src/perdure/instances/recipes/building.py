@@ -84,7 +84,9 @@ def chosen(
     ]
     if not found:
         known = ", ".join(one.instance_id for one in candidates)
-        raise ConfigurationError(f"--include leaves nothing; there is {known or 'nothing at all'}")
+        raise ConfigurationError(
+            f"--include matches no entry of the recipe: {known or 'it has none'}"
+        )
     return found[:limit]
 
 

@@ -100,7 +100,7 @@ class CommitRow:
         url, commit = str(self.clone), self.commit
         gold = git_source.difference(url, commit.parent, commit.id, list(commit.gold))
         if (lines := gold.count(b"\n")) > MAX_GOLD_LINES:
-            raise InstanceError(f"{commit.id} is {lines} lines of patch, over {MAX_GOLD_LINES}")
+            raise InstanceError(f"{commit.id} changes {lines} lines; the limit is {MAX_GOLD_LINES}")
         left = git_source.existing(url, commit.id, list(commit.tests))
         command = paths.pytest_command(left)
         if not command:
@@ -151,5 +151,5 @@ def statement(name: str, message: str) -> str:
     that is empty."""
     text = _NUMBER.sub("", _TRAILER.sub("", _MERGE.sub("", message))).strip()
     if not text:
-        raise InstanceError("the commit has no text that says what it changes")
+        raise InstanceError("the commit message does not describe the change")
     return f"This repository is {name}. Make the change that this describes:\n\n{text}\n"

@@ -46,9 +46,8 @@ class PublicSet:
         protocol = instance.grading.protocol
         if protocol not in self.rows.graders:
             raise InstanceError(
-                f"{instance.ref}: its fields choose the grader {protocol!r}, but rows of "
-                f"{self.recipe.name} are graded by {', '.join(self.rows.graders)}: change the row or "
-                "`rows.graders`"
+                f"{instance.ref}: its fields select the grader {protocol!r}, but {self.recipe.name} "
+                f"allows only {', '.join(self.rows.graders)}: change the row or `rows.graders`"
             )
         return self.recipe.applied_to(instance)
 

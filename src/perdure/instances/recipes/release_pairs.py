@@ -180,7 +180,7 @@ def _check(pair: Pair, gold: bytes, tests: bytes) -> None:
     lines = gold.count(b"\n")
     if lines > MAX_GOLD_LINES:
         raise InstanceError(
-            f"{name} is {lines} lines of patch, over {MAX_GOLD_LINES}; choose another pair"
+            f"{name} changes {lines} lines; the limit is {MAX_GOLD_LINES}; choose another pair"
         )
 
 

@@ -84,8 +84,7 @@ def _read_file(path: Path) -> Iterator[NumberedRow]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise ConfigurationError(
-            f"{path.name}: cannot read {path.suffix or 'this'} files; "
-            "rows come as .jsonl, .json or .parquet"
+            f"{path.name} has no known file type: rows must be in a .jsonl, .json or .parquet file"
         )
     return reader(path)
 

@@ -114,8 +114,8 @@ def refuse_other_marks(row: Row, name: str) -> None:
         mark = _mark_of(row, format_)
         if mark and own != other and own in FORMATS and own != "slime":
             raise row.refused(
-                f"it has `{mark}`, by which {format_.title} grades and which {FORMATS[own].title} "
-                f"would ignore: set `data_source` to {other!r}, or remove the field"
+                f"it has `{mark}`, a field of {format_.title} that {FORMATS[own].title} would "
+                f"ignore: set `data_source` to {other!r}, or remove the field"
             )
 
 
@@ -163,11 +163,11 @@ def _unknown(row: Row, nearest: str) -> InstanceError:
     if "model_patch" in row.fields:
         return row.refused("it is a prediction: `perdure grade SOURCE -p FILE` grades such a file")
     if inside := next((_rows_in(one) for one in row.fields.values() if _rows_in(one)), ""):
-        return row.refused(f"it has {inside} inside: write each as a row of the file's own list")
+        return row.refused(f"it contains {inside}: make each one an entry of the file's list")
     has = ", ".join(f"`{name}`" for name in list(row.fields)[:8]) or "none"
     lacks = ", ".join(f"`{name}`" for name in FORMATS[nearest].needs if not row.has(name))
     return row.refused(
-        f"its format is not known (fields: {has}). The nearest is {FORMATS[nearest].title} "
-        f"({nearest!r}), for which it lacks {lacks}. Name a format in `data_source`, or add a handler "
-        "of your own"
+        f"its format is unknown (fields: {has}). The nearest is {FORMATS[nearest].title} "
+        f"({nearest!r}), for which it lacks {lacks}. Name a format in `data_source`, or add your own "
+        "handler"
     )

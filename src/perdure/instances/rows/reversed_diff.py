@@ -85,7 +85,7 @@ def _git_line(line: bytes) -> bytes:
             return line
     found = re.fullmatch(rb'("a/.*"|a/\S+) ("b/.*"|b/\S+)', names)
     if found is None:
-        raise Irreversible(f"{line.decode('utf-8', 'replace')!r} names two files unclearly")
+        raise Irreversible(f"{line.decode('utf-8', 'replace')!r} names two files ambiguously")
     swapped = (_other_side(found[2], b"b/", b"a/"), _other_side(found[1], b"a/", b"b/"))
     return b"diff --git %b %b" % swapped
 
@@ -98,7 +98,7 @@ def _body(lines: Iterator[bytes], old: int, new: int) -> Iterator[bytes]:
         line = next(lines, None)
         kind = None if line is None else line[:1]
         if line is None or kind not in (b"+", b"-", b" ", b""):
-            raise Irreversible("a hunk ends before its lines")
+            raise Irreversible("a hunk is cut short")
         old, new = old - (kind != b"+"), new - (kind != b"-")
         if kind == b"+":
             added.append(b"-" + line[1:])

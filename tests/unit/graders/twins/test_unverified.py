@@ -21,11 +21,11 @@ async def resolved(_: Instance) -> Graded:
     [
         (
             Grading(protocol="eval_cmd"),
-            "an exit code, and no status of a test; no canary test either",
+            "an exit code, not a status per test; no canary test either",
         ),
         (
             Grading(protocol="reward_file"),
-            "a number, and no status of a test; no canary test either",
+            "a number, not a status per test; no canary test either",
         ),
         (Grading(protocol="multi_swe", test_patch=GO), "not in Python; no canary test either"),
         (
@@ -38,9 +38,9 @@ async def resolved(_: Instance) -> Graded:
         ),
         (
             Grading(test_cmd="go test", log_parser="parse_log_gotest", test_patch=GO),
-            "not in Python; no canary test either: its runner takes no file of Python",
+            "not in Python; no canary test either: its test runner does not run Python files",
         ),
-        (Grading(protocol="status_map"), "whole files of the row"),
+        (Grading(protocol="status_map"), "whole files instead of a test patch"),
     ],
 )
 async def test_a_format_that_can_prove_no_run_is_unverified(grading: Grading, why: str) -> None:
@@ -56,10 +56,10 @@ async def test_a_format_that_can_prove_no_run_is_unverified(grading: Grading, wh
 
 async def test_a_calibrated_row_says_why_no_test_has_a_twin() -> None:
     """What calibration found is told, not that the row should be calibrated."""
-    why = {"t.py::test_a": "no rule changes an expectation of it exclusively"}
+    why = {"t.py::test_a": "no rule can change its expectation"}
     grade = (await verified(tiny_instance(), 1, resolved, without=why)).grade
 
     assert grade.verification is not None
     assert grade.verification.reason == (
-        "no twin of t.py::test_a: no rule changes an expectation of it exclusively"
+        "no twin of t.py::test_a: no rule can change its expectation"
     )

@@ -71,7 +71,7 @@ def _split(row: Row, source: Source, base: str, include: tuple[str, ...]) -> tup
         return _split_diff(row.patch("diff"), include)
     merge = row.text("merge_commit", "name the merge of the pull request, or give its `diff`")
     if source.kind is not SourceKind.GIT or source.url is None:
-        fix = "a source that is no git repository does not have the merge: give the pull request's diff"
+        fix = "the source is not a git repository, so it lacks the merge: give the pull request's diff"
         raise row.lacks("diff", fix)
     paths = git_source.changed_paths(source.url, base, merge)
     tests = [path for path in paths if _matches(path, include)]

@@ -106,7 +106,7 @@ def _task(row: Row, folder: Path) -> dict[str, Any]:
         for key in sorted((_table(row, task, table) if table else task).keys() - keys)
     ]
     if asked:
-        raise row.refused(f"task.toml asks for {', '.join(asked)}, which Perdure does not do")
+        raise row.refused(f"task.toml uses {', '.join(asked)}, which Perdure does not support")
     return task
 
 
@@ -126,7 +126,7 @@ def _text(row: Row, folder: Path, name: str) -> str:
 
 def _image(row: Row, folder: Path, environment: Mapping[str, Any]) -> str:
     if any((folder / "environment").glob("docker-compose.y*ml")):
-        raise row.refused("its environment has several containers, which Perdure does not run")
+        raise row.refused("its environment has several containers; Perdure runs only one")
     image = environment.get("docker_image")
     if not isinstance(image, str) or not image:
         fix = "build it with `docker build -t NAME environment` and name it there"
@@ -145,7 +145,7 @@ def _workdir(folder: Path) -> str:
 def _plain_env(row: Row, table: Mapping[str, Any], name: str) -> dict[str, str]:
     env = {str(key): str(value) for key, value in table.get("env", {}).items()}
     if taken := [key for key, value in env.items() if "${" in value]:
-        problem = f"`{name}.env.{taken[0]}` takes a value from the host, which no sandbox gets"
+        problem = f"`{name}.env.{taken[0]}` takes a value from the host, but sandboxes get none"
         raise row.refused(problem)
     return env
 

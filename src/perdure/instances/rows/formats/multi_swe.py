@@ -98,7 +98,7 @@ def _stage(row: Row, field: str) -> dict[str, str]:
     """Test -> PASS, FAIL or SKIP."""
     result: dict[str, Any] = row.mapping(field)
     if not result:
-        raise row.lacks(field, "add the results of that stage: no test of them may fail later")
+        raise row.lacks(field, "add that stage's results: tests that passed then must not fail")
     names = {"passed_tests": "PASS", "failed_tests": "FAIL", "skipped_tests": "SKIP"}
     found: dict[str, str] = {}
     for part, status in names.items():

@@ -65,7 +65,7 @@ def image_of(row: Row) -> str | None:
 
 
 def _identity(row: Row) -> tuple[str, str]:
-    fix = "the id of the instance is made of `repo_name` and `commit_hash`"
+    fix = "the instance id is made from `repo_name` and `commit_hash`"
     return row.text("repo_name", fix), row.text("commit_hash", fix)
 
 
@@ -95,7 +95,7 @@ def _grading(row: Row, repo: str, in_tree: bool) -> Grading:
 def _command(row: Row, repo: str, tests: bytes) -> str:
     """The command in the image's `run_tests.sh`."""
     if OWN_RUNNER.search(f"{repo}\n{tests.decode('utf-8', 'replace')}"):
-        fix = f"{repo} has a runner of its own, so name a command that runs pytest"
+        fix = f"{repo} has its own test runner, so give a command that runs pytest"
         raise row.lacks("test_cmd", fix)
     if repo == "orange3":
         return f"QT_QPA_PLATFORM=minimal {WARNINGS} xvfb-run --auto-servernum {PYTEST}"
@@ -122,7 +122,7 @@ def _tests(row: Row) -> bytes:
 
 def _test_file(row: Row, name: Any, code: str) -> bytes:
     if not is_inside(name):
-        raise row.wrong("execution_result_content", f"{name!r} is no file name below {TESTS}")
+        raise row.wrong("execution_result_content", f"{name!r} is not a file name below {TESTS}")
     return added_file(f"{TESTS}/{name}", code.encode("utf-8", "surrogateescape"))
 
 

@@ -77,7 +77,7 @@ def _command(row: Row, tests: tuple[str, ...]) -> str:
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     if odd := [file for file in files if not file.endswith(".py")]:
         problem = (
-            f"{odd[0]!r} is no id of pytest: give `test_cmd`, which runs the tests of both lists"
+            f"{odd[0]!r} is not a pytest id: give a `test_cmd` that runs the tests of both lists"
         )
         raise row.wrong("FAIL_TO_PASS", problem)
     return f"python -m pytest -rA {shlex.join(files)}"

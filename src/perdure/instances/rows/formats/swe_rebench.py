@@ -70,12 +70,12 @@ def to_instance(row: Row, dataset: str) -> Instance:
 def _check(row: Row, config: Mapping[str, Any]) -> None:
     """Raises: InstanceError for a field that would be ignored."""
     if unknown := sorted(set(config) - READ):
-        problem = f"`{unknown[0]}` is no field of SWE-rebench that Perdure knows: remove it"
+        problem = f"`{unknown[0]}` is not a known field of SWE-rebench: remove it"
         raise row.wrong("install_config", problem)
     if config.get("log_parsers"):
         raise row.wrong(
             "install_config.log_parsers",
-            "Perdure reads a log with one parser: name it in `install_config.log_parser` alone",
+            "Perdure supports one parser per log: name it in `install_config.log_parser`",
         )
 
 

@@ -82,7 +82,8 @@ def _test_files(row: Row, name: str) -> list[str]:
     for file in files:
         if not file.endswith(".py") or file.startswith("/") or ".." in file.split("/"):
             raise row.wrong(
-                name, f"{file!r} is no Python test file: only SWE-smith's Python rows are built"
+                name,
+                f"{file!r} is not a Python file: Perdure supports only SWE-smith's Python rows",
             )
     return files
 
@@ -120,4 +121,4 @@ def _gold(row: Row, bug: bytes) -> bytes:
 
 
 def _not_a_bug(row: Row, error: Irreversible) -> InstanceError:
-    return row.wrong("patch", f"its reverse, the reference solution, cannot be made: {error}")
+    return row.wrong("patch", f"it must be reversible, to make the reference solution: {error}")
