@@ -17,16 +17,14 @@ from perdure.types import AgentEnd, Instance, Sampling
 
 EXEC_ID = "agent"
 HOME = "/home/agent"
-"""The agent's home in every sandbox. It is outside the repository, so no file in it gets into the
-diff."""
+"""The agent's home in every sandbox, outside the repository, so its files are not in the diff."""
 EVIDENCE = f"{HOME}/evidence"
 """Where an agent leaves its own logs and trajectory."""
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """Everything an agent needs to start. Agents other than the oracle must not use
-    `gold_patch`."""
+    """Everything an agent needs to start. Only the oracle may use `gold_patch`."""
 
     instance: Instance
     workdir: str
@@ -64,8 +62,7 @@ class Evidence:
 
 @runtime_checkable
 class ChecksHost(Protocol):
-    """An agent that needs a program which only a person can install. A run checks it before it
-    starts."""
+    """An agent that needs a program which only a person can install. A run checks it first."""
 
     def check_host(self, settings: AgentSettings) -> None:
         """Raises: MissingDependency."""

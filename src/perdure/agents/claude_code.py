@@ -31,8 +31,7 @@ TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
 """Values of `terminal_reason` for a limit, as opposed to an answer or an error."""
 CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
-"""Its message after the token limit has cut off four answers in a row; `terminal_reason` is
-`api_error`."""
+"""Its message after the token limit cut off four answers; `terminal_reason` is `api_error`."""
 
 
 class ClaudeCodeOptions(headless.HeadlessOptions):

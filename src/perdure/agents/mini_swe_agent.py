@@ -122,15 +122,13 @@ def _environment(task: AgentTask) -> dict[str, str]:
 
 
 def _yaml(value: dict[str, Any]) -> bytes:
-    """JSON with special characters escaped as in YAML, so that a YAML parser reads the exact
-    value."""
+    """JSON with special characters escaped as in YAML, so a YAML parser reads the exact value."""
     text = json.dumps(value, ensure_ascii=False)
     return re.sub(r"[^\x00-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", text).encode()
 
 
 def _exit_status(trajectory: bytes) -> str:
-    """The agent's own exit status; "" for bytes that cannot be parsed, which hostile code may
-    write."""
+    """The agent's own exit status; "" if hostile code wrote bytes that cannot be parsed."""
     try:
         status = json.loads(trajectory)["info"]["exit_status"]
     except (ValueError, LookupError, TypeError, RecursionError):

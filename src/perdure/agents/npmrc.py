@@ -30,8 +30,7 @@ class Npmrc:
         return (found or self.values.get("registry") or PUBLIC).rstrip("/") + "/"
 
     def authorization(self, url: str) -> str | None:
-        """The header from the longest `//host/path/` with a key for this URL; None without a
-        key."""
+        """The header by the longest `//host/path/` with a key for this URL; None without one."""
         parts = urlsplit(url)
         path = f"//{parts.netloc}{parts.path}".lower()
         while len(path) > 2:

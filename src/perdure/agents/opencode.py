@@ -87,8 +87,7 @@ def _finish_reason(log: list[dict[str, Any]]) -> str:
 
 
 def _steps_allowed(config: bytes) -> int:
-    """The limit in its settings file, which is kept as evidence; 0 without one or if it is
-    damaged."""
+    """The limit in its settings file, an artifact; 0 without one or if it is damaged."""
     try:
         steps = json.loads(config)["agent"]["build"]["steps"]
     except (ValueError, LookupError, TypeError, RecursionError):

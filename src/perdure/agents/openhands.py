@@ -26,8 +26,7 @@ KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
 RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
 PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
-"""The setting that names the Python to use. Default: the first on this host that is 3.12 or
-later."""
+"""The setting that names the Python to use. Default: the first on this host from 3.12 on."""
 
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
 

@@ -1,5 +1,4 @@
-"""The oracle applies the gold patch or runs the gold script. It must resolve every sound
-instance."""
+"""Applies the gold patch or runs the gold script. It must resolve every sound instance."""
 
 from pathlib import Path
 from typing import ClassVar

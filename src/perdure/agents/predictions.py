@@ -1,5 +1,4 @@
-"""The agent name for patches made elsewhere. It never runs, because its rollouts start with
-grading."""
+"""The agent name for patches made elsewhere. It never runs: its rollouts start with grading."""
 
 from typing import ClassVar
 

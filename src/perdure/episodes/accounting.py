@@ -24,8 +24,7 @@ class TrajectoryCounts(Frozen):
     sampled_tokens: int = 0
     trained_tokens: int = 0
     untrained_tokens: dict[str, int] = Field(default_factory=dict)
-    """By reason: `side`, `hosted`, `unused`, `drift`. The sum with `trained_tokens` is
-    `sampled_tokens`."""
+    """By reason: `side`, `hosted`, `unused`, `drift`. `trained_tokens` has the rest."""
     untrained_turns: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
     """Number of segments of each kind."""

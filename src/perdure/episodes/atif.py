@@ -64,8 +64,7 @@ def _chain(episode: Episode, name: str, turns: Sequence[Turn]) -> Fields:
 
 
 def _steps(turns: Sequence[Turn]) -> list[Fields]:
-    """The messages in order. If a prompt starts a new line, its messages are marked as copied
-    context."""
+    """The messages in order. A prompt without a parent turn gives copied context."""
     steps: list[Fields] = []
     calls: dict[str, Fields] = {}
     for place, turn in enumerate(turns):

@@ -1,5 +1,4 @@
-"""Rebuilds the messages of recorded turns, for people and for rules that use texts; never for
-training."""
+"""Rebuilds the messages of recorded turns, for people and text rules; never for training."""
 
 import json
 from collections.abc import Iterable

@@ -133,8 +133,7 @@ UNNAMED = "unnamed"
 
 
 def models_of(turns: int, answered: Iterable[str], given: str) -> tuple[str, ...]:
-    """The models of an episode, for display. `given`: the model that is said to have written a
-    given patch."""
+    """The models to display. `given`: the model that is said to have written a given patch."""
     names = [*answered] if turns else [given] if given else []
     named = dict.fromkeys(name for name in names if name not in ("", DEFAULT_MODEL))
     return tuple(named) or ((UNNAMED,) if turns else ())
@@ -209,8 +208,7 @@ class Episode(Frozen):
     seconds: float
     """Wall-clock seconds from start to end, including waiting."""
     regraded_at: float | None = None
-    """Unix time of a regrade of this rollout's patch; the other times are those of the first
-    grading."""
+    """Unix time of a regrade of the same patch; the other times are those of the first grading."""
     earlier: tuple[EarlierVerdict, ...] = ()
     """Earlier verdicts, the oldest first."""
     stage_seconds: dict[str, float] = Field(default_factory=dict)
@@ -240,8 +238,7 @@ class Episode(Frozen):
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that answered, or that are said to have written a given patch; empty if
-        none."""
+        """The models that answered, or that are said to have written a given patch."""
         given = self.attempts[-1].model if self.attempts else ""
         return models_of(self.turns, [one.model for one in self.usage], given)
 
@@ -493,8 +490,7 @@ def _version() -> str:
 
 
 def parse_episode(key: str, data: bytes) -> Episode:
-    """Raises: ValueError with a message of one line when `data` is not an episode of this
-    version."""
+    """Raises: ValueError, in one line, when `data` is not an episode of this version."""
     return stored_json.decode(key, data, Episode)
 
 

@@ -52,8 +52,7 @@ async def write_episode(store: Store, episode: Episode, tokens: bytes) -> Episod
 
 
 async def _keep_earlier(store: Store, earlier: Episode, data: bytes, *, is_fuller: bool) -> None:
-    """Store the earlier episode under its own key. `is_fuller`: also its tokens, because the new
-    episode has none."""
+    """Store the earlier episode under its own key, and with `is_fuller` also its tokens."""
     key = earlier.as_earlier().key
     if is_fuller and earlier.segments:
         tokens_key = f"{key.removesuffix('.json')}.parquet"
@@ -141,8 +140,7 @@ def _unreadable(key: str, problem: str) -> Unreadable:
 
 
 def _is_episode(key: str) -> bool:
-    """Match `runs/<run>/rollouts/<instance>/<sample>/episode.json`, and no agent's file of that
-    name."""
+    """Match `runs/<run>/rollouts/<instance>/<sample>/episode.json`, but no agent's file."""
     parts = key.split("/")
     return len(parts) == 6 and parts[4].isdigit() and parts[5] == "episode.json"
 

@@ -74,8 +74,7 @@ class Omitted:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The file, how much was written, and what was omitted; `omitted` is empty if the export is
-    complete."""
+    """The result of an export; `omitted` is empty if it is complete."""
 
     format: Format
     path: Path

@@ -15,8 +15,7 @@ NOT_CALIBRATED = "not_calibrated"
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The facts of one episode that a manifest counts. They take about 2 KB, a whole episode 17 or
-    more."""
+    """The facts of one episode that a manifest counts: about 2 KB instead of 17 or more."""
 
     instance: str
     sample_index: int
@@ -28,8 +27,7 @@ class Counted:
     """The verdict of the row's own protocol, if twins changed it."""
     verification: str | None
     calibration: str | None
-    """The calibration state of its row in the kind of sandbox that graded it; None: it was not
-    graded."""
+    """The calibration state of its row in that kind of sandbox; None: not graded."""
     reward: float | None
     agent_end: AgentEnd | None
     failure: Failure | None

@@ -120,8 +120,7 @@ def cut(
 
 
 def untrained(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[Untrained]:
-    """The turns that `segments`, which were cut from `turns`, do not train, each with its
-    reason."""
+    """The turns that `segments`, cut from `turns`, do not train, each with its reason."""
     trained = {index for segment in segments for index in segment.turns}
     return [
         Untrained(turn.index, turn.sampled_tokens, _why_left_out(turn) or "drift")

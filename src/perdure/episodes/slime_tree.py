@@ -52,8 +52,7 @@ class Sequenced:
     """Where the newest completion starts."""
 
     def fits(self, turn: Turn, threshold: int) -> bool:
-        """Whether the turn continues this sequence, exactly or by overwriting its newest
-        completion."""
+        """Whether the turn continues this sequence or overwrites its newest completion."""
         drift = self.kept_by(turn)
         if drift == len(self.ids):
             return True
@@ -87,8 +86,7 @@ class Sequenced:
         return _common(self.ids, turn.prompt_ids)
 
     def drop_from(self, start: int) -> None:
-        """Drop the tokens from `start` on. If that cuts a completion, its first part becomes
-        context."""
+        """Drop the tokens from `start` on. The rest of a completion cut there is context."""
         for row in (self.ids, self.loss_mask, self.logprobs, self.versions):
             del row[start:]
         for span in self.spans:
@@ -179,8 +177,7 @@ def _is_assistant(node: _Node) -> bool:
 
 
 def _routed(message: Message) -> Message:
-    """A message in the form that slime compares: without tool-call ids, with arguments as
-    objects."""
+    """A message as slime compares it: without tool-call ids, with arguments as objects."""
     kept = {k: v for k, v in message.items() if k != "tool_call_id" and v is not None}
     if kept.get("tool_calls"):
         kept["tool_calls"] = [_called(call["function"]) for call in kept["tool_calls"]]

@@ -231,8 +231,7 @@ def _training_sample(
 
 
 def group_advantages(episodes: Iterable[Episode]) -> dict[str, float]:
-    """`rollout_id` -> its reward minus the mean over the group's graded rollouts, each counted
-    once."""
+    """`rollout_id` -> its reward minus the mean of its group's graded rollouts."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         if episode.reward is not None:

@@ -85,14 +85,12 @@ class Delta(NamedTuple):
 
 
 def encode(turns: Sequence[Turn]) -> bytes:
-    """One row per turn. A row has only the ids that its prompt adds to the parent turn, so the file
-    grows linearly."""
+    """One row per turn, with only the ids that its prompt adds, so the file grows linearly."""
     return encode_deltas(_deltas(turns))
 
 
 def encode_deltas(deltas: Iterable[Delta]) -> bytes:
-    """As `encode`, for a writer that keeps no whole prompt. Only one row group is in memory at a
-    time."""
+    """As `encode`, for a writer without whole prompts. One row group is in memory at a time."""
     sink = io.BytesIO()
     with pq.ParquetWriter(sink, SCHEMA, **written_as(SCHEMA)) as writer:
         rows: list[dict[str, Any]] = []

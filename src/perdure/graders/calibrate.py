@@ -213,8 +213,7 @@ def _nothing_fixed(instance: Instance, gold: Sequence[set[str]], run: TestRun) -
 async def _prove(
     grader: Grader, instance: Instance, make_sandbox: MakeSandbox, limit_s: float, run: str
 ) -> float:
-    """Require that gold resolves and the unpatched base does not. Return the longer run's
-    seconds."""
+    """Require that gold resolves and the base does not. Return the longer run's seconds."""
 
     async def grade(patch: bytes, purpose: str) -> tuple[Outcome, str, float]:
         async with await make_sandbox(f"{purpose}-{run}") as sandbox:

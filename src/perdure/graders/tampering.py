@@ -169,8 +169,7 @@ def _canary(folder: str, keywords: str, template: str) -> CanaryTest:
 
 
 def _folder(named: list[str], grading: Grading) -> str:
-    """The canary's folder: that of the first test in the command, so that the same configuration
-    applies."""
+    """The canary's folder: that of the first test, so that the same configuration applies."""
     if named:
         return posixpath.dirname(named[0]) if named[0].endswith(".py") else named[0]
     paths = [path.decode("utf-8", "replace") for path in sorted(paths_of(grading.test_patch))]
@@ -202,8 +201,7 @@ def _file_of(word: str) -> str:
 
 
 def _keywords(words: list[str]) -> str:
-    """With `-k EXPRESSION` pytest runs only matching names. Begin the canary's with the first
-    name."""
+    """A prefix for the canary's name, because `-k EXPRESSION` selects tests by name."""
     for option, value in pairwise(words):
         if option == "-k":
             wanted = re.sub(r"\bnot\s+\w+", "", value)

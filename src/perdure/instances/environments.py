@@ -157,8 +157,7 @@ class Environments:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _sweep(self, key: str) -> None:
-        """Remove the leftovers of a killed builder of this environment: first sandboxes, then
-        folders."""
+        """Remove a killed builder's leftovers of this environment, sandboxes first."""
         for left in await self._provider.list({"environment": key}):
             await self._provider.kill(left.identity)
         for folder in (self.root / "building").glob(f"{key}-*"):
@@ -261,8 +260,7 @@ def environment_key(instance: Instance) -> str:
 
 
 def install_script(lines: tuple[str, ...]) -> str:
-    """One shell runs all lines, so exported variables reach the next line. It stops at the first
-    failure."""
+    """One shell runs all lines, so they share variables. It stops at the first failure."""
     echoed = [f"printf '%s\\n' {shlex.quote('+ ' + line)}\n{line}" for line in lines]
     return "exec 2>&1\nset -e\n" + "\n".join(echoed) + "\n"
 
@@ -276,8 +274,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _commit(tree: Path) -> str:
-    """Commit after the install, so that build output is in the base and never in an agent's
-    diff."""
+    """Commit after the install, so that build output is never in an agent's diff."""
     for folder in tree.rglob("__pycache__"):
         shutil.rmtree(folder, ignore_errors=True)
     return repository.commit_all(tree)
@@ -352,8 +349,7 @@ def _environment_variables(instance: Instance) -> dict[str, str]:
 
 
 def _python_mounts(prefix: Path) -> tuple[Mount, ...]:
-    """The mount of the interpreter's folder. Every sandbox has /usr, and local ones also have
-    Perdure's Python."""
+    """The interpreter's mount; none if every sandbox has it (/usr, Perdure's Python)."""
     return () if prefix in (Path("/usr"), Path(sys.base_prefix)) else (Mount(prefix, str(prefix)),)
 
 

@@ -18,8 +18,7 @@ from perdure.instances import repository
 from perdure.settings.load import load_settings
 
 ATTRIBUTES = "* -export-ignore -export-subst\n"
-"""Makes a tree contain all files of its commit, also those that the project excludes from
-archives."""
+"""Keeps files in the tree that the project excludes from archives."""
 _WAITING: defaultdict[Path, list[tuple[str, ...]]] = defaultdict(list)
 """Commits that threads of this process wait for, by repository. The next fetch gets all of them."""
 _AWAY = ("Could not resolve host", "Connection", "timed out", "unable to access")
@@ -95,8 +94,7 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock a folder of the cache. One process holds the lock; the kernel frees it if the process
-    dies."""
+    """Lock a folder of the cache. The kernel frees the lock of a dead process."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -143,8 +141,7 @@ def _has(folder: Path, commit: str) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove the files of a killed git. No other git runs here, because each holds our lock until
-    it ends."""
+    """Remove a killed git's files. No other git runs, because each holds our lock to its end."""
     pack = folder / ".git" / "objects" / "pack"
     for left in (*(folder / ".git").glob("*.lock"), *pack.glob("tmp_*")):
         left.unlink()

@@ -80,8 +80,7 @@ async def index_proxy(path: Path, hosts: IndexHosts) -> AsyncIterator[Asked]:
 
 
 def _bound(path: Path) -> socket.socket:
-    """Bind through the folder's descriptor, because the kernel limits the length of a socket's
-    path."""
+    """Bind through the folder's descriptor: the kernel limits the length of a socket's path."""
     path.unlink(missing_ok=True)  # left behind by a killed worker
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)

@@ -34,8 +34,7 @@ IDENTITY = {
 DATES = ("GIT_AUTHOR_DATE", "GIT_COMMITTER_DATE")
 
 ATTRIBUTES = "* -text -ident -filter !eol !working-tree-encoding\n"
-"""Overrides the tree's own .gitattributes, so that the commit has exactly the bytes on disk,
-including CRLF."""
+"""Overrides the tree's .gitattributes: a commit has exactly the bytes on disk, with CRLF."""
 EXCLUDE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.hypothesis/\n.mypy_cache/\n.ruff_cache/\n"
 """Keeps files that tests create out of diffs, because released trees often lack a .gitignore."""
 
@@ -65,8 +64,7 @@ def start(tree: Path) -> None:
 def add_commit(
     tree: Path, message: str, moment: datetime.datetime | None = None, work_tree: Path | None = None
 ) -> str:
-    """Commit every file and return the commit's id, which depends on author, time, message and
-    files."""
+    """Commit every file. The id depends on author, time, message and files."""
     dates = {} if moment is None else {name: f"{int(moment.timestamp())} +0000" for name in DATES}
     git(tree, "add", "-A", "-f", work_tree=work_tree)
     words = ("commit", "-q", "--allow-empty", "--no-verify", "--cleanup=verbatim", "-m", message)

@@ -10,8 +10,7 @@ from perdure.reports.report import Report
 
 
 def document(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The JSON document. Missing numbers are null. An interval is `{mean, low, high,
-    instances}`."""
+    """The JSON. Missing numbers are null. An interval is `{mean, low, high, instances}`."""
     runs = [{**asdict(one), "sandbox_error_rate": one.sandbox_error_rate} for one in reports]
     found = {"schema_version": 1, "runs": runs, "comparisons": [asdict(one) for one in comparisons]}
     cleaned: dict[str, Any] = _plain(found)

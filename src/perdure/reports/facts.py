@@ -241,8 +241,7 @@ def _given(episode: _Episode) -> str:
 
 
 def _replayed(episode: _Episode) -> tuple[str, ...]:
-    """Outcomes before retries. A verdict of the same attempt does not count: it is from a
-    regrade."""
+    """Outcomes before retries. A verdict of the same attempt is skipped: it is from a regrade."""
     now = len(episode.attempts)
     return tuple(one.outcome for one in episode.earlier if one.outcome and one.attempt < now)
 

@@ -62,8 +62,7 @@ class Prices:
 
 
 def _has_usage(rollout: RolloutFacts) -> bool:
-    """Whether its tokens are known. An earlier version, or the endpoint, may not have counted
-    them."""
+    """Whether its tokens are known; an earlier version or the endpoint may not count them."""
     return not rollout.turns or any(one.prompt_tokens for one in rollout.usage)
 
 

@@ -40,8 +40,7 @@ class Slow:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of a run. Shares cover graded rollouts; a failed one is left out, not counted as
-    0."""
+    """The figures of a run. Shares cover graded rollouts; failed ones do not count as 0."""
 
     run_id: str
     agents: tuple[str, ...]
@@ -85,11 +84,9 @@ class Report:
     cached_tokens: int
     sampled_tokens: Spread
     cost: Spread | None
-    """Dollars, including discarded attempts; None if a model has no price or no token count is
-    known."""
+    """Dollars, with discarded attempts; None if a model has no price or no tokens are known."""
     cost_unknown: int
-    """If prices were given: rollouts that `cost` omits, because their tokens are not known by
-    model."""
+    """If prices were given: rollouts with unknown tokens, which `cost` omits."""
     unpriced: tuple[str, ...]
     """If prices were given: models without one."""
     seconds: Spread
@@ -104,8 +101,7 @@ class Report:
     mixed: tuple[str, ...]
     """Instances with resolved and unresolved samples: `<instance> 2/4`."""
     flaky: tuple[str, ...]
-    """Rollouts whose patch got different outcomes in several gradings, and instances whose equal
-    patches did."""
+    """Rollouts with different outcomes of one patch, and instances with those of equal patches."""
     wall_seconds: float
     """Seconds from the first start to the last end."""
     unreadable: tuple[str, ...]

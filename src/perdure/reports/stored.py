@@ -75,8 +75,7 @@ class Ambiguous(NotFound):
 
 
 def named(text: str) -> RolloutName | None:
-    """Parse `rollout/RUN/INSTANCE/SAMPLE` or `RUN/INSTANCE[/SAMPLE]`; the rollout need not
-    exist."""
+    """Parse `rollout/RUN/INSTANCE/SAMPLE` or `RUN/INSTANCE[/SAMPLE]`. It need not exist."""
     parts = text.removeprefix("rollout/").strip("/").split("/")
     if len(parts) == 2:
         parts.append("0")

@@ -1,5 +1,4 @@
-"""Two trajectories side by side: the turns of their main chains in pairs, and the first
-difference."""
+"""Two trajectories side by side: their main chains' turns in pairs, and the first difference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -208,8 +208,7 @@ def _call(name: str, given: Any) -> Part:
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, which is a string, a list of parts, or any other JSON
-    value."""
+    """The text of a message's content: a string, a list of parts, or any other JSON value."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):

@@ -34,8 +34,7 @@ def is_diff(text: str) -> bool:
 
 
 def coloured(text: str) -> Diff:
-    """The lines of a unified diff. In a hunk, a line with `-` is a deletion, even if it is `---
-    a`."""
+    """The lines of a unified diff. In a hunk, `--- a` is a deleted line."""
     lines: list[Line] = []
     old = new = 0
     every = text.split("\n")
@@ -60,8 +59,7 @@ def _in_hunk(line: str) -> Kind:
 
 
 def of_edit(arguments: dict[str, Any]) -> Diff | None:
-    """The edit that a tool call asks for; None if these are not the arguments of an editing
-    tool."""
+    """The edit that a tool call asks for; None if its arguments are not of an editing tool."""
     old = next((arguments[name] for name in OLD if name in arguments), None)
     new = next((arguments[name] for name in NEW if name in arguments), None)
     if not isinstance(old, str) or not isinstance(new, str):

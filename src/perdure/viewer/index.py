@@ -189,8 +189,7 @@ class Index:
     # -- runs ----------------------------------------------------------------------------------
 
     def about(self, run: str) -> tuple[str | None, About] | None:
-        """The etag of the manifest that was read, and the facts of the run; None for an unknown
-        run."""
+        """The etag of the manifest that was read, and the run's facts; None for an unknown run."""
         with self._reading() as db:
             found = db.execute("SELECT manifest, about FROM runs WHERE run = ?", (run,)).fetchone()
         return (found[0], About(**json.loads(found[1]))) if found else None
@@ -233,8 +232,7 @@ class Index:
     # -- rollouts ------------------------------------------------------------------------------
 
     def seen(self, run: str) -> dict[tuple[str, int], tuple[str, str]]:
-        """(instance, sample) -> its state when it was last read, and when its texts were
-        indexed."""
+        """(instance, sample) -> its state when last read, and when its texts were indexed."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT instance, sample, seen, searchable FROM rollouts WHERE run = ?", (run,)

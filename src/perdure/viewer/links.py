@@ -1,5 +1,4 @@
-"""URLs of pages. They follow store keys, so users can bookmark and send them, and programs can
-build them."""
+"""URLs of pages. They follow store keys, so users can keep and send them."""
 
 from urllib.parse import quote, urlencode
 

@@ -433,8 +433,7 @@ def _filters(request: Request, run: str) -> Filters:
 
 
 def _kept(filters: Filters) -> dict[str, str]:
-    """The parameters of links to a rollout, so that next and previous stay within the filtered
-    list."""
+    """The parameters of links to a rollout, so that next and previous follow the filters."""
     return {name: value for name in FILTERS if (value := getattr(filters, name))}
 
 

@@ -65,8 +65,7 @@ class _Files:
 
     @property
     def seen(self) -> str:
-        """A state that changes when an episode is written or replaced, because the earlier one is
-        kept."""
+        """A state that changes when an episode is written or replaced (the old one is kept)."""
         return ",".join(sorted(self.episodes)) or f"{self.attempt}:{self.stage}"
 
     @property
@@ -97,8 +96,7 @@ class Readings:
         self._known: dict[str, _Reading] = {}
 
     async def bring(self, run: str, wait: float = WAIT_S) -> str:
-        """Read a run, or the list of runs, unless it is paused. Returns `reading`, or the
-        problem."""
+        """Read a run, or the list of runs, unless paused. Returns `reading` or the problem."""
         found = self._known.get(run)
         if found is None or (found.task.done() and time.monotonic() >= found.rests_until):
             found = _Reading(asyncio.create_task(self._read(run)))
@@ -148,8 +146,7 @@ class Readings:
         await self._read_texts(run)
 
     async def _read_manifest(self, run: str) -> bool:
-        """Read the manifest, which lists all episodes once a run has ended. False if there is
-        none."""
+        """Read the manifest, which lists all episodes of an ended run. False if there is none."""
         known = await asyncio.to_thread(self.index.about, run)
         about = known[1] if known and known[1].agent else await self._about(run)
         try:

@@ -109,7 +109,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _cookie(request: Request) -> str:
-    """The cookie's name. It has the port, because browsers send a host's cookies to all its
-    ports."""
+    """The cookie's name. It has the port, because all ports of a host share cookies."""
     server = request.scope.get("server")
     return f"perdure_view_{server[1] if server else 0}"

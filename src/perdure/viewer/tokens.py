@@ -48,8 +48,7 @@ def page(segment: Segment, start: int, text: Text) -> list[Token]:
 
 
 def _whole(ids: Sequence[int], position: int, end: int, text: Text) -> int:
-    """How many ids make whole characters: a single byte of an emoji would show as a broken
-    character."""
+    """How many ids make whole characters: one byte of an emoji would show as broken."""
     for size in range(1, min(4, end - position) + 1):
         if "\ufffd" not in text(ids[position : position + size]):
             return size

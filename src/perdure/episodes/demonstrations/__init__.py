@@ -1,2 +1,1 @@
-"""Training data without rewards: conversations of good rollouts, and pairs of a better and a worse
-one."""
+"""Training data without rewards: conversations of good rollouts, and preference pairs."""

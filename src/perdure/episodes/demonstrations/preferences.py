@@ -103,8 +103,7 @@ def _reply(turn: Turn) -> Any:
 
 
 def _without_ids(message: Message) -> Message:
-    """Remove tool-call ids: the gateway gives every call its own, so they differ in equal
-    answers."""
+    """Remove tool-call ids, which the gateway makes unique, so they differ in equal answers."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls, "tool_call_id": None}
 

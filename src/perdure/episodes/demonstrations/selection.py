@@ -17,8 +17,7 @@ class Selection:
     min_reward: float | None = None
 
     def rejected(self, episodes: Sequence[Episode]) -> dict[str, str]:
-        """`rollout_id` -> why that graded rollout is not selected. `episodes`: of one run, by
-        instance."""
+        """`rollout_id` -> why that graded rollout is rejected. `episodes`: by instance."""
         found: dict[str, str] = {}
         for _, tried in groupby(episodes, key=lambda one: one.instance_id):
             found |= self._rejected(one for one in tried if one.reward is not None)

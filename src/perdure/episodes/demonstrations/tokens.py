@@ -1,5 +1,4 @@
-"""Converts segments to an SFT trainer's rows: all ids that the model read and sampled, and which to
-train."""
+"""Converts segments to an SFT trainer's rows: all ids, and which of them to train."""
 
 from typing import Any
 

@@ -1,2 +1,1 @@
-"""Graders, one per protocol: `swebench` and `eval_cmd` are general, the others serve one
-dataset."""
+"""Graders, one per protocol. `swebench` and `eval_cmd` serve many datasets."""

@@ -47,8 +47,7 @@ class ProtocolGrader(ABC):
         """What to run. `scratch` is the grader's own folder in the sandbox."""
 
     async def prepared(self, sandbox: Sandbox, instance: Instance) -> Instance:
-        """Prepare the sandbox, or read from it, before the diff is filtered. Raises:
-        InstanceError."""
+        """Prepare the sandbox, or read from it, before filtering. Raises: InstanceError."""
         return instance
 
     def kept(self, run: TestRun) -> tuple[bytes, bytes | None]:

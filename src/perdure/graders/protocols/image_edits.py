@@ -1,5 +1,4 @@
-"""Finds changes that an image's own setup made in its tree, so that they do not count as the
-agent's."""
+"""Finds changes that an image's own setup made, which are not the agent's."""
 
 import glob
 import os

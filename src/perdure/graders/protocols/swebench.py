@@ -108,8 +108,7 @@ def reading_of(suite: SuiteRun) -> Reading:
 
 
 def _junit(run: TestRun, parser: LogParser) -> JunitReport:
-    """The junit report. It is empty if the file is absent or unusable, and then confirms no
-    test."""
+    """The junit report; empty if the file is absent or unusable, so it confirms no test."""
     try:
         return parse_junit(run.junit or b"", parser.rename)
     except UnusableJunit:

@@ -59,8 +59,7 @@ def both_streams(run: TestRun) -> bytes:
 
 @dataclass(frozen=True)
 class RowParser(LogParser):
-    """Reads `both_streams` of a calibration run, whose code is not hostile, with the row's
-    program."""
+    """Reads `both_streams` of a calibration run, which is not hostile, with the row's program."""
 
     program: str = ""
 
@@ -70,8 +69,7 @@ class RowParser(LogParser):
 
 
 def command(parser: OutputParser, scratch: str) -> Command:
-    """Returns the script's stderr in place of a junit file: the parser needs the streams
-    separate."""
+    """Returns stderr in place of a junit file, because the parser needs both streams."""
     stderr = f"{scratch}/stderr.log"
     lines = [f"exec 2>{shlex.quote(stderr)}", f"set -- {shlex.quote(parser.arguments)}", parser.run]
     return Command("\n".join(lines), {}, junit_path=stderr)

@@ -189,8 +189,7 @@ def _own_statuses(text: str) -> Statuses:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Lines that contain a status or a color, with the color removed. Skipping 64 MB of other lines
-    is cheap."""
+    """Lines with a status or a color, without colors. Skipping other lines is cheap."""
     end = -1
     while match := _MARK.search(text, end + 1):
         start = text.rfind("\n", end + 1, match.start()) + 1 or end + 1

@@ -93,8 +93,7 @@ _NATIVE = "export PYTEST_ADDOPTS=--tb=native\n"
 
 
 def _of_multi_swe(instance: Instance) -> _Suite:
-    """As `_of_swepro`, with the publisher's parser. Its scripts also set a style, which is
-    replaced."""
+    """As `_of_swepro`, with the publisher's parser. Styles in its scripts are replaced."""
     parser = multi_swe.PublishedParser(instance.grading.log_parser)
     own = re.sub(r"--tb=\w+", "--tb=native", instance.grading.test_cmd or "")
     edit = "sed -i 's/--tb=[a-z]*/--tb=native/g' /home/fix-run.sh 2>/dev/null\n"
@@ -103,8 +102,7 @@ def _of_multi_swe(instance: Instance) -> _Suite:
 
 
 def _of_swepro(instance: Instance, scratch: str) -> _Suite:
-    """The row's script chooses its runner. If that is pytest, a variable sets the traceback
-    style."""
+    """The row's script chooses its runner. A variable sets the traceback style of pytest."""
     assert instance.grading.parser is not None
     program = instance.grading.parser.program
     command = swepro.command(instance.grading.parser, scratch)

@@ -162,8 +162,7 @@ async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
 
 
 async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
-    """Drop candidates that exchange two classes of which one is a subclass of the other, or
-    unknown."""
+    """Drop candidates that exchange a class for a related or unknown one."""
     pairs = {
         (one.target.source.path, *candidate.needs_unrelated)
         for one in tried
@@ -186,8 +185,7 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
 
 
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
-    """Keep candidates that fail under gold by their own expectation, and under the base as the test
-    does."""
+    """Keep candidates that fail under gold by their expectation, and under the base as the test."""
     plan = {
         one.target: [Copy(one.target.function), *(_copy(c) for c in one.left)]
         for one in tried

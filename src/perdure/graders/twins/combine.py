@@ -67,8 +67,7 @@ def official_only(grade: Grade) -> Grade:
 
 
 def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The row's protocol, applied to the originals of the first pair and PASS_TO_PASS of its first
-    run."""
+    """The row's protocol on the first pair's originals and on the first run's PASS_TO_PASS."""
     first, *others = runs[:2]
     if first.grade.outcome not in _RAN or not others:
         return first.grade

@@ -1,5 +1,4 @@
-"""Finds the test function that a published id names, for ids of pytest, unittest, django and
-sympy."""
+"""Finds the function that a test id of pytest, unittest, django or sympy names."""
 
 import re
 from collections import defaultdict

@@ -135,8 +135,7 @@ _OPPOSITES: dict[type[ast.cmpop], bytes] = {
 def _equal(
     source: Source, function: Function, left: ast.expr, right: ast.expr
 ) -> Iterator[_Change]:
-    """`X == L`: change one leaf of the side that is all literals. The other side is never
-    changed."""
+    """`X == L`: change one leaf of the side that is all literals, never of the other side."""
     for side in (right, left):
         if _is_literal(side):
             yield from _leaves(source, function, side, "literal", 0)
@@ -195,8 +194,7 @@ def _leaf_nodes(side: ast.expr) -> Iterator[ast.expr]:
 def _whole(
     source: Source, function: Function, side: ast.expr, value: ast.expr
 ) -> Iterator[_Change]:
-    """`X == name`, where `name` holds a literal: use another literal. This changes the line's
-    shape."""
+    """`X == name`, where `name` holds a literal: use another literal instead of the name."""
     place = source.place(side)
     if place is None or not isinstance(value, ast.Constant):
         return
@@ -206,8 +204,7 @@ def _whole(
 
 
 def _other_parameter(source: Source, function: Function, side: ast.expr) -> Iterator[_Change]:
-    """Parameters of a parametrized test are constants of it. If the twin fails under gold, they
-    differ."""
+    """Parameters of a parametrized test are constants. If gold fails the twin, they differ."""
     place = source.place(side)
     for name in function.parameters:
         if place is not None and name != _name(side):
@@ -312,8 +309,7 @@ def _other_class(source: Source, node: ast.expr, rule: str) -> Iterator[_Change]
 
 
 def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator[_Change]:
-    """`match="a b"` -> `match="^a c$"`. A text that matches the new pattern does not match the old
-    one."""
+    """`match="a b"` -> `match="^a c$"`, which no text matches that matches the old one."""
     assert isinstance(node, ast.Constant)
     place = source.place(node)
     if place is None:
@@ -324,8 +320,7 @@ def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator
 
 
 def _handed_on(source: Source, function: Function) -> Iterator[_Change]:
-    """`check(x, [Data(b"1")])`, where the file's own `check` asserts: change a constant of the last
-    argument."""
+    """`check(x, [Data(b"1")])`, an asserting helper: change a constant of its last argument."""
     for node in ast.walk(function.node):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
             last = node.value.args[-1]

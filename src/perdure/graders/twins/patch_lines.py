@@ -69,8 +69,7 @@ def _path(file: FileDiff) -> str:
 
 
 def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each line of a file's part with its newline, and its number in the new file; 0 if not
-    added."""
+    """Each line of a file's part, and its number in the new file; 0 if it is not added."""
     number = old_left = new_left = 0
     for line in _split(raw):
         if old_left <= 0 and new_left <= 0:

@@ -56,8 +56,7 @@ async def read_files(in_sandbox: InSandbox, paths: Sequence[str]) -> dict[str, b
 
 
 async def unrelated(in_sandbox: InSandbox, pairs: Sequence[Pair]) -> frozenset[Pair]:
-    """The pairs in which neither class is a subclass of the other. If the sandbox cannot tell, they
-    count as related."""
+    """The pairs of classes that are provably not subclasses of each other."""
     script = f"python -c {shlex.quote(_PROGRAM)} {shlex.quote(json.dumps(pairs))}"
     for line in reversed((await in_sandbox("classes", script)).splitlines()):
         if line.startswith(_MARK):

@@ -1,5 +1,4 @@
-"""Runs the pairs of a grading, each run in its own sandbox, and stops once the result is
-decided."""
+"""Runs the pairs of a grading, each run in its own sandbox, until the result is decided."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType

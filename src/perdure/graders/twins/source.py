@@ -1,5 +1,4 @@
-"""Models a test file: its functions, the lines that the test patch adds, and where expressions
-are."""
+"""A test file: its functions, the lines that the test patch adds, places of expressions."""
 
 import ast
 import builtins

@@ -1,5 +1,4 @@
-"""Finds plausible wrong literals: of the same type and nearest length, those of the same test
-first."""
+"""Finds plausible wrong literals of the same type, those of the same test first."""
 
 import ast
 import re
@@ -49,8 +48,7 @@ def _other_value(value: Any) -> tuple[bytes, ...]:
 def _other_text(
     source: Source, function: Function, leaf: ast.Constant, place: Edit | None
 ) -> Iterator[Edit]:
-    """Exchange a word or number in the text, or the whole text. Short texts are exchanged whole
-    first."""
+    """Exchange a word or number in the text, or the whole text (first, if it is short)."""
     inner = [*_within(source, function, leaf)]
     whole: list[Edit] = []
     if place is not None and _is_one_token(source.text(leaf) or b""):
@@ -72,8 +70,7 @@ def _shape(text: bytes) -> tuple[bool, bool, bool]:
 
 
 def _within(source: Source, function: Function, leaf: ast.Constant) -> Iterator[Edit]:
-    """Exchange one word or number of the text, on any of its lines, for one of about the same
-    length."""
+    """Exchange one word or number of the text for one of about the same length."""
     words = _words(source, function)
     for line in range(leaf.lineno, (leaf.end_lineno or leaf.lineno) + 1):
         start = leaf.col_offset if line == leaf.lineno else 0
@@ -92,8 +89,7 @@ def _within(source: Source, function: Function, leaf: ast.Constant) -> Iterator[
 
 
 def _words(source: Source, function: Function) -> list[bytes]:
-    """Words in the strings of the function first, then of added lines, then of the rest of the
-    file."""
+    """Words of strings: in the function first, then in added lines, then in the file."""
     found: list[tuple[int, bytes]] = []
     for line, value, _ in source.texts_and_values:
         if isinstance(value, str):
@@ -103,8 +99,7 @@ def _words(source: Source, function: Function) -> list[bytes]:
 
 
 def of_type(source: Source, function: Function, kind: type) -> list[bytes]:
-    """Source texts of literals of this type: of the function, then of added lines, then of the
-    file."""
+    """Literals of this type: of the function first, then of added lines, then of the file."""
     found: list[tuple[int, bytes]] = []
     for line, value, text in source.texts_and_values:
         fits = kind not in (str, bytes) or _is_one_token(text)
@@ -140,8 +135,7 @@ def texts_unlike(
 
 
 def anchored(text: bytes, old: object, new: object) -> bytes | None:
-    """The literal `text` as `^...$`; None if the pattern `old` could match a text that this
-    matches."""
+    """The literal `text` as `^...$`; None if the pattern `old` could match too."""
     if not isinstance(old, str) or not isinstance(new, str) or text[:1] not in (b'"', b"'"):
         return None
     if re.escape(new).replace("\\ ", " ") != new:

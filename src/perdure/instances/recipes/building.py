@@ -191,8 +191,7 @@ class Builder:
 
 
 def _record(instance: Instance, report: CalibrationReport, sandbox: str) -> Calibration:
-    """The calibration record of a built row, because building runs the same proof as
-    calibration."""
+    """The calibration record of a built row; building runs the same proof."""
     grading = instance.grading
     return Calibration(
         instance=instance.ref,

@@ -38,8 +38,7 @@ def section(text: str, version: str) -> str:
 
 
 def _files(tree: Path) -> list[Path]:
-    """Changelogs, nearest first. The package's description is last, because some descriptions end
-    with a changelog."""
+    """Changelogs, nearest first, then the package's description, which may end with one."""
     folders = [tree / place for place in PLACES]
     found = [
         file

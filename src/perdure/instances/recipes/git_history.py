@@ -89,8 +89,7 @@ class CommitRow:
         return f"{self.commit.id} {self.history.requires}"
 
     async def make(self, dataset: str, store: Store) -> Instance:
-        """Raises: InstanceError (the commit removes its test modules, is too large, or has no
-        message)."""
+        """Raises: InstanceError (no test module remains, too large, no message)."""
         made, base = await asyncio.to_thread(self._made, dataset)
         key = await put_blob(store, base)
         return made.model_copy(update={"source": Source(kind=SourceKind.BLOB, key=key)})
@@ -134,8 +133,7 @@ class CommitRow:
         return told.decode("utf-8", "replace")
 
     def _version(self) -> str:
-        """The version in the last tag before the commit. A build that asks git for its version gets
-        it."""
+        """The version of the last tag before the commit, for builds that ask git for it."""
         try:
             told = repository.git(
                 self.clone, "describe", "--tags", "--abbrev=0", self.commit.parent

@@ -19,8 +19,7 @@ from perdure.instances.recipes import poetry
 from perdure.types import Environment
 
 NAMES = ("test", "tests", "testing", "dev")
-"""Extras and groups with the requirements of tests, the best first; the first one present is
-used."""
+"""Extras and groups with the requirements of tests, the best first."""
 FILES = (
     "requirements-test.txt",
     "requirements-tests.txt",

@@ -53,8 +53,7 @@ class PatchRow:
         return f"{self.patch} {self.series.model_dump_json(exclude={'rows'})}"
 
     async def make(self, dataset: str, store: Store) -> Instance:
-        """Raises: InstanceError (no such patch, or no test), RetryHere (the archive is
-        unreachable)."""
+        """Raises: InstanceError (no such patch, no test), RetryHere (unreachable archive)."""
         return await asyncio.to_thread(self._made, dataset)
 
     def _made(self, dataset: str) -> Instance:

@@ -18,8 +18,7 @@ PACKAGING = {
     "setup.py",
     "tox.ini",
 }
-"""These files belong to a release, not to a fix. The environment is built from the base's
-versions."""
+"""Files of a release, not of a fix. The environment is built from the base's versions."""
 PROSE_FOLDERS = {"doc", "docs", "requirements", "examples"}
 CACHES = {"__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache"}
 CACHED = {".pyc", ".pyo"}

@@ -21,8 +21,7 @@ def python_of(project: dict[str, Any]) -> object:
 
 
 def requirements(group: dict[str, Any]) -> list[str]:
-    """A group's requirements as pip reads them, without those from a folder, a repository or a
-    URL."""
+    """A group's requirements for pip, without those from a folder, a repository or a URL."""
     found = []
     for name, given in group.items():
         for one in given if isinstance(given, list) else [given]:

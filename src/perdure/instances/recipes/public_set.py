@@ -1,5 +1,4 @@
-"""Reads the rows that a recipe names from the hub, its cache or files, and applies the recipe's
-rules."""
+"""Reads the rows that a recipe names, and applies the recipe's rules to them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

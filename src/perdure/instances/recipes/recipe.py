@@ -135,8 +135,7 @@ class PublishedRows(Request):
     """The name of a subset on the hub."""
     split: str = "test"
     revision: Commit | Literal["unverified"] = UNVERIFIED
-    """A commit of the hub's repository. `unverified`: use the newest, because no commit was
-    checked."""
+    """A commit of the hub's repository. `unverified`: use the newest commit."""
     files: tuple[str, ...] = ()
     """.jsonl, .json or .parquet files in the recipe's folder."""
     format: str
@@ -195,8 +194,7 @@ class Recipe(Request):
     """Instance id -> the numbers of FAIL_TO_PASS and PASS_TO_PASS tests that its author counted. A
     build reports a difference."""
     patch: Paths = Paths()
-    """Which paths of a model's diff are graded, for rows that do not say. Dropped paths are
-    recorded."""
+    """Which paths of a model's diff are graded, for rows that do not say."""
     timeout_s: float | None = Field(None, gt=0)
     """Time limit of the test run, for rows that set none."""
     phases: Phases = Phases()

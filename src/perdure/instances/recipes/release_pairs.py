@@ -77,8 +77,7 @@ class ReleasePair:
 
 
 def environment_of(pair: Pair, tree: Path, moment: datetime.datetime) -> Environment:
-    """The base as an editable install, with all other packages as of `exclude_newer` or of the
-    `moment`."""
+    """An editable install of the base, with packages as of `exclude_newer` or `moment`."""
     if pair.requires is None or pair.exclude_newer is None:
         found = needs.environment_at(tree, moment, pair.before, requires=pair.requires)
         return found if pair.python is None else found.model_copy(update={"python": pair.python})

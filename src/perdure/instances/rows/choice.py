@@ -12,8 +12,7 @@ class Choice:
     exclude: tuple[str, ...] = ()
     limit: int | None = None
     skip_bad_rows: bool = False
-    """A bad row does not count against the limit. If False, it counts, and the caller fails on
-    it."""
+    """Bad rows do not count against the limit. If False, the caller fails on one."""
 
     def wants(self, instance_id: str) -> bool:
         included = not self.include or any(fnmatch.fnmatch(instance_id, g) for g in self.include)

@@ -62,8 +62,7 @@ class Row:
         return value or default
 
     def patch(self, name: str, fix: str | None = None) -> bytes:
-        """A diff with unchanged line endings. It is required if `fix` is given; the error quotes
-        `fix`."""
+        """A diff with unchanged line endings. `fix` makes it required, and is in the error."""
         text = self.text(name, fix) if fix else self.optional_text(name)
         return text.encode("utf-8", "surrogateescape")
 
@@ -89,8 +88,7 @@ class Row:
         return self.strings(name)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """An object, or JSON text of one, without its null members; empty if the field is
-        absent."""
+        """An object, or JSON text of one, without null members; empty if absent."""
         value = self.fields.get(name)
         if value is None or value == "":
             return {}

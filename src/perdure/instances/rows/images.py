@@ -15,8 +15,7 @@ Rule = Callable[[Row], str | None]
 
 
 def image_of(row: Row) -> str | None:
-    """The row's image: its own, or by its data source's rule, or by SWE-bench's rule if it has a
-    `version`."""
+    """The row's own image, or the one by its data source's rule or by SWE-bench's."""
     if own := given(row):
         return own
     source = row.optional_text("data_source").lower().replace("_", "-").rpartition("/")[2]
@@ -57,8 +56,7 @@ def swe_rebench(row: Row) -> str | None:
 
 
 def _by_id(row: Row, owner: str, instead: str) -> str | None:
-    """The image named by the instance id. Docker forbids `__`, and each publisher replaces it in
-    its own way."""
+    """The image by instance id. Docker forbids `__`, which each publisher replaces differently."""
     instance_id = row.optional_text("instance_id").lower()
     if "__" not in instance_id:
         return None

@@ -145,8 +145,7 @@ def _rows_in(value: object) -> str:
 
 
 def _nearest(row: Row) -> str:
-    """The unmarked format with the largest share of its fields in the row, which must be half or
-    more."""
+    """The unmarked format with the largest share of its fields present, at least half."""
 
     def share(name: str) -> float:
         needs = FORMATS[name].needs

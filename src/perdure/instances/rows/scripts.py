@@ -30,15 +30,13 @@ _GRADERS_OWN = re.compile(
 
 
 def marked(script: str) -> tuple[str, str] | None:
-    """The script's lines before its start marker, and those between its markers; None without
-    markers."""
+    """The lines before the start marker, and between the markers; None without markers."""
     place = re.search(f"^: '{START}'\n(.*?)^: '{END}'", script, re.DOTALL | re.MULTILINE)
     return (script[: place.start()], place[1]) if place else None
 
 
 def command(before: str, tests: str) -> str:
-    """The lines that prepare the tests and those that run them, without those that the grader
-    replaces."""
+    """The lines of both scripts that the grader does not replace."""
     lines = list(_without_repeats(chain(_kept(before), _kept(tests))))
     if any(_INSTALLS.search(line) for line in lines):
         lines.insert(1 if lines[0].startswith("set ") else 0, OFFLINE)
@@ -46,8 +44,7 @@ def command(before: str, tests: str) -> str:
 
 
 def _kept(script: str) -> Iterator[str]:
-    """The lines that the grader does not replace. A here-document stays with the line that it
-    feeds."""
+    """The lines that the grader does not replace, with their here-documents."""
     patched = set(re.findall(r"^\+\+\+ b/(.*)$", script, re.MULTILINE))
     lines = iter(script.splitlines())
     for line in lines:
@@ -69,8 +66,7 @@ def _removes(line: str, patched: set[str]) -> bool:
 
 
 def _without_repeats(lines: Iterator[str]) -> Iterator[str]:
-    """Drop repeated lines that enter the folder or the environment; published scripts do both
-    twice."""
+    """Drop repeated lines that enter the folder or the environment."""
     seen: set[str] = set()
     for line in lines:
         if line not in seen or not ENTERS.match(line):

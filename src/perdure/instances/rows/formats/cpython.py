@@ -23,8 +23,7 @@ _FILE = re.compile(rb"^diff --git a/(?P<path>.+) b/(?P=path)$", re.MULTILINE)
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
-    """Raises: InstanceError naming row, field and fix; RetryHere if its repository is
-    unreachable."""
+    """Raises: InstanceError naming row, field and fix; RetryHere (repository unreachable)."""
     base = row.text("base_commit", "name the parent of the pull request's merge")
     source = _source(row, base)
     include = row.strings("include") or TESTS

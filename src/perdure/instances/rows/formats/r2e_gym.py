@@ -18,8 +18,7 @@ TESTS = "r2e_tests"
 WARNINGS = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'"
 PYTEST = f".venv/bin/python -W ignore -m pytest -rA {TESTS}"
 OWN_RUNNER = re.compile(r"^tornado$|^pillow$.*\bunittest\b", re.DOTALL | re.MULTILINE)
-"""Matches repositories whose test runner is a program in the image: tornado, and pillow with
-unittest."""
+"""Matches repositories with their own test runner: tornado, and pillow with unittest."""
 SHOWN = (
     "run_tests.sh",
     "syn_issue.json",

@@ -72,8 +72,7 @@ def _exit_code(row: Row, tests: bytes) -> Grading:
 
 
 def _command(row: Row, tests: tuple[str, ...]) -> str:
-    """The command that runs every file of the lists once. The ids could exceed the length of a
-    command."""
+    """The command that runs all files of the lists, because ids could exceed its length."""
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     if odd := [file for file in files if not file.endswith(".py")]:
         problem = (

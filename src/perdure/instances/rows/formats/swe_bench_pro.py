@@ -69,8 +69,7 @@ def grading_of(row: Row) -> Grading:
 
 
 def _statement(row: Row) -> str:
-    """The problem with requirements and interface, as in the publisher's prompt. Tests use their
-    names."""
+    """The problem, requirements and interface, as in the publisher's prompt."""
     parts = [row.text("problem_statement", "add the text that the agent is given")]
     for field, title in (("requirements", "Requirements"), ("interface", "New interfaces")):
         if text := row.optional_text(field):

@@ -26,14 +26,12 @@ TEST_CMDS = {
     "pydantic/pydantic": "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
     "python/mypy": "pytest -n0 -rA",
 }
-"""The test commands of the publisher's fork, by lowercase repository. Its images are already
-installed."""
+"""Repository in lowercase -> the test command in the publisher's fork."""
 PREPARES = {
     "conan-io/conan": "export PYTHONPATH=${PYTHONPATH:-}:$(pwd)",
     "pandas-dev/pandas": "python -m pip install -ve . --no-build-isolation -Ceditable-verbose=true",
 }
-"""Extra steps before tests: conan is not installed, and pandas must compile files that a patch
-changes."""
+"""Steps before the tests: conan is not installed, pandas must compile changed files."""
 PARSERS = {"pydantic/pydantic": "parse_log_pytest_v2"}
 """pydantic's pytest plugin replaces the summary, so only the lines of `-vv` have results."""
 
@@ -62,8 +60,7 @@ def _repository(row: Row) -> str:
 
 
 def _command(row: Row) -> str:
-    """The commands of `setup_script` and `test_script`, without the steps that the grader does
-    itself."""
+    """The commands of both scripts, without the steps that the grader does itself."""
     if not row.has("test_script") and _repository(row) in TEST_CMDS:
         return _published_command(row)
     script = row.text("test_script", "add it, or the command that runs the tests as `test_cmd`")
@@ -74,8 +71,7 @@ def _command(row: Row) -> str:
 
 
 def _published_command(row: Row) -> str:
-    """The publisher's command with the test patch's files as arguments; for mypy, with its `[case
-    NAME]` names."""
+    """The publisher's command for the test patch's files; for mypy, for its `[case NAME]`s."""
     repository = _repository(row)
     tests = [TEST_CMDS[repository], *swebench_4.test_files(row)]
     if repository == "python/mypy":

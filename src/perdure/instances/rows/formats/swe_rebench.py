@@ -39,8 +39,7 @@ READ = frozenset(
         "test_cmd",
     ]
 )
-"""Known fields of `install_config`; those that this module does not read were used to build the
-image."""
+"""Known fields of `install_config`. Those not read here were used to build the image."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:

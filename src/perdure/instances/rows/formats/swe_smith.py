@@ -62,8 +62,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def _image_of(row: Row) -> str | None:
-    """The image's full name. Rows omit the registry and the owner, which the publisher's code
-    adds."""
+    """The image's full name. Rows omit the registry and the owner."""
     given = images.given(row)
     return given if given and "/" in given else images.swe_smith(row)
 
@@ -93,8 +92,7 @@ def _command(files: list[str]) -> str:
 
 
 def _makes_bug(row: Row, bug: bytes) -> tuple[str, ...]:
-    """Shell lines that commit the bug and the removal of the hidden tests. Running them twice
-    changes nothing."""
+    """Idempotent shell lines that commit the bug and the removal of the hidden tests."""
     try:
         text = bug.decode()
     except UnicodeDecodeError as error:

@@ -112,8 +112,7 @@ def eval_cmd_grading(row: Row) -> Grading:
 
 
 def test_command(row: Row) -> str:
-    """`test_cmd`; without it, the commands before and between the markers of the 5.x
-    `eval_script`."""
+    """`test_cmd`, or the commands before and between the markers of a 5.x `eval_script`."""
     if row.has("test_cmd"):
         return row.text("test_cmd", "")
     script = row.optional_text("eval_script")

@@ -22,8 +22,7 @@ ENTER = (
     "conda activate testbed",
     "cd /testbed",
 )
-"""The first lines of every script: they enter the environment and the tree of the publisher's
-images."""
+"""The first lines of each script: they enter the image's environment and tree."""
 NOT_TESTS = (
     ".json",
     ".png",
