@@ -1,4 +1,4 @@
-"""A task for headless agents, and what such an agent leaves behind."""
+"""A task for headless agents, and the output of such an agent."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What each agent is started with, and how its end is read: no sandbox needed."""
+"""How each agent is started and how its end is classified, without a sandbox."""
 
 import json
 from dataclasses import replace
@@ -44,7 +44,7 @@ def evidence(
 
 @pytest.mark.parametrize("name", sorted(registry.AGENTS))
 def test_every_registered_agent_can_be_made(name: str) -> None:
-    """A name of the registry gives an agent that knows itself by that name."""
+    """Each name in the registry gives an agent with that name."""
     agent: Agent = registry.load("agent", registry.AGENTS, name)()
 
     assert agent.name == name
@@ -52,13 +52,13 @@ def test_every_registered_agent_can_be_made(name: str) -> None:
 
 @pytest.mark.parametrize("agent", [Oracle(), Nop(), MiniSweAgent()], ids=lambda agent: agent.name)
 def test_unknown_option_is_refused_by_name(agent: Agent) -> None:
-    """An option that the agent does not take is named in the error, with the agent."""
+    """The error for an unknown option names the option and the agent."""
     with pytest.raises(ConfigurationError, match=rf"agent_options.stpe_limit.*{agent.name}"):
         agent.launch(replace(TASK, options={"stpe_limit": 3}))
 
 
 def test_wrong_option_says_what_is_wrong() -> None:
-    """A known option with an impossible value is named with the reason."""
+    """The error for an invalid value of a known option names the reason."""
     with pytest.raises(ConfigurationError, match=r"agent_options.step_limit: .*greater"):
         MiniSweAgent().launch(replace(TASK, options={"step_limit": -1}))
 
@@ -73,7 +73,7 @@ def test_oracle_carries_the_gold_patch_unchanged() -> None:
 
 
 def test_oracle_needs_a_gold_patch() -> None:
-    """An instance without a gold patch is refused before anything boots."""
+    """An instance without a gold patch is refused before a sandbox boots."""
     bare = INSTANCE.model_copy(update={"gold_patch": b""})
 
     with pytest.raises(InstanceError, match="gold_patch"):
@@ -82,7 +82,7 @@ def test_oracle_needs_a_gold_patch() -> None:
 
 @pytest.mark.parametrize("agent", [Oracle(), Nop()], ids=lambda agent: agent.name)
 def test_agents_without_a_model_are_judged_by_their_exit(agent: Agent) -> None:
-    """Exit code 0 is finished; anything else is a crash, never a verdict on the patch."""
+    """Exit code 0 is finished; any other is a crash, never a verdict on the patch."""
     failed = ExecStatus(ExecState.EXITED, code=1)
 
     assert agent.classify(evidence(turns=0)) is AgentEnd.FINISHED
@@ -90,7 +90,7 @@ def test_agents_without_a_model_are_judged_by_their_exit(agent: Agent) -> None:
 
 
 def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
-    """The key is in the environment only, because files and argv are stored as evidence."""
+    """The key is only in the environment, because files and argv are stored as evidence."""
     launch = MiniSweAgent().launch(TASK)
 
     assert launch.env["OPENAI_API_KEY"] == TASK.session_key
@@ -99,14 +99,14 @@ def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
 
 
 def test_mini_swe_agent_never_learns_the_solution() -> None:
-    """Its launch contains neither the gold patch nor anything of the grading."""
+    """Its launch contains neither the gold patch nor any part of the grading."""
     launch = MiniSweAgent().launch(TASK)
 
     assert not any(b"diff --git" in content for content in launch.files.values())
 
 
 def test_mini_swe_agent_options_reach_its_command_line() -> None:
-    """Step limit, prompt and extra flags arrive in its configuration and arguments."""
+    """Step limit, prompt and extra flags are in its configuration and arguments."""
     options: dict[str, JsonValue] = {
         "step_limit": 7,
         "prompt_template": "Do it in {workdir}.",
@@ -146,27 +146,27 @@ def test_mini_swe_agent_end_is_read_from_its_trajectory(exit_status: object, end
 
 @pytest.mark.parametrize("trajectory", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"info": 1}'])
 def test_mini_swe_agent_hostile_trajectory_is_a_crash(trajectory: bytes) -> None:
-    """A torn, foreign or hostile trajectory is a crash and never an exception."""
+    """A cut, foreign or hostile trajectory is a crash and never an exception."""
     kept = replace(evidence(), files={TRAJECTORY: trajectory})
 
     assert MiniSweAgent().classify(kept) is AgentEnd.CRASHED
 
 
 def test_mini_swe_agent_without_a_model_call_never_ran() -> None:
-    """If the gateway saw no call, the claims of its trajectory do not count."""
+    """If the gateway recorded no call, the trajectory's claims do not count."""
     assert MiniSweAgent().classify(evidence(turns=0)) is AgentEnd.NEVER_CALLED_MODEL
 
 
 @pytest.mark.parametrize(("cause", "end"), [("timeout", AgentEnd.LIMIT), ("oom", AgentEnd.CRASHED)])
 def test_mini_swe_agent_killed(cause: str, end: AgentEnd) -> None:
-    """Killed by our wall-clock budget is a limit; killed for another cause is a crash."""
+    """A kill by our time budget is a limit; any other kill is a crash."""
     status = ExecStatus(ExecState.KILLED, cause=cause, signal=9)  # type: ignore[arg-type]  # parametrized
 
     assert MiniSweAgent().classify(evidence(status, exit_status="")) is end
 
 
 def test_prompt_is_filled_once() -> None:
-    """Placeholders inside the issue text stay text; foreign braces in the template stay too."""
+    """Placeholders in the issue text stay text; unknown braces in the template stay too."""
     prompt = prompts.render("{x} {problem_statement} in {workdir} of {instance_id}", TASK)
 
     assert prompt == f"{{x}} {INSTANCE.problem_statement} in /testbed of click-1"

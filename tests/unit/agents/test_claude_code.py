@@ -1,4 +1,4 @@
-"""Claude Code's command line, and how its last word is read."""
+"""Claude Code's command line, and how its result is read."""
 
 import json
 import tarfile
@@ -29,7 +29,7 @@ def package(path: Path, *names: str) -> Path:
 
 
 async def test_a_package_that_needs_node_runs_on_the_named_node(tmp_path: Path) -> None:
-    """Document 002's pair of tarballs: `claude` starts the package's `cli.js` on the mounted Node."""
+    """With two tarballs, `claude` starts the package's `cli.js` on the mounted Node."""
     given = AgentSettings(
         claude_code_tarball=package(tmp_path / "cc.tgz", "cli.js"),
         node_tarball=package(tmp_path / "node.tgz", "bin/node"),
@@ -49,7 +49,7 @@ async def test_a_package_that_needs_node_runs_on_the_named_node(tmp_path: Path) 
 async def test_a_tarball_that_cannot_run_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fix: str
 ) -> None:
-    """Before anything boots, the message names the variable and what to name instead."""
+    """Before a sandbox boots, the error names the variable and the package to use instead."""
     monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9/")
     monkeypatch.setattr(npm, "TRIES", 1)
     given = AgentSettings(claude_code_tarball=package(tmp_path / "cc.tgz", name))
@@ -63,7 +63,7 @@ def flag(argv: tuple[str, ...], name: str) -> str:
 
 
 def test_it_runs_headless_and_reads_no_settings_of_the_repository() -> None:
-    """One JSON object a line, no questions, no settings or servers that the repository brings."""
+    """One JSON object per line, no questions, no settings or servers of the repository."""
     argv = ClaudeCode().launch(TASK).argv
 
     assert flag(argv, "--output-format") == "stream-json"
@@ -72,7 +72,7 @@ def test_it_runs_headless_and_reads_no_settings_of_the_repository() -> None:
 
 
 def test_every_model_name_is_ours() -> None:
-    """Sub-agents and small tasks call the policy too, although they name other models by default."""
+    """Sub-agents and small tasks call the policy too, although their default is another model."""
     env = ClaudeCode().launch(replace(TASK, model="actor")).env
     models = {value for name, value in env.items() if name.endswith("_MODEL")}
 
@@ -80,7 +80,7 @@ def test_every_model_name_is_ours() -> None:
 
 
 def test_window_and_cap_come_from_the_sampling() -> None:
-    """It compacts at the rollout's own context budget, and requests at most the cap."""
+    """It compacts at the rollout's context limit, and requests at most the token limit."""
     env = ClaudeCode().launch(TASK).env
 
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "50000"
@@ -88,7 +88,7 @@ def test_window_and_cap_come_from_the_sampling() -> None:
 
 
 def test_options_reach_its_command_line() -> None:
-    """Turn limit, tools, sub-agents and extra flags arrive as it reads them."""
+    """Turn limit, tools, sub-agents and extra flags are passed in its own form."""
     helper = {"description": "Reads", "prompt": "Read.", "tools": ["Read"]}
     options: dict[str, Any] = {
         "max_turns": 7,
@@ -107,18 +107,18 @@ def test_options_reach_its_command_line() -> None:
 
 
 def test_no_turn_limit_on_request() -> None:
-    """0 turns means none, so the flag is absent."""
+    """0 turns means no limit, so the flag is absent."""
     assert "--max-turns" not in ClaudeCode().launch(with_options(max_turns=0)).argv
 
 
 def test_without_tools_it_is_refused() -> None:
-    """An agent without tools cannot change anything."""
+    """An agent without tools cannot change files."""
     with pytest.raises(ConfigurationError, match=r"agent_options\.tools"):
         ClaudeCode().launch(with_options(tools=[]))
 
 
 def test_samples_of_an_instance_share_its_session_id() -> None:
-    """Prompts of siblings agree to the byte, so they share a prefix cache."""
+    """Sibling prompts are equal to the byte, so they share a prefix cache."""
     argv = ClaudeCode().launch(TASK).argv
     other = ClaudeCode().launch(replace(TASK, session_key="another.key")).argv
 
@@ -147,7 +147,7 @@ def test_samples_of_an_instance_share_its_session_id() -> None:
     ],
 )
 def test_its_end_is_read_from_its_result(fields: dict[str, Any], code: int, end: AgentEnd) -> None:
-    """Exit code, error mark and reason decide together; `subtype` says nothing."""
+    """Exit code, error mark and reason decide together; `subtype` does not count."""
     stdout = said(type="system") + said(type="result", subtype="success", **fields)
 
     assert ClaudeCode().classify(ended(stdout, code)) is end

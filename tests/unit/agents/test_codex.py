@@ -15,7 +15,7 @@ from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 
 def test_its_settings_name_the_gateway_and_the_window() -> None:
-    """It reads valid TOML: our provider, Responses, the rollout's context budget."""
+    """Valid TOML with our provider, the Responses API and the rollout's context limit."""
     model = 'odd "name" \N{BUG}\\'
     settings = tomllib.loads(Codex().launch(replace(TASK, model=model)).files[CONFIG].decode())
     provider = settings["model_providers"][settings["model_provider"]]
@@ -28,7 +28,7 @@ def test_its_settings_name_the_gateway_and_the_window() -> None:
 
 
 def test_it_runs_headless() -> None:
-    """It asks no question, prints events, and reads the prompt from standard input."""
+    """It asks no questions, prints events, and reads the prompt from standard input."""
     argv = Codex().launch(with_options(extra_args=["-c", "x=1"])).argv
 
     assert argv[4:6] == (f"{MOUNT}/bin/codex", "exec")
@@ -51,14 +51,14 @@ def test_it_runs_headless() -> None:
     ],
 )
 def test_its_end_is_read_from_its_events(stdout: bytes, code: int, end: AgentEnd) -> None:
-    """A completed turn and exit code 0 together are finished; a full context is a limit."""
+    """A completed turn with exit code 0 is finished; a full context is a limit."""
     assert Codex().classify(ended(stdout, code)) is end
 
 
 async def test_a_tarball_of_something_else_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A named tarball without codex in it is told so before anything boots."""
+    """A named tarball without codex is refused before a sandbox boots."""
 
     async def other(tools: Path, name: str, tarball: Path | None) -> Path:
         return tmp_path

@@ -1,4 +1,4 @@
-"""What headless agents share: options under two names, the prompt's way in, refused variables."""
+"""Shared by headless agents: options under two names, the prompt on stdin, refused variables."""
 
 import asyncio
 from dataclasses import replace
@@ -35,7 +35,7 @@ def test_the_key_stands_in_the_environment_only(agent: Agent) -> None:
 
 @every_agent
 def test_the_solution_stays_outside(agent: Agent) -> None:
-    """Nothing that an agent is started with holds the gold patch."""
+    """The launch does not contain the gold patch."""
     launch = agent.launch(TASK)
 
     assert not any(b"diff --git" in content for content in launch.files.values())
@@ -43,7 +43,7 @@ def test_the_solution_stays_outside(agent: Agent) -> None:
 
 @every_agent
 def test_the_prompt_is_read_from_its_file(agent: Agent, tmp_path: Path) -> None:
-    """The command gets the prompt on standard input and its own flags as they are."""
+    """The command gets the prompt on standard input and its own flags unchanged."""
     launch = agent.launch(with_options(prompt_template="Do {problem_statement} in {workdir}."))
     copy = tmp_path / "prompt.txt"
     copy.write_bytes(launch.files[headless.PROMPT])
@@ -68,7 +68,7 @@ def test_options_under_the_documents_names(agent: Agent) -> None:
 
 @every_agent
 def test_extra_variables_reach_it(agent: Agent) -> None:
-    """A variable of the request arrives, and may change its behaviour."""
+    """A variable of the request is passed, and may change the agent's behavior."""
     launch = agent.launch(with_options(extra_env={"DISABLE_AUTOUPDATER": "0", "MINE": "x"}))
 
     assert (launch.env["DISABLE_AUTOUPDATER"], launch.env["MINE"]) == ("0", "x")
@@ -76,7 +76,7 @@ def test_extra_variables_reach_it(agent: Agent) -> None:
 
 @every_agent
 def test_a_secret_is_refused_among_the_variables(agent: Agent) -> None:
-    """What looks like a credential is refused by its name: requests are kept for good."""
+    """A variable named like a credential is refused, because requests are stored permanently."""
     with pytest.raises(ConfigurationError, match=r"extra_env\.GITHUB_TOKEN.*no secrets") as refused:
         agent.launch(with_options(extra_env={"GITHUB_TOKEN": "ghp_x"}))
 
@@ -88,7 +88,7 @@ def test_a_secret_is_refused_among_the_variables(agent: Agent) -> None:
     [(AGENTS[0], "ANTHROPIC_BASE_URL"), (AGENTS[0], "ANTHROPIC_MODEL"), (AGENTS[1], "HOME")],
 )
 def test_the_way_to_the_gateway_cannot_be_changed(agent: Agent, name: str) -> None:
-    """A variable that carries address, key or model is refused by its name."""
+    """A variable for address, key or model is refused by its name."""
     with pytest.raises(ConfigurationError, match=rf"extra_env.{name}: set by Perdure"):
         agent.launch(with_options(extra_env={name: "http://elsewhere"}))
 
@@ -102,14 +102,14 @@ def test_it_needs_a_gateway(agent: Agent) -> None:
 
 @every_agent
 def test_an_unknown_option_is_refused_by_name(agent: Agent) -> None:
-    """The option and the agent that does not take it stand in the error."""
+    """The error names the option and the agent that does not have it."""
     with pytest.raises(ConfigurationError, match=rf"agent_options.stpes: unknown.*{agent.name}"):
         agent.launch(with_options(stpes=3))
 
 
 @every_agent
 def test_no_call_outweighs_its_own_word(agent: Agent) -> None:
-    """An agent that never called the model did not run, even if it printed something else."""
+    """An agent without a model call did not run, whatever it printed."""
     stdout = said(type="result", is_error=False, terminal_reason="completed")
 
     assert agent.classify(ended(stdout, turns=0)) is AgentEnd.NEVER_CALLED_MODEL
@@ -118,7 +118,7 @@ def test_no_call_outweighs_its_own_word(agent: Agent) -> None:
 @every_agent
 @pytest.mark.parametrize(("cause", "end"), [("timeout", AgentEnd.LIMIT), ("oom", AgentEnd.CRASHED)])
 def test_killed(agent: Agent, cause: Any, end: AgentEnd) -> None:
-    """Killed by our clock is a limit; killed for another cause is a crash."""
+    """A kill by our time limit is a limit; any other kill is a crash."""
     status = ExecStatus(ExecState.KILLED, cause=cause, signal=9)
 
     assert agent.classify(Evidence(status, b"", b"", {}, 3)) is end
@@ -129,5 +129,5 @@ def test_killed(agent: Agent, cause: Any, end: AgentEnd) -> None:
     "stdout", [b"", b"\xff\n", b"[" * 100_000, b"[]\n1\n", said(type="result"), said(type=["x"])]
 )
 def test_hostile_output_is_a_crash(agent: Agent, stdout: bytes) -> None:
-    """A torn, foreign or hostile log is a crash and never an exception."""
+    """A cut, foreign or hostile log is a crash and never an exception."""
     assert agent.classify(ended(stdout)) is AgentEnd.CRASHED

@@ -1,4 +1,4 @@
-"""Packages of an npm registry: pinned, verified, unpacked without leaving their folder."""
+"""Packages of an npm registry are pinned, verified, and unpacked inside their folder."""
 
 import asyncio
 import base64
@@ -69,7 +69,7 @@ TOOL = tarball(member("package/bin/tool", 0o755), member("package/readme"))
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Registry]:
-    """The only registry that this test's npm configuration knows; its lock pins `TOOL`."""
+    """The only registry in this test's npm configuration; its lock pins `TOOL`."""
     registry = Registry(TOOL)
     locks = tmp_path / "locks"
     locks.mkdir()
@@ -92,7 +92,7 @@ def registry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Regist
 
 
 def test_a_package_comes_from_the_users_registry(registry: Registry, tmp_path: Path) -> None:
-    """Registry and key of the user's npm configuration are used; program bits are kept."""
+    """The user's npm configuration gives registry and key; executable bits are kept."""
     folder = asyncio.run(npm.installed(tmp_path / "tools", "tool"))
 
     assert registry.seen == [("/npm/@tests/tool/-/tool-1.2.3.tgz", "Bearer k")]
@@ -101,7 +101,7 @@ def test_a_package_comes_from_the_users_registry(registry: Registry, tmp_path: P
 
 
 def test_a_package_is_fetched_once(registry: Registry, tmp_path: Path) -> None:
-    """The cache answers from then on, without the registry."""
+    """After that the cache answers, without the registry."""
     first = asyncio.run(npm.installed(tmp_path, "tool"))
     second = asyncio.run(npm.installed(tmp_path, "tool"))
 
@@ -109,7 +109,7 @@ def test_a_package_is_fetched_once(registry: Registry, tmp_path: Path) -> None:
 
 
 def test_other_bytes_than_the_locked_ones_are_refused(registry: Registry, tmp_path: Path) -> None:
-    """A tarball that differs from the pinned checksum is not unpacked and leaves no tool."""
+    """A tarball with another checksum is not unpacked and leaves no tool."""
     registry.content = TOOL + b"x"
     with pytest.raises(AgentError, match=r"@tests/tool@1.2.3: wrong sha512"):
         asyncio.run(npm.installed(tmp_path / "tools", "tool"))
@@ -118,7 +118,7 @@ def test_other_bytes_than_the_locked_ones_are_refused(registry: Registry, tmp_pa
 
 
 def test_a_busy_registry_is_asked_again(registry: Registry, tmp_path: Path) -> None:
-    """503 and 429 pass; the package arrives."""
+    """After a 503 and a 429, the package is downloaded."""
     registry.statuses = [503, 429]
     folder = asyncio.run(npm.installed(tmp_path, "tool"))
 
@@ -126,7 +126,7 @@ def test_a_busy_registry_is_asked_again(registry: Registry, tmp_path: Path) -> N
 
 
 def test_a_refusal_is_final_and_says_what_to_do(registry: Registry, tmp_path: Path) -> None:
-    """404 is asked once; the message names the package, the host and the way out."""
+    """A 404 is not retried; the error names the package, the host and the fix."""
     registry.statuses = [404]
     with pytest.raises(AgentError, match=r"cannot download @tests/tool@1.2.3 from 127.*tarball"):
         asyncio.run(npm.installed(tmp_path, "tool"))
@@ -135,7 +135,7 @@ def test_a_refusal_is_final_and_says_what_to_do(registry: Registry, tmp_path: Pa
 
 
 def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path) -> None:
-    """A host-side tarball is used instead of the registry."""
+    """A tarball on the host is used instead of the registry."""
     (tmp_path / "own.tgz").write_bytes(tarball(member("node-v22/bin/node", 0o755)))
     folder = asyncio.run(npm.installed(tmp_path, "tool", tmp_path / "own.tgz"))
 
@@ -144,7 +144,7 @@ def test_a_named_tarball_needs_no_registry(registry: Registry, tmp_path: Path) -
 
 
 def test_an_absent_tarball_is_named(registry: Registry, tmp_path: Path) -> None:
-    """The variable and the path stand in the error."""
+    """The error names the variable and the path."""
     with pytest.raises(
         MissingDependency, match=r"PERDURE_AGENTS__TOOL_TARBALL=/nowhere: no such file"
     ):
@@ -152,7 +152,7 @@ def test_an_absent_tarball_is_named(registry: Registry, tmp_path: Path) -> None:
 
 
 def test_an_unknown_machine_is_named(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that no package serves is told so, with the way out."""
+    """The error for a platform without a package names the fix."""
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
 
     with pytest.raises(MissingDependency, match=r"codex has no package for riscv64.*CODEX_TARBALL"):
@@ -161,7 +161,7 @@ def test_an_unknown_machine_is_named(registry: Registry, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["package/../../evil", "/etc/evil", "../evil", "evil", "a/.."])
 def test_a_tarball_cannot_leave_its_folder(tmp_path: Path, name: str) -> None:
-    """A member that leads elsewhere is refused by its name; nothing is written outside."""
+    """A member that points elsewhere is refused by its name; no file is written outside."""
     (tmp_path / "evil.tgz").write_bytes(tarball(member(name)))
     with pytest.raises(AgentError, match="not inside"):
         npm.unpack(tmp_path / "evil.tgz", tmp_path / "deep" / "folder")
@@ -185,7 +185,7 @@ def test_links_are_left_out(tmp_path: Path) -> None:
     ids=["nothing", "text", "half", "torn", "empty"],
 )
 def test_a_torn_tarball_is_an_error_of_ours(tmp_path: Path, content: bytes) -> None:
-    """The error names the tarball, for any damage of its bytes."""
+    """For any damage, the error names the tarball."""
     (tmp_path / "torn.tgz").write_bytes(content)
 
     with pytest.raises(AgentError, match=r"torn\.tgz"):
@@ -193,7 +193,7 @@ def test_a_torn_tarball_is_an_error_of_ours(tmp_path: Path, content: bytes) -> N
 
 
 def test_configuration_in_npms_order(tmp_path: Path) -> None:
-    """The environment wins over the user's file; a scope has its own registry; ${NAME} is filled."""
+    """The environment wins over the user's file; scopes have registries; ${NAME} expands."""
     rc = tmp_path / ".npmrc"
     rc.write_text(
         "registry=http://file/\n@corp:registry=https://corp/x\n//corp/x/:_authToken=${KEY}\n"
@@ -209,7 +209,7 @@ def test_configuration_in_npms_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lock", sorted(npm.LOCKS.glob("*.json")), ids=lambda lock: lock.stem)
 def test_every_lock_can_be_replaced_by_a_tarball(lock: Path) -> None:
-    """The variable that names a tarball is known to the command line, and the lock pins sha512."""
+    """A setting names a tarball for each lock, and each lock pins sha512."""
     entries = [entry for entry in json.loads(lock.read_text()).values() if isinstance(entry, dict)]
 
     assert f"agents.{lock.stem}_tarball" in load.fields()
@@ -218,5 +218,5 @@ def test_every_lock_can_be_replaced_by_a_tarball(lock: Path) -> None:
 
 
 def test_the_public_registry_is_the_default() -> None:
-    """Without any configuration packages come from npm's public registry."""
+    """Without configuration, packages come from npm's public registry."""
     assert npmrc.Npmrc({}).registry("@corp/tool") == npmrc.PUBLIC

@@ -20,7 +20,7 @@ def settings(**options: Any) -> Any:
 
 
 def test_its_settings_name_the_gateway_and_the_window() -> None:
-    """One provider, ours; the key stays in the environment; nothing is shared or updated."""
+    """Only our provider; the key is in the environment; no sharing and no updates."""
     found = settings(max_steps=7)
     provider = found["provider"]["perdure"]
 
@@ -41,7 +41,7 @@ def test_it_runs_headless() -> None:
 
 
 def test_no_step_limit_is_none() -> None:
-    """0 leaves its own setting out."""
+    """0 omits its own setting."""
     assert settings(max_steps=0)["agent"]["build"] == {}
 
 
@@ -58,12 +58,12 @@ def test_no_step_limit_is_none() -> None:
     ],
 )
 def test_its_end_is_read_from_its_events(stdout: bytes, code: int, end: AgentEnd) -> None:
-    """A step that stopped and exit code 0 together are finished; an error never is."""
+    """A stopped step with exit code 0 is finished; an error never is."""
     assert Opencode().classify(ended(stdout, code)) is end
 
 
 def test_a_policy_that_calls_tools_for_a_summary_gave_up() -> None:
-    """Its own failure, so it is graded."""
+    """It is the policy's failure, so it is graded."""
     error = {"data": {"message": "Tool call not allowed while generating summary: bash"}}
 
     assert Opencode().classify(ended(said(type="error", error=error), 1)) is AgentEnd.GAVE_UP
@@ -71,7 +71,7 @@ def test_a_policy_that_calls_tools_for_a_summary_gave_up() -> None:
 
 @pytest.mark.parametrize(("steps", "end"), [(2, AgentEnd.LIMIT), (3, AgentEnd.FINISHED)])
 def test_its_last_step_is_a_limit(steps: int, end: AgentEnd) -> None:
-    """The limit is read from the settings file that was kept."""
+    """The limit is read from the stored settings file."""
     files = Opencode().launch(with_options(max_steps=steps)).files
     evidence = replace(ended(step("tool-calls") + step("stop")), files=files)
 
@@ -87,7 +87,7 @@ def test_a_spoilt_settings_file_is_no_limit() -> None:
 
 
 def test_the_prompt_is_not_in_its_settings() -> None:
-    """Its settings take `{env:...}` and `{file:...}`; an issue that holds such text is only text."""
+    """Its settings expand `{env:...}` and `{file:...}`, but an issue with such text is only text."""
     instance = TASK.instance.model_copy(update={"problem_statement": "{env:HOME}"})
     launch = Opencode().launch(replace(TASK, instance=instance))
 

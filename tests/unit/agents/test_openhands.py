@@ -23,7 +23,7 @@ def failure(code: str) -> bytes:
 
 
 def test_its_settings_name_the_gateway_and_the_window() -> None:
-    """Our address, the rollout's window and answer, a timeout that the budget undercuts."""
+    """Our address, the rollout's limits, and a timeout longer than the budget."""
     settings = json.loads(Openhands().launch(with_options(max_steps=7)).files[SETTINGS])
     llm = settings["llm"]
 
@@ -34,7 +34,7 @@ def test_its_settings_name_the_gateway_and_the_window() -> None:
 
 
 def test_it_runs_isolated_on_its_own_python() -> None:
-    """Nothing of the repository shadows its imports."""
+    """No file of the repository shadows its imports."""
     assert Openhands().launch(TASK).argv[4:6] == (f"{MOUNT}/bin/python", "-I")
 
 
@@ -51,12 +51,12 @@ def test_it_runs_isolated_on_its_own_python() -> None:
     ],
 )
 def test_its_end_is_read_from_its_events(stdout: bytes, code: int, expected: AgentEnd) -> None:
-    """Its own state decides, with the exit code; an error of its conversation names the limit."""
+    """Its own state and the exit code decide; an error of its conversation names the limit."""
     assert Openhands().classify(ended(stdout, code)) is expected
 
 
 def test_a_named_python_that_is_too_old_is_refused() -> None:
-    """The message says how to get one, before anything is installed."""
+    """The error says how to get one, before the installation starts."""
     with pytest.raises(MissingDependency, match=r"uv python install 99.1.*SOME_PYTHON"):
         toolcache.find_python("99.1", sys.executable, "SOME_PYTHON")
 
@@ -64,7 +64,7 @@ def test_a_named_python_that_is_too_old_is_refused() -> None:
 def test_its_python_is_found_behind_a_shim_of_pyenv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """uv finds only the shim, which starts nothing; pyenv's own folder has the interpreter."""
+    """uv finds only the shim, which does not start; pyenv's folder has the interpreter."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
@@ -88,7 +88,7 @@ def script(path: Path, text: str) -> None:
 
 
 def test_a_named_python_is_used_as_it_is() -> None:
-    """Its base, not a virtual environment's folder, is what must be visible inside."""
+    """The sandbox must see its base prefix, not a virtual environment's folder."""
     found = toolcache.find_python("3.11", sys.executable, "SOME_PYTHON")
 
     assert found.executable == Path(sys.executable)

@@ -19,7 +19,7 @@ def answer(text: str, tokens: int = 9) -> bytes:
 
 
 def test_it_is_pointed_at_the_gateway_by_its_environment() -> None:
-    """Address, key and model; the key in no file."""
+    """Variables give address, key and model; no file contains the key."""
     env = QwenCode().launch(TASK).env
 
     assert env["OPENAI_BASE_URL"] == "http://127.0.0.1:18001/v1"
@@ -27,7 +27,7 @@ def test_it_is_pointed_at_the_gateway_by_its_environment() -> None:
 
 
 def test_its_settings_send_nothing_elsewhere() -> None:
-    """No statistics, no telemetry, no update; the rollout's window, answer and budget."""
+    """No statistics, telemetry or updates; the rollout's context, answer and time limits."""
     settings = json.loads(QwenCode().launch(TASK).files[SETTINGS])
     generation = settings["model"]["generationConfig"]
 
@@ -40,7 +40,7 @@ def test_its_settings_send_nothing_elsewhere() -> None:
 
 
 def test_it_runs_headless_on_its_own_node() -> None:
-    """It needs no Node in the image, and it approves every action itself."""
+    """It needs no Node in the image, and approves every action itself."""
     argv = QwenCode().launch(with_options(max_turns=7, extra_args=["--debug"])).argv
 
     assert argv[4:6] == (f"{NODE}/bin/node", f"{MOUNT}/cli.js")
@@ -49,7 +49,7 @@ def test_it_runs_headless_on_its_own_node() -> None:
 
 
 def test_no_turn_limit_is_none() -> None:
-    """0 leaves its own flag out."""
+    """0 omits its own flag."""
     assert "--max-session-turns" not in QwenCode().launch(with_options(max_turns=0)).argv
 
 
@@ -67,5 +67,5 @@ def test_no_turn_limit_is_none() -> None:
     ],
 )
 def test_its_end_is_read_from_its_result(stdout: bytes, code: int, end: AgentEnd) -> None:
-    """It leaves with 0 after an API error, which no model sampled: that is not finished."""
+    """After an API error it exits with 0 without a sampled text: that is not finished."""
     assert QwenCode().classify(ended(stdout, code)) is end

@@ -1,4 +1,4 @@
-"""The tool cache: a tool is built once and complete, for many callers and after kills."""
+"""The tool cache builds each tool once and completely, for many callers and after kills."""
 
 import asyncio
 import subprocess
@@ -13,7 +13,7 @@ from perdure.errors import AgentError
 
 
 async def test_many_callers_build_once(tmp_path: Path) -> None:
-    """Callers at the same time share one build and get the same folder."""
+    """Concurrent callers share one build and get the same folder."""
     builds: list[Path] = []
 
     def build(folder: Path) -> None:
@@ -51,7 +51,7 @@ def test_many_processes_build_once(tmp_path: Path) -> None:
 
 
 async def test_failed_build_leaves_nothing_to_find(tmp_path: Path) -> None:
-    """A build that dies half-way is no tool; the next caller builds afresh."""
+    """A build that dies halfway leaves no tool; the next caller builds again."""
 
     def dies(folder: Path) -> None:
         folder.mkdir()

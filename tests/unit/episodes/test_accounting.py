@@ -1,4 +1,4 @@
-"""The counts of an episode's trajectory: where every sampled token went and what training costs."""
+"""The counts of an episode's trajectory: how every sampled token is used, and what training costs."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def turn(index: int, prompt: tuple[int, ...], tokens: int = 2, **fields: object)
 
 
 def test_trained_and_untrained_add_up_to_sampled() -> None:
-    """A title request is counted as sampled, and as untrained by its reason."""
+    """A title request counts as sampled, and as untrained with its reason."""
     turns = [turn(0, (1,), 3, purpose=Purpose.SIDE), turn(1, (2,), 5)]
     counts = count_trajectory(turns, cut(turns))
 
@@ -24,7 +24,7 @@ def test_trained_and_untrained_add_up_to_sampled() -> None:
 
 
 def test_unused_answers_are_left_out_unless_wanted() -> None:
-    """The agent asked again: the answer that it went on without is counted, and not trained."""
+    """The agent asked again: the answer that it did not use is counted and not trained."""
     turns = [turn(0, (1,), 3, unused=True), turn(1, (1,), 5)]
     counts = count_trajectory(turns, cut(turns))
     kept = cut(turns, keep_unused=True)
@@ -49,7 +49,7 @@ def test_chains_compactions_and_kinds_are_counted() -> None:
 
 
 def test_replayed_turns_are_counted_to_where_sampling_began_again() -> None:
-    """Answers of the lost attempt cost no engine time here; the first fresh one is named."""
+    """The lost attempt's answers cost no engine time again; the first new one is recorded."""
     turns = [
         turn(0, (9,), 3, replayed_from="s-1/0"),
         turn(1, (9, 1, 2, 3), 4, replayed_from="s-1/1", parent=0),
@@ -61,7 +61,7 @@ def test_replayed_turns_are_counted_to_where_sampling_began_again() -> None:
 
 
 def test_duplication_tells_what_forks_cost() -> None:
-    """Two answers to one prompt of four tokens: twelve are trained on, eight are distinct."""
+    """Two answers to a prompt of four tokens: trainers read twelve tokens, eight are distinct."""
     turns = [turn(0, (7, 7, 7, 7)), turn(1, (7, 7, 7, 7))]
     counts = count_trajectory(turns, cut(turns))
 
@@ -70,7 +70,7 @@ def test_duplication_tells_what_forks_cost() -> None:
 
 @given(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=4), max_size=6))
 def test_duplication_is_the_size_over_that_of_the_prefix_tree(prompts: list[list[int]]) -> None:
-    """Counting by sorted neighbours equals counting the nodes of the tree of all sequences."""
+    """Counting sorted neighbors equals counting the nodes of the tree of all sequences."""
     turns = [turn(n, tuple(prompt), 1, chain=f"c{n}") for n, prompt in enumerate(prompts)]
     segments = cut(turns)
     whole = [segment.prompt_ids + segment.response_ids for segment in segments]

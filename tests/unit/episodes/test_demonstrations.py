@@ -1,4 +1,4 @@
-"""What SFT and preference trainers read: what the model was asked and sampled, and which of it counts."""
+"""Data for SFT and preference trainers: prompts and answers, and which tokens are trained."""
 
 import asyncio
 import importlib.util
@@ -69,7 +69,7 @@ def turn(
 
 
 def two_turns(ending: int, prefix: str = "a") -> tuple[Turn, ...]:
-    """A call, its result, and an answer that differs by `ending`."""
+    """A call, its result, and an answer that depends on `ending`."""
     return (
         turn(0, (1, 2), (10, 11), [SYSTEM, USER], call(f"{prefix}1")),
         turn(
@@ -134,7 +134,7 @@ def run(tmp_path: Path) -> Run:
 
 
 async def test_sft_has_the_recorded_conversation(run: Run) -> None:
-    """What the model was asked and answered, of any agent, beside the reward."""
+    """The prompts and answers of any agent, with the reward."""
     await run.add(1.0, two_turns(20))
     lines, _ = await run.export("sft")
 
@@ -152,7 +152,7 @@ async def test_sft_has_the_recorded_conversation(run: Run) -> None:
 
 
 async def test_sft_has_the_schemas_of_the_tools(run: Run) -> None:
-    """A chat template needs them: those of the last turn, which says them only where they change."""
+    """A chat template needs the schemas: those of the last turn that changed them."""
     offered = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     first, second = two_turns(20)
     await run.add(1.0, (first.model_copy(update={"tools": json.dumps([offered])}), second))
@@ -218,7 +218,7 @@ async def test_a_run_is_a_dataset_folder(run: Run, tmp_path: Path) -> None:
 
 
 def _accepted_by_harbor(line: dict[str, Any]) -> None:
-    """By its own models, where they are installed: Harbor needs a later Python than we do."""
+    """Validate with Harbor's own models, if installed: Harbor needs a later Python."""
     if importlib.util.find_spec("harbor") is not None:
         models = importlib.import_module("harbor.models.trajectories")
         models.Trajectory.model_validate(line)
@@ -241,7 +241,7 @@ async def test_sft_trains_each_answer_once(run: Run) -> None:
 
 
 async def test_sft_leaves_unused_answers_out(run: Run) -> None:
-    """An answer that the agent went on without is no demonstration."""
+    """An answer that the agent did not use is not a demonstration."""
     dropped = turn(2, (1, 2), (33,), [SYSTEM, USER], said("Dropped."), unused=True)
     await run.add(1.0, (*two_turns(20), dropped))
     messages, _ = await run.export("sft")
@@ -251,7 +251,7 @@ async def test_sft_leaves_unused_answers_out(run: Run) -> None:
 
 
 async def test_an_empty_answer_is_empty(run: Run) -> None:
-    """What an agent is shown instead of an empty answer is no answer of the model."""
+    """The placeholder that an agent gets for an empty answer is not the model's answer."""
     answer = said("(no visible output)") | {"placeholder": True, "parent_echo_changes": ["x"]}
     await run.add(1.0, (turn(0, (1,), (2,), [USER], answer),))
     (line,), _ = await run.export("sft")
@@ -260,7 +260,7 @@ async def test_an_empty_answer_is_empty(run: Run) -> None:
 
 
 async def test_sft_tokens_are_as_recorded(run: Run) -> None:
-    """One row a segment: the recorded ids, and labels on sampled tokens only."""
+    """One row per segment: the recorded ids, and labels on sampled tokens only."""
     await run.add(1.0, two_turns(20))
     (row,), _ = await run.export("sft-tokens")
 
@@ -280,7 +280,7 @@ async def test_sft_tokens_as_parquet(run: Run, tmp_path: Path) -> None:
 
 
 async def test_a_hosted_demonstration_has_messages_only(run: Run) -> None:
-    """Without token ids `sft` has the text; `sft-tokens` says that it has nothing."""
+    """Without token ids, `sft` has the text and `sft-tokens` reports that it has none."""
     hosted = turn(0, (), (), [USER], said("Done."), trainable=False)
     await run.add(1.0, (hosted,))
     lines, _ = await run.export("sft")
@@ -295,7 +295,7 @@ async def test_a_hosted_demonstration_has_messages_only(run: Run) -> None:
 
 @pytest.mark.parametrize("format", ["sft", "sft-tokens"])
 async def test_best_of_n(format: Format, run: Run) -> None:
-    """The best of each instance, the shorter of equal ones; what is below the least reward never."""
+    """The best of each instance, the shorter among equals; none below the minimum reward."""
     longer = (
         *two_turns(21),
         turn(2, (1, 2, 10, 11, 3, 21, 5), (6, 7), [USER], said("!"), parent=1),
@@ -315,7 +315,7 @@ async def test_best_of_n(format: Format, run: Run) -> None:
 
 
 async def test_a_selection_is_for_sft(run: Run) -> None:
-    """A group that a baseline is taken over must not lose its failures."""
+    """A group for a baseline must not lose its failures."""
     await run.add(1.0, two_turns(20))
 
     with pytest.raises(ConfigurationError, match="work with sft and sft-tokens, not with slime"):
@@ -326,7 +326,7 @@ async def test_a_selection_is_for_sft(run: Run) -> None:
 
 
 async def test_the_fixed_is_preferred_to_the_failed(run: Run) -> None:
-    """Two rollouts share their turns up to the first that was answered differently."""
+    """Two rollouts share their turns up to the first with different answers."""
     await run.add(0.0, two_turns(20, "a"), 0)
     await run.add(1.0, two_turns(21, "b"), 1)
     (row,), _ = await run.export("preferences")
@@ -341,7 +341,7 @@ async def test_the_fixed_is_preferred_to_the_failed(run: Run) -> None:
 
 
 async def test_what_the_environment_said_is_masked(run: Run) -> None:
-    """After the turn at which they part, only sampled tokens count."""
+    """From the first different turn on, only sampled tokens count."""
     other = (turn(0, (1, 2), (12,), [SYSTEM, USER], said("I give up.")),)
     await run.add(1.0, two_turns(20), 0)
     await run.add(0.0, other, 1)
@@ -367,7 +367,7 @@ async def test_pairs_use_each_rollout_once(run: Run) -> None:
 
 
 async def test_rollouts_with_different_prompts_are_no_pair(run: Run) -> None:
-    """A preference compares two answers to one question."""
+    """A preference compares two answers to one prompt."""
     await run.add(1.0, two_turns(20), 0)
     await run.add(0.0, (turn(0, (9,), (12,), [USER], said("No.")),), 1)
     rows, report = await run.export("preferences")
@@ -379,7 +379,7 @@ async def test_rollouts_with_different_prompts_are_no_pair(run: Run) -> None:
 def test_the_command_takes_the_best(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`perdure export RUN -f sft-tokens --best 1` names what it left out."""
+    """`perdure export RUN -f sft-tokens --best 1` lists the omitted rollouts."""
     asyncio.run(run.add(1.0, two_turns(20), 0))
     asyncio.run(run.add(0.0, two_turns(21), 1))
     monkeypatch.setenv("PERDURE_STORE", str(run.store.root))

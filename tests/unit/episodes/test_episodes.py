@@ -1,4 +1,4 @@
-"""Episodes as people and trainers find them in the store, and the totals of a run."""
+"""Episodes in the store for people and trainers, and the totals of a run."""
 
 import io
 import json
@@ -107,7 +107,7 @@ def test_episode_sums_up_its_turns() -> None:
 
 
 def test_failed_rollout_has_reward_null() -> None:
-    """Without a verdict the reward is there, and null, in JSON; never 0, never absent."""
+    """Without a verdict, the JSON has the reward null, never 0 and never absent."""
     written = json.loads(episode(grade=None, turns=TURNS).model_dump_json())
 
     assert (written["reward"], written["status"]) == (None, "failed")
@@ -123,7 +123,7 @@ def test_failed_rollout_has_rows_with_reward_null() -> None:
 
 
 def test_rollout_without_turns_has_one_row() -> None:
-    """Nothing sampled is one row with empty arrays: a reader that counts rollouts counts it."""
+    """Without turns there is one row with empty arrays, so readers count the rollout."""
     (row,) = rows(parts(grade=None))
 
     assert (row["segment_kind"], row["num_segments"], row["response_ids"]) == (None, 0, [])
@@ -131,7 +131,7 @@ def test_rollout_without_turns_has_one_row() -> None:
 
 
 def test_segment_rows_carry_their_share() -> None:
-    """Each segment has its share of the reward and the arrays as they were cut."""
+    """Each segment has its share of the reward, and the arrays as cut."""
     first, second = rows(parts(turns=TURNS))
 
     assert (first["reward"], first["rollout_reward"], first["num_segments"]) == (1.0, 1.0, 2)
@@ -142,7 +142,7 @@ def test_segment_rows_carry_their_share() -> None:
 
 
 def test_hosted_turns_are_not_trainable() -> None:
-    """One turn without exact ids makes the whole episode untrainable, and it says so."""
+    """One turn without exact ids makes the whole episode untrainable."""
     hosted = Turn(index=2, trainable=False)
 
     assert not episode(turns=(*TURNS, hosted)).trainable
@@ -152,13 +152,13 @@ def test_hosted_turns_are_not_trainable() -> None:
     ("grade", "status"), [(RESOLVED, RolloutStatus.FAILED), (None, RolloutStatus.GRADED)]
 )
 def test_status_and_grade_must_agree(grade: Grade | None, status: RolloutStatus) -> None:
-    """A failed rollout cannot carry a verdict, nor a graded one lack it."""
+    """A failed rollout cannot have a verdict, and a graded one must have one."""
     with pytest.raises(ValueError, match="contradicts grade"):
         episode(grade=grade, status=status)
 
 
 def test_reference_is_small() -> None:
-    """What travels through workflows stays under 500 bytes with a typical failure."""
+    """The reference that passes through workflows is under 500 bytes with a typical failure."""
     ref = episode(grade=None).ref("file:///home/somebody/perdure/.perdure/store")
 
     assert len(ref.model_dump_json(exclude_defaults=True)) < 500
@@ -171,7 +171,7 @@ async def write(store: LocalStore, made: EpisodeParts) -> Episode:
 
 
 async def test_written_episode_is_read_back(tmp_path: Path) -> None:
-    """Both forms lie at their keys, and the readable one comes back equal."""
+    """Both forms are at their keys, and the readable one reads back equal."""
     store, made = LocalStore(tmp_path), parts(turns=TURNS)
     written = await write(store, made)
 
@@ -180,7 +180,7 @@ async def test_written_episode_is_read_back(tmp_path: Path) -> None:
 
 
 async def test_unfinished_rollout_has_no_episode(tmp_path: Path) -> None:
-    """Before it is written, reading gives None."""
+    """Reading gives None before the episode is written."""
     assert await read_episode(LocalStore(tmp_path), parts().request) is None
 
 
@@ -205,7 +205,7 @@ async def test_reset_workflow_replaces_the_episode(tmp_path: Path) -> None:
 
 
 async def test_run_is_read_in_order(tmp_path: Path) -> None:
-    """A run's episodes come by instance and sample number, and only its own."""
+    """A run's episodes are ordered by instance and sample, without other runs' episodes."""
     store = LocalStore(tmp_path)
     for sample in (10, 2):
         await write(store, parts(sample_index=sample))
@@ -218,7 +218,7 @@ async def test_run_is_read_in_order(tmp_path: Path) -> None:
 
 
 async def test_a_run_in_s3_is_one_listing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its episodes are found by pages of one list, however many rollouts it has; other runs are not in it."""
+    """One paged listing finds a run's episodes, however many; it has no other runs."""
     monkeypatch.setattr("perdure.storage.s3.PAGE", PAGE)
     with with_bucket("results") as server:
         store = S3Store("s3://results/store", endpoint_url=server.url)
@@ -287,14 +287,14 @@ def test_manifest_tells_environment_from_engine_time() -> None:
 
 
 def test_manifest_of_nothing_graded_has_no_mean() -> None:
-    """Where no rollout has a verdict the means are null, not 0."""
+    """If no rollout has a verdict, the means are null, not 0."""
     totals = manifest(samples(None))
 
     assert (totals["mean_reward"], totals["pass_at_1"]) == (None, None)
 
 
 def test_a_manifest_marks_rows_that_are_not_proved() -> None:
-    """A reward of a quarantined row is counted apart, and each entry says what was known of its row."""
+    """Rewards of quarantined rows are counted separately; entries have the row's state."""
     proved = RESOLVED.model_copy(update={"calibration": CalibrationState.PROVED})
     bad = RESOLVED.model_copy(update={"calibration": CalibrationState.QUARANTINED})
 
@@ -307,7 +307,7 @@ def test_a_manifest_marks_rows_that_are_not_proved() -> None:
 
 
 def test_a_manifest_counts_what_twins_change() -> None:
-    """An exposed forgery is resolved officially only; its entry and its reference say so."""
+    """An exposed forgery is resolved only officially; its entry and reference say so."""
     exposed = RESOLVED.model_copy(
         update={
             "outcome": Outcome.TAMPERED,
@@ -330,7 +330,7 @@ def test_a_manifest_counts_what_twins_change() -> None:
 
 
 def test_what_discarded_attempts_bought_is_kept() -> None:
-    """By model; a call whose answer the last attempt replayed was bought once and counts with that one."""
+    """By model; a call that the last attempt replayed counts only with that attempt."""
     first = [
         Turn(index=n, prompt_ids=(1, 2), completion_ids=(3,), logprobs=(0.0,), model="m")
         for n in range(3)
@@ -349,7 +349,7 @@ def test_what_discarded_attempts_bought_is_kept() -> None:
 
 
 def test_no_model_is_named_policy() -> None:
-    """That is the name under which a request asks for whatever is served; nop calls none."""
+    """That name requests whatever model is served; nop calls none."""
     asked = Turn(index=0, trainable=False, asked_model="policy", model="policy")
 
     assert build_episode(parts(turns=(asked,)), ()).models == ("unnamed",)
@@ -357,7 +357,7 @@ def test_no_model_is_named_policy() -> None:
 
 
 def test_collected_batches_count_what_is_trained() -> None:
-    """Not side calls or unused answers, which were sampled too; nothing of an episode that is not trained."""
+    """Side calls, unused answers and untrained episodes do not count."""
     side = TURNS[1].model_copy(update={"purpose": Purpose.SIDE, "trainable": False})
     turns = (TURNS[0], side)
     trained = build_episode(parts(turns=turns), cut(turns)).ref("file:///x")

@@ -1,4 +1,4 @@
-"""What other programs get of a run: complete, unaltered, or listed as left out."""
+"""Exports of a run are complete and unchanged; omitted rollouts are listed."""
 
 import json
 import re
@@ -50,7 +50,7 @@ class Run:
     async def add(
         self, instance: str, sample_index: int = 0, patch: bytes | None = b"", **fields: Any
     ) -> None:
-        """A graded rollout with that patch; a failed one when the patch is None."""
+        """Add a graded rollout with this patch, or a failed one if the patch is None."""
         request = RolloutRequest(
             run_id="r", instance=f"tests/{instance}", sample_index=sample_index, model="as-asked"
         )
@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> Run:
 
 
 async def test_preds_have_the_form_of_the_harness(run: Run, tmp_path: Path) -> None:
-    """One entry an instance with the three known fields, the patch unchanged, CRLF kept."""
+    """One entry per instance with the three known fields; the patch keeps CRLF."""
     await run.add("click-1", patch=CRLF)
     report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
 
@@ -98,7 +98,7 @@ async def test_preds_have_the_form_of_the_harness(run: Run, tmp_path: Path) -> N
 
 
 async def test_preds_take_the_first_graded_sample(run: Run, tmp_path: Path) -> None:
-    """A failed sample does not speak for an instance that has a graded one."""
+    """A failed sample does not represent an instance that has a graded one."""
     await run.add("click-1", 0, patch=None)
     await run.add("click-1", 1, patch=b"first\n")
     await run.add("click-1", 2, patch=b"second\n")
@@ -108,7 +108,7 @@ async def test_preds_take_the_first_graded_sample(run: Run, tmp_path: Path) -> N
 
 
 async def test_preds_name_what_they_leave_out(run: Run, tmp_path: Path) -> None:
-    """Failed instances and patches that are no text are listed, not written as empty patches."""
+    """Failed instances and patches that are not text are listed, not written as empty patches."""
     await run.add("attrs-1", patch=None)
     await run.add("click-1", patch=LATIN)
     report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
@@ -129,7 +129,7 @@ async def test_empty_patch_is_a_prediction(run: Run, tmp_path: Path) -> None:
 
 
 async def test_preds_all_has_every_graded_sample(run: Run, tmp_path: Path) -> None:
-    """One line for each graded sample; the others are listed."""
+    """One line per graded sample; the others are listed."""
     await run.add("click-1", 0, patch=b"zero\n")
     await run.add("click-1", 1, patch=None)
     await run.add("click-1", 2, patch=b"two\n")
@@ -141,7 +141,7 @@ async def test_preds_all_has_every_graded_sample(run: Run, tmp_path: Path) -> No
 
 
 async def test_episodes_are_one_table(run: Run, tmp_path: Path) -> None:
-    """Every rollout of the run has its rows in one parquet file, failed ones with reward null."""
+    """One parquet file has the rows of every rollout, failed ones with reward null."""
     await run.add("click-1", 0, patch=b"x\n")
     await run.add("click-1", 1, patch=None, turns=())
     report = await export_run(run.store, "r", "episodes", tmp_path / "deep" / "run.parquet")
@@ -154,7 +154,7 @@ async def test_episodes_are_one_table(run: Run, tmp_path: Path) -> None:
 
 
 async def test_jsonl_has_one_line_a_rollout(run: Run, tmp_path: Path) -> None:
-    """The readable episodes, failed ones included, one line each."""
+    """One line per readable episode, failed ones included."""
     await run.add("click-1", 0)
     await run.add("click-1", 1, patch=None)
     report = await export_run(run.store, "r", "jsonl", tmp_path / "run.jsonl")
@@ -167,7 +167,7 @@ async def test_jsonl_has_one_line_a_rollout(run: Run, tmp_path: Path) -> None:
 
 
 async def test_failed_export_leaves_the_old_file(run: Run, tmp_path: Path) -> None:
-    """The file takes its name only when it is whole; nothing else is left beside it."""
+    """The file gets its name once it is complete; no other file is left."""
     out = tmp_path / "out" / "run.parquet"
     out.parent.mkdir()
     out.write_bytes(b"old")
@@ -182,13 +182,13 @@ async def test_failed_export_leaves_the_old_file(run: Run, tmp_path: Path) -> No
 
 
 async def test_absent_run_is_not_an_empty_file(run: Run, tmp_path: Path) -> None:
-    """A misspelt run is an error that names it."""
+    """The error for a misspelled run names it."""
     with pytest.raises(NotFound, match="'nope'"):
         await export_run(run.store, "nope", "preds", tmp_path / "preds.json")
 
 
 async def test_unknown_format_lists_the_known(run: Run, tmp_path: Path) -> None:
-    """A misspelt format is refused with the list."""
+    """The error for a misspelled format lists the known ones."""
     unknown: Format = "pred"  # type: ignore[assignment]  # as a person might type it
 
     with pytest.raises(
@@ -208,7 +208,7 @@ GARBLED = {
 async def test_an_unreadable_episode_is_named_and_the_rest_is_written(
     data: str, run: Run, tmp_path: Path
 ) -> None:
-    """One garbled episode.json costs its own line, not the export."""
+    """A damaged episode.json costs one line, not the whole export."""
     await run.add("click-1", patch=CRLF)
     await run.add("flask-2", patch=CRLF)
     key = "runs/r/rollouts/flask-2/0/episode.json"
@@ -226,7 +226,7 @@ async def test_an_unreadable_episode_is_named_and_the_rest_is_written(
 async def test_damaged_tokens_are_named_and_the_rest_is_written(
     data: bytes | None, run: Run, tmp_path: Path
 ) -> None:
-    """Token arrays that are gone or torn are told as damage, the other rollouts are exported."""
+    """Missing or damaged token arrays are reported; other rollouts are exported."""
     await run.add("click-1")
     await run.add("flask-2")
     key = "runs/r/rollouts/flask-2/0/episode.parquet"
@@ -239,7 +239,7 @@ async def test_damaged_tokens_are_named_and_the_rest_is_written(
 
 
 async def test_a_failed_rollout_is_no_damage(run: Run, tmp_path: Path) -> None:
-    """What was never to be exported is told, and does not make the export a failure."""
+    """Omitted failed rollouts are listed and do not make the export fail."""
     await run.add("click-1", patch=None)
     report = await export_run(run.store, "r", "preds", tmp_path / "preds.json")
 
@@ -247,7 +247,7 @@ async def test_a_failed_rollout_is_no_damage(run: Run, tmp_path: Path) -> None:
 
 
 async def test_samples_of_all_predictions_can_be_told_apart(run: Run, tmp_path: Path) -> None:
-    """By their number: instance and model are the same."""
+    """By their index: instance and model are equal."""
     for sample in range(2):
         await run.add("click-1", sample, patch=CRLF)
     report = await export_run(run.store, "r", "preds-all", tmp_path / "all.jsonl")
@@ -257,7 +257,7 @@ async def test_samples_of_all_predictions_can_be_told_apart(run: Run, tmp_path: 
 
 
 async def test_slimes_file_leaves_out_rollouts_of_a_hosted_api(run: Run, tmp_path: Path) -> None:
-    """They have no token ids; a file of placeholders would pass for data."""
+    """They have no token ids, and a file of placeholders would look like data."""
     hosted = Turn(index=0, trainable=False, model="gpt-x")
     await run.add("click-1", patch=CRLF, turns=(hosted,))
     report = await export_run(run.store, "r", "slime", tmp_path / "slime.jsonl")
@@ -267,7 +267,7 @@ async def test_slimes_file_leaves_out_rollouts_of_a_hosted_api(run: Run, tmp_pat
 
 
 async def test_a_reward_share_goes_with_segments(run: Run, tmp_path: Path) -> None:
-    """Predictions have no reward to share: the option is refused, not ignored."""
+    """Predictions have no reward to share, so the option is refused."""
     await run.add("click-1", patch=CRLF)
 
     with pytest.raises(
@@ -279,7 +279,7 @@ async def test_a_reward_share_goes_with_segments(run: Run, tmp_path: Path) -> No
 
 
 async def test_a_data_set_opens_without_the_name_of_a_config(run: Run, tmp_path: Path) -> None:
-    """`load_dataset(FOLDER)` opens the rollouts: one config of the card is the default."""
+    """`load_dataset(FOLDER)` opens the rollouts, the card's default config."""
     await run.add("click-1", patch=CRLF)
     await write_folder(run.store, "r", tmp_path / "out")
     card = (tmp_path / "out/README.md").read_text()
@@ -292,7 +292,7 @@ async def test_a_data_set_opens_without_the_name_of_a_config(run: Run, tmp_path:
 async def test_a_data_set_without_a_conversation_has_no_earlier_one(
     run: Run, tmp_path: Path
 ) -> None:
-    """The folder is one export: no table of an earlier one stays in it."""
+    """The folder is one export and keeps no table of an earlier one."""
     await run.add("click-1", patch=None)
     stale = tmp_path / "out/data/sft.jsonl"
     stale.parent.mkdir(parents=True)
@@ -304,6 +304,6 @@ async def test_a_data_set_without_a_conversation_has_no_earlier_one(
 
 @pytest.mark.parametrize("agent", ["mini_swe_agent", "openhands", "claude_code", "codex"])
 def test_an_agents_version_is_that_of_its_lock(agent: str) -> None:
-    """Exported trajectories name the agent's own version, without its platform; `oracle` has none."""
+    """Exported trajectories have the agent's own version without its platform; `oracle` has none."""
     assert re.fullmatch(r"\d+\.\d+\.\d+", locked_version(agent))
     assert locked_version("oracle") == ""

@@ -1,4 +1,4 @@
-"""slime's documented `merge_turns`: what a later prompt repeats is kept, the rest is not trained."""
+"""slime's documented `merge_turns`: tokens that a later prompt does not repeat are not trained."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def published() -> list[Any]:
 
 @pytest.mark.parametrize("case", published())
 def test_published_cases_hold_exactly(case: dict[str, Any]) -> None:
-    """Prompt, response, mask and logprobs are those that the authors published."""
+    """Prompt, response, mask and logprobs equal those that the authors published."""
     turns = [
         Turn(
             index=index,
@@ -119,19 +119,19 @@ def test_the_documents_cases(
     response: list[int],
     mask: list[int],
 ) -> None:
-    """The cases that slime's example names; a token with mask 0 has no logprob."""
+    """The cases in slime's example; a token with mask 0 has no logprob."""
     logprobs = [-i / 100 * m for i, m in zip(response, mask, strict=True)]
 
     assert merged(turns_of(pairs)) == (prompt, response, mask, logprobs)
 
 
 def test_nothing_is_nothing() -> None:
-    """No turns give no sequence."""
+    """Without turns there is no sequence."""
     assert merge_turns([], token_versions) == []
 
 
 def test_mode_merge_turns_drops_what_a_later_prompt_contradicts_and_says_so() -> None:
-    """The default trains the drifted answer in a separate segment; `merge_turns` records it as drift."""
+    """`tree` trains the drifted answer in its own segment; `merge_turns` records it as drift."""
     turns = turns_of([([7], [8]), ([7, 8, 1], [2]), ([7, 8, 5], [6])])
     (one,) = cut(turns, mode="merge_turns")
 
@@ -141,7 +141,7 @@ def test_mode_merge_turns_drops_what_a_later_prompt_contradicts_and_says_so() ->
 
 
 def test_mode_merge_turns_freezes_a_chain_whose_base_changes() -> None:
-    """A compaction is a wipe in this mode too: what came before it is not thrown away."""
+    """A compaction is a wipe in this mode too: earlier tokens are kept."""
     segments = cut(turns_of([([7], [8]), ([7, 8, 1], [2]), ([9], [3])]), mode="merge_turns")
 
     assert [(s.kind, s.turns) for s in segments] == [

@@ -1,4 +1,4 @@
-"""Files that a user names for output."""
+"""Output files that a user names."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
 def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, kind: str) -> None:
-    """A device or a FIFO that a file replaces is lost for every other program."""
+    """Replacing a device or a FIFO with a file would break other programs."""
     path = tmp_path / "out"
     if kind == "folder":
         path.mkdir()
@@ -44,7 +44,7 @@ def test_what_is_no_file_is_refused_and_stays(tmp_path: Path, kind: str) -> None
 
 
 def test_a_write_that_breaks_leaves_the_old_file(tmp_path: Path) -> None:
-    """Whole or not at all; no draft is left."""
+    """The file is written whole or not at all; no draft is left."""
     (tmp_path / "out").write_text("old")
 
     def write() -> None:
@@ -62,7 +62,7 @@ def test_a_write_that_breaks_leaves_the_old_file(tmp_path: Path) -> None:
 def test_a_dash_is_standard_output(
     tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """So that an export can be piped; no file of that name appears."""
+    """An export can be piped, and no file of that name appears."""
     with output_file(Path("-")) as file:
         file.write(b"\xffline")
 

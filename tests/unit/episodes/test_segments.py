@@ -1,4 +1,4 @@
-"""Turns become linear token sequences: every sampled token once, nothing invented, nothing lost."""
+"""Turns become linear token sequences with every sampled token once, none added and none lost."""
 
 import math
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ def trajectories(draw: st.DrawFn) -> list[Turn]:
 
 @given(trajectories())
 def test_every_sampled_token_is_in_exactly_one_segment(turns: list[Turn]) -> None:
-    """The masked tokens of a segment are its turns' completions, and each turn has one segment."""
+    """A segment's masked tokens are its turns' completions, and each turn has one segment."""
     segments = cut(turns)
     by_index = {turn.index: turn for turn in turns}
     for segment in segments:
@@ -79,7 +79,7 @@ def test_every_sampled_token_is_in_exactly_one_segment(turns: list[Turn]) -> Non
 
 @given(trajectories())
 def test_segments_hold_what_the_engine_saw(turns: list[Turn]) -> None:
-    """Each turn's prompt and completion are the beginning of its segment, the last one's are all."""
+    """Each turn's prompt and completion are a prefix of its segment; the last turn's are all of it."""
     by_index = {turn.index: turn for turn in turns}
     for segment in cut(turns):
         whole = segment.prompt_ids + segment.response_ids
@@ -91,7 +91,7 @@ def test_segments_hold_what_the_engine_saw(turns: list[Turn]) -> None:
 
 @given(trajectories())
 def test_arrays_are_aligned(turns: list[Turn]) -> None:
-    """Mask, logprobs and versions have one entry per response token; context tokens carry none."""
+    """Mask, logprobs and versions have one entry per response token; context has no values."""
     for segment in cut(turns):
         rows = list(
             zip(
@@ -108,7 +108,7 @@ def test_arrays_are_aligned(turns: list[Turn]) -> None:
 
 @given(trajectories(), st.sampled_from(["split", "last"]))
 def test_reward_shares_add_up_to_one(turns: list[Turn], policy: str) -> None:
-    """However many segments a rollout has, its reward is given once."""
+    """A rollout gives its reward once, however many segments it has."""
     segments = cut(turns, reward_share=policy)  # type: ignore[arg-type]  # drawn from the literal
 
     assert not segments or math.isclose(sum(s.reward_share for s in segments), 1.0)
@@ -116,7 +116,7 @@ def test_reward_shares_add_up_to_one(turns: list[Turn], policy: str) -> None:
 
 @given(trajectories())
 def test_kinds_follow_the_chains(turns: list[Turn]) -> None:
-    """At most one final, at the end; at most one subagent per other chain; the rest is wipe."""
+    """At most one final, at the end; at most one subagent per other chain; the rest are wipes."""
     segments = cut(turns)
     kinds = [segment.kind for segment in segments]
     chains = {turn.chain for turn in turns} - {"main"}
@@ -127,7 +127,7 @@ def test_kinds_follow_the_chains(turns: list[Turn]) -> None:
 
 
 def test_extending_turns_are_one_final_segment() -> None:
-    """A linear conversation gives one sequence: observations masked out, samples masked in."""
+    """A linear conversation gives one sequence: observations are masked out, samples in."""
     (segment,) = cut([turn(0, [1, 2], [3]), turn(1, [1, 2, 3, 9, 9], [4, 5])])
 
     assert segment.prompt_ids == (1, 2)
@@ -138,7 +138,7 @@ def test_extending_turns_are_one_final_segment() -> None:
 
 
 def test_changed_prompt_starts_a_new_segment() -> None:
-    """A prompt that does not extend the segment ends it as wipe; what it had is kept and trained."""
+    """A prompt that does not extend the segment ends it as a wipe, which is still trained."""
     segments = cut([turn(0, [1], [2]), turn(1, [1, 2, 3], [4]), turn(2, [1, 9], [5])])
 
     assert [(s.kind, s.turns) for s in segments] == [
@@ -149,7 +149,7 @@ def test_changed_prompt_starts_a_new_segment() -> None:
 
 
 def test_subagents_run_beside_the_main_chain() -> None:
-    """Interleaved chains do not break each other; compaction inside one is its wipe."""
+    """Interleaved chains do not break each other; a compaction inside one is its wipe."""
     segments = cut(
         [
             turn(0, [1], [2]),
@@ -167,19 +167,19 @@ def test_subagents_run_beside_the_main_chain() -> None:
 
 
 def test_segments_come_in_the_order_in_which_they_ended() -> None:
-    """A subagent that ended before the main chain was rewritten comes before that wipe."""
+    """A subagent that ended before the main chain was rewritten precedes that wipe."""
     segments = cut([turn(0, [1], [2]), turn(1, [50], [51], "sub"), turn(2, [9], [4])])
 
     assert [segment.turns for segment in segments] == [(1,), (0,), (2,)]
 
 
 def test_turns_without_ids_give_no_segments() -> None:
-    """A hosted API that returns no token ids leaves nothing to train on."""
+    """A hosted API without token ids gives no training data."""
     assert cut([Turn(index=0, trainable=False)]) == []
 
 
 def test_finish_reason_is_that_of_the_last_turn() -> None:
-    """A segment that ran into the length limit says so."""
+    """A segment that reached the length limit says so."""
     long = turn(1, [1, 2, 3], [4]).model_copy(update={"finish_reason": FinishReason.LENGTH})
 
     assert cut([turn(0, [1], [2]), long])[0].finish_reason is FinishReason.LENGTH
@@ -194,7 +194,7 @@ def test_finish_reason_is_that_of_the_last_turn() -> None:
     ],
 )
 def test_versions_are_per_token(spans: list[tuple[int, int, int]], versions: list[int]) -> None:
-    """A weight change inside a completion is kept token by token; unknown is -1."""
+    """A weight change within a completion is kept per token; unknown is -1."""
     sampled = turn(0, [1], [2, 3, 4]).model_copy(
         update={"versions": tuple(VersionSpan(version=v, start=s, end=e) for v, s, e in spans)}
     )
@@ -232,7 +232,7 @@ def trained_by(segments: Sequence[Segment]) -> list[int]:
 
 @given(trees())
 def test_every_sampled_token_of_a_tree_is_trained_once_or_has_a_reason(turns: list[Turn]) -> None:
-    """The masks of all segments and the recorded reasons together are the sampled tokens."""
+    """The masks of all segments and the recorded reasons together cover the sampled tokens."""
     segments = cut(turns)
     left = untrained(turns, segments)
     masked = sum(sum(segment.loss_mask) for segment in segments)
@@ -269,7 +269,7 @@ def test_merge_turns_accounts_for_every_token(turns: list[Turn]) -> None:
 
 
 def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
-    """A retry that was sampled anew leaves both answers trained, each once; the main chain continues."""
+    """A newly sampled retry trains both answers, each once; the main chain continues."""
     segments = cut(
         [
             turn(0, [1], [2]),
@@ -287,7 +287,7 @@ def test_a_second_answer_to_one_prompt_is_a_segment_of_its_own() -> None:
 
 
 def test_an_older_branch_that_goes_on_stays_the_last_stretch() -> None:
-    """A detour from a chain is its wipe, though it began later than the stretch that continues."""
+    """A detour from a chain is its wipe, even if it started later than the continuation."""
     segments = cut(
         [
             turn(0, [1], [2]),
@@ -303,7 +303,7 @@ def test_an_older_branch_that_goes_on_stays_the_last_stretch() -> None:
 
 
 def test_compactions_and_parallel_subagents_have_the_documented_kinds() -> None:
-    """Each compaction ends a stretch, each sub-agent is one, and `final` comes last: K counts them."""
+    """Each compaction ends a segment, each sub-agent is one, and `final` is last; K counts them."""
     segments = cut(
         [
             turn(0, [1], [2]),
@@ -331,7 +331,7 @@ def sampled(temperature: float, made: Turn) -> Turn:
 
 
 def test_a_segment_says_how_each_of_its_tokens_was_sampled() -> None:
-    """One span for each turn, on that turn's tokens; without one temperature for all there is none."""
+    """One span per turn, on its tokens; the temperature is None if they differ."""
     turns = [sampled(0.7, turn(0, [1], [2, 3])), sampled(0.2, turn(1, [1, 2, 3, 4], [5]))]
     (segment,) = cut(turns)
     (first,) = cut(turns[:1])
@@ -342,14 +342,14 @@ def test_a_segment_says_how_each_of_its_tokens_was_sampled() -> None:
 
 
 def test_a_turn_of_unknown_sampling_leaves_the_temperature_unknown() -> None:
-    """A segment of which one turn is of an earlier version names none, rather than a wrong one."""
+    """A segment with one turn of an earlier version has no temperature, not a wrong one."""
     (segment,) = cut([sampled(0.7, turn(0, [1], [2])), turn(1, [1, 2, 3], [4])])
 
     assert (len(segment.sampling), segment.temperature) == (1, None)
 
 
 def test_side_requests_and_hosted_turns_leave_a_reason() -> None:
-    """A title request costs tokens and trains none: the record says so, turn by turn."""
+    """A title request costs tokens and trains none; the record says so per turn."""
     turns = [
         turn(0, [1], [2, 3], purpose=Purpose.SIDE),
         turn(1, [5], [6]),
@@ -362,7 +362,7 @@ def test_side_requests_and_hosted_turns_leave_a_reason() -> None:
 
 
 def test_a_parent_that_the_ids_deny_is_not_believed() -> None:
-    """Where the recorded prompt does not start with its parent's ids, nothing is glued together."""
+    """If a prompt does not start with its parent's ids, the turns are not joined."""
     segments = cut([turn(0, [1], [2]), turn(1, [1, 9], [4], parent=0)])
 
     assert [segment.turns for segment in segments] == [(0,), (1,)]
@@ -375,7 +375,7 @@ def test_a_parent_that_the_ids_deny_is_not_believed() -> None:
 def test_a_segment_says_which_versions_it_trains(
     versions: tuple[int, ...], oldest: int | None, newest: int | None
 ) -> None:
-    """Over sampled tokens alone; -1 where some version is unknown, nothing where all are."""
+    """Only sampled tokens count; -1 if a version is unknown, None if all are."""
     segment = Segment(
         kind=SegmentKind.FINAL,
         index=0,

@@ -1,4 +1,4 @@
-"""Recorded Claude Code sessions through a real gateway: the segments that a trainer gets."""
+"""Recorded Claude Code sessions through a real gateway give these segments to a trainer."""
 
 from pathlib import Path
 

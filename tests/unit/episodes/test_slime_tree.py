@@ -40,7 +40,7 @@ def trained(*spoken: Spoken, threshold: int = 1024) -> list[tuple[list[int], lis
 
 
 def test_a_repeated_history_continues_the_sequence() -> None:
-    """Tool ids do not count, and neither does the order of a call's arguments."""
+    """Neither tool-call ids nor the order of a call's arguments count."""
     call = {"id": "x", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
     echo = {"id": "y", "function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
     first = Spoken(FIRST.turn, [USER], {"role": "assistant", "tool_calls": [call]})
@@ -58,14 +58,14 @@ def test_a_repeated_history_continues_the_sequence() -> None:
     ],
 )
 def test_a_short_turn_overwrites_an_answer_that_drifted(threshold: int, sequences: Any) -> None:
-    """As long as the threshold or longer, it begins a sequence and the answer stays trained."""
+    """A turn of at least the threshold starts a sequence, and the answer stays trained."""
     second = Spoken(turn(1, [1, 2, 9, 4], [5]), [USER, said("a"), TOOL], said("b"))
 
     assert trained(FIRST, second, threshold=threshold) == sequences
 
 
 def test_drift_before_the_newest_answer_begins_a_sequence() -> None:
-    """However short the turn is."""
+    """This holds for short turns too."""
     second = Spoken(turn(1, [7, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
 
     assert [ids for ids, _ in trained(FIRST, second)] == [[1, 2, 3], [7, 2, 3, 4, 5]]
@@ -75,14 +75,14 @@ def test_drift_before_the_newest_answer_begins_a_sequence() -> None:
     ("threshold", "ids"), [(3, [[1, 8, 9, 5]]), (2, [[1, 2, 3], [1, 8, 9, 5]])]
 )
 def test_a_short_answer_that_is_rewritten_is_not_trained(threshold: int, ids: Any) -> None:
-    """A longer one is a path of its own."""
+    """A longer answer gets its own path."""
     second = Spoken(turn(1, [1, 8, 9], [5]), [USER, said("A"), TOOL], said("b"))
 
     assert [one for one, _ in trained(FIRST, second, threshold=threshold)] == ids
 
 
 def test_a_turn_of_two_paths_is_trained_in_the_first() -> None:
-    """The second has it as context."""
+    """The second path has it as context."""
     left = Spoken(turn(1, [1, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
     right = Spoken(turn(2, [1, 2, 3, 6], [7]), [USER, said("a"), USER], said("c"))
 
@@ -93,7 +93,7 @@ def test_a_turn_of_two_paths_is_trained_in_the_first() -> None:
 
 
 def test_masked_tokens_have_no_logprob_and_no_version() -> None:
-    """Each row of a sequence has a value for each id."""
+    """Each array of a sequence has a value for each id."""
     second = Spoken(turn(1, [1, 2, 9], [5]), [USER, said("a"), TOOL], said("b"))
     (one,) = cut_like_slime([FIRST, second], token_versions)
 
@@ -103,7 +103,7 @@ def test_masked_tokens_have_no_logprob_and_no_version() -> None:
 
 
 def test_mode_slime_cuts_recorded_turns() -> None:
-    """Segments name the turns that they train; the others are drift."""
+    """Segments list the turns that they train; the others are drift."""
     first = turn(0, [1], [2, 3], new_messages=json.dumps([USER]), answer=json.dumps(said("a")))
     second = turn(
         1, [1, 2, 9], [5], parent=0, new_messages=json.dumps([TOOL]), answer=json.dumps(said("b")),
@@ -120,6 +120,6 @@ def test_mode_slime_cuts_recorded_turns() -> None:
 
 
 def test_mode_slime_needs_messages() -> None:
-    """They decide what continues what."""
+    """The messages decide which turn continues which."""
     with pytest.raises(ValueError, match="turn 0 has no messages"):
         cut([turn(0, [1], [2])], mode="slime")

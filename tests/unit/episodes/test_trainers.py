@@ -1,4 +1,4 @@
-"""What trainers read of a run: their own field names, our recorded ids, and no reward invented."""
+"""Data for trainers: their own field names, the recorded ids, and no invented reward."""
 
 import asyncio
 import io
@@ -128,7 +128,7 @@ SPANS = [
 
 
 async def sampled(run: Run) -> EpisodeSegments:
-    """Two turns of one chain, with their texts and how they were sampled."""
+    """Two turns of one chain, with their texts and their sampling parameters."""
     told = {"sampling": SAMPLED, "new_messages": '[{"role": "user", "content": "do"}]'}
     said = {**told, "answer": '{"role": "assistant", "content": "a"}'}
     return await run.add(1.0, tuple(one.model_copy(update=said) for one in TWO_BRANCHES[:2]))
@@ -147,7 +147,7 @@ async def sampled(run: Run) -> EpisodeSegments:
 async def test_the_sampling_of_each_turn_reaches_every_export(
     run: Run, tmp_path: Path, format: Format, facts: Callable[[Any], Any]
 ) -> None:
-    """As spans of the response, beside the one temperature, in both forms of the file."""
+    """As spans of the response, with the common temperature, in both forms of the file."""
     await sampled(run)
     _, (line,) = await run.export(format, tmp_path / "out.jsonl")
     _, (row,) = await run.export(format, tmp_path / "out.parquet")
@@ -166,7 +166,7 @@ async def test_the_sampling_of_each_turn_reaches_trl(run: Run) -> None:
 
 
 async def test_the_sampling_of_each_turn_is_stored(run: Run, tmp_path: Path) -> None:
-    """With the segments, in the columns of the episodes, and at each step of a trajectory."""
+    """With the segments, in the episodes' columns, and at each step of a trajectory."""
     found = await sampled(run)
     _, (columns,) = await run.export("episodes", tmp_path / "out.parquet")
     _, (trajectory,) = await run.export("atif", tmp_path / "out.jsonl")
@@ -182,7 +182,7 @@ def cut_sampling(column: list[dict[str, Any]]) -> tuple[SamplingSpan, ...]:
 
 
 async def test_an_episode_of_an_earlier_version_is_exported(run: Run, tmp_path: Path) -> None:
-    """Token arrays without a column that came later have null there."""
+    """Token arrays that lack a newer column have null in it."""
     key = (await run.add(1.0)).episode.tokens_key
     table = pq.read_table(io.BytesIO((await run.store.get(key)).data)).drop_columns(["sampling"])
     sink = io.BytesIO()
@@ -199,7 +199,7 @@ async def test_an_episode_of_an_earlier_version_is_exported(run: Run, tmp_path: 
 
 
 async def test_slime_gets_one_sample_a_segment(run: Run) -> None:
-    """Prompt and response in `tokens`, all else along the response, the whole reward, one id."""
+    """`tokens` has prompt and response; other arrays follow the response; one id, whole reward."""
     first, second = trainers.slime_samples(await run.add(1.0), index=5, group_index=2)
 
     assert (first["tokens"], first["response_length"]) == ([1, 2, 4, 8, 5, 6], 4)
@@ -212,7 +212,7 @@ async def test_slime_gets_one_sample_a_segment(run: Run) -> None:
 
 
 async def test_slime_metadata_has_the_documented_names(run: Run) -> None:
-    """segment_kind, finish_reason, segment_idx and num_segments, as slime's example emits them."""
+    """segment_kind, finish_reason, segment_idx and num_segments, as in slime's example."""
     _, second = trainers.slime_samples(await run.add(1.0), index=0, group_index=0)
     names = ("segment_kind", "finish_reason", "segment_idx", "num_segments")
 
@@ -220,7 +220,7 @@ async def test_slime_metadata_has_the_documented_names(run: Run) -> None:
 
 
 async def test_a_rollout_without_a_segment_becomes_slimes_placeholder(run: Run) -> None:
-    """One masked token, aborted, with the reward of its grade: the group keeps its size."""
+    """One masked token, aborted, with the grade's reward, so the group keeps its size."""
     (sample,) = trainers.slime_samples(await run.add(0.0, ()), index=0, group_index=0)
 
     assert (sample["tokens"], sample["response_length"], sample["loss_mask"]) == ([0, 0], 1, [0])
@@ -239,7 +239,7 @@ async def test_a_failed_rollout_is_no_zero_for_slime(run: Run) -> None:
 
 
 async def test_skyrl_rows_of_a_rollout_are_its_steps(run: Run) -> None:
-    """Rows of one rollout lie together, the last one ends it and carries the whole reward."""
+    """A rollout's rows are adjacent; the last one has the whole reward."""
     output = trainers.skyrl_output([await run.add(1.0), await run.add(0.0, sample_index=1)])
 
     assert output["is_last_step"] == [False, True, False, True]
@@ -282,7 +282,7 @@ async def test_skyrl_published_cases(
     masks: list[list[int]],
     rewards: list[list[float]],
 ) -> None:
-    """Its own merging of steps gives the sequences that our segments are."""
+    """SkyRL's own merging of steps gives our segments' sequences."""
     taken = tuple(turn(n, prompt, completion) for n, (prompt, completion) in enumerate(pairs))
     output = trainers.skyrl_output([await run.add(1.0, taken)])
 
@@ -292,7 +292,7 @@ async def test_skyrl_published_cases(
 
 
 async def test_skyrl_counts_what_it_leaves_out(run: Run) -> None:
-    """A failed rollout has no row, because a row needs a reward; the metrics say how many."""
+    """A row needs a reward, so a failed rollout has none; the metrics count it."""
     output = trainers.skyrl_output([await run.add(None), await run.add(1.0, sample_index=1)])
 
     assert len(output["response_ids"]) == 2
@@ -300,7 +300,7 @@ async def test_skyrl_counts_what_it_leaves_out(run: Run) -> None:
 
 
 async def test_skyrl_has_every_list_along_the_rows(run: Run) -> None:
-    """SkyRL zips its lists; each has one entry a row, times too."""
+    """SkyRL zips its lists, so each has one entry per row, also the times."""
     output = trainers.skyrl_output([await run.add(1.0), await run.add(0.0, sample_index=1)])
     lists = {name: value for name, value in output.items() if isinstance(value, list)}
     lists |= output["trajectory_time_splits"]
@@ -317,7 +317,7 @@ async def packed(run: Run, *taken: Turn) -> list[dict[str, Any]]:
 
 
 async def test_torchtitan_one_turn(run: Run) -> None:
-    """Prompt masked out, completion in, the advantage on the completion only."""
+    """The prompt is masked out, the completion in; only the completion has the advantage."""
     (sample,) = await packed(run, turn(0, (1, 2), (4, 5)))
 
     assert sample["token_ids"] == [1, 2, 4, 5]
@@ -349,7 +349,7 @@ async def test_torchtitan_three_turns_are_one_branch(run: Run) -> None:
 
 
 async def test_torchtitan_an_edited_history_opens_a_branch(run: Run) -> None:
-    """Each branch names the turn at which it opens and has the whole advantage."""
+    """Each branch has its first turn and the whole advantage."""
     first, second = await packed(run, turn(0, (1, 2), (4,)), turn(1, (90, 91), (5,)))
 
     assert (first["token_ids"], second["token_ids"]) == ([1, 2, 4], [90, 91, 5])
@@ -358,12 +358,12 @@ async def test_torchtitan_an_edited_history_opens_a_branch(run: Run) -> None:
 
 
 async def test_torchtitan_nothing_sampled_is_no_sample(run: Run) -> None:
-    """A first turn that gave no token leaves nothing to train."""
+    """A first turn without sampled tokens gives no training data."""
     assert await packed(run, turn(0, (1, 2), ())) == []
 
 
 async def test_advantages_count_a_rollout_once(run: Run) -> None:
-    """However many segments a rollout has, its group's mean counts it once, and failures not."""
+    """The group's mean counts each rollout once, however many segments, and no failures."""
     found = [
         await run.add(1.0),
         await run.add(1.0, TWO_BRANCHES[:1], 1),
@@ -412,7 +412,7 @@ async def test_parquet_and_json_lines_hold_the_same(
 
 
 async def test_a_group_shares_its_index(run: Run, tmp_path: Path) -> None:
-    """Samples of one instance have one group_index, rollouts their own index, across the run."""
+    """Samples of an instance share group_index; each rollout has its own index in the run."""
     for sample_index in range(2):
         for instance in ("click-1", "flask-2"):
             await run.add(1.0, TWO_BRANCHES, sample_index, instance)
@@ -426,7 +426,7 @@ async def test_a_group_shares_its_index(run: Run, tmp_path: Path) -> None:
 async def test_a_failed_rollout_is_listed_and_not_written(
     run: Run, tmp_path: Path, format: Format
 ) -> None:
-    """Formats that need a number get no line for a rollout without one; the report names it."""
+    """Formats that need a reward omit a rollout without one; the report lists it."""
     await run.add(None)
     out = tmp_path / "out.jsonl"
     report = await export_run(run.store, "r", format, out)
@@ -439,7 +439,7 @@ async def test_a_failed_rollout_is_listed_and_not_written(
 async def test_reward_share_is_a_choice(
     run: Run, tmp_path: Path, share: Any, rewards: list[float]
 ) -> None:
-    """1/K of the reward to each segment, or all of it to the last one."""
+    """Each segment gets 1/K of the reward, or the last one gets all of it."""
     await run.add(1.0)
     _, lines = await run.export("slime", tmp_path / "out.jsonl", Rules(reward_share=share))
 
@@ -447,7 +447,7 @@ async def test_reward_share_is_a_choice(
 
 
 async def test_segments_can_be_cut_by_slimes_tree(run: Run, tmp_path: Path) -> None:
-    """`--segments slime` cuts the recorded turns again: the drifted answer is not trained."""
+    """`--segments slime` cuts the recorded turns again; the drifted answer is not trained."""
     user, tool = {"role": "user", "content": "do"}, {"role": "tool", "content": "done"}
     said = json.dumps({"role": "assistant", "content": "a"})
     first = turn(0, (7,), (8, 9), new_messages=json.dumps([user]), answer=said)
@@ -467,7 +467,7 @@ async def test_the_client_reads_episodes_by_reference(run: Run) -> None:
 
 
 async def test_a_straggler_without_an_episode_is_left_out(run: Run) -> None:
-    """What its group did not wait for has no address; the others are read."""
+    """A rollout that its group did not wait for has no reference; the others are read."""
     found = await run.add(1.0)
     ref = found.episode.ref(run.store.url)
 
@@ -475,7 +475,7 @@ async def test_a_straggler_without_an_episode_is_left_out(run: Run) -> None:
 
 
 async def test_an_episode_of_another_store_is_refused(run: Run, tmp_path: Path) -> None:
-    """Reading from the wrong store names both and the setting to change."""
+    """The error names both stores and the setting to change."""
     found = await run.add(1.0)
 
     with pytest.raises(ConfigurationError, match="set PERDURE_STORE"):

@@ -1,4 +1,4 @@
-"""The parquet form of turns: nothing about a token may change on the way."""
+"""The parquet form of turns must not change any token."""
 
 import math
 import struct
@@ -29,7 +29,7 @@ SAMPLINGS = (
 
 @st.composite
 def turn_lists(draw: st.DrawFn) -> list[Turn]:
-    """Trees: any earlier turn may be the parent, and a prompt may deny the parent it names."""
+    """Trees: the parent may be any earlier turn, and a prompt may contradict its parent."""
     turns: list[Turn] = []
     for index in range(draw(st.integers(0, 4))):
         parent = draw(st.sampled_from([None, *turns]))
@@ -102,6 +102,6 @@ def test_a_growing_chain_is_stored_as_what_each_turn_adds() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"PAR1 no", b"{}"])
 def test_other_bytes_are_refused(data: bytes) -> None:
-    """A file that is no turns file says so instead of giving no turns."""
+    """A file that is not a turns file raises an error instead of giving no turns."""
     with pytest.raises(ValueError, match="not a"):
         decode(data)

@@ -1,6 +1,6 @@
-"""Where Perdure adds no test of its own, its verdict is the one that swebench 5 gives for the log.
+"""Without a canary, Perdure's verdict equals the one that swebench 5 gives for the same log.
 
-One difference is left out: with `fail_only` Perdure also counts ERROR, which no published parser of
+These tests omit one difference: with `fail_only` Perdure also counts ERROR, which no published parser of
 such rows prints.
 """
 
@@ -25,7 +25,7 @@ LINES = {
 
 
 def swebenchs(parser: str, grading: Grading, log: str, code: int) -> bool:
-    """`resolved` of swebench's report on the same log, between its own markers."""
+    """The `resolved` of swebench's report on the same log, between its own markers."""
     assert parser in published_names()  # makes its package importable without containers
     from swebench.harness.grading import get_eval_report
     from swebench.types import TestSpec
@@ -54,13 +54,13 @@ def swebenchs(parser: str, grading: Grading, log: str, code: int) -> bool:
 def test_verdict_is_swebenchs(
     parser: str, lines: list[int], code: int, fail_only: bool, p2p: bool
 ) -> None:
-    """Whatever the log and the exit code say, resolved here is resolved there."""
+    """For any log and exit code, a row that is resolved here is resolved there."""
     known = LINES[parser]
     log = "\n".join(known[line % len(known)] for line in lines)
     grading = Grading(
         log_parser=parser,
         eval_type="fail_only" if fail_only and parser != "parse_log_flask" else "pass_and_fail",
-        test_patch=b"xfail",  # else Perdure takes an xfail for the code's own
+        test_patch=b"xfail",  # otherwise Perdure attributes an xfail to the code under test
         fail_to_pass=("a",),
         pass_to_pass=("b",) if p2p else (),
     )

@@ -1,4 +1,4 @@
-"""The catalog of cheats is sound: a cheat that does not even run would hold for the wrong reason."""
+"""The catalog of cheats is sound: a cheat that does not run would be refused for the wrong reason."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from tests.cheats.target import Target
 
 
 def test_names_are_unique_and_the_catalog_is_whole() -> None:
-    """A name stands for one diff a row; the numbers are those that the docs give."""
+    """Each name stands for one diff per row; the counts are those in the docs."""
     cheats = Counter(cheat.name for cheat in (*CHEATS, *WEAK))
     controls = Counter(control.name for control in CONTROLS)
 
@@ -18,7 +18,7 @@ def test_names_are_unique_and_the_catalog_is_whole() -> None:
 
 
 def test_code_of_every_cheat_compiles() -> None:
-    """What a cheat adds to the package is Python, on each row."""
+    """On each row, the code that a cheat adds to the package is valid Python."""
     added = [
         _added(diff, target)
         for target in made_rows()

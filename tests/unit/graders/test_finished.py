@@ -1,4 +1,4 @@
-"""A log that was cut is never a success: the runner's own summary, its counts and its exit code."""
+"""A cut log is never a success: checks of the runner's summary, its counts and its exit code."""
 
 import pytest
 
@@ -34,7 +34,7 @@ TESTS = ("test_a", "test_b")
 
 @pytest.mark.parametrize(("parser", "log"), [("parse_log_sympy", SYMPY), ("django", DJANGO)])
 def test_a_session_that_ended_by_itself_is_believed(parser: str, log: bytes) -> None:
-    """A summary with a failure in it, over as many tests as must have run."""
+    """A summary with a failure and with as many tests as must have run is trusted."""
     wrapped = log.replace(b"1 failed, in", b"1 failed,\nin")
 
     assert unfinished(parser, log, 1, TESTS) == ""
@@ -57,7 +57,7 @@ def test_a_session_that_ended_by_itself_is_believed(parser: str, log: bytes) -> 
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_cut_log_is_not(parser: str, log: bytes, words: str) -> None:
-    """Each part of the summary that is missing or does not fit is named."""
+    """The reason names the part of the summary that is missing or wrong."""
     assert words in unfinished(parser, log, 1, TESTS)
 
 

@@ -1,4 +1,4 @@
-"""The diff reader: loses no byte, guesses nothing, and never sees fewer files than git does."""
+"""The diff parser loses no byte, guesses nothing, and never sees fewer files than git does."""
 
 import subprocess
 import tempfile
@@ -34,7 +34,7 @@ CONTENTS = st.one_of(
 @settings(max_examples=25, deadline=None)
 @given(st.dictionaries(NAMES, CONTENTS, min_size=1, max_size=4), st.data())
 def test_reads_what_git_writes(edits: dict[str, bytes | None], data: st.DataObject) -> None:
-    """Parts of git's own diffs join to the input, and name exactly the edited paths."""
+    """The parts of git's own diffs join to the input, and name exactly the edited paths."""
     names = [n for n in edits if not any(o != n and o.startswith(n + "/") for o in edits)]
     before = {name: data.draw(CONTENTS) for name in names}
     after = {name: edits[name] for name in names if edits[name] != before[name]}
@@ -49,7 +49,7 @@ def test_reads_what_git_writes(edits: dict[str, bytes | None], data: st.DataObje
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([TEXT, RENAME, QUOTED, BINARY]), min_size=1), st.data())
 def test_any_bytes_round_trip_or_are_refused(parts: list[bytes], data: st.DataObject) -> None:
-    """However a diff is mangled, the parts join to the input, or it is refused: no third way."""
+    """For any damaged diff, either the parts join to the input or the parser refuses it."""
     diff = _mangled(b"".join(parts), data)
     try:
         files = parse(diff)
@@ -61,7 +61,7 @@ def test_any_bytes_round_trip_or_are_refused(parts: list[bytes], data: st.DataOb
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([TEXT, RENAME, QUOTED]), min_size=1, max_size=3), st.data())
 def test_sees_every_file_that_git_sees(parts: list[bytes], data: st.DataObject) -> None:
-    """A mangled diff that both accept touches no path for git that the reader did not report."""
+    """If both accept a damaged diff, git touches no path that the parser did not report."""
     diff = _mangled(b"".join(parts), data)
     try:
         seen = paths_of(diff)
@@ -71,7 +71,7 @@ def test_sees_every_file_that_git_sees(parts: list[bytes], data: st.DataObject) 
 
 
 def _mangled(diff: bytes, data: st.DataObject) -> bytes:
-    """Remove, repeat or swap lines, or put bytes in the middle."""
+    """Remove, repeat or swap lines, or insert bytes in the middle."""
     lines = diff.splitlines(keepends=True)
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, len(lines) - 1))
@@ -110,13 +110,13 @@ def _git_paths(diff: bytes) -> set[bytes]:
     ],
 )
 def test_refuses_what_git_would_not_write(diff: bytes) -> None:
-    """Anything beside a diff of git's form is refused, never skipped over."""
+    """Bytes other than a diff in git's form are refused, never skipped."""
     with pytest.raises(MalformedDiff, match=r"line \d+"):
         parse(diff)
 
 
 def test_reads_modes_links_and_binaries() -> None:
-    """Modes, the target of a symlink and missing binary content are distinguished."""
+    """The parser reports modes, symlink targets and missing binary content."""
     files = {file.new_path: file for file in parse(diff_of({"l": "-> a/b", "i": b"\0\1"}) + TEXT)}
     bare = parse(b"diff --git a/i b/i\nindex 1234..5678 100644\nBinary files a/i and b/i differ\n")[
         0
@@ -132,7 +132,7 @@ def test_reads_modes_links_and_binaries() -> None:
 
 
 def test_names_full_of_separators_cost_no_more_than_others() -> None:
-    """A title is split by what it means, not by trying every ` b/` in it."""
+    """The title is split by its meaning, not by trying every ` b/` in it."""
     hostile, plain = _long_names("x b/"), _long_names("x_b/")
 
     assert _cpu_of(hostile) <= 5 * _cpu_of(plain) + 0.03
@@ -164,7 +164,7 @@ def _cpu_of(diff: bytes) -> float:
 def test_reads_names_that_look_like_two(
     title: bytes, more: bytes, paths: tuple[bytes, bytes]
 ) -> None:
-    """Spaces and quotes in names leave one meaning of a title."""
+    """A title with spaces and quotes in its names has only one meaning."""
     (file,) = parse(
         b"diff --git " + title + b"\n" + (more or b"old mode 100644\nnew mode 100755\n")
     )

@@ -1,4 +1,4 @@
-"""From logs to statuses: Perdure's own parser, and swebench's 57."""
+"""Parsers of logs: Perdure's own, and swebench's 57."""
 
 import importlib.metadata
 import json
@@ -38,7 +38,7 @@ caf\xe9 PASSED
 
 
 def test_reads_a_pytest_summary() -> None:
-    """Ids keep spaces and dashes in brackets, lose messages; the worse of two statuses counts."""
+    """Ids keep spaces and dashes in brackets and lose messages; the worse status counts."""
     assert LogParser().statuses(PYTEST_LOG) == {
         "tests/a.py::test_one": ERROR,
         "tests/a.py::test_two[a - b c]": PASSED,
@@ -75,19 +75,19 @@ SAMPLES: dict[str, tuple[bytes, dict[str, TestStatus]]] = {
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_reads_with_swebenchs_own_parser(name: str) -> None:
-    """A published parser's name gives the statuses that swebench gives for the same log."""
+    """A published parser's name gives swebench's statuses for the same log."""
     log, expected = SAMPLES[name]
 
     assert LogParser(name).statuses(log) == expected
 
 
 def test_knows_all_of_swebenchs_parsers() -> None:
-    """Every parser of swebench 5 has its name here, and none needs more than the package itself."""
+    """Every parser of swebench 5 has its name here, and needs only the package itself."""
     assert len(published_names()) == 57
 
 
 def test_a_parser_that_reads_by_instance_gets_its_id() -> None:
-    """jekyll's instances have different runners: swebench tells them apart by the id."""
+    """jekyll's instances have different runners; swebench distinguishes them by id."""
     instance = tiny_instance(log_parser="parse_log_jekyll")
     minitest = instance.model_copy(update={"instance_id": "jekyll__jekyll-9141"})
 
@@ -95,7 +95,7 @@ def test_a_parser_that_reads_by_instance_gets_its_id() -> None:
 
 
 def test_a_parser_that_reads_by_version_gets_it() -> None:
-    """Lighthouse's later versions print mocha's marks, of which the earlier parser knows none."""
+    """Later versions of Lighthouse print mocha's marks, which the earlier parser lacks."""
     instance = tiny_instance(log_parser="parse_log_lighthouse")
     later = instance.model_copy(update={"metadata": {"version": "10.0"}})
     log = "running 2 test files\n  suite\n    ✔ works\n1 passing\n".encode()
@@ -104,7 +104,7 @@ def test_a_parser_that_reads_by_version_gets_it() -> None:
 
 
 def test_swebench_is_imported_without_its_dependencies() -> None:
-    """Neither docker nor modal nor datasets is imported for a parser."""
+    """Using a parser imports neither docker nor modal nor datasets."""
     program = (
         "import json, sys\nfrom perdure.graders.reports.log_parsers import LogParser\n"
         "LogParser('parse_log_jest').statuses(b'')\n"
@@ -119,7 +119,7 @@ def test_swebench_is_imported_without_its_dependencies() -> None:
 def test_without_swebench_the_fix_is_named(
     monkeypatch: pytest.MonkeyPatch, there: str | None
 ) -> None:
-    """A published parser needs the package, of version 5; a row that names none does not."""
+    """A published parser needs swebench 5; a row that names no parser does not."""
 
     def version(name: str) -> str:
         if there is None:
@@ -138,14 +138,14 @@ def test_without_swebench_the_fix_is_named(
 
 
 def test_unknown_parser_lists_the_known() -> None:
-    """A row with another parser is refused with the names that would do."""
+    """A row with an unknown parser is refused, and the error lists the known ones."""
     with pytest.raises(InstanceError, match=r"parse_log_mocha.*pytest.*parse_log_ant.*eval_cmd"):
         parser_of(tiny_instance(log_parser="parse_log_mocha"))
 
 
 @pytest.mark.parametrize("name", ["parse_log_flask", "parse_log_requests", "parse_log_sphinx"])
 def test_junit_has_the_ids_of_the_log(name: str) -> None:
-    """An id that a parser cut at a space or a path is found in junit, with its worst result."""
+    """junit finds ids that a parser cut at a space or a path, with their worst result."""
     parser = LogParser(name)
     case = '<testcase classname="tests.a" name="{}">{}</testcase>'
     cases = [
@@ -181,14 +181,14 @@ def suite_of(log: bytes, code: int, parser: str) -> SuiteRun:
     ids=["silent", "none-ran", "clean", "another-fails", "it-fails"],
 )
 def test_fail_only_needs_a_sign_that_the_suite_ran(log: bytes, code: int, outcome: Outcome) -> None:
-    """Where only failures are printed, an absent test passed only if the suite says that it ran."""
+    """If only failures are printed, absent tests passed only if the suite says that it ran."""
     grading = Grading(eval_type="fail_only", log_parser="parse_log_marked", fail_to_pass=("works",))
 
     assert judge(suite_of(log, code, "parse_log_marked"), grading).outcome is outcome
 
 
 def test_an_exit_code_that_no_failure_explains_is_not_believed() -> None:
-    """swebench 5's rule for runs without a canary: printed passes, then an exit with 1."""
+    """swebench 5's rule for runs without a canary: printed passes, then exit code 1."""
     grading = Grading(log_parser="parse_log_gotest", fail_to_pass=("TestA",))
     judgement = judge(suite_of(b"--- PASS: TestA (0.00s)\n", 1, "parse_log_gotest"), grading)
 
@@ -197,7 +197,7 @@ def test_an_exit_code_that_no_failure_explains_is_not_believed() -> None:
 
 
 def test_other_runners_run_as_they_are() -> None:
-    """A runner to which no test can be added runs the row's command unchanged."""
+    """If Perdure cannot add a test to a runner, the row's command is unchanged."""
     grading = Grading(test_cmd="go test -v ./...", log_parser="parse_log_gotest")
     guarded, canary = guarded_command(grading, "/tmp/x")
 
@@ -205,14 +205,14 @@ def test_other_runners_run_as_they_are() -> None:
 
 
 def test_a_published_id_that_was_cut_is_found() -> None:
-    """Ids of Verified that end at a space name what swebench's parser cut at the same place."""
+    """Ids of Verified that end at a space match the ids that swebench's parser cut there."""
     found = LogParser("parse_log_astropy").statuses(b"PASSED a.py::t[log(photon / s)]\n")
 
     assert status_of("a.py::t[log(photon", found) is PASSED
 
 
 async def test_a_log_that_breaks_a_parser_is_a_verdict() -> None:
-    """An expression that trips over a log gives Unparsable with the parser's name."""
+    """If a parser raises on a log, the error is Unparsable with the parser's name."""
     parser = LogParser("parse_log_prismjs")
     command = b"./node_modules/.bin/mocha tests/run.js --reporter json"
     with pytest.raises(Unparsable, match="parse_log_prismjs: KeyError"):

@@ -1,4 +1,4 @@
-"""What of a diff may be graded: dropped, flagged, refused, tampered; whole files only."""
+"""The filter of diffs: files are dropped or flagged whole; diffs are refused or tampered."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_keeps_the_fix_byte_for_byte() -> None:
     ],
 )
 def test_drops_what_decides_the_tests(path: str) -> None:
-    """Hidden tests and files that steer the runner are left out, and said to be."""
+    """Hidden tests and files that control the runner are dropped and recorded."""
     filtered = filter_patch(diff_of({**GOLD, path: "x\n"}), tiny_instance())
 
     assert filtered.data == diff_of(GOLD)
@@ -47,7 +47,7 @@ def test_drops_what_decides_the_tests(path: str) -> None:
 
 
 def test_keeps_what_gold_touches() -> None:
-    """Where the reference fix edits a configuration file, so may the agent."""
+    """The agent may edit a configuration file if the reference fix does."""
     instance = tiny_instance().model_copy(update={"gold_patch": diff_of({"setup.cfg": "[x]\n"})})
 
     filtered = filter_patch(diff_of({"setup.cfg": "[y]\n"}), instance)
@@ -57,7 +57,7 @@ def test_keeps_what_gold_touches() -> None:
 
 
 def test_flags_what_a_fix_seldom_touches() -> None:
-    """Build files, configuration and folders outside the fix are applied, and named for an audit."""
+    """Build files, configuration and folders outside the fix are applied, and listed for audits."""
     edits: Edits = {
         "setup.py": "x\n",
         "calc/a.so": b"\0",
@@ -71,7 +71,7 @@ def test_flags_what_a_fix_seldom_touches() -> None:
 
 
 def test_a_rows_globs_decide_what_is_graded() -> None:
-    """`*` crosses folders, as in `git apply --exclude`: no test support may be edited."""
+    """`*` matches `/`, as in `git apply --exclude`, so no test support can be edited."""
     edits = {**GOLD, "tests/deep/support.py": "x\n", "tests/util.py": "x\n"}
     excluded = filter_patch(diff_of(edits), tiny_instance(patch_exclude=("tests/*",)))
     included = filter_patch(diff_of(edits), tiny_instance(patch_include=("calc/*",)))
@@ -81,7 +81,7 @@ def test_a_rows_globs_decide_what_is_graded() -> None:
 
 
 def test_signals_of_a_cheat_are_recorded() -> None:
-    """Added lines that name test machinery are kept with the grade; a test of the agent's own is not."""
+    """Added lines that name test machinery are recorded, except in the agent's own tests."""
     code = "import os\nfrom _pytest.reports import TestReport\nos._exit(0)\n"
 
     filtered = filter_patch(
@@ -97,7 +97,7 @@ def test_signals_of_a_cheat_are_recorded() -> None:
 
 
 def test_tells_empty_before_from_empty_after() -> None:
-    """Nothing changed, and nothing left, are two different records."""
+    """An empty diff and a diff whose files were all dropped give different records."""
     nothing = filter_patch(b"", tiny_instance())
     all_dropped = filter_patch(diff_of({"conftest.py": "x\n"}), tiny_instance())
 
@@ -110,7 +110,7 @@ def test_tells_empty_before_from_empty_after() -> None:
     [("core.py", True), ("../setup.cfg", True), ("./.././x", True), ("../..", False), ("../../calc", False), ("/testbed", False), ("a\nb", False), ("a/../b", False), ("../calc/../x", False)],
 )  # fmt: skip
 def test_symlinks_that_leave_are_dropped(target: str, stays: bool) -> None:
-    """A symlink may point anywhere in the tree; another is left out, named, and costs no fix."""
+    """Symlinks may point anywhere in the tree; others are dropped and recorded, and the fix stays."""
     filtered = filter_patch(diff_of({**GOLD, "calc/link": f"-> {target}"}), tiny_instance())
 
     assert filtered.dropped_paths == (() if stays else ("calc/link",))
@@ -118,7 +118,7 @@ def test_symlinks_that_leave_are_dropped(target: str, stays: bool) -> None:
 
 
 def test_chains_of_symlinks_do_not_leave() -> None:
-    """Two links that lead out of the tree only together: the one that climbs back is dropped."""
+    """If two links leave the tree only together, the one that goes up is dropped."""
     chain = {"a": "-> .", "x": "-> a/../etc/passwd", "calc/b": "-> ..", "y": "-> calc/b/b/../.."}
 
     filtered = filter_patch(diff_of(chain), tiny_instance())
@@ -127,7 +127,7 @@ def test_chains_of_symlinks_do_not_leave() -> None:
 
 
 def test_drops_a_symlink_that_cannot_be_read() -> None:
-    """An edit of a link that shows only a part of its target is left out."""
+    """An edit of a link that shows only part of its target is dropped."""
     base = {**BASE, "calc/link": "-> a\nb\nc"}
 
     filtered = filter_patch(diff_of({"calc/link": "-> a\nb\nd"}, base), tiny_instance())
@@ -136,7 +136,7 @@ def test_drops_a_symlink_that_cannot_be_read() -> None:
 
 
 def test_refuses_too_large_a_diff(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above either cap the whole diff is refused, never cut."""
+    """A diff above either limit is refused as a whole, never cut."""
     diff = diff_of({"a.py": "x\n", "b.py": "y\n"})
 
     monkeypatch.setattr(patch, "MAX_FILES", 1)
@@ -149,6 +149,6 @@ def test_refuses_too_large_a_diff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defective_row_is_named() -> None:
-    """A row whose own diff is unreadable is a data error with the field's name."""
+    """An unreadable diff of the row itself is a data error that names the field."""
     with pytest.raises(InstanceError, match="test_patch"):
         filter_patch(b"", tiny_instance(test_patch=b"see attachment"))

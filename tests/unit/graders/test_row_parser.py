@@ -1,4 +1,4 @@
-"""The parser that a row brings is confined: it reads what hostile code printed."""
+"""A row's own parser is confined, because it reads output of hostile code."""
 
 import os
 import socket
@@ -44,7 +44,7 @@ def needs_bubblewrap(tmp_path: Path) -> None:
 async def test_it_sees_the_output_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file of the worker, no port, no process and no variable reaches it."""
+    """It reaches no file of the worker, no port, no process and no variable."""
     secret = tmp_path / "secret"
     secret.write_text("key")
     monkeypatch.setenv("PERDURE_SECRET", "key")
@@ -59,6 +59,6 @@ async def test_it_sees_the_output_and_nothing_else(
 
 
 async def test_a_parser_without_a_result_is_a_verdict() -> None:
-    """What it says last is the reason; grading again would end the same."""
+    """The reason is its last output; a retry would end the same way."""
     with pytest.raises(Unparsable, match=r"(?s)the row's parser: .*ValueError: no log"):
         await read(parse_output, "raise ValueError('no log')", b"", b"")

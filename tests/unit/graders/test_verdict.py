@@ -1,4 +1,4 @@
-"""From logs and junit files to statuses, and from statuses to outcome and rewards."""
+"""Logs and junit files give statuses; statuses give an outcome and rewards."""
 
 import shlex
 
@@ -38,7 +38,7 @@ JUNIT = b"""<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="p
     ],
 )
 def test_finds_ids_in_junit(test: str, status: TestStatus | None) -> None:
-    """An id of the log is found under junit's names, also when rootdir and workdir differ."""
+    """junit finds an id of the log, even if rootdir and workdir differ."""
     assert parse_junit(JUNIT).get(test) is status
 
 
@@ -48,7 +48,7 @@ def test_finds_ids_in_junit(test: str, status: TestStatus | None) -> None:
     ids=["empty", "headless", "cut", "dtd"],
 )  # fmt: skip
 def test_refuses_unusable_junit(data: bytes) -> None:
-    """A junit file that is cut off, or not pytest's, vouches for nothing."""
+    """A junit file that is cut off, or not pytest's, confirms no test."""
     with pytest.raises(UnusableJunit):
         parse_junit(data)
 
@@ -67,27 +67,27 @@ def test_refuses_unusable_junit(data: bytes) -> None:
     ],
 )
 def test_pass_rules_of_both_lists(f2p: TestStatus, p2p: TestStatus, outcome: Outcome) -> None:
-    """F2P passes on PASSED or XFAIL, P2P on SKIPPED too; absence is failure in both."""
+    """F2P passes on PASSED or XFAIL, P2P also on SKIPPED; an absent test fails in both."""
     ran = {t: s for t, s in {"f": f2p, "p": p2p}.items() if s is not MISSING}
 
     assert score(ran, ["f"], ["p"]).outcome is outcome
 
 
 def test_xfail_needs_a_test_that_speaks_of_it() -> None:
-    """A F2P test that the code under test made xfail is as good as skipped."""
+    """If the code under test made an F2P test xfail, it counts as skipped."""
     result = score({"f": XFAIL}, ["f"], [], may_xfail=False)
 
     assert (result.outcome, result.fail_to_pass) == (Outcome.UNRESOLVED, {"f": SKIPPED})
 
 
 def test_fail_only_counts_explicit_failures() -> None:
-    """Under `fail_only` a test that did not report is fine; one that failed is not."""
+    """Under `fail_only`, a test without a result is fine; a failed one is not."""
     assert score({}, ["f"], ["p"], eval_type="fail_only").outcome is Outcome.RESOLVED
     assert score({"p": FAILED}, ["f"], ["p"], eval_type="fail_only").outcome is Outcome.UNRESOLVED
 
 
 def test_rewards_are_fractions() -> None:
-    """Dense rewards count what passed; empty F2P is worth nothing, empty P2P everything."""
+    """Dense rewards count passed tests; an empty F2P gives 0, an empty P2P gives 1."""
     rewards = score({"f": PASSED, "p": PASSED}, ["f", "g"], ["p", "q"]).rewards
     empty = score({}, [], []).rewards
 
@@ -107,7 +107,7 @@ def test_rewards_are_fractions() -> None:
 def test_truncated_ids_need_agreement(
     statuses: dict[str, TestStatus], expected: TestStatus
 ) -> None:
-    """A published id that was cut at a space names all tests that begin with it, if they agree."""
+    """A published id that was cut at a space names all tests that start with it, if they agree."""
     assert status_of("t[a", statuses) is expected
 
 
@@ -133,14 +133,14 @@ def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -
 
 
 def test_a_junit_path_with_a_space_is_one_argument() -> None:
-    """The `local` provider's folder for temporary files lies below the home, whatever its name."""
+    """The `local` provider's temporary folder is below the home, which may have any name."""
     guarded, _ = guarded_command(tiny_instance(test_cmd="pytest tests").grading, "/my home/x")
 
     assert f"--junitxml={guarded.junit_path}" in shlex.split(guarded.shell)
 
 
 def test_canary_matches_a_keyword_expression() -> None:
-    """Where `-k` selects tests, the canary's name is one that it selects."""
+    """If `-k` selects tests, it also selects the canary's name."""
     grading = tiny_instance(test_cmd="pytest -rA tests/a.py -k 'not slow and parser'").grading
 
     _, canary = guarded_command(grading, "/tmp/x")
@@ -157,7 +157,7 @@ def test_canary_matches_a_keyword_expression() -> None:
     ],
 )
 def test_canary_speaks_each_runners_language(parser: str, command: str, argument: str) -> None:
-    """Runners without junit get the canary as a path, or as a label."""
+    """Runners without junit get the canary as a path or as a label."""
     grading = Grading(test_cmd=command, log_parser=parser)
 
     guarded, _ = guarded_command(grading, "/tmp/x")
@@ -177,6 +177,6 @@ def test_canary_speaks_each_runners_language(parser: str, command: str, argument
     ],
 )
 def test_defective_rows_are_refused_by_field(field: str, value: object, message: str) -> None:
-    """validate names the field that is missing or wrong, before any sandbox boots."""
+    """validate names the missing or wrong field before any sandbox boots."""
     with pytest.raises(InstanceError, match=message):
         SwebenchGrader().validate(tiny_instance(**{field: value}))

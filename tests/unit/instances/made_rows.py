@@ -1,4 +1,4 @@
-"""Rows in the layouts of public datasets, made by hand where no published row may be copied."""
+"""Handmade rows in the layouts of public datasets whose rows may not be copied."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ class MADE(Instance):
 
 
 def install_multi_swe(site: Path, owner: str, name: str) -> None:
-    """A package in the layout of multi-swe-bench 1.1.2 with the parser of one repository."""
+    """Install a package in the layout of multi-swe-bench 1.1.2 with the parser of one repository."""
     harness = site / "multi_swe_bench" / "harness"
     repos = harness / "repos" / "python" / owner
     repos.mkdir(parents=True)
@@ -93,7 +93,7 @@ def install_multi_swe(site: Path, owner: str, name: str) -> None:
 
 
 def write_scripts(folder: Path, instance_id: str) -> None:
-    """`run_scripts/<instance_id>/` beside the rows, as the publisher's repository has it."""
+    """Write `run_scripts/<instance_id>/` next to the rows, as in the publisher's repository."""
     place = folder / "run_scripts" / instance_id
     place.mkdir(parents=True)
     (place / "run_script.sh").write_text(RUN_SCRIPT)
@@ -101,7 +101,7 @@ def write_scripts(folder: Path, instance_id: str) -> None:
 
 
 def r2e_row(**changes: Any) -> dict[str, Any]:
-    """A row of R2E-Gym in its publisher's layout; its image has one repository file, calc.py."""
+    """An R2E-Gym row in the publisher's layout; its image has one repository file, calc.py."""
     commit = "b" * 40
     file = {"file": {"path": "calc.py"}, "misc_line": None}
     test = {"file": {"path": "tests/test_calc.py"}, "misc_line": "new file mode 100644"}
@@ -135,7 +135,7 @@ EXPECTED = {"TestAdd.test_sum": "PASSED", "TestAdd.test_zero": "PASSED", "test_w
 
 
 def write_harbor(folder: Path, image: str, workdir: str = "/app", more: str = "") -> Path:
-    """A Harbor task with half a reward for each of two checks of calc.py."""
+    """Write a Harbor task that gives half a reward for each of two checks of calc.py."""
     files = {
         "instruction.md": "add() subtracts.\n",
         "task.toml": HARBOR.format(image=image) + more,

@@ -1,4 +1,4 @@
-"""A build goes on where it was stopped."""
+"""An interrupted build resumes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from perdure.types import Instance, Source, SourceKind
 
 @dataclass
 class Entry:
-    """A candidate that counts how often it is made."""
+    """A candidate that counts how often it was made."""
 
     instance_id: str
     tree: Path
@@ -52,7 +52,7 @@ def builder(tmp_path: Path) -> Builder:
 
 
 async def test_what_is_done_is_not_done_again(builder: Builder, tmp_path: Path) -> None:
-    """A built row is kept, a bad entry is told again; both are tried anew when their facts change."""
+    """A built row is kept and a bad entry's problem repeated; new facts make both be tried again."""
     good = Entry("good", tmp_path / "tree")
     bad = Entry("bad", tmp_path / "tree", problem=InstanceError("no tests"))
     for _ in range(2):
@@ -68,7 +68,7 @@ async def test_what_is_done_is_not_done_again(builder: Builder, tmp_path: Path) 
 
 
 async def test_a_built_row_is_no_longer_told_as_bad(builder: Builder, tmp_path: Path) -> None:
-    """An entry that made no row, then one (`--rebuild`): the old problem is forgotten with it."""
+    """If a rejected entry makes a row (`--rebuild`), the old problem is deleted."""
     entry = Entry("late", tmp_path / "tree", problem=InstanceError("no tests"))
     assert [one.problem async for one in build_all(builder, [entry])] == ["no tests"]
     entry.problem = None
@@ -78,7 +78,7 @@ async def test_a_built_row_is_no_longer_told_as_bad(builder: Builder, tmp_path: 
 
 
 async def test_what_was_out_of_reach_is_tried_again(builder: Builder, tmp_path: Path) -> None:
-    """The index is away for one entry: the others are built, and the next build asks again."""
+    """If the index is unreachable for one entry, the others are built, and the next build retries."""
     away = Entry("away", tmp_path / "tree", problem=RetryHere("the index is away"))
     good = Entry("good", tmp_path / "tree")
     for _ in range(2):
@@ -89,7 +89,7 @@ async def test_what_was_out_of_reach_is_tried_again(builder: Builder, tmp_path: 
 
 
 async def test_a_built_row_has_the_limits_of_its_recipe(builder: Builder, tmp_path: Path) -> None:
-    """They hold for published rows too; a row that sets its own keeps it."""
+    """They also hold for published rows; a row that sets its own keeps it."""
     built = await builder.build(Entry("good", tmp_path / "tree"), rebuild=False)
 
     assert built.instance is not None
@@ -97,7 +97,7 @@ async def test_a_built_row_has_the_limits_of_its_recipe(builder: Builder, tmp_pa
 
 
 def test_entries_are_chosen_and_bounded(tmp_path: Path) -> None:
-    """Globs and a limit; a glob that leaves nothing is refused with what there is."""
+    """Globs and a limit select entries; a glob without a match is refused with the entries."""
     entries = [Entry(name, tmp_path) for name in ("a-1", "a-2", "b-1")]
 
     assert [one.instance_id for one in chosen(entries, ["a-*", "b-*"], 2)] == ["a-1", "a-2"]

@@ -1,4 +1,4 @@
-"""Instances are found again as they were kept, and a wrong name says what comes close."""
+"""Instances load as they were saved; a wrong name lists similar ones."""
 
 from pathlib import Path
 
@@ -25,14 +25,14 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 async def test_what_is_saved_is_loaded(store: LocalStore) -> None:
-    """An instance survives the store byte for byte: CRLF and bytes that are not UTF-8 too."""
+    """An instance survives the store byte for byte, with CRLF and bytes that are not UTF-8."""
     await catalog.save(store, INSTANCE)
 
     assert await catalog.load(store, "first-steps/click-8.1.3") == INSTANCE
 
 
 async def test_refs_are_the_datasets_own(store: LocalStore) -> None:
-    """A dataset lists its own instances, in order, and no other's."""
+    """A dataset lists its own instances in order, and no other dataset's."""
     for dataset, instance_id in [("d", "b"), ("d", "a"), ("d2", "c")]:
         changed = {"dataset": dataset, "instance_id": instance_id}
         await catalog.save(store, INSTANCE.model_copy(update=changed))
@@ -41,7 +41,7 @@ async def test_refs_are_the_datasets_own(store: LocalStore) -> None:
 
 
 async def test_misspelt_instance_names_the_right_one(store: LocalStore) -> None:
-    """A typing error is answered with what was probably meant, and how instances are added."""
+    """The error suggests the similar name and the command that adds instances."""
     await catalog.save(store, INSTANCE)
 
     with pytest.raises(
@@ -51,7 +51,7 @@ async def test_misspelt_instance_names_the_right_one(store: LocalStore) -> None:
 
 
 async def test_unknown_dataset_names_the_known_ones(store: LocalStore) -> None:
-    """Asking for a dataset that is not there lists those that are."""
+    """The error for an unknown dataset lists the known ones."""
     await catalog.save(store, INSTANCE)
 
     with pytest.raises(NotFound, match=r"no dataset 'other' \(first-steps\)"):
@@ -59,6 +59,6 @@ async def test_unknown_dataset_names_the_known_ones(store: LocalStore) -> None:
 
 
 async def test_reference_of_another_form_is_refused(store: LocalStore) -> None:
-    """A bare instance id is told the form a reference has."""
+    """The error for a bare instance id shows the form of a reference."""
     with pytest.raises(ConfigurationError, match="<dataset>/<instance_id>"):
         await catalog.load(store, "click-8.1.3")

@@ -1,4 +1,4 @@
-"""CPython rows in document 001's format: tests and fix come out of two commits of a repository."""
+"""CPython rows: tests and fix come from two commits of a repository."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def git(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
-    """A repository with a merge that fixes a module and adds tests, one of them binary; base, merge."""
+    """A repository whose merge fixes a module and adds tests, one of them binary; base and merge."""
     tree = tmp_path_factory.mktemp("cpython")
     (tree / "Lib" / "test" / "data").mkdir(parents=True)
     git(tree, "init", "-q", "-b", "main")
@@ -59,7 +59,7 @@ def read(clone: tuple[Path, str, str], **changes: Any) -> Instance:
 
 
 def test_tests_are_split_from_the_fix(clone: tuple[Path, str, str]) -> None:
-    """`*` of the globs crosses folders; binary files stay applicable; tests of a model are dropped."""
+    """`*` also matches `/`; binary files still apply; the model's tests are dropped."""
     instance = read(clone)
     tests, gold = instance.grading.test_patch, instance.gold_patch
 
@@ -72,7 +72,7 @@ def test_tests_are_split_from_the_fix(clone: tuple[Path, str, str]) -> None:
 
 
 def test_the_suite_is_the_documents(clone: tuple[Path, str, str]) -> None:
-    """configure, an address space of 32 GiB, and the dataset's list of ignored tests."""
+    """configure, an address space of 32 GiB, and the dataset's ignored tests."""
     ignored = ["test.test_os.TestScandir.test_attributes", "test.test_perf_profiler.*"]
 
     assert read(clone).grading.eval_cmd == "./configure && prlimit --as=34359738368 make test"
@@ -84,7 +84,7 @@ def test_the_suite_is_the_documents(clone: tuple[Path, str, str]) -> None:
 
 
 def test_globs_are_the_datasets(clone: tuple[Path, str, str]) -> None:
-    """`include` says what is a test, `exclude` what a model's diff may not change."""
+    """`include` selects tests; `exclude` selects paths that a model's diff may not change."""
     instance = read(clone, include=["*test_calc.py"], exclude=["Lib/test/*", "Tools/*"])
 
     assert instance.grading.test_patch.count(b"diff --git") == 1
@@ -93,7 +93,7 @@ def test_globs_are_the_datasets(clone: tuple[Path, str, str]) -> None:
 
 
 def test_without_a_source_the_tree_is_on_github(clone: tuple[Path, str, str]) -> None:
-    """The row's diff spares the fetch at import; the base is fetched when it is built."""
+    """The row's diff saves the fetch at import; the build fetches the base."""
     tree, base, merge = clone
     diff = git(tree, "diff", "--binary", "--full-index", base, merge) + "\n"
     instance = read(clone, source=None, diff=diff)
@@ -107,7 +107,7 @@ def test_without_a_source_the_tree_is_on_github(clone: tuple[Path, str, str]) ->
 
 
 async def test_the_base_is_fetched(clone: tuple[Path, str, str], tmp_path: Path) -> None:
-    """A source of kind git gives the files of its commit, without the later ones."""
+    """A source of kind git gives the files of its commit, without later commits."""
     await sources.fetch(read(clone).source, tmp_path / "tree", LocalStore(tmp_path / "store"))
 
     assert (tmp_path / "tree" / "Lib" / "calc.py").read_text() == "base\n"
@@ -116,7 +116,7 @@ async def test_the_base_is_fetched(clone: tuple[Path, str, str], tmp_path: Path)
 async def test_the_public_set_brings_its_ignored_tests(
     clone: tuple[Path, str, str], tmp_path: Path
 ) -> None:
-    """datasets/cpython completes a row with the document's list, its globs and its memory."""
+    """datasets/cpython adds its ignored tests, its globs and its memory limit to a row."""
     tree, base, merge = clone
     row = {
         "instance_id": "python__cpython-1",

@@ -1,4 +1,4 @@
-"""The folder `datasets/` is data; the import name belongs to Hugging Face."""
+"""The folder `datasets/` is data; the import name is Hugging Face's."""
 
 import importlib.util
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.paths import ROOT
 
 
 def test_import_name_is_the_librarys() -> None:
-    """`import datasets` reaches the installed library, never the folder of recipes."""
+    """`import datasets` imports the installed library, never the folder of recipes."""
     spec = importlib.util.find_spec("datasets")
 
     assert spec is not None

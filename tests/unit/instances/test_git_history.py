@@ -1,4 +1,4 @@
-"""Commits of a clone that touch both tests and code become rows."""
+"""Commits of a clone that change both tests and code become rows."""
 
 import subprocess
 from pathlib import Path
@@ -32,7 +32,7 @@ Co-authored-by: Some One <one@example.org>
 
 
 class Clone:
-    """A repository in a folder, whose commits are a minute apart from a given day on."""
+    """A repository in a folder, with commits one minute apart, starting at a given day."""
 
     def __init__(self, tree: Path) -> None:
         self.tree = tree
@@ -61,7 +61,7 @@ class Clone:
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clone:
-    """A base, a change of code alone, one of tests alone, a merged fix, a fix whose test goes."""
+    """A base, a code-only change, a test-only change, a merged fix, a fix that removes its test."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
     clone = Clone(tmp_path / "thing")
     tests = "from thing import f\n\n\ndef test_f():\n    assert f() == {}\n"
@@ -96,7 +96,7 @@ async def made(clone: Clone, number: int, **history: object) -> Instance:
 
 
 async def test_a_merge_becomes_one_row(clone: Clone, tmp_path: Path) -> None:
-    """Its parent's files, its tests, its fix without the changelog, its words without history's."""
+    """Its parent's files, its tests, its fix without the changelog, its message without trailers."""
     instance = await made(clone, 1)
     store = LocalStore(tmp_path / "store")
     await sources.fetch(instance.source, tmp_path / "tree", store)
@@ -115,7 +115,7 @@ async def test_a_merge_becomes_one_row(clone: Clone, tmp_path: Path) -> None:
 
 
 async def test_the_environment_is_that_of_the_commits_day(clone: Clone) -> None:
-    """No later package, an interpreter that the project accepts, the tests' extra, the last tag."""
+    """No later package, an accepted interpreter, the tests' extra, the last tag."""
     environment = (await made(clone, 1)).environment
 
     assert environment.python == "3.11"
@@ -128,7 +128,7 @@ async def test_the_environment_is_that_of_the_commits_day(clone: Clone) -> None:
 
 
 async def test_commits_are_the_newest_and_bounded(clone: Clone) -> None:
-    """Commits of code or tests alone are none; `limit` counts those that are."""
+    """Commits of only code or only tests make no row; `limit` counts the others."""
     asked = History(repository=str(clone.tree))
     rows = git_history.candidates(asked, Path())
     one = git_history.candidates(asked.model_copy(update={"limit": 1}), Path())
@@ -139,20 +139,20 @@ async def test_commits_are_the_newest_and_bounded(clone: Clone) -> None:
 
 
 async def test_a_commit_that_leaves_no_test_is_refused(clone: Clone) -> None:
-    """Its test module is gone, so nothing could fail before it."""
+    """Its test module is removed, so no test could fail before it."""
     with pytest.raises(InstanceError, match="removes the test modules"):
         await made(clone, 0)
 
 
 @pytest.mark.parametrize("message", ["(#12)", "Signed-off-by: U <u@x>"])
 def test_a_commit_without_words_is_refused(message: str) -> None:
-    """An agent must be told what to do."""
+    """The agent needs a task description."""
     with pytest.raises(InstanceError, match="does not describe the change"):
         git_history.statement("thing", message)
 
 
 async def test_releases_become_a_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One commit for each release, with the index's time and the changelog's words, made once."""
+    """One commit per release, with the index's time and the changelog entry, made once."""
     import datetime
 
     asked: list[str] = []
@@ -184,7 +184,7 @@ async def test_releases_become_a_history(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_index_says_when_a_release_was_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uv's lock has the time of each file."""
+    """uv's lock has each file's upload time."""
     lock = b"""
 [[packages]]
 name = "thing"
@@ -198,7 +198,7 @@ sdist = { url = "https://x/t.tar.gz", upload-time = 2024-01-02T03:04:05Z, hashes
 
 
 def test_a_clone_needs_no_recipe(clone: Clone) -> None:
-    """`perdure instances build CLONE` makes a dataset of the folder's name."""
+    """`perdure instances build CLONE` makes a dataset with the folder's name."""
     recipe, folder = _recipe_of(str(clone.tree), limit=1)
     rows = candidates_of(recipe, folder)
 

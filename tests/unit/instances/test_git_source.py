@@ -1,4 +1,4 @@
-"""Fetched commits are kept in the home: a killed process leaves nothing elsewhere."""
+"""Fetched commits are cached in the home; a killed process leaves no files elsewhere."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def origin(tmp_path: Path) -> tuple[str, str]:
-    """A repository with one commit: its address, the commit."""
+    """A repository with one commit: its URL and the commit."""
     tree = tmp_path / "origin"
     tree.mkdir()
     (tree / "a").write_text("one\n")
@@ -38,7 +38,7 @@ def cache(home: Path) -> Path:
 def test_commits_are_kept_in_the_home(
     home: Path, origin: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One private folder for each address, and none in the system's; a commit is fetched once."""
+    """One private folder per URL, none in the system's temporary folder; a commit is fetched once."""
     git_source.export(*origin, tmp_path / "first")
     monkeypatch.setattr(git_source, "_fetch", lambda *_: pytest.fail("fetched twice"))
     git_source.export(*origin, tmp_path / "second")
@@ -53,7 +53,7 @@ def test_commits_are_kept_in_the_home(
 def test_one_process_at_a_time_fetches_into_a_folder(
     home: Path, origin: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While git runs, the folder's lock is taken; git holds it too, in case we are killed."""
+    """While git runs, it holds the folder's lock too, in case our process is killed."""
     taken: list[str] = []
     real: Callable[..., subprocess.CompletedProcess[bytes]] = subprocess.run
 
@@ -75,7 +75,7 @@ def test_one_process_at_a_time_fetches_into_a_folder(
 def test_a_killed_fetch_does_not_block_the_next(
     home: Path, origin: tuple[str, str], tmp_path: Path
 ) -> None:
-    """git refuses to fetch while its own lock file exists, which a killed git leaves."""
+    """git refuses to fetch while its own lock file exists, which a killed git leaves behind."""
     url, first = origin
     git_source.export(url, first, tmp_path / "first")
     (cache(home) / ".git" / "shallow.lock").touch()
@@ -91,7 +91,7 @@ def test_a_killed_fetch_does_not_block_the_next(
 def test_a_clone_on_this_host_is_not_copied(
     home: Path, origin: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Its commits are read where they are."""
+    """Its commits are read in place."""
     url, commit = origin
     git_source.export(url.removeprefix("file://"), commit, tmp_path / "tree")
     told = repository.git(cache(home), "count-objects", "-v").decode().split()
@@ -101,7 +101,7 @@ def test_a_clone_on_this_host_is_not_copied(
 
 
 def test_a_lock_is_its_users_alone(tmp_path: Path) -> None:
-    """Another user who could open it could hold it for ever."""
+    """Another user who could open the lock could hold it for ever."""
     umask = os.umask(0o022)
     try:
         with git_source.locked(tmp_path / "git" / "repository"):

@@ -1,4 +1,4 @@
-"""Rows name their image, or their data source's publisher does: every name to the letter."""
+"""The image of a row: its own name, or exactly the name by its publisher's rule."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which hosts a build may reach, read from what pip, uv and npm of this host are told."""
+"""The hosts that a build may reach, read from this host's configuration of pip, uv and npm."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def known(hosts: IndexHosts, *names: str) -> list[bool]:
 
 
 def test_without_configuration_it_is_pypi() -> None:
-    """Pages and files of PyPI, on their own port; neither npm nor anything else."""
+    """Only PyPI's hosts for pages and files, on their own ports; not npm's."""
     hosts = index_hosts(("pip install x",), "")
 
     assert all(map(hosts.knows, PYPI))
@@ -46,7 +46,7 @@ def test_without_configuration_it_is_pypi() -> None:
 def test_variables_of_pip_and_uv_count(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], reached: str
 ) -> None:
-    """A configured index is reached at its port, whatever address it has; its neighbours are not."""
+    """A configured index is allowed on its port, whatever its address; its neighbors are not."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     hosts = index_hosts((), "")
@@ -61,7 +61,7 @@ def test_variables_of_pip_and_uv_count(
 def test_an_index_that_replaces_pypi_for_both_tools_closes_pypi(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If neither tool would ask PyPI, builds cannot; while one still does, they can."""
+    """Builds reach PyPI only while at least one tool uses it."""
     monkeypatch.setenv("PIP_INDEX_URL", "https://corp.example/simple")
     still = index_hosts((), "")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "https://corp.example/simple")
@@ -71,7 +71,7 @@ def test_an_index_that_replaces_pypi_for_both_tools_closes_pypi(
 
 
 def test_files_of_pip_and_uv_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tables, lists and several lines of a value are understood."""
+    """Tables, lists and multi-line values are supported."""
     (tmp_path / "uv.toml").write_text(
         'extra-index-url = ["https://one.example/s"]\n[[index]]\nname = "two"\n'
         'url = "https://two.example/s"\ndefault = true\n[pip]\nfind-links = ["https://l.example"]\n'
@@ -90,7 +90,7 @@ def test_files_of_pip_and_uv_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_pypi_by_name_brings_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who writes PyPI's own address into a setting gets its file host too."""
+    """A setting that names PyPI itself also allows its host for files."""
     for name in ("PIP_INDEX_URL", "UV_DEFAULT_INDEX"):
         monkeypatch.setenv(name, "https://pypi.org/simple/")
 
@@ -99,13 +99,13 @@ def test_pypi_by_name_brings_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("line", ["npm ci", "cd ui && yarn install", "npx tsc", "corepack pnpm i"])
 def test_rows_that_install_npm_packages_reach_its_registry(line: str) -> None:
-    """The registry opens for such rows only."""
+    """Only such rows may reach the npm registry."""
     assert known(index_hosts((line,), ""), "registry.npmjs.org") == [True]
     assert known(index_hosts(("pip install npmlib",), ""), "registry.npmjs.org") == [False]
 
 
 def test_the_setting_adds_hosts_but_no_way_back_to_this_host() -> None:
-    """An added name is refused where it resolves to this host or to what only its link reaches."""
+    """An added name is refused if it resolves to this host or to a link-local address."""
     hosts = index_hosts((), "GitHub.com, files.example:8443")
     github = Place("github.com", 443)
 
@@ -125,12 +125,12 @@ def test_the_setting_adds_hosts_but_no_way_back_to_this_host() -> None:
 
 @pytest.mark.parametrize("text", ["", ":443", "a:b", "a:99999", "u@h:443", "h/x:443"])
 def test_what_is_no_address_is_none(text: str) -> None:
-    """A request can name nothing but a host and a port."""
+    """A request may name only a host and a port."""
     assert place_of(text) is None
 
 
 def test_the_message_names_host_and_setting_once() -> None:
-    """It can be pasted, and is short for a build that asked for everything."""
+    """The setting can be pasted; the message stays short if a build asked for many hosts."""
     said = how_to_allow([f"h{n}.example:443" for n in range(30)])
 
     assert "PERDURE_SANDBOX__BUILD_HOSTS=h0.example,h1.example" in said

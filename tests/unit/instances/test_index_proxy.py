@@ -1,4 +1,4 @@
-"""The proxy of builds: tunnels and plain requests to known places, and nothing else."""
+"""The proxy of builds allows only tunnels and plain requests to known hosts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from perdure.instances.index_proxy import HEAD_BYTES, Asked, index_proxy
 
 @asynccontextmanager
 async def index() -> AsyncIterator[tuple[Place, list[bytes]]]:
-    """A server on the loopback that keeps what it is asked and says hello."""
+    """A server on loopback that records requests and answers hello."""
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,7 +52,7 @@ async def proxy(
 
 
 async def test_a_tunnel_leads_to_the_configured_index(tmp_path: Path) -> None:
-    """Bytes pass in both directions after CONNECT."""
+    """After CONNECT, bytes pass in both directions."""
     async with index() as (place, heads), proxy(tmp_path, place):
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "p"))
         writer.write(f"CONNECT {place} HTTP/1.1\r\n\r\n".encode())
@@ -65,7 +65,7 @@ async def test_a_tunnel_leads_to_the_configured_index(tmp_path: Path) -> None:
 
 
 async def test_a_plain_request_is_passed_once_without_the_proxys_own_fields(tmp_path: Path) -> None:
-    """The index sees an ordinary request; a second one behind it, for another host, is dropped."""
+    """The index gets an ordinary request; a second one for another host is dropped."""
     async with index() as (place, heads), proxy(tmp_path, place):
         asked = f"GET http://{place}/simple/?q HTTP/1.1\r\nHost: other.example\r\nX: y\r\nProxy-Connection: x\r\n\r\n"
         smuggled = "GET http://evil.example/ HTTP/1.1\r\n\r\n"
@@ -78,7 +78,7 @@ async def test_a_plain_request_is_passed_once_without_the_proxys_own_fields(tmp_
 
 
 async def test_an_unknown_host_is_refused_with_the_setting(tmp_path: Path) -> None:
-    """The answer and the record name what was asked."""
+    """The answer and the record name the requested host."""
     async with proxy(tmp_path) as asked:
         answer = await said(tmp_path / "p", b"CONNECT evil.example:443 HTTP/1.1\r\n\r\n")
 
@@ -88,7 +88,7 @@ async def test_an_unknown_host_is_refused_with_the_setting(tmp_path: Path) -> No
 
 
 async def test_an_added_name_that_leads_to_this_host_is_refused(tmp_path: Path) -> None:
-    """A name that resolves to the loopback opens nothing there, though a setting lists it."""
+    """A name that resolves to loopback reaches nothing, even if a setting lists it."""
     async with index() as (place, heads):
         named = Place("localhost", place.port)
         async with proxy(tmp_path, public=named) as asked:
@@ -98,7 +98,7 @@ async def test_an_added_name_that_leads_to_this_host_is_refused(tmp_path: Path) 
 
 
 async def test_an_index_that_is_away_is_told_from_a_refusal(tmp_path: Path) -> None:
-    """The build is tried again later, because the registry failed and not the request."""
+    """The build is retried later, because the registry failed and not the request."""
     async with index() as (place, _):
         pass
     async with proxy(tmp_path, place) as asked:
@@ -120,7 +120,7 @@ async def test_an_index_that_is_away_is_told_from_a_refusal(tmp_path: Path) -> N
     ],
 )
 async def test_anything_else_is_refused(tmp_path: Path, request_: bytes, status: bytes) -> None:
-    """Only CONNECT, and GET and HEAD of plain HTTP, are understood."""
+    """Only CONNECT, and GET and HEAD of plain HTTP, are supported."""
     async with proxy(tmp_path, Place("pypi.org", 80)):
         answer = await said(tmp_path / "p", request_)
 
@@ -130,7 +130,7 @@ async def test_anything_else_is_refused(tmp_path: Path, request_: bytes, status:
 async def test_a_host_behind_a_proxy_of_its_own_uses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tunnels go through the proxy that the host's variables name, with its key."""
+    """Tunnels go through the proxy in the host's variables, with its credentials."""
     heads: list[bytes] = []
 
     async def corporate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -152,7 +152,7 @@ async def test_a_host_behind_a_proxy_of_its_own_uses_it(
 
 
 async def test_a_long_home_is_no_obstacle(tmp_path: Path) -> None:
-    """The kernel's limit for socket paths does not bound the home's path."""
+    """The kernel's limit on socket paths does not limit the home's path."""
     folder = tmp_path / ("x" * 120)
     folder.mkdir()
     async with proxy(folder):

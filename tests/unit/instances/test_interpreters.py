@@ -1,4 +1,4 @@
-"""A row's interpreter is one that starts, wherever it is."""
+"""A row's interpreter is one that starts, wherever it is installed."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ exit 127
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No interpreter of this machine, no pyenv, and no download."""
+    """No other interpreter on this host, no pyenv, and no download."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
     monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
@@ -40,7 +40,7 @@ def program(path: Path, text: str) -> None:
 
 
 def test_a_shim_that_starts_nothing_hides_no_interpreter(tmp_path: Path) -> None:
-    """uv stops at the shim of pyenv; the interpreter behind it is found, the newest one."""
+    """uv stops at pyenv's shim; Perdure finds the newest interpreter behind it."""
     program(tmp_path / "shims" / "python9.8", SHIM)
     program(tmp_path / "pyenv/versions/9.8.6/bin/python", SHIM)
     program(tmp_path / "pyenv/versions/9.8.7/bin/python", PROGRAM.format(prefix="/opt/nine"))
@@ -49,7 +49,7 @@ def test_a_shim_that_starts_nothing_hides_no_interpreter(tmp_path: Path) -> None
 
 
 def test_another_patch_release_is_not_taken(tmp_path: Path) -> None:
-    """A row that names `9.8.5` wants that one."""
+    """A row that names `9.8.5` gets no other patch release."""
     program(tmp_path / "shims" / "python9.8", PROGRAM.format(prefix="/opt/nine"))
 
     assert find_python("9.8.7") == Path("/opt/nine")
@@ -58,7 +58,7 @@ def test_another_patch_release_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_without_one_the_message_says_where_it_looked(tmp_path: Path) -> None:
-    """Also why uv cannot install one."""
+    """The message also says why uv cannot install one."""
     program(tmp_path / "shims" / "python9.8", SHIM)
 
     with pytest.raises(InstanceError) as caught:
@@ -69,5 +69,5 @@ def test_without_one_the_message_says_where_it_looked(tmp_path: Path) -> None:
 
 
 def test_perdures_own_version_is_its_own_interpreter() -> None:
-    """No other is looked for."""
+    """Perdure does not search for another one."""
     assert find_python(".".join(map(str, sys.version_info[:2]))) == Path(sys.base_prefix)

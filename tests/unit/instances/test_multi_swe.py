@@ -1,4 +1,4 @@
-"""Multi-SWE-bench rows, made in the publisher's layout: three stages become lists of tests."""
+"""Multi-SWE-bench rows in the publisher's layout: three stages become lists of tests."""
 
 import importlib.util
 import subprocess
@@ -61,7 +61,7 @@ def test_a_row() -> None:
 
 
 def test_stages_become_lists() -> None:
-    """All three buckets of fixed tests must pass; what passed before the fix may not fail after it."""
+    """All fixed tests must pass; tests that passed before the fix may not fail after it."""
     grading = read().grading
 
     assert grading.fail_to_pass == ("TestA", "TestNew")
@@ -82,7 +82,7 @@ def test_stages_become_lists() -> None:
     ],
 )
 def test_the_third_stage_decides(changed: dict[str, TestStatus | None], resolved: bool) -> None:
-    """The publisher's four checks on a run of the third stage."""
+    """The publisher's four checks of a run of the third stage."""
     passed = dict.fromkeys(("TestA", "TestNew", "TestKept"), TestStatus.PASSED)
     found = {test: status for test, status in {**passed, **changed}.items() if status}
 
@@ -112,7 +112,7 @@ def test_the_publishers_script_runs_what_the_grader_has_patched(
 
 
 def test_a_run_without_results_is_unresolved() -> None:
-    """No result at all is no fix."""
+    """A run without results does not count as a fix."""
     judgement = multi_swe.judge({}, read().grading, "build failed")
 
     assert (judgement.outcome, judgement.reason) == (
@@ -125,7 +125,7 @@ def test_a_run_without_results_is_unresolved() -> None:
     reason="the package multi-swe-bench is not installed",
 )
 def test_the_publishers_parser_reads_the_log() -> None:
-    """The class that the package registers for the repository reads its log."""
+    """The class that the package registers for the repository parses its log."""
     log = b"=== RUN TestA\n--- PASS: TestA (0.00s)\n--- FAIL: TestB (0.00s)\nFAIL\n"
 
     assert multi_swe.parsed("cli/cli", log) == {

@@ -1,4 +1,4 @@
-"""SWE-bench Multimodal rows, made in the layout of swebench 5: binary files by address."""
+"""SWE-bench Multimodal rows in the layout of swebench 5: binary files by URL."""
 
 import base64
 import threading
@@ -59,7 +59,7 @@ def files() -> Iterator[str]:
 
 
 def test_binary_files_of_both_patches_are_fetched(files: str) -> None:
-    """They are kept with the row's hidden files; the statement's pictures are named in metadata."""
+    """They become hidden files of the row; metadata names the statement's pictures."""
     inline = {"path": "test/b.png", "content": base64.b64encode(b"\0b").decode()}
     assets = {
         "test_patch": [{"path": "test/a.png", "url": f"{files}/a.png"}],
@@ -88,20 +88,20 @@ def test_binary_files_of_both_patches_are_fetched(files: str) -> None:
     ],
 )
 def test_error_names_the_asset(assets: dict[str, Any], said: str) -> None:
-    """A file that cannot be written, or whose content is not there, is refused by row and field."""
+    """An asset with a bad path or without content is refused with its row and field."""
     with pytest.raises(InstanceError, match=f"row 17 has a bad `image_assets.*{said}"):
         to_instance({**ROW, "image_assets": assets}, "d", 17)
 
 
 def test_an_address_without_a_file_is_named(files: str) -> None:
-    """The answer of the server, and the two ways out."""
+    """The error has the server's answer and both fixes."""
     assets = {"patch": [{"path": "a", "url": f"{files}/b.png"}]}
     with pytest.raises(InstanceError, match=r"/b.png' cannot be read: .*404.*`content` in base64"):
         to_instance({**ROW, "image_assets": assets}, "d", 17)
 
 
 def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of a row count, because its instance holds them."""
+    """The limit covers all files of a row, because its instance contains them."""
     monkeypatch.setattr(multimodal, "MAX_BYTES", 3)
     two = [{"path": name, "content": base64.b64encode(b"12").decode()} for name in "ab"]
     with pytest.raises(InstanceError, match=r"`image_assets\.patch`: its files have more than"):

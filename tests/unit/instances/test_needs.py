@@ -1,4 +1,4 @@
-"""What a tree's metadata says about its tests, without running any of it."""
+"""Reads what a tree's tests need from its metadata, without running its code."""
 
 import datetime
 from pathlib import Path
@@ -30,7 +30,7 @@ NOW = datetime.datetime(2024, 3, 5, tzinfo=datetime.UTC)
     ],
 )
 def test_a_specifier_accepts(requires: str, version: str, accepted: bool) -> None:
-    """As packaging reads it; what is written otherwise is left to the installer."""
+    """Specifiers mean what they mean to `packaging`; unknown forms are left to the installer."""
     assert needs.accepts(requires, version) is accepted
 
 
@@ -47,14 +47,14 @@ def test_a_specifier_accepts(requires: str, version: str, accepted: bool) -> Non
 def test_the_interpreter_fits_project_and_day(
     requires: str, day: str, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Perdure's own where it may be, else the newest of that time, else the oldest later one."""
+    """Perdure's own if it fits, otherwise the newest of that day, otherwise the oldest later one."""
     monkeypatch.setattr(needs, "find_python", lambda _: Path("/usr"))
 
     assert needs.choose_python(requires, datetime.date.fromisoformat(day)) == version
 
 
 def test_an_interpreter_that_is_not_here_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one that fits is taken; without any, the finder's own words are the problem."""
+    """The next fitting one is used; without any, the error is the finder's own."""
 
     def find(version: str) -> Path:
         if version != "3.10":
@@ -110,7 +110,7 @@ def test_an_interpreter_that_is_not_here_is_passed_over(monkeypatch: pytest.Monk
     ],
 )
 def test_requirements_of_tests_are_found(files: dict[str, str], words: str, tmp_path: Path) -> None:
-    """Extra, group or file of requirements, by the names that projects use."""
+    """They come from an extra, a group or a requirements file with a usual name."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -131,14 +131,14 @@ def test_requirements_of_tests_are_found(files: dict[str, str], words: str, tmp_
     ],
 )
 def test_requires_python_is_read(name: str, text: str, tmp_path: Path) -> None:
-    """From every place that a project may write it to."""
+    """It is read from every place in which projects write it."""
     (tmp_path / name).write_text(text)
 
     assert needs.requires_python(tmp_path) == ">=3.9"
 
 
 def test_a_tree_of_earlier_days_is_built_by_a_setuptools_that_can(tmp_path: Path) -> None:
-    """Before September 2022 setuptools had no editable installs in uv's way; all else is of the day."""
+    """Before September 2022, setuptools did not support uv's editable installs."""
     then = datetime.datetime(2021, 3, 5, tzinfo=datetime.UTC)
     install = needs.environment_at(tmp_path, then, "1").install
 

@@ -1,4 +1,4 @@
-"""A run reads only the rows that it plays; the rest of a dataset is read when a command asks for it."""
+"""A run imports only the rows that it uses; other commands import the rest of a dataset."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def git(tree: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
-    """A repository of which each commit changes a module and its test: its address, the commits."""
+    """A repository in which each commit changes a module and its test: its URL and its commits."""
     tree = tmp_path_factory.mktemp("origin")
     (tree / "Lib" / "test").mkdir(parents=True)
     git(tree, "init", "-q", "-b", "main")
@@ -63,7 +63,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
 
 
 def written(path: Path, origin: tuple[str, list[str]], away: tuple[int, ...] = ()) -> str:
-    """A file of rows `c-00` to `c-11`, in the reverse order; those of `away` cannot be fetched."""
+    """A file of rows `c-00` to `c-11` in reverse order; those in `away` cannot be fetched."""
     url, commits = origin
     rows: list[dict[str, Any]] = [
         {
@@ -82,7 +82,7 @@ def written(path: Path, origin: tuple[str, list[str]], away: tuple[int, ...] = (
 
 
 def public(tmp_path: Path, origin: tuple[str, list[str]], away: tuple[int, ...] = ()) -> str:
-    """The name of a recipe that names such a file."""
+    """The name of a recipe for such a file."""
     written(tmp_path / "suite" / "rows.jsonl", origin, away)
     (tmp_path / "suite" / "dataset.toml").write_text(RECIPE)
     return "suite"
@@ -91,7 +91,7 @@ def public(tmp_path: Path, origin: tuple[str, list[str]], away: tuple[int, ...] 
 async def test_only_the_rows_of_the_run_are_fetched(
     store: LocalStore, tmp_path: Path, origin: tuple[str, list[str]]
 ) -> None:
-    """`-l 1` and `-i ID` of a file convert one row: the others may be out of reach."""
+    """`-l 1` and `-i ID` of a file convert one row; the others may be unreachable."""
     path = written(tmp_path / "rows.jsonl", origin, away=(0, 5))
 
     first = await resolve(store, path, Choice(limit=1))
@@ -108,7 +108,7 @@ async def test_a_public_set_is_completed_as_commands_ask_for_more(
     origin: tuple[str, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A limit counts in the order of the ids, as a run of the whole set does; what is here is kept."""
+    """A limit counts by id, as a run of the whole set does; imported rows are kept."""
     name = public(tmp_path, origin)
 
     await resolve(store, name, Choice(limit=1))
@@ -127,14 +127,16 @@ async def test_a_public_set_is_completed_as_commands_ask_for_more(
 
     await resolve(store, name)
     assert len(converted) == ROWS - 1
-    (tmp_path / "suite" / "rows.jsonl").unlink()  # all is here: the rows are not read again
+    (
+        tmp_path / "suite" / "rows.jsonl"
+    ).unlink()  # all rows are imported, so the file is not read again
     await resolve(store, name)
 
 
 async def test_a_quarantined_row_does_not_shorten_a_limited_run(
     store: LocalStore, tmp_path: Path, origin: tuple[str, list[str]]
 ) -> None:
-    """Runs leave out what calibration quarantined, so one more row is read for it."""
+    """Runs omit quarantined rows, so one more row is imported for each."""
     name = public(tmp_path, origin)
     await resolve(store, name, Choice(limit=1))
     record = Calibration(
@@ -154,7 +156,7 @@ async def test_a_quarantined_row_does_not_shorten_a_limited_run(
 def test_a_network_error_names_the_row_and_keeps_the_others(
     store: LocalStore, tmp_path: Path, origin: tuple[str, list[str]]
 ) -> None:
-    """The rows that were read stay, the list marks the dataset, and the same command goes on later."""
+    """Imported rows stay, the list marks the dataset, and the same command resumes."""
     name = public(tmp_path, origin, away=(4,))
 
     with pytest.raises(RetryHere, match=rf"row 8 \(c-04\): cannot reach {AWAY}"):
@@ -180,7 +182,7 @@ async def test_commits_of_many_rows_come_in_few_fetches(
     origin: tuple[str, list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows are read at the same time, and rows that wait for one repository are fetched together."""
+    """Rows are read concurrently, and rows that wait for one repository share a fetch."""
     fetches: list[int] = []
     real = git_source._fetch
 
@@ -202,7 +204,7 @@ async def test_commits_of_many_rows_come_in_few_fetches(
 async def test_no_row_that_was_asked_for(
     store: LocalStore, tmp_path: Path, origin: tuple[str, list[str]]
 ) -> None:
-    """A glob that matches nothing is refused with how many rows there are, and fetches none."""
+    """A glob without a match is refused with the number of rows, and fetches none."""
     path = written(tmp_path / "rows.jsonl", origin)
 
     with pytest.raises(ConfigurationError, match=rf"select none of {ROWS} instances .*c-11"):

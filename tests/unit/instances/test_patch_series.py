@@ -1,4 +1,4 @@
-"""Patches of a source package become rows of CPython in document 001's format."""
+"""Patches of a Debian source package become CPython rows."""
 
 import hashlib
 import io
@@ -122,7 +122,7 @@ async def made(series: PatchSeries, patch: str, tmp_path: Path) -> Instance:
 
 
 async def test_a_patch_becomes_a_row(series: PatchSeries, tmp_path: Path) -> None:
-    """The tree before it, its tests hidden, its fix as gold, the words of its author."""
+    """The tree before it, its hidden tests, its fix as gold, its author's description."""
     instance = await made(series, "0002-x.patch", tmp_path)
     await sources.fetch(instance.source, tmp_path / "tree", LocalStore(tmp_path / "store"))
 
@@ -152,7 +152,7 @@ async def test_what_is_compiled_is_the_same_in_all_rows(
 async def test_the_same_package_makes_the_same_commits(
     series: PatchSeries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's commits are facts: another home has the same ones."""
+    """A row's commits do not depend on the home."""
     first = await made(series, "0002-x.patch", tmp_path)
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "other"))
     second = await made(series, "0002-x.patch", tmp_path)
@@ -167,7 +167,7 @@ async def test_the_same_package_makes_the_same_commits(
 async def test_a_patch_that_is_no_row_is_named(
     series: PatchSeries, tmp_path: Path, patch: str, complaint: str
 ) -> None:
-    """Without tests, or not in the package."""
+    """The patch has no tests, or is not in the package."""
     with pytest.raises(InstanceError, match=complaint):
         await made(series, patch, tmp_path)
 
@@ -181,7 +181,7 @@ def test_a_series_without_its_patch_is_refused() -> None:
 
 
 def test_debians_own_fields_are_no_words() -> None:
-    """A header of Debian says where a patch came from; the agent is told what it is for."""
+    """Debian's header fields are not part of the agent's task."""
     patch = (
         b"Origin: upstream, abc\nBug: x\nDescription: Reject it\n Really.\n\ndiff --git a/x b/x\n"
     )

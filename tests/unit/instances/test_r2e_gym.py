@@ -1,4 +1,4 @@
-"""R2E-Gym rows, made in the publisher's layout: tests and fix come out of the row, never to the agent."""
+"""R2E-Gym rows in the publisher's layout: tests and fix come from the row and stay hidden."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def read(**changes: Any) -> Instance:
 
 
 def test_a_row() -> None:
-    """The id is derived, the statement is what stands in [ISSUE], every expected status is kept."""
+    """The id is derived, the statement is the text in [ISSUE], every expected status is kept."""
     instance = read()
 
     assert instance.instance_id == "calc__bbbbbbbbbbbb"
@@ -34,7 +34,7 @@ def test_a_row() -> None:
 
 
 def test_the_image_keeps_no_tests() -> None:
-    """The tests, their results and the fix are removed from the image, in every place they have."""
+    """The tests, their results and the fix are removed from all their places in the image."""
     removed = read().environment.remove
 
     assert {"/r2e_tests", "/testbed/r2e_tests", "/testbed/parsed_commit.json"} <= set(removed)
@@ -56,7 +56,7 @@ def test_tests_and_fix_apply(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not REAL.exists(), reason="the task data is not beside the checkout")
 def test_a_published_log_has_the_status_of_each_key() -> None:
-    """A class and a test, with parameters and without the file; the message of a failure is no part."""
+    """A key has class, test and parameters, but neither the file nor a failure's message."""
     suite = "TestMultiIndexBasic"
     passed = ("multiindex_perf_warn", "multiindex_contains_dropped", "multi_nan_indexing")
     params = ("data0-True", "data1-True", "data2-False")
@@ -72,7 +72,7 @@ def test_a_published_log_has_the_status_of_each_key() -> None:
 
 
 def test_colours_and_messages_are_no_part_of_a_key() -> None:
-    """Keys are those of the publisher's reader of results."""
+    """Keys equal those of the publisher's reader of results."""
     expected = json.dumps({"\x1b[1mTestAdd.test_sum\x1b[0m - AssertionError: x": "FAILED"})
 
     assert read(expected_output_json=expected).grading.expected == {"TestAdd.test_sum": "FAILED"}

@@ -1,4 +1,4 @@
-"""Rows come out of every container exactly as they went in."""
+"""Every container gives rows exactly as they were written."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ NUMBERED = [NumberedRow(1, ROWS[0]), NumberedRow(2, ROWS[1])]
 
 
 def test_jsonl_keeps_crlf(tmp_path: Path) -> None:
-    """Line ends inside a JSONL string survive reading, Unicode ones included."""
+    """Line endings in a JSONL string survive, including Unicode ones."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS))
 
@@ -26,7 +26,7 @@ def test_jsonl_keeps_crlf(tmp_path: Path) -> None:
 
 
 def test_jsonl_numbers_are_lines(tmp_path: Path) -> None:
-    """A blank line is no row, but it counts, so that the number finds the line in an editor."""
+    """A blank line is no row but counts, so that the number is the line in an editor."""
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" + json.dumps(ROWS[0]) + "\n")
 
@@ -34,7 +34,7 @@ def test_jsonl_numbers_are_lines(tmp_path: Path) -> None:
 
 
 def test_bad_line_does_not_hide_the_next(tmp_path: Path) -> None:
-    """A line that is not JSON becomes a problem of its own, and reading continues."""
+    """A line that is not JSON becomes its own problem, and reading continues."""
     path = tmp_path / "rows.jsonl"
     path.write_text("{oops\n" + json.dumps(ROWS[1]) + "\n[1]\n")
     broken, whole, other = read_rows(path)
@@ -45,7 +45,7 @@ def test_bad_line_does_not_hide_the_next(tmp_path: Path) -> None:
 
 
 def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
-    """The same rows in parquet are the same rows."""
+    """Parquet gives the same rows as JSONL."""
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
 
@@ -54,7 +54,7 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("document", [ROWS, ROWS[0]], ids=["list", "one object"])
 def test_json_holds_one_row_or_a_list(tmp_path: Path, document: object) -> None:
-    """A .json file is a list of rows, or a single one."""
+    """A .json file is a list of rows or a single row."""
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(document))
 
@@ -62,7 +62,7 @@ def test_json_holds_one_row_or_a_list(tmp_path: Path, document: object) -> None:
 
 
 def test_hub_name_is_read_by_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`owner/name:split` goes to Hugging Face's library, which also reads such a local folder."""
+    """`owner/name:split` goes to Hugging Face's library, which also reads local folders."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "owner" / "name"
@@ -79,7 +79,7 @@ def test_hub_name_is_read_by_the_library(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_folder_with_one_slash_is_not_asked_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tasks/mine` looks like owner/name, but it is there: its only split is read."""
+    """`tasks/mine` looks like owner/name, but it exists, so its only split is read."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     folder = tmp_path / "tasks" / "mine"
     folder.mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_folder_with_one_slash_is_not_asked_of_the_hub(
 def test_a_folder_of_several_splits_names_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `test` among them, the reader does not guess."""
+    """Without a split `test`, the reader does not guess."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     for name in ("train.jsonl", "dev.jsonl"):
         (tmp_path / name).write_text(json.dumps(ROWS[0]))
@@ -103,6 +103,6 @@ def test_a_folder_of_several_splits_names_them(
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "a/b/c", "no such thing"])
 def test_unknown_source_says_what_is_possible(source: str) -> None:
-    """A source that is no file and no hub name is refused with the forms that work."""
+    """The error for a source that is no file and no hub name lists the valid forms."""
     with pytest.raises(ConfigurationError, match=r"\.jsonl, \.json or \.parquet.*owner/name"):
         read_rows(source)

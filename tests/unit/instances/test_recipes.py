@@ -1,4 +1,4 @@
-"""A dataset.toml says where rows come from, and what holds for all of them."""
+"""A dataset.toml says where rows come from, and sets their defaults."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_a_row_that_says_nothing_gets_the_datasets_defaults() -> None:
 
 
 def test_what_a_row_says_itself_is_kept() -> None:
-    """A dataset's defaults replace nothing."""
+    """A dataset's defaults replace no value of a row."""
     own = Phases.model_validate({"grade": {"limits": {"memory_mb": 100}}})
     grading = Grading(timeout_s=60.0, patch_include=("src/*",))
 
@@ -74,7 +74,7 @@ def test_what_a_row_says_itself_is_kept() -> None:
     ],
 )
 def test_a_mistake_is_named(tmp_path: Path, rows: str, complaint: str) -> None:
-    """File, entry and field, in one line."""
+    """The error has the file, the entry and the field in one line."""
     (tmp_path / "dataset.toml").write_text(f'name = "x"\n{rows}\n')
 
     with pytest.raises(ConfigurationError, match=complaint):
@@ -83,13 +83,13 @@ def test_a_mistake_is_named(tmp_path: Path, rows: str, complaint: str) -> None:
 
 @pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
 def test_a_shipped_recipe_is_named_like_its_folder(folder: Path) -> None:
-    """`perdure run NAME` finds the folder by the name."""
+    """`perdure run NAME` finds the folder by its name."""
     assert load_recipe(folder).name == folder.name
 
 
 @pytest.mark.parametrize("folder", RECIPES, ids=lambda folder: folder.name)
 def test_a_shipped_recipe_names_what_exists(folder: Path) -> None:
-    """Its format, image rule and grader are those of the code."""
+    """Its format, image rule and grader exist in the code."""
     rows = load_recipe(folder).rows
     if rows is None:
         return
@@ -116,7 +116,7 @@ ROW: dict[str, object] = {
 
 
 def test_a_row_without_an_image_gets_the_one_of_its_datasets_rule(tmp_path: Path) -> None:
-    """The rule and the format are the recipe's; a row's own image wins."""
+    """The recipe gives the rule and the format; a row's own image wins."""
     source = published(
         tmp_path, ROW, {**ROW, "image": "own:1"}, image="swe-bench", defaults={"python": "3.9"}
     )
@@ -130,7 +130,7 @@ def test_a_row_without_an_image_gets_the_one_of_its_datasets_rule(tmp_path: Path
 
 
 def test_a_row_that_another_grader_would_grade_is_refused(tmp_path: Path) -> None:
-    """The recipe promises a protocol for all rows; a row of another one is a mistake in either."""
+    """The recipe promises a protocol for all rows; one of the two is wrong."""
     source = published(tmp_path, {**ROW, "eval_cmd": "true", "image": "x"})
     (row,) = source.read()
 
@@ -139,7 +139,7 @@ def test_a_row_that_another_grader_would_grade_is_refused(tmp_path: Path) -> Non
 
 
 async def test_a_built_row_is_a_calibrated_one(tmp_path: Path) -> None:
-    """Its lists come from the same runs, so runs of the dataset do not mark it."""
+    """Its lists come from the same kind of runs, so runs of the dataset do not mark it."""
     row = instance(Grading(fail_to_pass=("a",), pass_to_pass=("b",)))
     record = _record(row, CalibrationReport(3, 1, 1), "bubblewrap")
     store = LocalStore(tmp_path)

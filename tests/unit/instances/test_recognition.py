@@ -1,4 +1,4 @@
-"""A row is read by the format that its fields have; one of no known format is told the nearest."""
+"""A row's fields decide its format; the error for an unknown one names the nearest."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ MARKS = {mark: name for name, format_ in FORMATS.items() for mark in format_.mar
 
 @pytest.mark.parametrize("mark", sorted(MARKS))
 def test_a_field_by_which_another_format_grades_is_refused(mark: str) -> None:
-    """A SWE-bench row with a field that decides another format's verdict is not accepted silently."""
+    """A SWE-bench row with a field that decides another format's verdict is refused."""
     row = {**SWEBENCH, "data_source": "swebench", mark: ["x"]}
     with pytest.raises(InstanceError, match=f"row 4: it has `{mark}`.*set `data_source` to"):
         to_instance(row, "d", 4)

@@ -1,4 +1,4 @@
-"""Two releases make one instance, out of facts that a recipe states."""
+"""Two releases make one instance, from the facts in a recipe."""
 
 import re
 import subprocess
@@ -67,7 +67,7 @@ def made(tmp_path: Path) -> release_pairs.Difference:
 def test_gold_and_tests_turn_one_release_into_the_next(
     made: release_pairs.Difference, tmp_path: Path
 ) -> None:
-    """Applied to the base, the two patches give the later release's code and tests exactly."""
+    """Applied to the base, both patches give exactly the later release's code and tests."""
     tree = tmp_path / "tree"
     sources.unpack(made.base, tree)
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
@@ -94,13 +94,13 @@ def test_what_only_a_release_changes_is_left_out(made: release_pairs.Difference)
 
 
 def test_statement_is_the_changelog_entry(made: release_pairs.Difference) -> None:
-    """The agent is told what the later release's changelog says, and nothing of other versions."""
+    """The task is the later release's changelog entry, and no other version's."""
     assert "- `f` returns 2." in made.statement
     assert "First" not in made.statement
 
 
 def test_statement_without_a_changelog_names_the_files(tmp_path: Path) -> None:
-    """A release without an entry still gives a task: the files that it changed."""
+    """For a release without an entry, the task lists the files that it changed."""
     after = {name: data for name, data in AFTER.items() if name != "CHANGES.md"}
     made = release_pairs.difference(
         PAIR, sdist(tmp_path / "1", BEFORE), sdist(tmp_path / "2", after)
@@ -116,7 +116,7 @@ def test_statement_without_a_changelog_names_the_files(tmp_path: Path) -> None:
 def test_release_without_code_or_tests_is_refused(
     tmp_path: Path, kept: str, complaint: str
 ) -> None:
-    """A pair that cannot be graded is named, with what is missing."""
+    """The error for a pair that cannot be graded names what is missing."""
     after = {**BEFORE, **{name: data for name, data in AFTER.items() if name.startswith(kept)}}
 
     with pytest.raises(InstanceError, match=rf"thing 1\.0 -> 1\.1 {complaint}"):
@@ -124,7 +124,7 @@ def test_release_without_code_or_tests_is_refused(
 
 
 def test_base_archive_is_the_same_every_time(tmp_path: Path) -> None:
-    """The same tree packs to the same bytes, so it is one blob in the store."""
+    """Equal trees pack to equal bytes, so they are one blob in the store."""
     assert sdist(tmp_path / "1", BEFORE) == sdist(tmp_path / "2", BEFORE)
 
 
@@ -143,7 +143,7 @@ def test_base_archive_is_the_same_every_time(tmp_path: Path) -> None:
     ids=["markdown", "rst with parts", "links", "plain", "longer version"],
 )
 def test_changelog_section(text: str, expected: str) -> None:
-    """The entry of a version ends where the next version begins, in every usual style."""
+    """A version's entry ends where the next version starts, in every usual style."""
     assert changelog.section(text, "1.1") == expected
 
 
@@ -157,7 +157,7 @@ def test_changelog_section(text: str, expected: str) -> None:
     ],
 )
 def test_recipe_error_names_the_field(tmp_path: Path, text: str, complaint: str) -> None:
-    """A mistake in dataset.toml is one line with file, entry and field."""
+    """The error has the file, the entry and the field in one line."""
     (tmp_path / "dataset.toml").write_text(text)
 
     with pytest.raises(ConfigurationError, match=complaint):
@@ -165,7 +165,7 @@ def test_recipe_error_names_the_field(tmp_path: Path, text: str, complaint: str)
 
 
 def test_first_steps_is_enough_to_start() -> None:
-    """The shipped recipe has at least eight pairs of six packages, three of them for the demo."""
+    """The shipped recipe has at least eight pairs of six packages, three for the demo."""
     recipe = load_recipe(RECIPE)
 
     assert len(recipe.pairs) >= 8

@@ -1,4 +1,4 @@
-"""The reverse of a diff undoes it, whatever the diff does to the tree."""
+"""The reverse of a diff undoes every change of the diff."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def break_tree(tree: Path) -> None:
 
 @pytest.mark.parametrize("renames", ["--find-renames", "--no-renames"])
 def test_the_reverse_restores_the_tree(tmp_path: Path, renames: str) -> None:
-    """New, removed, moved and changed files, modes, line ends and odd names come back."""
+    """New, removed, moved and changed files, modes, line endings and odd names are restored."""
     make_repository(tmp_path, FILES)
     break_tree(tmp_path)
     git(tmp_path, "add", "-A")
@@ -60,7 +60,7 @@ def test_a_binary_file_cannot_be_reversed() -> None:
     "diff", [b"", b"hello\n", b"diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1 @@\n-a\n"]
 )
 def test_what_is_no_diff_is_refused(diff: bytes) -> None:
-    """Other text, and a hunk that is cut off."""
+    """Other text and a cut hunk are refused."""
     with pytest.raises(Irreversible):
         reversed_diff(diff)
 
@@ -69,7 +69,7 @@ def test_what_is_no_diff_is_refused(diff: bytes) -> None:
     "file", ["swebench_rows.jsonl", "swe_gym_rows.jsonl", "swebench_sdist.jsonl"]
 )
 def test_twice_reversed_real_patches_are_as_published(file: str) -> None:
-    """The patches of real rows, which GitHub wrote."""
+    """Patches of real rows, which GitHub wrote, survive two reversals."""
     if not (REAL / file).is_file():
         pytest.skip("the real rows are not here")
     for line in (REAL / file).read_text().splitlines():

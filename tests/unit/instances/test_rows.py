@@ -1,4 +1,4 @@
-"""Every public row format becomes an instance, or one line naming row, field and fix."""
+"""Each public row format gives an instance, or one line with row, field and fix."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def read(row: dict[str, Any], **changes: Any) -> Instance:
 
 
 def test_sdist_row() -> None:
-    """A row with a source keeps all that its tree and environment need."""
+    """A row with a source keeps everything that its tree and environment need."""
     instance = read(ROW)
 
     assert instance.source.requirement == "requests==2.27.0"
@@ -56,7 +56,7 @@ def test_sdist_row() -> None:
 
 
 def test_patches_keep_crlf() -> None:
-    """A patch's bytes are the row's: CR LF stays CR LF."""
+    """A patch has the row's exact bytes: CR LF stays CR LF."""
     instance = read(ROW)
 
     assert instance.gold_patch == instance.grading.test_patch == PATCH.encode()
@@ -68,12 +68,12 @@ def test_patches_keep_crlf() -> None:
     ids=["list", "JSON", "Python literal"],
 )
 def test_lists_in_every_form(form: Any) -> None:
-    """Test lists are the same whether given as a list, as JSON text or as a Python literal."""
+    """Test lists are equal whether given as a list, as JSON text or as a Python literal."""
     assert read(ROW, FAIL_TO_PASS=form).grading.fail_to_pass == ("t::a[x, 'y']", "t::b")
 
 
 def test_test_command_out_of_eval_script() -> None:
-    """Without test_cmd, the command between eval_script's markers is taken, in its environment."""
+    """Without test_cmd, the command between eval_script's markers is used, in its environment."""
     script = (
         "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\nconda activate testbed\n"
         ": '>>>>> Start Test Output'\nA='x' pytest -rA t.py\nSWEBENCH_TEST_EXIT_CODE=$?\n"
@@ -90,7 +90,7 @@ def test_test_command_out_of_eval_script() -> None:
 
 
 def test_plain_swebench_row_uses_the_published_image() -> None:
-    """A row without a source has its tree in the image that SWE-bench publishes for its id."""
+    """A row without a source uses the image that SWE-bench publishes for its id."""
     instance = read(ROW, source=None, version="2.27")
 
     assert instance.source.kind is SourceKind.IMAGE
@@ -100,12 +100,12 @@ def test_plain_swebench_row_uses_the_published_image() -> None:
 
 
 def test_data_source_is_kept_for_routing() -> None:
-    """The row's own data_source is what graders are routed by."""
+    """The row's own data_source selects the grader."""
     assert read(ROW, data_source="SWE-bench_Lite").data_source == "SWE-bench_Lite"
 
 
 def test_slime_row() -> None:
-    """slime's metadata becomes image, workdir and an exit-code grader; prompt is the fallback text."""
+    """slime's metadata gives image, workdir and an exit-code grader; `prompt` is the fallback text."""
     instance = read(SLIME)
 
     assert instance.instance_id == "thing-1"
@@ -118,7 +118,7 @@ def test_slime_row() -> None:
 
 
 def test_slime_flat_fields_win() -> None:
-    """A field of metadata overrides remote_env_info; commands are cut at literal line ends."""
+    """A field of metadata overrides remote_env_info; commands are split at literal newlines."""
     remote = {"image_url": "other:2", "image": "other:1", "pre_commands": "git a\\ngit b"}
     instance = read(SLIME, metadata={**SLIME["metadata"], "remote_env_info": remote})
 
@@ -128,7 +128,7 @@ def test_slime_flat_fields_win() -> None:
 
 @pytest.mark.parametrize("script", ["import sys\nsys.exit(0)\n", "print('caf\u00e9')\r\nx = 1"])
 def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None:
-    """remote_env_info.f2p_script arrives as a file of exactly its bytes, run by eval_cmd."""
+    """remote_env_info.f2p_script becomes a file with exactly its bytes, run by eval_cmd."""
     metadata = {"image": "i", "remote_env_info": {"f2p_script": script}}
     grading = read(SLIME, metadata=metadata).grading
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
@@ -184,7 +184,7 @@ def test_error_names_row_field_and_fix(
 
 
 async def test_import_reports_every_bad_row(tmp_path: Path) -> None:
-    """Good rows are kept, each bad one is reported, and the caller's own check counts too."""
+    """Good rows are kept, each bad one is reported, and the caller's check counts too."""
     rows = [ROW, {**ROW, "patch": ""}, ROW, {**ROW, "instance_id": "refused"}]
     path = tmp_path / "My rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
@@ -207,7 +207,7 @@ async def test_import_reports_every_bad_row(tmp_path: Path) -> None:
 
 
 async def test_import_stops_at_the_limit(tmp_path: Path) -> None:
-    """`limit` is how many rows are read."""
+    """`limit` is the number of rows to read."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({**ROW, "instance_id": f"i{n}"}) + "\n" for n in range(3)))
     report = await import_rows(
@@ -237,7 +237,7 @@ def test_dataset_is_named_after_its_source(source: str, name: str) -> None:
     ],
 )
 async def test_real_rows(tmp_path: Path, file: str, good: int, bad: int) -> None:
-    """Real rows of the formats that are built import without a complaint; others are refused."""
+    """Real rows of supported formats import without errors; others are refused."""
     report = await import_rows(LocalStore(tmp_path), TASKS / file)
 
     assert (len(report.refs), len(report.problems)) == (good, bad)

@@ -1,4 +1,4 @@
-"""Scale-SWE rows, flat and in slime's metadata, made in the publisher's layout: lists are never dropped."""
+"""Scale-SWE rows, flat and in slime's metadata, in the publisher's layout: lists are never dropped."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def slime(**changes: Any) -> Instance:
 
 @pytest.mark.parametrize("made", [read, slime], ids=["flat", "slime"])
 def test_lists_are_graded(made: Any) -> None:
-    """F2P and P2P run together over their files, with the script as one of them."""
+    """One command runs the files of both lists; the script is one of them."""
     grading = made().grading
 
     assert (grading.protocol, len(grading.fail_to_pass), len(grading.pass_to_pass)) == (
@@ -52,14 +52,14 @@ def test_lists_are_graded(made: Any) -> None:
 
 @pytest.mark.parametrize("made", [read, slime], ids=["flat", "slime"])
 def test_a_script_alone_is_run(made: Any) -> None:
-    """Without lists the script's exit code is the verdict."""
+    """Without lists, the script's exit code is the verdict."""
     grading = made(FAIL_TO_PASS=[], PASS_TO_PASS=[]).grading
 
     assert (grading.protocol, grading.eval_cmd) == ("eval_cmd", "python test_fail_to_pass.py")
 
 
 def test_a_flat_row_keeps_its_base() -> None:
-    """`parent_commit` is the base, and the image and the folder are the row's."""
+    """`parent_commit` is the base; the row gives the image and the workdir."""
     instance = read()
 
     assert instance.base_commit == "a" * 40

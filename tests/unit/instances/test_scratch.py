@@ -1,4 +1,4 @@
-"""Folders of a builder: gone at its end, and soon after its kill -9."""
+"""A builder's temporary folders are removed at its end, or by the next builder after kill -9."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ def names(home: Path) -> list[str]:
 
 
 def test_what_a_killed_builder_left_goes_with_the_next(home: Path) -> None:
-    """The next one removes it, and leaves alone what others are working in."""
+    """The next builder removes them, and leaves those of live builders."""
     subprocess.run([sys.executable, "-c", KILLED], check=False)
     left = names(home)
     with scratch("commit") as other, scratch("pair") as folder:

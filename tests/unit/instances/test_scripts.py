@@ -1,4 +1,4 @@
-"""A published script becomes the command that Perdure runs: its preparation and its tests."""
+"""A published script becomes a command with its preparation and its tests."""
 
 import json
 import subprocess
@@ -54,7 +54,7 @@ git checkout 0123456789012345678901234567890123456789 tests/a.test
 
 
 def test_keeps_what_the_tests_need_and_leaves_out_the_graders_work() -> None:
-    """Builds and here-documents stay, patches, resets, markers and repeats go."""
+    """Builds and here-documents stay; patches, resets, markers and repeats are dropped."""
     parts = scripts.marked(MADE)
 
     assert parts is not None
@@ -76,7 +76,7 @@ def test_keeps_what_the_tests_need_and_leaves_out_the_graders_work() -> None:
 
 
 def test_a_published_install_does_not_wait_for_an_index() -> None:
-    """The tests' sandbox has no network: pip is told so, and the tests run all the same."""
+    """The sandbox has no network, so pip fails at once and the tests still run."""
     command = scripts.command(
         "set -uxo pipefail\npip install --no-such-option .", "echo $PIP_NO_INDEX"
     )
@@ -92,7 +92,7 @@ def rows(file: str) -> list[dict[str, Any]]:
 
 
 def test_real_rows_of_schema_4_run_what_schema_5_publishes() -> None:
-    """Without the fields of schema 5, a real row has the command and the parser that 5 gives it."""
+    """Without schema 5's fields, a real row gets the command and parser that 5 gives it."""
     for row in rows("swebench_rows.jsonl"):
         later = to_instance(row, "d", 1).grading
         earlier = {
@@ -105,7 +105,7 @@ def test_real_rows_of_schema_4_run_what_schema_5_publishes() -> None:
 
 
 def test_real_scripts_lose_no_line_but_the_graders() -> None:
-    """A real eval_script's install line and test line are in the command, and nothing is applied."""
+    """The command has a real eval_script's install and test lines, and applies no patch."""
     for row in rows("swebench_rows.jsonl"):
         command = to_instance(row, "d", 1).grading.test_cmd or ""
 
@@ -115,7 +115,7 @@ def test_real_scripts_lose_no_line_but_the_graders() -> None:
 
 
 def test_real_swe_gym_rows_run_setup_and_tests() -> None:
-    """setup_script's own preparation precedes test_script's command; its patch is left out."""
+    """setup_script's preparation precedes test_script's command; its patch is dropped."""
     commands = [
         to_instance(row, "d", 1).grading.test_cmd or "" for row in rows("swe_gym_rows.jsonl")
     ]
@@ -126,7 +126,7 @@ def test_real_swe_gym_rows_run_setup_and_tests() -> None:
 
 
 def test_real_swe_gym_rows_without_scripts_run_the_same_tests() -> None:
-    """The published set has no scripts: the repository's command and the test patch give the line."""
+    """Without scripts, the repository's command and the test patch give the same line."""
     for row in rows("swe_gym_rows.jsonl"):
         published = {name: row[name] for name in row if not name.endswith("_script")}
         instance = to_instance(published, "d", 1)
@@ -147,7 +147,7 @@ def test_real_swe_gym_rows_without_scripts_run_the_same_tests() -> None:
     ],
 )  # fmt: skip
 def test_swe_gym_rows_as_published(repo: str, version: str, lines: list[str]) -> None:
-    """A made row of the published set, recognised by its repository."""
+    """A made row of the published set, recognized by its repository."""
     command = to_instance(schema_4(repo, version), "d", 1).grading.test_cmd or ""
 
     assert command.splitlines()[4:] == lines
@@ -167,14 +167,14 @@ def test_swe_gym_rows_as_published(repo: str, version: str, lines: list[str]) ->
     ],
 )  # fmt: skip
 def test_versions_that_differ_in_schema_4(repo: str, version: str, line: str) -> None:
-    """What swebench 4.1.0 does for one version only; django's tests are modules below tests/."""
+    """Special cases of swebench 4.1.0 for one version; django's tests are modules below tests/."""
     assert (
         line in (to_instance(schema_4(repo, version), "d", 1).grading.test_cmd or "").splitlines()
     )
 
 
 def test_schema_4_of_another_repository_needs_schema_5() -> None:
-    """Multilingual rows without eval_script are refused with the fix, by row and field."""
+    """Multilingual rows without eval_script are refused with row, field and fix."""
     with pytest.raises(
         InstanceError, match="row 17 lacks `eval_script`: for gin-gonic/gin take the row"
     ):
@@ -196,7 +196,7 @@ def schema_4(repo: str, version: str) -> dict[str, Any]:
 
 
 def test_multilingual_row_of_schema_5(tmp_path: Path) -> None:
-    """A made row in Multilingual's layout: lists as lists, another language's parser, a build."""
+    """A made row in Multilingual's layout: real lists, another language's parser, a build."""
     row = {
         **schema_4("gin-gonic/gin", "1805"),
         "eval_script": MADE,

@@ -1,4 +1,4 @@
-"""Archives become plain trees, trees become repositories of one commit, bytes stay bytes."""
+"""Archives become plain trees, and trees become repositories of one commit, byte for byte."""
 
 import io
 import subprocess
@@ -46,7 +46,7 @@ def git(tree: Path, *arguments: str) -> bytes:
 
 
 def test_unpack_keeps_bytes_and_the_executable_bit(tmp_path: Path) -> None:
-    """Content is untouched and the top folder dropped; of modes only executable survives."""
+    """Content is unchanged and the top folder dropped; of modes only the executable bit is kept."""
     data = archive((file("p-1/a.txt"), b"x\r\n\xff"), (file("p-1/run", 0o4711), b""))
     sources.unpack(data, tmp_path, strip=1)
 
@@ -74,7 +74,7 @@ def test_unpack_refuses_what_reaches_outside(tmp_path: Path, member: tarfile.Tar
 
 
 def test_unpack_writes_through_no_link(tmp_path: Path) -> None:
-    """A file below the name of a link cannot be used to write where the link points."""
+    """A file below a link's name cannot be written where the link points."""
     data = archive((link("d", "elsewhere"), b""), (file("d/x"), b"x"), (file("elsewhere/y"), b"y"))
 
     with pytest.raises(InstanceError, match="cannot be unpacked"):
@@ -82,7 +82,7 @@ def test_unpack_writes_through_no_link(tmp_path: Path) -> None:
 
 
 def test_damaged_archive_is_the_instances_fault(tmp_path: Path) -> None:
-    """A cut archive is an InstanceError, not a crash."""
+    """A cut archive raises InstanceError, not another exception."""
     whole = archive((file("a"), b"x" * 100_000))
 
     with pytest.raises(InstanceError, match="cannot be unpacked"):
@@ -90,7 +90,7 @@ def test_damaged_archive_is_the_instances_fault(tmp_path: Path) -> None:
 
 
 async def test_unpinned_release_is_refused(tmp_path: Path) -> None:
-    """A requirement that may mean another release tomorrow is no base tree."""
+    """A requirement that may mean another release tomorrow is refused."""
     source = Source(kind=SourceKind.PYPI_SDIST, requirement="requests")
 
     with pytest.raises(InstanceError, match="name==version"):
@@ -122,7 +122,7 @@ UV_SAYS = [
 def test_what_the_index_lacks_is_told_once(
     monkeypatch: pytest.MonkeyPatch, stderr: str, kind: type[Exception], told: str
 ) -> None:
-    """uv's nested causes become one sentence: the last cause and the variables, or what is wrong with the row."""
+    """uv's nested causes become one sentence: the last cause and the variables, or the row's error."""
 
     def failed(*_: object) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess((), 2, b"", stderr.encode())
@@ -135,14 +135,14 @@ def test_what_the_index_lacks_is_told_once(
 
 
 def test_same_tree_same_commit(tmp_path: Path) -> None:
-    """A tree has one base commit everywhere and always: no clock, host or configuration in it."""
+    """A tree always has the same base commit: no clock, host or configuration affects it."""
     files = {"a.py": b"x = 1\n", "b/c.txt": b"\r\n"}
 
     assert commit_of(tmp_path / "tree", files) == "d4d012e36cfe007670edb0a8c4e6d8eaaedcfcbd"
 
 
 def test_one_commit_holds_everything(tmp_path: Path) -> None:
-    """The base is one commit without remotes; ignored files and foreign history are handled."""
+    """The base is one commit without remotes, with ignored files and without foreign history."""
     tree = tmp_path / "tree"
     files = {".gitignore": b"*.log\n", "kept.log": b"x", "nested/.git/HEAD": b"ref", "n/x.py": b""}
     commit_of(tree, files)
@@ -153,7 +153,7 @@ def test_one_commit_holds_everything(tmp_path: Path) -> None:
 
 
 def test_attributes_change_no_bytes(tmp_path: Path) -> None:
-    """A tree's own .gitattributes cannot make git normalise line ends."""
+    """A tree's own .gitattributes cannot make git normalize line endings."""
     tree = tmp_path / "tree"
     commit_of(tree, {".gitattributes": b"* text=auto eol=lf\n", "a.txt": b"a\r\nb\r\n"})
 
@@ -161,7 +161,7 @@ def test_attributes_change_no_bytes(tmp_path: Path) -> None:
 
 
 def test_running_tests_is_no_edit(tmp_path: Path) -> None:
-    """Caches of Python and pytest do not show up as changes, though released trees ignore nothing."""
+    """Caches of Python and pytest are no changes, even if a released tree ignores no files."""
     tree = tmp_path / "tree"
     commit_of(tree, {"a.py": b""})
     for name in ("__pycache__/a.pyc", ".pytest_cache/v", "b.py"):
@@ -172,7 +172,7 @@ def test_running_tests_is_no_edit(tmp_path: Path) -> None:
 
 
 async def test_a_folder_of_this_host_becomes_the_tree(tmp_path: Path) -> None:
-    """Its files and symlinks are copied into the folder that was made for them, its history is not."""
+    """Its files and symlinks are copied into the folder; its history is not."""
     source, tree = tmp_path / "source", tmp_path / "tree"
     commit_of(source, {"a.txt": b"x\r\n"})
     (source / "link").symlink_to("a.txt")

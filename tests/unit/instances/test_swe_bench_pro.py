@@ -1,4 +1,4 @@
-"""SWE-bench Pro rows: scripts beside them, lists as Python literals, tests only for the grader."""
+"""SWE-bench Pro rows: separate scripts, lists as Python literals, tests only for the grader."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_row(folder: Path) -> None:
-    """Image, lists, scripts and the statement with its requirements are those of the publisher."""
+    """Image, lists, scripts and the statement with its requirements are the publisher's."""
     instance = read(folder)
     grading = instance.grading
 
@@ -62,7 +62,7 @@ def test_a_row(folder: Path) -> None:
 
 
 def test_only_the_grader_gets_the_tests(folder: Path) -> None:
-    """The last line of before_repo_set_cmd is no command of both sandboxes, but the grader's tests."""
+    """The last line of before_repo_set_cmd adds tests in the grader's sandbox only."""
     grading = read(folder).grading
 
     assert grading.pre_commands == (
@@ -86,7 +86,7 @@ def test_a_tree_gets_its_tests_from_the_test_patch(folder: Path) -> None:
 
 
 def test_with_twins_an_images_tests_come_from_the_test_patch(folder: Path) -> None:
-    """A twin is a line of it: files of a later commit would put every original back."""
+    """Twins are lines of it; files of a later commit would restore every original."""
     row = read(folder, test_patch=ROW["patch"])
     twin = Twin(tests=("test_a",), path="m.py", line=1, before=b"b", after=b"c", rule="literal")
     record = Calibration(
@@ -148,7 +148,7 @@ def test_errors(folder: Path, changes: dict[str, Any], field: str, fix: str) -> 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="the real rows are not here")
 async def test_real_rows(tmp_path: Path) -> None:
-    """Published rows import once their scripts and their image tags are there; else they say so."""
+    """Published rows import if their scripts and image tags exist; otherwise the error says so."""
     rows = [json.loads(line) for line in REAL.read_text().splitlines()]
     for row in rows:
         write_scripts(tmp_path, row["instance_id"])

@@ -1,4 +1,4 @@
-"""SWE-rebench rows: version 2 on a real one, version 1 on rows made as the publisher's fork makes them."""
+"""SWE-rebench rows: a real one of version 2, and made ones of version 1 as in the publisher's fork."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ VERSION_1: dict[str, Any] = {
 
 @pytest.mark.skipif(not REAL.is_file(), reason="the real row is not here")
 def test_a_real_row_of_version_2() -> None:
-    """Its image, its folder, its command and its parser; the lists grader takes it."""
+    """Its image, folder, command and parser; the lists grader accepts it."""
     instance = to_instance(json.loads(REAL.read_text())[0], "d", 1)
     SwebenchGrader().validate(instance)
 
@@ -81,14 +81,14 @@ def test_version_1_runs_as_the_publishers_fork_does() -> None:
     ],
 )
 def test_what_perdure_would_ignore_is_refused(changes: dict[str, Any], said: str) -> None:
-    """A missing field and one that Perdure does not use are named."""
+    """The error names a missing field, and a field that Perdure does not use."""
     row = {**VERSION_1, "install_config": {**VERSION_1["install_config"], **changes}}
     with pytest.raises(InstanceError, match=f"row 9 .*{said}"):
         to_instance(row, "d", 9)
 
 
 def test_a_parser_of_its_own_is_named() -> None:
-    """Version 2 has parsers that swebench lacks: such a row is refused, with those that would do."""
+    """Version 2 has parsers that swebench lacks; such a row is refused with the known ones."""
     config = {**VERSION_1["install_config"], "log_parser": "parse_log_js_4"}
     instance = to_instance({**VERSION_1, "install_config": config}, "d", 1)
     with pytest.raises(InstanceError, match="unknown `log_parser` 'parse_log_js_4'"):
@@ -120,7 +120,7 @@ VERSION_2: dict[str, Any] = {
 
 
 async def test_the_publishers_own_parsers_beside_the_rows_read_the_log(tmp_path: Path) -> None:
-    """A parser that no package has is run confined; durations in names differ from run to run."""
+    """Such a parser runs confined; durations in test names, which vary, are removed."""
     if missing := BubblewrapProvider(Settings(home=tmp_path / "home")).check():
         pytest.skip("; ".join(missing))
     (tmp_path / "log_parsers.py").write_text(OWN_PARSERS)
@@ -144,7 +144,7 @@ def test_a_parser_that_the_publishers_file_lacks_is_named(tmp_path: Path) -> Non
 
 
 def test_python_rows_keep_their_guard(tmp_path: Path) -> None:
-    """With the canary, junit and twins, which the publisher's parsers know nothing of."""
+    """They keep the canary, junit and twins, which the publisher's parsers do not support."""
     (tmp_path / "log_parsers.py").write_text(OWN_PARSERS)
     config = {"test_cmd": "pytest -rA tests/t.py", "log_parser": "parse_log_pytest"}
     row = {**VERSION_2, "language": "python", "install_config": config}

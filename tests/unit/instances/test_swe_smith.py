@@ -1,4 +1,4 @@
-"""SWE-smith rows: the bug, its reverse, and which files are hidden."""
+"""SWE-smith rows: the bug, its reverse, and the hidden files."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ ROW: dict[str, Any] = {
 
 @pytest.mark.skipif(not REAL.is_file(), reason="the real row is not here")
 def test_a_real_row() -> None:
-    """Its published image, its hidden files, and a reference solution that undoes its bug."""
+    """Its published image, its hidden files, and a reference solution that reverts its bug."""
     row = json.loads(REAL.read_text())
     instance = to_instance(row, "d", 1)
     SwebenchGrader().validate(instance)
@@ -40,7 +40,7 @@ def test_a_real_row() -> None:
 
 
 def test_files_of_both_lists_are_the_graders() -> None:
-    """Those of FAIL_TO_PASS are hidden from the agent; edits of either are left out of its diff."""
+    """FAIL_TO_PASS files are hidden from the agent; its diff omits edits of both lists' files."""
     instance = to_instance(ROW, "d", 1)
 
     assert instance.environment.remove == ("/testbed/tests/a[b].py",)
@@ -66,6 +66,6 @@ BINARY = "diff --git a/x b/x\nindex 1..2 100644\nBinary files a/x and b/x differ
     ],
 )
 def test_error_names_row_field_and_fix(changes: dict[str, Any], said: str) -> None:
-    """What the format needs and the row lacks, by row and field."""
+    """The error for a missing or bad field has its row, field and fix."""
     with pytest.raises(InstanceError, match=f"row 17 {said}"):
         to_instance({**ROW, **changes}, "d", 17)

@@ -1,4 +1,4 @@
-"""Tasks that are folders: Harbor's, in its published layout, and plain ones with a file per long field."""
+"""Tasks that are folders: Harbor's published layout, and plain ones with a file per long field."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_the_verifiers_variables_are_set(tmp_path: Path) -> None:
 
 
 def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
-    """A solution that is a script is run by the oracle, and by no other agent."""
+    """Only the oracle runs a solution that is a script."""
     instance = read(write_harbor(tmp_path / "add", "img:1"))
     task = AgentTask(instance, "/app", None, "", "m", Sampling(), 60.0)
 
@@ -106,7 +106,7 @@ def test_a_task_needs_an_image_that_exists(tmp_path: Path) -> None:
     ],
 )
 def test_rewards(text: bytes, reward: float | None) -> None:
-    """A number from 0 to 1, the `reward` of an object, or its only value; everything else is none."""
+    """A number from 0 to 1, an object's `reward` or its only value; any other content is no reward."""
     assert reward_of(text) == reward
 
 

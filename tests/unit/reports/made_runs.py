@@ -1,4 +1,4 @@
-"""Rollouts as reports read them, made for tests."""
+"""Made rollouts for tests of reports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="sandbox p
 def rollout(
     instance: str, sample: int = 0, outcome: str | None = "resolved", **fields: Any
 ) -> RolloutFacts:
-    """Graded; without an outcome it failed."""
+    """A graded rollout; without an outcome, a failed one."""
     reward = None if outcome is None else float(outcome == "resolved")
     values: dict[str, Any] = {
         "instance_id": instance,
@@ -59,7 +59,7 @@ def rollout(
 
 
 def run_of(run_id: str, outcomes: Mapping[str, Sequence[str | None]], **fields: Any) -> RunFacts:
-    """A run by the outcomes of each instance's samples."""
+    """A run with the given outcomes of each instance's samples."""
     rollouts = [
         rollout(instance, sample, outcome, **fields)
         for instance, endings in outcomes.items()

@@ -1,4 +1,4 @@
-"""What a report reads of an episode."""
+"""The facts that a report reads from an episode."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def facts(**fields: Any) -> Any:
 
 
 def test_a_hosted_models_tokens_count() -> None:
-    """What the API counted is in the episode and in its report, though there are no ids."""
+    """The API's counts are in the episode and its report, although there are no ids."""
     usage = Usage(prompt_tokens=900, cached_tokens=500, sampled_tokens=40)
     turns = tuple(Turn(index=n, trainable=False, usage=usage) for n in range(2))
     made = episode(turns=turns)
@@ -81,14 +81,14 @@ LOST_GRADING = AttemptSummary(
     ],
 )
 def test_lost_sandboxes_are_counted(fields: dict[str, Any], booted: int, lost: int) -> None:
-    """Those of agents that left no patch, and of gradings; one that a person broke off is not lost."""
+    """Sandboxes of agents without a patch and of gradings, except canceled ones."""
     found = facts(**fields)
 
     assert (found.sandboxes, found.sandboxes_lost) == (booted, lost)
 
 
 def test_a_cancelled_attempt_before_a_retry_is_not_lost() -> None:
-    """A person broke it off; the retry went well."""
+    """A person canceled it; the retry succeeded."""
     earlier = EarlierVerdict(status=RolloutStatus.CANCELLED, attempt=1, finished_at=1.0, key="k")
     made = episode(attempts=(GONE, KEPT)).model_copy(update={"earlier": (earlier,)})
     found = parse_facts(made.model_dump_json().encode())
@@ -98,7 +98,7 @@ def test_a_cancelled_attempt_before_a_retry_is_not_lost() -> None:
 
 @pytest.mark.parametrize(("attempt", "flaky"), [(1, True), (0, False)])
 def test_a_verdict_that_changed_for_the_same_patch_is_flaky(attempt: int, flaky: bool) -> None:
-    """Graded again with another outcome; a new play of the rollout is no such thing."""
+    """A regrade with another outcome is flaky; a retry of the rollout is not."""
     earlier = EarlierVerdict(
         status=RolloutStatus.GRADED,
         outcome=Outcome.RESOLVED,
@@ -125,7 +125,7 @@ async def test_an_unreadable_episode_is_named(tmp_path: Path) -> None:
 
 
 def test_a_success_that_no_twin_checked_says_why() -> None:
-    """Only a success is to be checked; a verified one needs no reason."""
+    """Only a success has a reason; a verified one has none."""
     why = Verification(state="unverified", reason="no test has a twin")
     grade = UNRESOLVED.model_copy(update={"outcome": Outcome.RESOLVED, "verification": why})
     verified = grade.model_copy(update={"verification": Verification(state="verified")})

@@ -1,4 +1,4 @@
-"""Curves of a run for TensorBoard and W&B."""
+"""A run's curves for TensorBoard and W&B."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ RUN = run_of("r", {"a": ["resolved", None], "b": ["unresolved"]})
 
 
 def test_a_failed_rollout_has_no_reward_and_moves_no_share() -> None:
-    """It has its turns and seconds; the share is of graded rollouts."""
+    """Its turns and seconds count; the share covers graded rollouts."""
     found = [point.values for point in points(RUN)]
 
     assert [point.step for point in points(RUN)] == [1, 2, 3]
@@ -23,7 +23,7 @@ def test_a_failed_rollout_has_no_reward_and_moves_no_share() -> None:
 
 
 def test_tensorboard_reads_what_its_client_wrote(tmp_path: Path) -> None:
-    """Each curve under its name, one folder for each run."""
+    """Each curve has its name, and each run its folder."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -35,7 +35,7 @@ def test_tensorboard_reads_what_its_client_wrote(tmp_path: Path) -> None:
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    """Nothing is sent: `wandb sync` uploads the folder when a person wants it."""
+    """Nothing is sent: a person uploads the folder with `wandb sync`."""
     pytest.importorskip("wandb")
 
     folder = write_wandb(RUN, "perdure", tmp_path)
@@ -45,7 +45,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
 
 def test_an_absent_client_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it."""
+    """The error has the command that installs it."""
     monkeypatch.setitem(sys.modules, "wandb", None)
 
     with pytest.raises(MissingDependency, match=r"pip install .*wandb"):

@@ -36,7 +36,7 @@ def figures(report: Report) -> dict[str, str]:
 
 
 def test_a_failed_rollout_is_no_zero() -> None:
-    """Instance c has one graded sample, unresolved; its failed one counts nowhere in the shares."""
+    """Instance c has one unresolved graded sample; no share counts its failed one."""
     found = build_report(RUN, planned=8)
 
     assert (found.rollouts, found.planned, found.graded, found.resolved) == (6, 8, 5, 3)
@@ -65,7 +65,7 @@ def test_what_was_not_checked_is_counted_with_its_reason() -> None:
 
 
 def test_times_tell_the_environment_from_the_model() -> None:
-    """Of 40 s of each agent, engines worked 10."""
+    """Engines worked for 10 of each agent's 40 s."""
     found = build_report(RUN)
 
     assert found.environment_to_model == 3.0
@@ -73,7 +73,7 @@ def test_times_tell_the_environment_from_the_model() -> None:
 
 
 def test_failures_that_say_the_same_are_one_group() -> None:
-    """Numbers, digests and paths differ; the sentence of the first is shown."""
+    """Numbers, digests and paths may differ; the first message is shown."""
 
     def lost(number: int) -> Failure:
         message = f"sandbox p-{number:08x} died:\n see /tmp/{number}/log"
@@ -93,7 +93,7 @@ def test_failures_that_say_the_same_are_one_group() -> None:
 
 
 def test_equal_patches_with_other_verdicts_are_flaky() -> None:
-    """Two samples with one patch, one resolved: the instance is named."""
+    """Of two samples with one patch, one is resolved: the report names the instance."""
     rollouts = tuple(
         rollout("a", n, outcome, patch_sha256="same")
         for n, outcome in enumerate(["resolved", "unresolved"])
@@ -103,7 +103,7 @@ def test_equal_patches_with_other_verdicts_are_flaky() -> None:
 
 
 def test_runs_are_compared_by_instance() -> None:
-    """Six instances won, none lost: p is 2 / 64; what only one of them has does not count."""
+    """Six instances won, none lost: p is 2 / 64; instances of one run only do not count."""
     before = run_of("before", {**{f"i{n}": ["unresolved"] for n in range(7)}, "old": ["resolved"]})
     after = run_of(
         "after", {**{f"i{n}": ["resolved"] for n in range(6)}, "i6": ["unresolved"], "new": [None]}
@@ -117,7 +117,7 @@ def test_runs_are_compared_by_instance() -> None:
 
 
 def test_runs_of_gold_and_of_no_patch_give_the_bounds() -> None:
-    """Over the instances that the run has, not over theirs."""
+    """The bounds cover the run's instances, not those of the other runs."""
     gold = run_of(
         "gold", {"a": ["resolved"], "b": ["unresolved"], "z": ["resolved"]}, agent="oracle"
     )
@@ -143,7 +143,7 @@ output = 10.0
 
 
 def test_cost_is_that_of_the_tokens(tmp_path: Path) -> None:
-    """600 fresh prompt tokens at 2, 400 cached at 0.5, 100 sampled at 10 dollars a million."""
+    """600 fresh prompt tokens at 2, 400 cached at 0.5, 100 sampled at 10 dollars per million."""
     (tmp_path / "prices.toml").write_text(PRICES)
     prices = read_prices(tmp_path / "prices.toml")
 
@@ -154,7 +154,7 @@ def test_cost_is_that_of_the_tokens(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
-    """No cost is shown instead of one that leaves the model out."""
+    """The report shows no cost instead of one without that model."""
     (tmp_path / "prices.toml").write_text(PRICES)
     other = ModelUsage(model="other", prompt_tokens=5)
     run = RunFacts("r", (rollout("a"), rollout("b", models=("other",), usage=(other,))))
@@ -166,7 +166,7 @@ def test_a_model_without_a_price_is_named(tmp_path: Path) -> None:
 
 
 def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
-    """What a lost or repeated attempt bought was paid for, and the report counts it."""
+    """The tokens of a lost or repeated attempt were paid for, so the report counts them."""
     (tmp_path / "prices.toml").write_text(PRICES)
     lost = ModelUsage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
     run = RunFacts("r", (rollout("a", turns=0, usage=(), discarded=(lost,)),))
@@ -182,7 +182,7 @@ def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
 def test_a_cost_that_was_not_recorded_is_unknown(
     tmp_path: Path, usage: tuple[ModelUsage, ...]
 ) -> None:
-    """It counts as no dollars, and the mean leaves its rollout out."""
+    """It adds no dollars, and the mean omits its rollout."""
     (tmp_path / "prices.toml").write_text(PRICES)
     prices = read_prices(tmp_path / "prices.toml")
     old = rollout("a", usage=usage)
@@ -197,7 +197,7 @@ def test_a_cost_that_was_not_recorded_is_unknown(
 
 
 def test_verdicts_that_were_played_again_show_the_first_figure() -> None:
-    """A second chance raises pass@1, so the report counts them and shows both figures."""
+    """A retry raises pass@1, so the report counts retries and shows both figures."""
     again = rollout("a", outcome="resolved", earlier_outcomes=("empty_patch", "unresolved"))
     report = build_report(RunFacts("r", (again, rollout("b"))))
     shown = figures(report)
@@ -219,7 +219,7 @@ def test_a_run_that_was_stopped_says_so_and_how_many_instances_count() -> None:
 
 
 def test_the_model_is_the_one_that_answered() -> None:
-    """A name that differs from the one asked for is shown once; `nop` called none."""
+    """A differing requested name is shown once; `nop` called none."""
     dated = rollout("a", models=("gpt-x-2026-01-01",), asked_models=("gpt-x",))
     called = figures(build_report(RunFacts("r", (dated,))))
     none = figures(build_report(RunFacts("n", (rollout("a", models=()),))))
@@ -239,7 +239,7 @@ def test_the_model_is_the_one_that_answered() -> None:
     ],
 )
 def test_a_bad_price_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """The file, the model, the field."""
+    """The error names the file, the model and the field."""
     (tmp_path / "p.toml").write_text(text)
 
     with pytest.raises(ConfigurationError, match=message):
@@ -247,7 +247,7 @@ def test_a_bad_price_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_the_document_is_json() -> None:
-    """Also of a run without a verdict: what does not exist is null."""
+    """Also for a run without a verdict: missing values are null."""
     empty = RunFacts("e", (rollout("a", outcome=None),))
     reports = [build_report(RUN), build_report(empty)]
 
@@ -279,7 +279,7 @@ ALLOWED = {
 
 
 class Read(HTMLParser):
-    """Every element, and every attribute that runs or loads something."""
+    """Collects every element, and every attribute that runs or loads something."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Read(HTMLParser):
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_stays_text(text: str) -> None:
-    """In a failure's message and in the name of a model: no element, script or address comes of it."""
+    """In a failure's message and a model's name: it becomes no element, script or URL."""
     failure = Failure(boundary=Boundary.AGENT, type="AgentError", message=text)
     run = RunFacts("r", (rollout("a", outcome=None, failure=failure, models=(text,)), rollout("b")))
     report = build_report(run)
@@ -315,7 +315,7 @@ def test_hostile_text_stays_text(text: str) -> None:
 
 
 def test_the_plots_are_those_that_have_data() -> None:
-    """Of an evaluation: no policy versions. The same run gives the same drawing."""
+    """An evaluation has no policy versions. The same run gives the same drawing."""
     report = build_report(RUN)
 
     titles = [plot.title for plot in plots([(RUN, report)])]
@@ -326,7 +326,7 @@ def test_the_plots_are_those_that_have_data() -> None:
 
 
 def test_versions_are_drawn_for_a_training_run() -> None:
-    """Where rollouts have them."""
+    """If rollouts have them."""
     run = run_of("t", {"a": ["resolved", "unresolved"]}, version_min=3, version_max=4)
 
     assert "Policy versions" in [plot.title for plot in plots([(run, build_report(run))])]

@@ -1,4 +1,4 @@
-"""The statistics of a report, against values that are known or counted in full."""
+"""The statistics of a report, compared with known or fully counted values."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from perdure.reports.statistics import (
 
 @pytest.mark.parametrize(("samples", "resolved"), [(4, 0), (4, 1), (4, 2), (5, 3), (6, 6)])
 def test_pass_at_k_is_the_share_of_all_draws(samples: int, resolved: int) -> None:
-    """The same as counting every way to draw k of the samples."""
+    """It equals counting every way to draw k of the samples."""
     tries = [True] * resolved + [False] * (samples - resolved)
     for k in range(1, samples + 1):
         draws = list(itertools.combinations(tries, k))
@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_share_of_all_draws(samples: int, resolved: int) -> Non
 
 
 def test_an_instance_with_fewer_samples_is_left_out_of_larger_k() -> None:
-    """pass@2 is over the instances that have two graded samples."""
+    """pass@2 covers the instances with two graded samples."""
     curve = pass_curve({"a": [True, False], "b": [False]})
 
     assert (curve[1].mean, curve[1].instances) == (0.25, 2)
@@ -34,7 +34,7 @@ def test_an_instance_with_fewer_samples_is_left_out_of_larger_k() -> None:
 
 
 def test_the_interval_is_that_of_the_binomial() -> None:
-    """Of 400 instances, 100 resolved: Clopper and Pearson's 20.8 to 29.5 %."""
+    """For 100 resolved of 400 instances: Clopper and Pearson's 20.8 to 29.5 %."""
     found = share_interval([1.0] * 100 + [0.0] * 300, 400)
 
     assert (found.mean, found.instances) == (0.25, 400)
@@ -79,7 +79,7 @@ def test_the_interval_covers_the_truth(instances: int, likeness: float) -> None:
 @pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("won", [0.1, 0.5])
 def test_the_interval_of_a_difference_covers_the_truth(instances: int, won: float) -> None:
-    """Each instance is won with this chance, lost with 0.1, else a tie."""
+    """Each instance is won with this chance, lost with 0.1, otherwise tied."""
     drawn = random.Random(7)
     truth, held = won - 0.1, 0
     for _ in range(300):
@@ -91,14 +91,14 @@ def test_the_interval_of_a_difference_covers_the_truth(instances: int, won: floa
 
 
 def test_equal_results_prove_no_certain_difference() -> None:
-    """Three ties leave room on both sides."""
+    """Three ties leave an interval on both sides."""
     found = difference_interval([0.0, 0.0, 0.0])
 
     assert found.low < -0.3 < 0.3 < found.high
 
 
 def test_nothing_has_no_interval() -> None:
-    """No instance is not 0."""
+    """Without instances, the result is not 0."""
     assert math.isnan(share_interval([], 0).mean)
     assert math.isnan(difference_interval([]).mean)
 

@@ -25,13 +25,15 @@ async def store(tmp_path: Path) -> LocalStore:
     "text", ["rollout/r1/flask-2/0", "r1/flask-2/0", "r1/flask-2", "r1/fla", "flask-2", "fla"]
 )
 async def test_any_unambiguous_name_finds_the_rollout(store: LocalStore, text: str) -> None:
-    """A workflow id, a path with or without sample, and a unique beginning all find it."""
+    """A workflow id, a path with or without sample, and a unique prefix all find it."""
     assert await stored.find(store, text) == RolloutName("r1", "flask-2", 0)
 
 
 async def test_ambiguous_name_lists_what_it_may_mean(store: LocalStore) -> None:
-    """A beginning that matches several rollouts is refused, and the error lists them."""
-    with pytest.raises(NotFound, match=r"'click' matches 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"):
+    """The error for a prefix of several rollouts lists them."""
+    with pytest.raises(
+        NotFound, match=r"'click' matches 3 rollouts: r1/click-8.1/0, r2/click-8.1/0"
+    ):
         await stored.find(store, "click")
 
 

@@ -1,4 +1,4 @@
-"""A viewer over a made store, asked without a network."""
+"""A viewer over a made store, called without a network."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> LocalStore:
 async def client(
     tmp_path: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Carries no token."""
+    """A client without the token."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
 
     async def step(workflow_id: str) -> str:
@@ -41,7 +41,7 @@ async def client(
 
 @pytest.fixture
 def show(client: httpx.AsyncClient) -> Show:
-    """A page as one who came in by the printed address sees it."""
+    """A page as a user sees it who opened the printed URL."""
 
     async def get(path: str) -> str:
         if not client.cookies:

@@ -1,4 +1,4 @@
-"""Colours of diffs and tokens; the place in a log; what is removed from texts."""
+"""Colors of diffs and tokens, windows of logs, and cleaning of texts."""
 
 import pytest
 
@@ -23,12 +23,12 @@ def test_lines_of_a_diff() -> None:
     ("text", "found"), [(PATCH, True), ("a\n+b\n-c", False), ("@@ -1 +1 @@", True), ("", False)]
 )
 def test_what_is_a_diff(text: str, found: bool) -> None:
-    """A hunk's head makes a diff."""
+    """The header of a hunk makes a text a diff."""
     assert diffs.is_diff(text) == found
 
 
 def test_an_edit_is_a_diff() -> None:
-    """Arguments with an old and a new text are shown as their difference."""
+    """Arguments with an old and a new text are shown as a diff."""
     found = diffs.of_edit({"path": "x.py", "old_str": "a\nb", "new_str": "a\nc"})
 
     assert found is not None
@@ -39,7 +39,7 @@ def test_an_edit_is_a_diff() -> None:
 
 
 def test_tokens_are_what_the_trainer_reads() -> None:
-    """Mask, logprob and version of each token are those of the segment; together they give its text."""
+    """Mask, logprob and version are the segment's; the tokens together give its text."""
     segment = cut(turns())[-1]
     text = load_tokenizer("qwen3").decode
 
@@ -54,7 +54,7 @@ def test_tokens_are_what_the_trainer_reads() -> None:
 
 
 def test_a_character_of_several_tokens_is_whole() -> None:
-    """Bytes of one character are shown together, not as broken ones."""
+    """The bytes of one character are shown together, not as broken characters."""
     tokenizer = load_tokenizer("qwen3")
     ids = tuple(tokenizer.encode_plain("𓀀 ok"))
     segment = cut(turns())[0].model_copy(
@@ -80,7 +80,7 @@ def test_shades(logprob: float, found: int) -> None:
 
 
 def test_a_log_opens_at_the_report_of_the_failure() -> None:
-    """Not where the test is named first, such as in the list of what was collected."""
+    """Not at the first line that names the test, such as in the list of collected tests."""
     log = f"{TEST} PASSED maybe\n" * 3 + LOG
 
     found = logs.window(log, TEST)
@@ -91,7 +91,7 @@ def test_a_log_opens_at_the_report_of_the_failure() -> None:
 
 
 def test_a_log_that_does_not_name_the_test_is_shown_at_its_end() -> None:
-    """`test_a` is not `test_ab`."""
+    """`test_a` does not match `test_ab`."""
     found = logs.window("test_ab failed\n" + "x\n" * 500 + "the end", "test_a")
 
     assert found.found is None
@@ -99,14 +99,14 @@ def test_a_log_that_does_not_name_the_test_is_shown_at_its_end() -> None:
 
 
 def test_text_that_deceives_is_made_plain() -> None:
-    """Terminal colours go; what hides or turns text is shown as a replacement character."""
+    """Terminal colors are removed; characters that hide or reverse text are replaced."""
     assert readable("\x1b[31mred\x1b[0m\r\n") == "red\n"
     assert readable("a\u202eb\u200bc\x00d\ud800") == "a�b�c�d�"
     assert readable("ünï 漢字 𓀀\t") == "ünï 漢字 𓀀\t"
 
 
 def test_long_texts_are_folded_whole() -> None:
-    """Nothing is lost between the shown part and the folded one."""
+    """No character is lost between the shown part and the folded one."""
     text = "line\n" * 3000
 
     found = folded(text)
@@ -116,6 +116,6 @@ def test_long_texts_are_folded_whole() -> None:
 
 
 def test_what_a_search_found_is_marked() -> None:
-    """Marks that a text itself holds do not unbalance the pieces."""
+    """Marks inside a text do not unbalance the pieces."""
     assert marked("a \x02b\x03 c", "\x02", "\x03") == [(False, "a "), (True, "b"), (False, " c")]
     assert marked("\x03x\x02y", "\x02", "\x03") == [(False, "\x03x"), (False, "y")]

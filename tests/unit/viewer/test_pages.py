@@ -1,4 +1,4 @@
-"""What the pages show of a run, a group and a rollout."""
+"""The pages of a run, a group and a rollout."""
 
 import json
 import re
@@ -21,7 +21,7 @@ ONE = "/runs/made/rollouts/h11-0.14.0/0"
 
 @pytest.fixture
 async def run(store: LocalStore) -> None:
-    """Two samples of one instance, one failed rollout, one that is open."""
+    """Two samples of one instance, one failed rollout, and an open one."""
     await write_rollout(store, sample=0)
     await write_rollout(store, sample=1, resolved=True)
     await write_rollout(store, instance="click-8.1.3", failure="sandbox p-1a died")
@@ -30,7 +30,7 @@ async def run(store: LocalStore) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_lists_lead_from_runs_to_rollouts(show: Show) -> None:
-    """The list of runs leads to the run, its rows to rollouts with ending, reward and cause."""
+    """The list of runs links to the run, and its rows to rollouts with outcome, reward and cause."""
     assert 'href="/runs/made"' in await show("/")
     page = await show("/runs/made")
     assert f'href="{ONE}"' in page
@@ -54,7 +54,7 @@ async def test_lists_lead_from_runs_to_rollouts(show: Show) -> None:
     ],
 )
 async def test_filters(show: Show, query: str, shown: list[str]) -> None:
-    """A filter leaves the rollouts that match, in the order that was asked for."""
+    """A filter keeps the matching rollouts in the requested order."""
     page = await show(f"/runs/made?{query}")
     found = re.findall(r'class="open" href="/runs/made/rollouts/([^"?]+)', page)
     assert found == shown
@@ -62,7 +62,7 @@ async def test_filters(show: Show, query: str, shown: list[str]) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_next_and_previous_stay_within_the_filter(show: Show) -> None:
-    """A rollout that was opened from a filtered list leads to the next one of that list."""
+    """A rollout opened from a filtered list links to the next one of that list."""
     page = await show(f"{ONE}?instance=h11")
     assert 'data-key="n" href="/runs/made/rollouts/h11-0.14.0/1?instance=h11"' in page
     assert 'data-key="p"' not in page
@@ -70,7 +70,7 @@ async def test_next_and_previous_stay_within_the_filter(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_groups(show: Show) -> None:
-    """Rows of groups have their samples; the group's page pairs them."""
+    """Rows of groups have their samples; the group's page links pairs of them."""
     assert "1 of 2" in await show("/runs/made?by=group")
     page = await show("/runs/made/rollouts/h11-0.14.0")
     assert f'href="{ONE}/beside/1"' in page
@@ -96,7 +96,7 @@ async def test_a_trajectory(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_tokens(show: Show) -> None:
-    """Tokens are coloured by mask, logprob or version, and say their id and logprob."""
+    """Tokens are colored by mask, logprob or version, and show their id and logprob."""
     assert '<span class="t m1"' in await show(f"{ONE}/tokens")
     page = await show(f"{ONE}/tokens?by=logprob")
     assert re.search(r'class="t l\d" title="id \d+ · logprob -\d\.\d{3} · version \d"', page)
@@ -105,7 +105,7 @@ async def test_tokens(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_patch_tests_and_files(show: Show) -> None:
-    """The patch is coloured; the log is shown at the failing test; only the rollout's own files are read."""
+    """The patch is colored; the log opens at the failing test; only the rollout's files are shown."""
     assert '<span class="del">-        lengths = value\n</span>' in await show(f"{ONE}/patch")
     page = await show(f"{ONE}/tests")
     assert TEST in page
@@ -120,7 +120,7 @@ async def test_patch_tests_and_files(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_two_samples_side_by_side(show: Show) -> None:
-    """Turns are paired, and the patches compared."""
+    """The page pairs the turns and compares the patches."""
     page = await show(f"{ONE}/beside/1")
     assert 'id="left-0"' in page
     assert 'id="right-0"' in page
@@ -130,7 +130,7 @@ async def test_two_samples_side_by_side(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_an_open_rollout_is_shown_as_far_as_it_is(show: Show) -> None:
-    """It says what it does now and is asked for again; one that ended is not."""
+    """It shows the current step and reloads; a finished one does not."""
     page = await show("/runs/made/rollouts/jinja-3/0")
     assert "running: the agent works in rollout/made/jinja-3/0" in page
     assert 'data-live="3"' in page
@@ -142,7 +142,7 @@ async def test_an_open_rollout_is_shown_as_far_as_it_is(show: Show) -> None:
 async def test_a_run_that_its_budget_stopped_says_so(
     store: LocalStore, show: Show, samples: int, stopped: bool
 ) -> None:
-    """On its page and in the list of runs; one that ended whole does not."""
+    """Its page and the list of runs say so; those of a complete run do not."""
     instances = ["first-steps/h11-0.14.0"]
     budget = Budget(tokens=1)
     run = RunRequest(run_id="made", instances=tuple(instances), n_samples=samples, budget=budget)
@@ -158,7 +158,7 @@ async def test_a_run_that_its_budget_stopped_says_so(
 async def test_a_stopped_run_that_goes_on_is_not_stopped(
     store: LocalStore, show: Show, tmp_path: Path
 ) -> None:
-    """A larger budget continues it: its page is live again, and a report has no reason for an end."""
+    """After a larger budget its page is live again, and reports give no reason for a stop."""
     settings = Settings(home=tmp_path / "home", store=store.url)
     home.keep_private(settings)
     await write_rollout(store)

@@ -1,4 +1,4 @@
-"""The index follows the store; search finds words where they were said."""
+"""The index follows the store, and a search finds the turn with the words."""
 
 import contextlib
 import sqlite3
@@ -22,7 +22,7 @@ def index(tmp_path: Path) -> Index:
 
 
 async def read(store: LocalStore, index: Index) -> None:
-    """By a reader of its own, so that nothing rests."""
+    """Read with a new reader, so that no pause applies."""
     assert await Readings(store, index).bring("made", wait=60) == ""
 
 
@@ -31,7 +31,7 @@ def endings(index: Index) -> list[str]:
 
 
 async def test_a_rollout_that_is_replaced_is_read_again(store: LocalStore, index: Index) -> None:
-    """What a retry or a regrading changed is seen; what is gone from the store is gone from the list."""
+    """The list follows retries, regrades and removals."""
     await write_rollout(store, said=turns(("first attempt", "x")))
     await read(store, index)
     assert endings(index) == ["unresolved"]
@@ -47,7 +47,7 @@ async def test_a_rollout_that_is_replaced_is_read_again(store: LocalStore, index
 
 
 async def test_an_open_rollout_becomes_an_ended_one(store: LocalStore, index: Index) -> None:
-    """Its stage is known from its files, its ending from its episode."""
+    """Its files give its stage; its episode gives its outcome."""
     await write_rollout(store, ended=False)
     await read(store, index)
     (row,) = index.rows(ALL, "instance", 0, 9)
@@ -60,7 +60,7 @@ async def test_an_open_rollout_becomes_an_ended_one(store: LocalStore, index: In
 
 
 async def test_a_manifest_alone_is_enough_for_a_list(store: LocalStore, index: Index) -> None:
-    """The rollouts of a run that ended are listed before any of their files is read."""
+    """The rollouts of an ended run are listed before any of their files is read."""
     await write_rollout(store, resolved=True)
     await finish_run(store, RunRequest(run_id="made", dataset="first-steps"))
     for file in (store.root / "runs/made/rollouts").rglob("*"):
@@ -75,7 +75,7 @@ async def test_a_manifest_alone_is_enough_for_a_list(store: LocalStore, index: I
 
 
 async def test_runs_are_found_without_their_files(store: LocalStore) -> None:
-    """Names that continue each other are told apart."""
+    """A run whose name is a prefix of another run's name is listed separately."""
     for run in ("a", "a-1", "a.1", "a0", "b"):
         await store.put(f"runs/{run}/run.json", b"{}")
         await store.put(f"runs/{run}/rollouts/x/0/attempts/1/sandbox.json", b"{}")
@@ -99,7 +99,7 @@ async def test_runs_are_found_without_their_files(store: LocalStore) -> None:
 async def test_search_finds_the_turn(
     store: LocalStore, index: Index, q: str, found: list[int]
 ) -> None:
-    """All words of one turn, phrases whole, the last word as a beginning; any text is a valid question."""
+    """All words of one turn, whole phrases, the last word as a prefix; any text is a valid query."""
     await write_rollout(store, patch=b"")
     await read(store, index)
 
@@ -109,7 +109,7 @@ async def test_search_finds_the_turn(
 
 
 def test_words_of_a_question() -> None:
-    """What a person types is no syntax of the index."""
+    """A user's text is never syntax of the index."""
     assert match('a "b c" d') == '"a" "b c" "d"*'
     assert match('NEAR( "') == '"NEAR("*'
     assert match("-> !") == ""
@@ -119,7 +119,7 @@ def test_words_of_a_question() -> None:
 async def test_an_index_that_cannot_be_used_is_made_again(
     store: LocalStore, tmp_path: Path, kind: str
 ) -> None:
-    """It is a copy: nothing is lost with it."""
+    """It is a cache, so no data is lost with it."""
     path = tmp_path / "made.sqlite"
     if kind == "broken":
         path.write_bytes(b"no database" * 1000)

@@ -1,4 +1,4 @@
-"""Who is answered, and that hostile text stays text."""
+"""Only authorized requests are answered, and hostile text stays text."""
 
 import json
 import re
@@ -21,7 +21,7 @@ TEMPLATES = sorted((ROOT / "src" / "perdure" / "viewer" / "templates").glob("*.h
 
 
 async def test_the_token_opens_once_and_a_cookie_afterwards(client: httpx.AsyncClient) -> None:
-    """Nothing is shown without the token; with it, the address loses it and a cookie keeps it."""
+    """Pages need the token; a redirect then moves it from the URL into a cookie."""
     assert (await client.get("/")).status_code == 401
     assert (await client.get("/static/view.js")).status_code == 401
     assert (await client.get("/", params={"token": "x" * 40})).status_code == 401
@@ -35,7 +35,7 @@ async def test_the_token_opens_once_and_a_cookie_afterwards(client: httpx.AsyncC
 
 
 async def test_the_address_after_the_token_stays_on_this_host(client: httpx.AsyncClient) -> None:
-    """`//host/` as a path does not become another host."""
+    """`//host/` as a path does not redirect to another host."""
     answer = await client.get("http://127.0.0.1:8236//evil.example/?token=" + TOKEN)
 
     assert answer.headers["location"] == "/evil.example/"
@@ -60,7 +60,7 @@ async def test_the_address_after_the_token_stays_on_this_host(client: httpx.Asyn
 async def test_a_foreign_host_is_refused_even_with_the_cookie(
     client: httpx.AsyncClient, host: str, answered: bool
 ) -> None:
-    """A page whose name was rebound to this machine names its own host, and gets nothing."""
+    """A page whose name was rebound to this host sends its own host name, and is refused."""
     await client.get("/", params={"token": TOKEN})
 
     assert is_loopback(host) == answered
@@ -68,7 +68,7 @@ async def test_a_foreign_host_is_refused_even_with_the_cookie(
 
 
 async def test_it_only_reads(client: httpx.AsyncClient) -> None:
-    """No method but GET and HEAD is answered."""
+    """Only GET and HEAD are answered."""
     await client.get("/", params={"token": TOKEN})
 
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
@@ -76,7 +76,7 @@ async def test_it_only_reads(client: httpx.AsyncClient) -> None:
 
 
 async def test_every_answer_has_the_policy(client: httpx.AsyncClient) -> None:
-    """Refusals and missing pages as well; the policy allows no inline script and no other host."""
+    """Refusals and missing pages too; the policy allows no inline script and no other host."""
     before = await client.get("/")
     await client.get("/", params={"token": TOKEN})
 
@@ -98,14 +98,14 @@ async def test_every_answer_has_the_policy(client: httpx.AsyncClient) -> None:
     ],
 )
 async def test_other_names_show_nothing(client: httpx.AsyncClient, path: str) -> None:
-    """An address that names no run and no rollout is not found, and no error of ours."""
+    """A URL that names no run and no rollout gives a 404, not an internal error."""
     await client.get("/", params={"token": TOKEN})
 
     assert (await client.get(path)).status_code == 404
 
 
 class Elements(HTMLParser):
-    """What a browser would make of a page."""
+    """Collects the elements that a browser would see in a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def _call(text: str) -> dict[str, object]:
 
 
 def _utf8(text: str) -> str:
-    """Where no JSON escapes are kept, half of a pair cannot be written."""
+    """Without JSON escapes, half of a surrogate pair cannot be written."""
     return text.encode("utf-8", "replace").decode()
 
 

@@ -20,7 +20,7 @@ INSTANCE = tiny_instance(twins=(ADD, NEGATIVE))
 
 
 def grade(first: TestStatus, second: TestStatus, kept: TestStatus = P) -> Grade:
-    """Statuses of both FAIL_TO_PASS tests, as a grader by lists gives them."""
+    """A grade with the statuses of both FAIL_TO_PASS tests, as a grader by lists makes it."""
     statuses = dict(zip(FAIL_TO_PASS, (first, second), strict=True))
     statuses |= dict.fromkeys(PASS_TO_PASS, kept)
     found = score(statuses, FAIL_TO_PASS, PASS_TO_PASS)
@@ -38,7 +38,7 @@ def ended(outcome: Outcome) -> Grade:
 
 
 def pair(with_add: Grade, with_negative: Grade) -> list[Ran]:
-    """The first run holds the twin of `add`, the second that of `negative`."""
+    """The first run has the twin of `add`, the second the twin of `negative`."""
     return [Ran(Run(INSTANCE, (ADD,)), with_add), Ran(Run(INSTANCE, (NEGATIVE,)), with_negative)]
 
 
@@ -74,7 +74,7 @@ def test_a_twin_that_did_not_run_is_no_failure_of_a_twin() -> None:
 
 
 def test_an_honest_wrong_fix_that_meets_a_twin_is_unresolved() -> None:
-    """Its original failed, so nothing was forged: the answer is what the twin expects."""
+    """Its original failed, so nothing was forged: the fix gives what the twin expects."""
     found = combined(INSTANCE, pair(grade(P, P), grade(F, F)))
 
     assert (found.outcome, found.official, found.verification) == (
@@ -124,7 +124,7 @@ async def test_a_first_run_that_decides_needs_no_second(outcome: Outcome) -> Non
 
 
 async def test_an_unresolved_grade_keeps_its_fractions() -> None:
-    """The originals of the second run count for dense rewards, so it runs."""
+    """The second run's originals count for dense rewards, so it runs."""
     found, _ = await graded_by(iter([grade(F, F, kept=F), grade(F, F)]))
 
     assert (found.outcome, found.rewards.p2p_fraction) == (Outcome.UNRESOLVED, 0.0)
@@ -153,7 +153,7 @@ async def test_an_instance_without_twins_is_graded_once_and_says_so() -> None:
 
 
 def test_a_test_that_no_list_names_and_that_may_not_fail_is_no_twins_doing() -> None:
-    """Multi-SWE-bench: a run that breaks such a test is officially unresolved, beside any twin."""
+    """Multi-SWE-bench: a run that breaks such a test is officially unresolved, whatever twins do."""
     row = tiny_instance(protocol="multi_swe", twins=(ADD, NEGATIVE), must_not_fail=("other",))
     runs = pair(grade(F, P), grade(P, F))
     statuses = [{**ran.grade.fail_to_pass, **ran.grade.pass_to_pass, "other": F} for ran in runs]

@@ -1,4 +1,4 @@
-"""The host's coin, and a patch that holds what it drew."""
+"""The host's coin, and the patch with the twins that it drew."""
 
 from random import Random
 
@@ -38,7 +38,7 @@ def test_added_lines_are_numbered_in_the_new_file() -> None:
 
 
 def test_a_twin_replaces_one_line_and_no_digest_tells() -> None:
-    """Only the line differs; index lines, which hold the digest of the file, are gone from both."""
+    """Only the line differs; neither patch has index lines, which would reveal the file's digest."""
     patch = diff_of(TESTS)
 
     real, twin = with_twins(patch, []), with_twins(patch, [ADD])

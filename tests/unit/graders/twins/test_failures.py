@@ -1,4 +1,4 @@
-"""What calibration reads out of a run: the exception and the line at which each copy of a test failed."""
+"""Calibration reads from a run the exception and the line at which each copy of a test failed."""
 
 from perdure.graders.protocols.swebench import SuiteRun
 from perdure.graders.reports.log_parsers import parser_of

@@ -8,7 +8,7 @@ from perdure.graders.twins.source import Source
 
 
 def of(body: str, head: str = "", added: range | None = None) -> list[Candidate]:
-    """The candidates of one test function with this body; all its lines are added."""
+    """The candidates of one test function with this body, all of whose lines are added."""
     text = f"{head}def test_x():\n" + "".join(f"    {line}\n" for line in body.splitlines())
     lines = added or range(1, text.count("\n") + 1)
     source = Source("tests/test_x.py", text.encode(), frozenset(lines))
@@ -54,7 +54,7 @@ def test_an_expectation_is_exchanged(body: str, twin: str) -> None:
     ],
 )
 def test_what_is_no_expectation_stays(body: str) -> None:
-    """The input of a test is never changed; without an exclusive rule only negations are left."""
+    """The input of a test never changes; without an exclusive rule only negations remain."""
     assert {one.rule for one in of(body)} <= {"negation", "truth: is None"}
 
 

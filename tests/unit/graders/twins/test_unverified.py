@@ -1,4 +1,4 @@
-"""A grade without twins says so, and why."""
+"""A grade without twins is unverified, and says why."""
 
 import pytest
 
@@ -44,7 +44,7 @@ async def resolved(_: Instance) -> Graded:
     ],
 )
 async def test_a_format_that_can_prove_no_run_is_unverified(grading: Grading, why: str) -> None:
-    """A resolved grade of it keeps its reward and names what it lacks."""
+    """A resolved grade of such a format keeps its reward and names what is missing."""
     row = tiny_instance().model_copy(update={"grading": grading})
     grade = (await verified(row, 1, resolved)).grade
 
@@ -55,7 +55,7 @@ async def test_a_format_that_can_prove_no_run_is_unverified(grading: Grading, wh
 
 
 async def test_a_calibrated_row_says_why_no_test_has_a_twin() -> None:
-    """What calibration found is told, not that the row should be calibrated."""
+    """The reason is that of calibration, not advice to calibrate the row."""
     why = {"t.py::test_a": "no rule can change its expectation"}
     grade = (await verified(tiny_instance(), 1, resolved, without=why)).grade
 
