@@ -1,4 +1,4 @@
-"""Samples the run while it goes on and after it has ended."""
+"""Samples the run while it is open and after it has ended."""
 
 import asyncio
 import json

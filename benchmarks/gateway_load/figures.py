@@ -1,4 +1,4 @@
-"""Turns measurements into the reported numbers."""
+"""Turns measurements into the reported figures."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass
 class Level:
-    """Latencies in seconds of each round's calls, straight to the engine and through the gateway."""
+    """Latencies of each round's calls in seconds, directly to the engine and through the gateway."""
 
     sessions: int
     rest_cpu: float
-    """CPU seconds per second without calls, for its health checks."""
+    """CPU seconds per second without calls, used by health checks."""
     direct: list[list[float]] = field(default_factory=list)
     through: list[list[float]] = field(default_factory=list)
     cpu_s_per_turn: list[float] = field(default_factory=list)
-    """CPU above that at rest."""
+    """CPU above the CPU at rest."""
     yardstick_ms: list[float] = field(default_factory=list)
 
     def added(self, percent: int) -> list[float]:
-        """Growth of a percentile in each round, in seconds."""
+        """Increase of a percentile in each round, in seconds."""
         pairs = zip(self.direct, self.through, strict=True)
         return [_percentile(t, percent) - _percentile(d, percent) for d, t in pairs]
 
@@ -51,7 +51,7 @@ def _percentile(values: list[float], percent: int) -> float:
 
 
 def memory_mb(pid: int) -> dict[str, int]:
-    """Resident MB now and at most."""
+    """Resident memory in MB: the current value and the peak."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if line.startswith("Vm"))
     return {name: int(fields[name].split()[0]) >> 10 for name in ("VmRSS", "VmHWM")}

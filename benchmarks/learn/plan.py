@@ -11,7 +11,7 @@ Broken = Literal["", "reencode", "temperature", "split"]
 are sampled at 0.7 and the trainer assumes 1. `split`: each turn is a segment with a share of the reward."""
 BROKEN_TEMPERATURE = 0.7
 GROUP_S = 900.0
-"""A group ends after this time with its graded rollouts. Only an infrastructure failure takes so long."""
+"""A group ends after this time with its graded rollouts. Only an infrastructure failure takes longer."""
 
 
 class Plan(Frozen):

@@ -143,7 +143,7 @@ def _other(name: str, rng: random.Random) -> File:
 
 
 async def save(store: Store, dataset: str, tasks: Sequence[Task], prefix: str) -> None:
-    """As `<dataset>/<prefix>-<number>`."""
+    """Save the tasks as `<dataset>/<prefix>-<number>`."""
     at_once = asyncio.Semaphore(SAVED_AT_ONCE)
 
     async def one(number: int, task: Task) -> None:

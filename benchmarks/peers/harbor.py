@@ -53,7 +53,7 @@ class Harbor:
         return argv, env
 
     def flags(self, job: Job) -> list[str]:
-        """Of each of its sandboxes."""
+        """The bubblewrap flags of each sandbox."""
         return toy.bwrap_flags(job.repository)
 
     def patches(self, job: Job) -> Mapping[str, str]:

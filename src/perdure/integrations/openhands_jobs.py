@@ -103,7 +103,7 @@ def job_run(server: str, job_id: str) -> str:
     return f"{server}.{slug}"
 
 
-# --- what is asked ---------------------------------------------------------------------------
+# --- the request -----------------------------------------------------------------------------
 
 
 def row_of(instance: Any) -> Mapping[str, Any]:
@@ -181,7 +181,7 @@ def check_same(known: JobRecord, asked: JobRecord) -> None:
     refuse(f"job {asked.job_id}", differences(*sides), "give another job_id")
 
 
-# --- how far it is ---------------------------------------------------------------------------
+# --- the progress ----------------------------------------------------------------------------
 
 
 def place_of(described: WorkflowExecutionDescription) -> tuple[Stage, bool]:
@@ -197,7 +197,7 @@ def place_of(described: WorkflowExecutionDescription) -> tuple[Stage, bool]:
     return stage, state != PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
 
 
-# --- what its caller gets --------------------------------------------------------------------
+# --- the result ------------------------------------------------------------------------------
 
 
 def complete(

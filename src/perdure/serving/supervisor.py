@@ -99,7 +99,7 @@ def _end_group(child: Child, grace_s: float) -> None:
 
 
 def _reap(child: Child) -> bool:
-    """Whether any child is left."""
+    """Reap ended children. True while another child still runs."""
     child.poll()  # first, so that waitpid below does not take the child's status
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -69,7 +69,7 @@ def create_app(codec: PayloadCodec, token: str, ui_origins: list[str]) -> Starle
                 allow_origins=ui_origins,
                 allow_methods=["POST"],
                 allow_headers=HEADERS,
-                allow_credentials=True,  # the UI may be told to send cookies
+                allow_credentials=True,  # the UI can be configured to send cookies
             )
         ],
     )

@@ -222,7 +222,7 @@ ATTACKS = [
 
 
 class GraderContract:
-    """Subclasses provide the fixtures `grader` and `sandbox`: a fresh one with `repository` at its workdir."""
+    """Subclasses provide the fixtures `grader` and `sandbox`, a fresh one with `repository` at its workdir."""
 
     @pytest.fixture
     def repository(self, tmp_path: Path) -> Path:

@@ -264,7 +264,7 @@ class WorkersManager:
 
 
 def start(key: str, plan: WorkersPlan) -> Any:
-    """Start the manager of this plan. The workers of an earlier plan end first; their agents go on."""
+    """Start the manager of this plan. The workers of an earlier plan end first; their agents continue."""
     stop(key, leave=False)
     return (
         ray.remote(WorkersManager)

@@ -34,7 +34,7 @@ class NodeReport(Frozen):
 
 
 class NodeWorker:
-    """The worker ends with this process. Its agents go on, and the home's next worker finds them."""
+    """The worker ends with this process. Its agents continue, and the home's next worker finds them."""
 
     def __init__(self, node: str, settings: Settings) -> None:
         """This process's environment must hold the same settings, because the worker inherits it."""
@@ -58,7 +58,7 @@ class NodeWorker:
         )
 
     async def stop(self) -> None:
-        """End the worker; its agents go on until the next one finds them."""
+        """End the worker. Its agents continue, and the next worker finds them."""
         self._keeping.cancel()
         if (child := self._child) is not None and child.stdin is not None:
             child.stdin.close()  # then its supervisor ends it

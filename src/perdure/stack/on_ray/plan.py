@@ -1,4 +1,4 @@
-"""Decides which nodes get a worker, how many seats each has, and what the autoscaler gets asked for."""
+"""Decides which nodes get a worker, how many seats each has, and what to request from the autoscaler."""
 
 import math
 import re
