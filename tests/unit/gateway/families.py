@@ -1,4 +1,4 @@
-"""Each family's template in miniature, and a tokenizer trained here that has its control tokens.
+"""A small template for each family, and a tokenizer, trained here, that has the family's control tokens.
 
 The notation is the family's; the prose around it is ours. `tests/real/test_families.py` uses templates and
 tokenizers as published.
@@ -20,11 +20,11 @@ PLAIN = "{{ m.content }}"
 
 @dataclass(frozen=True)
 class Family:
-    """A template's parts, as Jinja. `m`: a message, `c`: a call, `k` and `v`: an argument."""
+    """Parts of a template, as Jinja. `m`: a message, `c`: a call, `k` and `v`: an argument."""
 
     notation: str
     control: str
-    """Its control tokens, separated by blanks; the first one ends an answer."""
+    """The control tokens, separated by spaces. The first one ends an answer."""
     user: str
     answer: str
     """Opens an answer in the history."""
@@ -32,14 +32,14 @@ class Family:
     close: str
     result: str
     calls: tuple[str, str, str] = ("", "", "")
-    """Before, between and after the calls of an answer."""
+    """Written before, between and after the calls of an answer."""
     results: tuple[str, str] = ("", "")
-    """Before and after results in a row."""
+    """Written before and after consecutive results."""
     tools: str = "{{ tools | tojson }}"
     generate: str = ""
-    """Opens the next answer; as `answer` when empty."""
+    """Opens the next answer; the same as `answer` if empty."""
     stop: str = ""
-    """What a model samples at its end, if the template does not write it."""
+    """The end that a model samples, if the template does not write it."""
     one_call: bool = False
     text_beside_calls: bool = True
 
@@ -69,7 +69,7 @@ class Family:
         return text.replace("\n", "{{ '\\n' }}")
 
     def folder(self, parent: Path, name: str = "my-fine-tune") -> Path:
-        """A model's folder with a name that says nothing."""
+        """A model's folder with a name that does not identify the model."""
         folder = parent / name
         folder.mkdir()
         fast = Fast(BPE())

@@ -6,8 +6,9 @@ import socket
 from perdure.gateway.http.acceptor import Acceptor
 
 
-async def test_small_writes_leave_at_once() -> None:
-    """A header and its body are two writes: without TCP_NODELAY the second waits 40 ms."""
+async def test_small_writes_are_sent_at_once() -> None:
+    """Without TCP_NODELAY, the body waits 40 ms after the header, because the two are separate
+    writes."""
     connected: asyncio.Queue[asyncio.BaseTransport] = asyncio.Queue()
 
     class Told(asyncio.Protocol):

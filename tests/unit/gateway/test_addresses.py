@@ -1,4 +1,4 @@
-"""Gateways are found by their records in the store, and tried one after the other."""
+"""Hosts find gateways by their records in the store, and try them one after the other."""
 
 import asyncio
 import socket
@@ -27,21 +27,21 @@ async def _record(store: LocalStore, name: str, url: str, at: float = 2e9) -> No
 
 
 def test_a_gateway_on_loopback_has_no_address_for_others(tmp_path: Path) -> None:
-    """Also where `perdure up` has set its own URL."""
+    """This also holds if `perdure up` has set its own URL."""
     local = _settings(tmp_path, url="http://127.0.0.1:18001")
 
     assert (own_url(local, 18001), own_url(_settings(tmp_path), 18001)) == ("", "")
 
 
 def test_a_gateway_on_an_address_of_the_network_names_it(tmp_path: Path) -> None:
-    """The port is the one that it listens on."""
+    """The record has the port that the gateway listens on."""
     found = own_url(_settings(tmp_path, host="10.1.2.3", port=0), 4711)
 
     assert found == "http://10.1.2.3:4711"
 
 
 async def test_a_record_is_found_by_other_hosts(tmp_path: Path) -> None:
-    """One that is a day old is removed; one of another secret is not seen."""
+    """A day-old record is removed, and a record of another secret is ignored."""
     settings, store = _settings(tmp_path, host="10.1.2.3"), LocalStore(tmp_path / "store")
     await _record(store, "old", "http://10.9.9.9:1", at=1.0)
     other = Gateways(_settings(tmp_path / "b"), store, Secrets.of(b"another secret's hosts"))
@@ -58,7 +58,7 @@ async def test_a_record_is_found_by_other_hosts(tmp_path: Path) -> None:
 
 
 async def test_a_host_tries_its_own_gateway_first(tmp_path: Path) -> None:
-    """And one that took no connection last."""
+    """A gateway to which a connection failed is tried last."""
     settings, store = _settings(tmp_path), LocalStore(tmp_path / "store")
     for number in range(5):
         await _record(store, f"host-{number}", f"http://10.0.0.{number}:1")
@@ -71,10 +71,11 @@ async def test_a_host_tries_its_own_gateway_first(tmp_path: Path) -> None:
     assert [(await gateways.urls())[0], (await gateways.urls())[-1]] == [second, first]
 
 
-async def test_a_host_whose_gateway_nobody_else_opens_asks_the_store_seldom(
+async def test_a_host_with_a_private_gateway_rarely_reads_the_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list of the store is not the price of each control call; a refused connection asks at once."""
+    """A control call does not list the store each time; a refused connection makes the host list it
+    at once."""
     store = LocalStore(tmp_path / "store")
     asked: list[str] = []
     listed = store.list
@@ -94,7 +95,7 @@ async def test_a_host_whose_gateway_nobody_else_opens_asks_the_store_seldom(
 
 
 async def test_hosts_spread_over_the_gateways(tmp_path: Path) -> None:
-    """Each has an order of its own."""
+    """Each host has its own order."""
     store = LocalStore(tmp_path / "store")
     for number in range(2):
         await _record(store, f"host-{number}", f"http://10.0.0.{number}:1")
@@ -106,7 +107,7 @@ async def test_hosts_spread_over_the_gateways(tmp_path: Path) -> None:
 
 
 async def test_a_given_url_is_the_only_one(tmp_path: Path) -> None:
-    """`gateway.url` may be a load balancer's."""
+    """`gateway.url` may be a load balancer's address."""
     store = LocalStore(tmp_path / "store")
     await _record(store, "host", "http://10.0.0.1:1")
     given = _settings(tmp_path, url="https://gateway.example")
@@ -117,7 +118,7 @@ async def test_a_given_url_is_the_only_one(tmp_path: Path) -> None:
 async def test_a_control_call_goes_to_the_next_gateway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the first takes no connection; with none left it says so."""
+    """It does so if the first one refuses the connection, and fails with an error if all do."""
     settings, store = _settings(tmp_path), LocalStore(tmp_path / "store")
     asked = []
 

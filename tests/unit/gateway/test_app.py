@@ -1,4 +1,5 @@
-"""The gateway's HTTP face: late headers, pings, keys, limits, and errors in the caller's dialect."""
+"""The gateway's HTTP interface: late headers, pings, keys, limits, and errors in the caller's
+dialect."""
 
 import functools
 import json
@@ -47,7 +48,7 @@ async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Local
 async def impatient(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[LocalGateway]:
-    """A gateway that sends headers at once, and a ping whenever an answer is not there yet."""
+    """A gateway that sends headers at once, and pings until the answer is ready."""
     patience = Patience(headers_after_s=0.0, ping_every_s=0.01)
     monkeypatch.setattr(
         local_gateway, "create_app", functools.partial(create_app, patience=patience)
@@ -75,7 +76,7 @@ def _bearer(key: str) -> dict[str, str]:
 async def test_a_slow_answer_is_preceded_by_pings(
     impatient: LocalGateway, http: httpx.AsyncClient, path: str
 ) -> None:
-    """A client whose timer runs sees life, and then the whole stream."""
+    """A client with a read timeout sees the pings, and then the whole stream."""
     key = await impatient.open("s")
 
     body = _body(path, stream=True)
@@ -90,7 +91,7 @@ async def test_a_slow_answer_is_preceded_by_pings(
 async def test_a_slow_stream_holds_the_bytes_of_a_quick_one(
     impatient: LocalGateway, http: httpx.AsyncClient, path: str
 ) -> None:
-    """Pings go before the answer; nothing of it is sent before it is durable."""
+    """Pings precede the answer; no part of the answer is sent before it is durable."""
     key = await impatient.open("s")
     body = _body(path, stream=True)
 
@@ -105,10 +106,10 @@ def _without_pings(path: str, stream: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-async def test_a_failure_behind_the_headers_ends_the_stream_with_an_error(
+async def test_a_failure_after_the_headers_ends_the_stream_with_an_error(
     impatient: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient, path: str
 ) -> None:
-    """What can no longer be a status is an event of the dialect."""
+    """A failure that can no longer set the status becomes an event of the dialect."""
     engine.faults = Faults(kind="status", status=400)
     key = await impatient.open("s")
 
@@ -126,7 +127,7 @@ async def test_real_clients_read_through_pings(
 ) -> None:
     """Both vendors' clients skip pings, and raise the error that ends a stream."""
     monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
-    import anthropic  # takes a second, which every process would spend
+    import anthropic  # takes a second, so it is imported once per process
 
     key = await impatient.open("s")
     ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -178,7 +179,7 @@ async def test_anthropics_clients_get_anthropics_errors(
     headers: dict[str, str],
     kind: str,
 ) -> None:
-    """Unknown routes, wrong methods and missing keys are told in the dialect of the caller."""
+    """Errors for unknown routes, wrong methods and missing keys are in the caller's dialect."""
     method, path = request_line.split()
     answer = await http.request(method, gateway.url + path, headers=headers)
 
@@ -200,7 +201,7 @@ async def test_anthropics_clients_get_anthropics_errors(
 async def test_no_route_reaches_the_engines_control(
     gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient, path: str
 ) -> None:
-    """A session key opens model calls and nothing else."""
+    """A session key opens model calls and no other route."""
     key = await gateway.open("s")
 
     answer = await http.post(gateway.url + path, json={}, headers=_bearer(key))
@@ -212,7 +213,7 @@ async def test_no_route_reaches_the_engines_control(
 async def test_headers_have_a_limit(
     gateway: LocalGateway, http: httpx.AsyncClient, path: str
 ) -> None:
-    """Absurd headers are refused, before or at the route, and never a crash."""
+    """Oversized headers are refused before or at the route, without a crash."""
     key = await gateway.open("s")
     headers = {**_bearer(key), **{f"x-{i}": "y" * 1000 for i in range(MAX_HEADERS // 1000 + 1)}}
 
@@ -226,7 +227,8 @@ async def test_headers_have_a_limit(
 async def test_a_hosted_engine_serves_every_dialect(
     tmp_path: Path, engine: ScriptedEngine, http: httpx.AsyncClient, path: str, kind: str
 ) -> None:
-    """What a dialect reads is asked of any hosted API, and its answer framed."""
+    """Requests of every dialect are sent to the hosted API, and its answer is framed in that
+    dialect."""
     async with LocalGateway(
         tmp_path, engine={"url": engine.url, "kind": kind, "model": "hosted"}
     ) as gateway:
@@ -237,7 +239,7 @@ async def test_a_hosted_engine_serves_every_dialect(
 
 
 async def one_turn(gateway: LocalGateway) -> Turn:
-    """As it is recorded for a client that asks for the model `any`."""
+    """The answer as recorded for a client that requests the model `any`."""
     key = await gateway.open("s-1")
     async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
         await client.chat.completions.create(
@@ -251,7 +253,7 @@ async def one_turn(gateway: LocalGateway) -> Turn:
 async def test_a_turn_records_the_model_asked_for_and_the_one_that_answered(
     tmp_path: Path, kind: str
 ) -> None:
-    """An endpoint that answers under a dated name: both names stay with the turn."""
+    """If an endpoint answers with a dated name, the turn records both names."""
     asked = []
 
     async def answer(request: Request) -> JSONResponse:
@@ -277,7 +279,8 @@ async def test_a_turn_records_the_model_asked_for_and_the_one_that_answered(
 async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """Not the name `policy` under which it serves it, but the one behind that in /v1/models."""
+    """The turn records the name from /v1/models, not the name `policy` under which the engine
+    serves."""
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         turn = await one_turn(gateway)
 
@@ -295,7 +298,7 @@ async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
     ],
 )
 def test_a_hosted_engine_is_told_the_tool_choice(chat: Any, messages: Any) -> None:
-    """Both ways of saying it mean the same."""
+    """Both ways to write the tool choice have the same effect."""
     request = {
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 9,
@@ -307,10 +310,10 @@ def test_a_hosted_engine_is_told_the_tool_choice(chat: Any, messages: Any) -> No
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-async def test_a_packed_body_is_refused_by_its_header(
+async def test_a_compressed_body_is_refused_by_its_header(
     gateway: LocalGateway, http: httpx.AsyncClient, path: str
 ) -> None:
-    """A body that unpacks to gigabytes is never unpacked."""
+    """A body that would decompress to gigabytes is never decompressed."""
     headers = {**_bearer(await gateway.open("s")), "content-encoding": "gzip"}
 
     answer = await http.post(gateway.url + path, content=b"x", headers=headers)
@@ -321,7 +324,7 @@ async def test_a_packed_body_is_refused_by_its_header(
 async def test_an_engine_that_is_away_is_overload_to_anthropics_clients(
     tmp_path: Path, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """529 makes Claude Code wait and ask again; others know 503."""
+    """529 makes Claude Code wait and retry; other clients react to 503."""
     for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     async with LocalGateway(tmp_path) as gateway:

@@ -1,4 +1,4 @@
-"""The tree of a session: parents, retries, several processes, replay; with a scripted engine."""
+"""The tree of a session, with a scripted engine: parents, retries, several processes, replay."""
 
 import asyncio
 import functools
@@ -58,7 +58,7 @@ THOUGHT: Message = {"raw": "<think>\nHm.\n</think>\n\n"}
 
 
 class Speaker:
-    """A token engine that says one scripted turn after the other, the last again and again."""
+    """A token engine that gives scripted turns in order, and then repeats the last one."""
 
     def __init__(self, *turns: Message) -> None:
         self.turns = list(turns or (CALL,))
@@ -81,7 +81,7 @@ class Speaker:
         return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
 
     async def current(self) -> Engine:
-        """The surface of `Engines`."""
+        """Stands in for `ConfiguredEngine.current`."""
         return Engine("speaker", tokens=self)
 
 
@@ -89,7 +89,7 @@ CALLER, AGAIN = Caller(), Caller(says_retry=True)
 
 
 class Process:
-    """One gateway process's sessions over a journal that several may share."""
+    """The sessions of one gateway process, over a journal that several processes may share."""
 
     def __init__(self, folder: Path, speaker: Speaker, model_format: Format = FORMAT) -> None:
         self.store = LocalStore(folder / "store")
@@ -125,7 +125,7 @@ def _user(text: str) -> Message:
 
 
 def _request(messages: list[Message], **fields: Any) -> ModelRequest:
-    wire = json.loads(json.dumps(messages))  # as parsed from the wire: nothing is shared
+    wire = json.loads(json.dumps(messages))  # as if parsed from the wire, so that nothing is shared
     body = {"model": "m", "messages": wire}
     defaults: Any = {"tools": None, "sampling": {}, "max_tokens": None}
     return ModelRequest(model="m", messages=wire, body=body, **(defaults | fields))
@@ -148,7 +148,7 @@ HELLO = [{"role": "system", "content": "You fix code."}, _user("Fix it.")]
 
 
 async def test_any_turn_of_a_chain_may_be_continued(start: Start) -> None:
-    """A request that leaves the newest exchange out continues the turn before: a fork."""
+    """A request that leaves out the newest exchange continues the turn before it: a fork."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     second = _next(HELLO, await process.ask(HELLO))
@@ -206,7 +206,8 @@ def _rename(message: Message) -> None:
 async def test_an_echo_is_compared_by_its_ids_and_classed(
     start: Start, change: Callable[[Message], None], miss: str | None, said: list[str]
 ) -> None:
-    """What clients normalise is counted and bridged; changed text, names or calls are edits."""
+    """Changes that clients normalize are counted and bridged; changed text, names or calls are
+    edits."""
     said_first = {**TWO_CALLS, "content": "Now: Look.", "reasoning": "Hm."}
     process = start(Speaker(said_first, TEXT))
     await process.sessions.open(_spec())
@@ -221,7 +222,8 @@ async def test_an_echo_is_compared_by_its_ids_and_classed(
 
 
 async def test_an_old_echo_may_change_its_form_later(start: Start) -> None:
-    """Inputs of an earlier turn rewritten only now, results in another order: still one chain."""
+    """If inputs of an earlier turn are rewritten later and results reordered, the chain stays
+    one."""
     process = start(Speaker(TWO_CALLS, CALL, TEXT))
     await process.sessions.open(_spec())
     second = _next(HELLO, await process.ask(HELLO))
@@ -246,7 +248,7 @@ async def test_a_text_only_answer_is_found_again(start: Start) -> None:
 
 
 async def test_an_edited_answer_and_a_foreign_answer_have_different_reasons(start: Start) -> None:
-    """A text that was not sampled is never bridged, whether it replaces an answer or follows one."""
+    """Text that was not sampled is never bridged, whether it replaces an answer or follows one."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     answer = await process.ask(HELLO)
@@ -260,7 +262,7 @@ async def test_an_edited_answer_and_a_foreign_answer_have_different_reasons(star
 
 
 async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
-    """A sub-agent that is given its parent's history does not continue its turns."""
+    """A sub-agent that gets its parent's history does not continue the parent's turns."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
@@ -279,7 +281,8 @@ async def test_ids_of_another_chain_are_no_parent(start: Start) -> None:
 
 
 async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> None:
-    """A note after the tool results is rendered at its position, and the history before it is kept."""
+    """A note after the tool results is rendered at its position, and the history before it
+    stays."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     messages = _next(HELLO, await process.ask(HELLO))
@@ -298,7 +301,8 @@ async def test_a_system_note_in_the_middle_is_bridged_in_place(start: Start) -> 
 async def test_a_late_system_note_becomes_a_user_message_if_the_format_refuses_it(
     start: Start,
 ) -> None:
-    """After a compaction the note is in the middle of a root, where Qwen3.5 allows no system message."""
+    """After a compaction, the note is in the middle of a root, where Qwen3.5 allows no system
+    message."""
     strict = JinjaTemplate(NO_LATE_SYSTEM + (QWEN3 / "chat_template.jinja").read_text("utf-8"))
     qwen35 = ChatTemplate(FORMAT.tokenizer, strict, Found(Hermes(), False), Hermes.stops)
     process = start(Speaker(), Format(FORMAT.tokenizer, qwen35))
@@ -311,7 +315,7 @@ async def test_a_late_system_note_becomes_a_user_message_if_the_format_refuses_i
 
 
 async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
-    """Renderers that are shown the end of a prompt give the ids they give for all of it."""
+    """Renderers that get only the end of a prompt give the same ids as for the whole prompt."""
     speaker = Speaker({**CALL, "reasoning": "Hm."}, THOUGHT, TEXT, CALL)
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -333,7 +337,7 @@ async def test_the_end_of_a_prompt_bridges_like_the_whole(start: Start) -> None:
 
 
 async def test_a_used_answer_is_not_repeated(start: Start) -> None:
-    """Once a later request carries the answer's ids, the same request is sampled anew."""
+    """Once a later request carries the answer's ids, the same request is sampled again."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -347,8 +351,8 @@ async def test_a_used_answer_is_not_repeated(start: Start) -> None:
     assert len(set(speaker.request_ids)) == 3
 
 
-async def test_an_answer_is_not_repeated_for_ever(start: Start) -> None:
-    """An agent that asks the same again and again gets out of its loop."""
+async def test_an_answer_is_not_repeated_forever(start: Start) -> None:
+    """An agent that repeats the same request gets out of its loop."""
     speaker = Speaker(TEXT)
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -359,7 +363,7 @@ async def test_an_answer_is_not_repeated_for_ever(start: Start) -> None:
 
 
 async def _at_once(process: Process, speaker: Speaker, *callers: Caller, **spec: Any) -> list[str]:
-    """The ids of the answers to identical calls that are in flight together."""
+    """The ids of the answers to identical concurrent calls."""
     await process.sessions.open(_spec(**spec))
     speaker.released.clear()
     calls = [asyncio.create_task(process.ask(HELLO, caller=one)) for one in callers]
@@ -395,8 +399,9 @@ async def test_identical_calls_are_siblings_unless_one_is_a_retry(
     assert len(set(ids)) == len(speaker.seen) == len(await process.turns()) == 2 - same
 
 
-async def test_siblings_have_seeds_of_their_own(start: Start) -> None:
-    """With a seed in the rollout, samples of one prompt differ, and the same calls repeat them."""
+async def test_siblings_have_different_seeds(start: Start) -> None:
+    """With a seed in the rollout, samples of one prompt differ, and repeating the calls repeats
+    them."""
     speaker = Speaker()
     process = start(speaker)
     await _at_once(process, speaker, CALLER, CALLER, CALLER, sampling=Sampling(seed=7))
@@ -406,7 +411,8 @@ async def test_siblings_have_seeds_of_their_own(start: Start) -> None:
 
 
 async def test_the_sibling_that_is_used_is_trained(start: Start) -> None:
-    """The agent goes on from the best of three; the others are no retries' answers any more."""
+    """The agent continues from the best of three answers; the others are no longer repeated for
+    retries."""
     speaker = Speaker()
     process = start(speaker)
     await _at_once(process, speaker, CALLER, CALLER, CALLER)
@@ -426,8 +432,8 @@ async def unused(process: Process) -> list[int]:
 
 
 async def test_an_answer_that_is_asked_for_again_is_unused(start: Start) -> None:
-    """The agent asks the same with another limit and goes on from the second answer; the last answer of
-    the chain counts as used."""
+    """The agent repeats the request with another limit and continues from the second answer. The
+    last answer of the chain counts as used."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     await process.ask(HELLO)
@@ -437,8 +443,8 @@ async def test_an_answer_that_is_asked_for_again_is_unused(start: Start) -> None
     assert await unused(process) == [0]
 
 
-async def test_what_an_agent_dropped_is_unused(start: Start) -> None:
-    """It leaves the newest exchange out and continues the turn before."""
+async def test_an_answer_that_the_agent_dropped_is_unused(start: Start) -> None:
+    """The agent leaves out the newest exchange and continues the turn before it."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     first = await process.ask(HELLO)
@@ -451,7 +457,7 @@ async def test_what_an_agent_dropped_is_unused(start: Start) -> None:
 
 
 async def test_an_edited_answer_was_used(start: Start) -> None:
-    """The agent sends its own form of the answer back: the policy's words had an effect."""
+    """The agent sends back its own form of the answer, so the policy's answer had an effect."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     await process.ask(HELLO)
@@ -461,7 +467,7 @@ async def test_an_edited_answer_was_used(start: Start) -> None:
 
 
 async def test_a_summary_that_is_quoted_was_used(start: Start) -> None:
-    """A harness that compacts by itself puts the answer into a user's message."""
+    """A harness that compacts by itself puts the answer into a user message."""
     summary = "The bug is in calc.py, and the fix is half done."
     process = start(Speaker({"content": summary}, TEXT))
     await process.sessions.open(_spec())
@@ -475,10 +481,10 @@ async def test_a_summary_that_is_quoted_was_used(start: Start) -> None:
     ("told", "left_out"),
     [("Line 2.", []), ("<result>\nLine 2.\n</result>", []), ("Line 2. and 3", [1])],
 )
-async def test_a_nameless_sub_agents_short_answer_is_used(
+async def test_an_unnamed_sub_agents_short_answer_is_used(
     start: Start, told: str, left_out: list[int]
 ) -> None:
-    """Its requests stand in the main chain; the agent gets the answer as a line of a tool's result."""
+    """Its requests are in the main chain; the agent gets the answer as a line of a tool result."""
     process = start(Speaker(CALL, {"content": "Line 2."}, TEXT))
     await process.sessions.open(_spec())
     asks = await process.ask(HELLO)
@@ -489,7 +495,7 @@ async def test_a_nameless_sub_agents_short_answer_is_used(
 
 
 async def test_sub_agents_and_side_requests_are_used(start: Start) -> None:
-    """The last answer of every chain counts as used, and what is not trained anyway needs no mark."""
+    """The last answer of every chain counts as used. Turns that are not trained need no mark."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     await process.ask(HELLO, chain="sub")
@@ -500,8 +506,8 @@ async def test_sub_agents_and_side_requests_are_used(start: Start) -> None:
     assert await unused(process) == []
 
 
-async def test_chains_run_side_by_side(start: Start) -> None:
-    """While one chain waits for the engine, another is asked; neither joins the other."""
+async def test_chains_run_concurrently(start: Start) -> None:
+    """While one chain waits for the engine, another is sampled; neither joins the other."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -520,7 +526,8 @@ async def test_chains_run_side_by_side(start: Start) -> None:
 
 
 async def test_an_empty_answer_gets_a_placeholder_and_its_ids_stay_recorded(start: Start) -> None:
-    """A thought alone gives the agent text to echo; the record holds what was sampled."""
+    """An answer with only reasoning gives the agent text to send back; the record has what was
+    sampled."""
     speaker = Speaker(THOUGHT, TEXT)
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -536,7 +543,7 @@ async def test_an_empty_answer_gets_a_placeholder_and_its_ids_stay_recorded(star
 
 
 async def test_a_prompt_without_room_for_an_answer_is_refused_before_sampling(start: Start) -> None:
-    """A prompt as long as the context budget is an error with its numbers, and no turn."""
+    """A prompt as long as the context budget gives an error with both numbers, and no turn."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec(sampling=Sampling(max_context_tokens=20)))
@@ -548,7 +555,7 @@ async def test_a_prompt_without_room_for_an_answer_is_refused_before_sampling(st
 
 
 async def test_side_requests_are_recorded_and_not_trained(start: Start) -> None:
-    """A title is a turn that no trainer sees, and leaves the session trainable."""
+    """A title request is a turn that is not trained, and the session stays trainable."""
     process = start(Speaker(TEXT))
     await process.sessions.open(_spec())
     await process.ask(HELLO)
@@ -564,7 +571,8 @@ async def test_side_requests_are_recorded_and_not_trained(start: Start) -> None:
 
 
 async def test_another_process_continues_a_session(start: Start) -> None:
-    """A second gateway sees what the first one wrote: retries repeat, the next turn bridges."""
+    """A second gateway reads what the first one wrote: retries repeat the answer, the next turn
+    bridges."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
     await one.sessions.open(_spec())
@@ -581,7 +589,8 @@ async def test_another_process_continues_a_session(start: Start) -> None:
 
 
 async def test_one_of_two_processes_answers(start: Start) -> None:
-    """The same request sampled by two gateways at once is one turn, and one answer to both."""
+    """If two gateways sample the same request at once, there is one turn, and both give its
+    answer."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
     await one.sessions.open(_spec())
@@ -597,8 +606,8 @@ async def test_one_of_two_processes_answers(start: Start) -> None:
     assert len(await one.turns()) == 1
 
 
-async def test_a_session_sealed_elsewhere_refuses(start: Start) -> None:
-    """A turn that another gateway's closing overtook is refused, and not recorded."""
+async def test_a_session_that_another_gateway_sealed_refuses_calls(start: Start) -> None:
+    """A turn that ends after another gateway closed the session is refused and not recorded."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
     await one.sessions.open(_spec())
@@ -617,7 +626,7 @@ async def test_a_session_sealed_elsewhere_refuses(start: Start) -> None:
 async def test_an_idle_session_sleeps_and_is_read_back(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An idle session's tree leaves memory, and nothing is lost."""
+    """An idle session's tree is freed, and nothing is lost."""
     monkeypatch.setattr(sessions_module, "IDLE_S", 0.0)
     monkeypatch.setattr(sessions_module, "TRIM_EVERY_S", 0.0)
     process = start(Speaker())
@@ -635,7 +644,8 @@ async def test_an_idle_session_sleeps_and_is_read_back(
 
 
 async def test_an_idle_session_learns_what_another_process_did(start: Start) -> None:
-    """It sleeps here and is called there: its sums and its close include the turns of both."""
+    """The session sleeps here and is called at another gateway: its totals and its close include
+    all turns."""
     one, two = start(Speaker()), start(Speaker())
     await one.sessions.open(_spec())
     messages = _next(HELLO, await one.ask(HELLO))
@@ -649,8 +659,9 @@ async def test_an_idle_session_learns_what_another_process_did(start: Start) -> 
     assert len(decode((await one.store.get("s.parquet")).data)) == 3
 
 
-async def test_a_call_that_meets_a_close_is_not_sampled(start: Start) -> None:
-    """A session closed while a call reads it back refuses the call, and no turn follows its seal."""
+async def test_a_call_during_a_close_is_not_sampled(start: Start) -> None:
+    """If a session is closed while a call reads it back, the call is refused and no turn follows
+    the seal."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -668,8 +679,8 @@ async def test_a_call_that_meets_a_close_is_not_sampled(start: Start) -> None:
     assert (await close).turns == len(speaker.seen) == 1
 
 
-async def test_a_prompt_made_too_late_asks_no_engine(start: Start) -> None:
-    """Closing does not wait for a completion that was not begun yet."""
+async def test_a_prompt_that_is_made_too_late_is_not_sampled(start: Start) -> None:
+    """Closing does not wait for a completion that has not begun."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -681,8 +692,8 @@ async def test_a_prompt_made_too_late_asks_no_engine(start: Start) -> None:
     assert speaker.seen == []
 
 
-async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> None:
-    """All are told, nothing is recorded, and the next call samples afresh."""
+async def test_callers_that_joined_share_an_engines_failure(start: Start) -> None:
+    """All get the error, nothing is recorded, and the next call is sampled again."""
     speaker = Speaker()
     speaker.released.clear()
     process = start(speaker)
@@ -701,10 +712,10 @@ async def test_callers_that_joined_share_an_engine_s_failure(start: Start) -> No
     assert len(await process.turns()) == 1
 
 
-async def test_a_turn_that_the_journal_did_not_take_is_not_sampled_again(
+async def test_a_turn_that_could_not_be_journaled_is_not_sampled_again(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call waits with the tokens that it sampled until the journal takes them."""
+    """The call keeps its sampled tokens and waits until the journal accepts them."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec())
@@ -729,7 +740,8 @@ async def test_a_turn_that_the_journal_did_not_take_is_not_sampled_again(
 
 
 async def test_the_same_request_on_two_chains_is_two_turns(start: Start) -> None:
-    """Two agents that send the same at once each get an answer, and each continues its own."""
+    """Two agents that send the same request at once each get an answer, and each continues its
+    own."""
     process = start(Speaker())
     await process.sessions.open(_spec())
     names = ["main", "a1"]
@@ -754,7 +766,8 @@ async def _attempt(process: Process, session: str, texts: list[str], **spec: Any
 
 
 async def test_a_new_attempt_replays_until_it_differs(start: Start) -> None:
-    """Matching requests get the recorded ids without the engine; the first other one is sampled."""
+    """Matching requests get the recorded ids without the engine; the first different one is
+    sampled."""
     speaker = Speaker({**CALL, "reasoning": "Hm."})
     process = start(speaker)
     await _attempt(process, "one", ["a", "b", "c", "d"])
@@ -779,7 +792,7 @@ async def test_a_new_attempt_replays_until_it_differs(start: Start) -> None:
 
 
 async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
-    """After its first differing request, every request of a chain is sampled."""
+    """After its first different request, every request of a chain is sampled."""
     speaker = Speaker()
     process = start(speaker)
     await _attempt(process, "one", ["a"])
@@ -791,7 +804,8 @@ async def test_a_replay_that_ended_stays_ended(start: Start) -> None:
 
 
 async def test_replay_continues_in_another_process_and_attempt(start: Start) -> None:
-    """A gateway that takes over continues the replay; a third attempt replays what the second did."""
+    """A gateway that takes over continues the replay; a third attempt replays the second one's
+    turns."""
     speaker = Speaker()
     one, two = start(speaker), start(speaker)
     await _attempt(one, "one", ["a", "b", "c"])
@@ -805,7 +819,8 @@ async def test_replay_continues_in_another_process_and_attempt(start: Start) -> 
 
 
 async def test_sub_agents_under_new_names_are_replayed(start: Start) -> None:
-    """A harness names its sub-agents anew; the chain that opens alike is the same one."""
+    """A harness gives its sub-agents new names; the chain with the same first request is the same
+    one."""
     speaker = Speaker()
     process = start(speaker)
     await process.sessions.open(_spec("one"))
@@ -819,7 +834,7 @@ async def test_sub_agents_under_new_names_are_replayed(start: Start) -> None:
 
 
 async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
-    """What differs between attempts by nature is no difference."""
+    """Differences that every attempt has do not count."""
     speaker = Speaker()
     process = start(speaker)
     uuids = ["52d6f847-bb41-41f3-861a-bf575299687a", "3b9b0af6-c927-4cf7-abd3-18b8ce74ae17"]
@@ -831,8 +846,8 @@ async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
     assert len(speaker.seen) == 1
 
 
-async def test_what_codex_writes_over_an_output_does_not_end_a_replay(start: Start) -> None:
-    """Two runs of a command with equal output count as equal, also if their ids and times
+async def test_the_header_of_codexs_outputs_does_not_end_a_replay(start: Start) -> None:
+    """Two runs of a command with equal output count as equal, even if their ids and times
     differ."""
     speaker = Speaker()
     process = start(speaker)
@@ -870,7 +885,7 @@ async def _random_session(process: Process, dice: random.Random) -> None:
 async def test_a_gateway_answers_while_it_writes_the_turns_of_a_closed_session(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long session takes a second."""
+    """Writing the turns of a long session takes a second."""
     writing, answered = threading.Event(), threading.Event()
 
     def long(records: list[Any]) -> bytes:
@@ -895,7 +910,8 @@ async def test_a_gateway_answers_while_it_writes_the_turns_of_a_closed_session(
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_in_any_tree_every_token_is_in_one_node(start: Start, seed: int) -> None:
-    """Recorded ids are the engine's, children start with their parents, each token trains once."""
+    """Recorded ids are the engine's, children start with their parents, and each token is trained
+    once."""
     dice = random.Random(seed)
     said = [CALL, TWO_CALLS, TEXT, THOUGHT, {**CALL, "reasoning": "Hm."}]
     speaker = Speaker(*dice.choices(said, k=60))

@@ -1,4 +1,4 @@
-"""What is kept of the turn that was continued last equals what the tree says of every turn."""
+"""The cache of the last continued turn equals what a walk along the tree gives for every turn."""
 
 import random
 from array import array
@@ -10,7 +10,7 @@ from perdure.gateway.turns.chains import Continued, Node
 
 
 def _turn(dice: random.Random, base: Node | None) -> Node:
-    """A turn stored against `base`, which it may repeat wholly, partly or not at all."""
+    """A turn that is stored against `base`, which it may repeat wholly, partly or not at all."""
     messages, ids = (base.request_messages(), base.ids()) if base is not None else ([], [])
     whole = dice.random() < 0.7
     record: Any = SimpleNamespace(
@@ -26,8 +26,8 @@ def _turn(dice: random.Random, base: Node | None) -> Node:
     return Node(record, base, base, Rolled())
 
 
-def test_what_is_kept_equals_what_the_tree_says() -> None:
-    """Turns that are continued in order, again, from the middle, and by two chains in turn."""
+def test_the_cache_equals_the_tree() -> None:
+    """Turns are continued in order, repeatedly, from the middle, and by two chains alternately."""
     dice = random.Random(1)
     for _ in range(40):
         continued, nodes = Continued(), [_turn(dice, None)]
@@ -40,14 +40,14 @@ def test_what_is_kept_equals_what_the_tree_says() -> None:
             if dice.random() < 0.8:
                 ids = continued.ids_of(at)
                 assert ids == at.ids()
-                ids.append(7)  # the caller's own: what is kept does not change with it
+                ids.append(7)  # the caller's copy: the cache does not change with it
             base = dice.choice([at, at, at, None])
             at = _turn(dice, base)
             nodes.append(at)
 
 
 def test_a_failure_half_way_leaves_no_wrong_ids() -> None:
-    """What was not made whole is walked again."""
+    """After a failure, the tree is walked again."""
     dice = random.Random(2)
     first = _turn(dice, None)
     second = _turn(dice, first)

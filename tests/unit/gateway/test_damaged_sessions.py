@@ -1,4 +1,5 @@
-"""Journals that are damaged or cut: the session says so at once, and the next attempt replays the rest."""
+"""Damaged or truncated journals: the session reports it at once, and the next attempt replays the
+rest."""
 
 import asyncio
 import hashlib
@@ -21,7 +22,7 @@ Message = dict[str, Any]
 
 
 class Stand:
-    """A home whose gateway can be stopped and started again."""
+    """A home whose gateway can be stopped and restarted."""
 
     def __init__(self, folder: Path, engine: ScriptedEngine) -> None:
         self._folder, self._engine = folder, engine
@@ -37,7 +38,7 @@ class Stand:
 
     @property
     def records(self) -> list[Path]:
-        """The first is that the session was opened; one for each turn follows."""
+        """The first record opens the session; one record for each turn follows."""
         return sorted(self.store.glob("journal/one/*"))
 
     @property
@@ -80,7 +81,7 @@ async def _ask(gateway: LocalGateway, key: str, messages: list[Message]) -> http
 async def _work(
     gateway: LocalGateway, key: str, turns: int, messages: list[Message] | None = None
 ) -> list[Message]:
-    """What the agent would send next."""
+    """The agent's next request."""
     messages = messages or [{"role": "user", "content": "Fix it."}]
     for _ in range(turns):
         answer = (await _ask(gateway, key, messages)).raise_for_status().json()
@@ -94,7 +95,7 @@ async def _work(
 async def _ends_and_is_replayed(
     stand: Stand, gateway: LocalGateway, messages: list[Message], whole: int
 ) -> SessionSummary:
-    """The call is refused, and the next attempt samples only what is lost."""
+    """The call is refused, and the next attempt samples only the lost turns."""
     refused = await _ask(gateway, gateway.control.key("one"), messages)
     found = await gateway.control.get("one")
     before = stand.sampled
@@ -124,8 +125,8 @@ def _flipped(path: Path) -> None:
 async def test_one_damaged_record_ends_the_attempt_and_the_turns_before_it_are_replayed(
     stand: Stand, damage: Callable[[Path], None]
 ) -> None:
-    """Nobody has to delete a file: the damaged session refuses calls, writes nothing into the gap, and its
-    successor opens."""
+    """Users need not delete a file: the damaged session refuses calls, writes nothing into the gap,
+    and its successor opens."""
     async with stand.gateway() as gateway:
         messages = await _work(gateway, await _open(gateway, "one"), TURNS)
     damage(stand.records[3])
@@ -145,10 +146,10 @@ async def test_one_damaged_record_ends_the_attempt_and_the_turns_before_it_are_r
     assert stand.records == []
 
 
-async def test_a_record_that_goes_under_a_running_gateway_ends_the_attempt_at_its_end(
+async def test_a_record_lost_under_a_running_gateway_ends_the_attempt_at_its_close(
     stand: Stand,
 ) -> None:
-    """The gateway holds the turns, and closes the session by its journal."""
+    """The gateway still has the turns in memory, but closes the session from its journal."""
     async with stand.gateway() as gateway:
         key = await _open(gateway, "one")
         messages = await _work(gateway, key, 3)
@@ -163,7 +164,8 @@ async def test_a_record_that_goes_under_a_running_gateway_ends_the_attempt_at_it
 async def test_a_journal_without_its_last_records_lacks_turns_that_the_agent_has(
     stand: Stand, lost: int
 ) -> None:
-    """The agent sends back the id of a tool call that only this gateway makes, and that no turn has."""
+    """The agent sends back the id of a tool call that only this gateway can mint, but that no turn
+    has."""
     async with stand.gateway() as gateway:
         messages = await _work(gateway, await _open(gateway, "one"), TURNS)
     for record in stand.records[-lost:]:
@@ -178,7 +180,8 @@ async def test_a_journal_without_its_last_records_lacks_turns_that_the_agent_has
 
 
 async def test_tool_calls_that_are_not_this_rollouts_are_no_lost_turns(stand: Stand) -> None:
-    """A history of another rollout, ids that the harness rewrote, and a compacted history are answered."""
+    """A history of another rollout, ids that the harness rewrote, and a compacted history are
+    answered."""
     async with stand.gateway() as gateway:
         foreign = SessionSpec(session_id="else", turns_key="t", labels={"rollout": "rollout/r/j/0"})
         await gateway.control.open(foreign)
@@ -194,8 +197,8 @@ async def test_tool_calls_that_are_not_this_rollouts_are_no_lost_turns(stand: St
     assert (summary.damaged, summary.turns) == ("", 5)
 
 
-async def test_a_lost_file_of_turns_is_made_once_more_of_the_journal(stand: Stand) -> None:
-    """Equal to the first, whose digest the closed session tells, also after a restart."""
+async def test_a_lost_turns_file_is_made_again_from_the_journal(stand: Stand) -> None:
+    """It equals the first file, whose digest the closed session reports, also after a restart."""
     file = stand.store / "one.parquet"
     async with stand.gateway() as gateway:
         await _work(gateway, await _open(gateway, "one"), 3)

@@ -1,4 +1,4 @@
-"""Callers that only hold connections open keep no other caller out of the gateway."""
+"""Callers that only hold connections open do not block other callers."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,8 @@ QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 
 
 async def test_idle_uploads_keep_no_other_session_out(tmp_path: Path) -> None:
-    """One session announces four bodies of 32 MiB and sends a byte of each: another is answered."""
+    """One session announces four bodies of 32 MiB and sends one byte of each; another session is
+    answered."""
     async with (
         ScriptedEngine({"default": {"turns": [{"content": "hi"}]}}) as engine,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway,
@@ -48,7 +49,7 @@ async def test_idle_uploads_keep_no_other_session_out(tmp_path: Path) -> None:
 
 @pytest.fixture
 async def impatient(tmp_path: Path) -> AsyncIterator[Path]:
-    """A server that gives idle connections a tenth of a second."""
+    """A server that closes idle connections after a tenth of a second."""
 
     async def hello(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -68,7 +69,8 @@ async def impatient(tmp_path: Path) -> AsyncIterator[Path]:
     "sent", [b"", b"GET / HTTP/1.1\r\nhost: ", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"]
 )
 async def test_a_connection_without_a_request_is_closed(impatient: Path, sent: bytes) -> None:
-    """Silent ones, those whose headers never end, and those kept after an answer."""
+    """Connections are closed if they are silent, if their headers never end, and if they stay idle
+    after an answer."""
     reader, writer = await asyncio.open_unix_connection(str(impatient))
     writer.write(sent)
 
@@ -79,8 +81,8 @@ async def test_a_connection_without_a_request_is_closed(impatient: Path, sent: b
     assert answer.startswith(b"HTTP/1.1 200") == sent.endswith(b"\r\n\r\n")
 
 
-def test_a_session_over_its_ceiling_waits_until_its_share_has_grown() -> None:
-    """Calls and sampled tokens both count; a debt of tokens is paid off by time."""
+def test_a_session_over_its_limit_waits_until_the_allowance_refills() -> None:
+    """Calls and sampled tokens both count; a debt of tokens is paid off over time."""
     now = 0.0
     pace = Pace(Ceilings(calls=60, tokens=600), clock=lambda: now)
 
@@ -89,7 +91,7 @@ def test_a_session_over_its_ceiling_waits_until_its_share_has_grown() -> None:
             await pace.turn()
 
     asyncio.run(call(60))
-    assert pace.wait_s() == pytest.approx(1.0)  # one call a second comes back
+    assert pace.wait_s() == pytest.approx(1.0)  # one call per second refills
     now = 30.0
     assert pace.wait_s() == 0.0
     pace.sampled(1200)
@@ -98,8 +100,9 @@ def test_a_session_over_its_ceiling_waits_until_its_share_has_grown() -> None:
     assert pace.wait_s() == 0.0
 
 
-async def test_a_session_over_its_ceiling_is_slowed_and_others_are_not(tmp_path: Path) -> None:
-    """The second call of a session with one call a minute waits; closing the session ends the wait."""
+async def test_a_session_over_its_limit_is_slowed_and_others_are_not(tmp_path: Path) -> None:
+    """With one call per minute, a session's second call waits; closing the session ends the
+    wait."""
     async with (
         ScriptedEngine({"default": {"turns": [{"content": "hi"}]}}) as engine,
         LocalGateway(

@@ -1,4 +1,5 @@
-"""A trainer without credentials of the store reads episodes, and nothing else, through a gateway."""
+"""A trainer without credentials for the store reads episodes, and nothing else, through a
+gateway."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,10 +56,8 @@ async def written(gateway: LocalGateway) -> EpisodeRef:
 
 
 @pytest.mark.parametrize("keep_unused", [False, True])
-async def test_episodes_are_equal_to_those_of_the_store(
-    keep_unused: bool, gateway: LocalGateway
-) -> None:
-    """From the stored arrays, and cut again from the turns."""
+async def test_episodes_equal_those_in_the_store(keep_unused: bool, gateway: LocalGateway) -> None:
+    """This holds for the stored arrays, and for segments cut again from the turns."""
     ref = await written(gateway)
     through = GatewayEpisodes(gateway.url, gateway.secret)
 
@@ -71,7 +70,7 @@ async def test_episodes_are_equal_to_those_of_the_store(
 async def test_the_settings_name_the_gateway(
     gateway: LocalGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer needs its address and the home's secret, nothing of the store."""
+    """A trainer needs the gateway's address and the home's secret, but no settings of the store."""
     ref = await written(gateway)
     monkeypatch.setenv("PERDURE_STORE", gateway.url)
     monkeypatch.setenv("PERDURE_SECRET", gateway.secret.decode())
@@ -80,7 +79,7 @@ async def test_the_settings_name_the_gateway(
 
 
 async def test_other_objects_are_not_read(gateway: LocalGateway) -> None:
-    """Neither rosters nor patches, whatever the path looks like."""
+    """The route refuses rosters and patches, whatever the path looks like."""
     await gateway.store.put("engines/a.json", b"{}")
     through = GatewayEpisodes(gateway.url, gateway.secret)
     for key in ("engines/a.json", "runs/r/run.json", "runs/r/rollouts/../../engines/a.json"):
@@ -88,8 +87,8 @@ async def test_other_objects_are_not_read(gateway: LocalGateway) -> None:
             await through.get(key)
 
 
-async def test_only_its_own_token_is_taken(gateway: LocalGateway) -> None:
-    """Not the control token, and it controls nothing."""
+async def test_only_the_episodes_token_is_accepted(gateway: LocalGateway) -> None:
+    """The control token is refused, and the episodes token opens no control route."""
     ref = await written(gateway)
     wrong = GatewayEpisodes(gateway.url, b"another secret of a home")
     with pytest.raises(ConfigurationError, match="PERDURE_SECRET"):
@@ -99,7 +98,7 @@ async def test_only_its_own_token_is_taken(gateway: LocalGateway) -> None:
 
 
 async def test_a_gateway_that_is_away_is_told(tmp_path: Path) -> None:
-    """The call can be repeated."""
+    """The caller can repeat the call."""
     away = GatewayEpisodes("http://127.0.0.1:9", b"the secret of a home")
     with pytest.raises(GatewayUnavailable, match="cannot be read"):
         await away.get(keys.run("r"))

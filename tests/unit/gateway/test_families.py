@@ -1,4 +1,4 @@
-"""Every family of models: its notation is found by what its template is, and its turns round-trip."""
+"""For every family of models, the notation is detected from the template, and turns round-trip."""
 
 import json
 from array import array
@@ -39,7 +39,7 @@ TOOL = {
 EDGES = st.sampled_from(
     ["a", "x = 1", '"', "'", "\\", "é", "中", "\U0001f600", "{", "}", "42", MARK]
 )
-"""What a text begins and ends with: templates may trim blanks there."""
+"""Text with blanks at its ends, where templates may trim."""
 TYPED = st.sampled_from(
     [
         *{token for one in FAMILIES.values() for token in one.control.split()},
@@ -49,7 +49,7 @@ TYPED = st.sampled_from(
         "b",
     ]
 )
-"""What a user or a tool may write: also control tokens of every family."""
+"""Text that users or tools may write, including control tokens of every family."""
 
 
 @st.composite
@@ -84,7 +84,7 @@ def say(role: str, content: str) -> Message:
 
 
 def called(content: str, *arguments: Message) -> Message:
-    """An answer as an agent echoes it: with the ids that it saw."""
+    """An answer as an agent sends it back, with the ids that the agent saw."""
     calls = [
         {
             "id": f"call_{at:09}",
@@ -110,10 +110,10 @@ def sampled(family: Family, format_: Format, asked: list[Message], answer: Messa
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_renamed_checkpoint_is_known_by_its_template(
+def test_a_renamed_checkpoint_is_detected_by_its_template(
     name: str, formats: dict[str, Format]
 ) -> None:
-    """The folder's name says nothing; what the template writes does."""
+    """The template decides, not the folder's name."""
     renderer = formats[name].renderer
 
     assert isinstance(renderer, ChatTemplate)
@@ -124,8 +124,8 @@ def test_a_renamed_checkpoint_is_known_by_its_template(
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_turn_round_trips(name: str, formats: dict[str, Format], data: st.DataObject) -> None:
-    """Render, sample, read, echo, bridge: the calls are those that were written, the bridge begins with
-    the recorded ids and ends as the template would, and text never becomes a control token."""
+    """Render, sample, parse, echo, bridge: the calls are those that were written, the bridge begins
+    with the recorded ids and ends as the template would, and text never becomes a control token."""
     family, format_ = FAMILIES[name], formats[name]
     renderer, asked = format_.renderer, [say("user", data.draw(texts()))]
     arguments = data.draw(st.lists(ARGUMENTS, min_size=1, max_size=1 if family.one_call else 3))
@@ -162,7 +162,7 @@ def test_a_turn_round_trips(name: str, formats: dict[str, Format], data: st.Data
 def test_plain_text_round_trips(
     name: str, formats: dict[str, Format], text: str, more: str
 ) -> None:
-    """An answer without calls is the text that was sampled, and a user's next message is bridged."""
+    """An answer without calls is the sampled text, and the next user message is bridged."""
     format_ = formats[name]
     tokenizer, renderer = format_
     asked = [say("user", "hi")]
@@ -173,7 +173,7 @@ def test_plain_text_round_trips(
     bridged = renderer.bridge_to_next_turn(prompt, completion, [say("user", more)])
 
     assert (read.content, read.tool_calls) == (text, ())
-    if FAMILIES[name].stop:  # it stopped to see a result: that is no place for a user's message
+    if FAMILIES[name].stop:  # it stopped for a result, so no user message may follow
         assert bridged is None
         return
     assert bridged is not None
@@ -183,8 +183,8 @@ def test_plain_text_round_trips(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_answer_that_was_cut_off_is_closed(name: str, formats: dict[str, Format]) -> None:
-    """A length cut leaves no token that ends the answer: the bridge writes it, once."""
+def test_a_truncated_answer_is_closed(name: str, formats: dict[str, Format]) -> None:
+    """A cut by length leaves no end token, so the bridge writes it once."""
     tokenizer, renderer = formats[name]
     prompt = renderer.render_ids([say("user", "hi")], add_generation_prompt=True)
     completion = tokenizer.encode_plain("so I")
@@ -199,7 +199,8 @@ def test_an_answer_that_was_cut_off_is_closed(name: str, formats: dict[str, Form
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "<think>" in FAMILIES[name].control])
 def test_reasoning_is_read_and_closed(name: str, formats: dict[str, Format]) -> None:
-    """Reasoning is apart from the text; one that was cut off is closed before the next message."""
+    """Reasoning is separated from the text. Truncated reasoning is closed before the next
+    message."""
     tokenizer, renderer = formats[name]
     think, end = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     hm, ok = tokenizer.encode_plain("hm"), tokenizer.encode_plain("ok")
@@ -217,8 +218,8 @@ def test_reasoning_is_read_and_closed(name: str, formats: dict[str, Format]) -> 
     assert bridged[len(prompt) + len(hm)] == end
 
 
-def test_a_result_is_shown_under_the_models_own_id(formats: dict[str, Format]) -> None:
-    """Agents see ids that the gateway made; the model reads the id and the name that it wrote."""
+def test_a_result_has_the_models_own_id(formats: dict[str, Format]) -> None:
+    """Agents see ids that the gateway minted; the model sees the id and the name that it wrote."""
     tokenizer, renderer = formats["Kimi K2"]
     prompt = renderer.render_ids([say("user", "hi")], tools=[TOOL], add_generation_prompt=True)
     completion = tokenizer.encode(
@@ -240,7 +241,7 @@ def test_a_result_is_shown_under_the_models_own_id(formats: dict[str, Format]) -
 
 
 def test_gpt_oss_reasons_in_a_channel(formats: dict[str, Format]) -> None:
-    """`analysis` is reasoning, `commentary` without a recipient is text beside the call."""
+    """`analysis` is reasoning; `commentary` without a recipient is text next to the call."""
     tokenizer, renderer = formats["gpt-oss"]
     text = (
         "<|channel|>analysis<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary<|message|>"
@@ -274,7 +275,8 @@ BROKEN = {
 
 @pytest.mark.parametrize("notation", BROKEN)
 def test_a_broken_call_stays_in_the_text_with_its_reason(notation: str) -> None:
-    """What does not parse is an attempt, never a guess, and the agent sees it as it was sampled."""
+    """Text that does not parse is an attempted call, never a guess, and the agent sees it as
+    sampled."""
     read = NOTATIONS[notation].read(BROKEN[notation], [TOOL], opened=False)
 
     assert len(read.tool_calls) == 1
@@ -289,8 +291,8 @@ def test_a_broken_call_stays_in_the_text_with_its_reason(notation: str) -> None:
         "<tool_call>\n<function=edit_file>\n<parameter=path>\na\n</parameter>\n</function>",
     ],
 )
-def test_qwen3_coder_may_leave_out_a_tag(text: str) -> None:
-    """The model often forgets the opening tag; the function block says all."""
+def test_qwen3_coder_may_omit_a_tag(text: str) -> None:
+    """The model often omits the opening tag; the function block is enough."""
     read = NOTATIONS["qwen3_coder"].read(text, [TOOL], opened=False)
 
     assert [(call.name, call.arguments) for call in read.tool_calls] == [
@@ -303,15 +305,15 @@ def test_qwen3_coder_may_leave_out_a_tag(text: str) -> None:
     ("notation", "text"),
     [("llama3_json", '{"name": "other", "parameters": {}}'), ("llama4_pythonic", "[1, other()]")],
 )
-def test_what_only_looks_like_a_call_is_text(notation: str, text: str) -> None:
-    """A notation without marks reads a call only of a tool that was offered."""
+def test_text_that_only_looks_like_a_call_is_text(notation: str, text: str) -> None:
+    """A notation without marks parses a call only if its tool was offered."""
     read = NOTATIONS[notation].read(text, [TOOL], opened=False)
 
     assert (read.content, read.tool_calls) == (text, ())
 
 
 def test_a_template_with_unreadable_calls_is_refused(tmp_path: Path) -> None:
-    """At the start, naming the setting and its values."""
+    """It is refused at the start, with the setting and its values."""
     odd = Family(
         "", "<end> <turn>", user="<turn>{{ m.content }}<end>", answer="<turn>", call="CALL {{ c.id }}",
         close="<end>", result="",
@@ -322,7 +324,7 @@ def test_a_template_with_unreadable_calls_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path) -> None:
-    """An agent's tools would be lost without a word; the setting accepts such a model."""
+    """Otherwise an agent's tools would be lost silently; the setting accepts such a model."""
     family = FAMILIES["DeepSeek V3, R1"]
     blind = Family(**{**vars(family), "tools": ""})
     folder = str(blind.folder(tmp_path))
@@ -334,7 +336,7 @@ def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path) -> None:
     assert load_format(folder, "deepseek_v3").renderer.notation.name == "deepseek_v3"
 
 
-def test_an_unknown_notation_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_notation_is_refused_with_all_choices(tmp_path: Path) -> None:
     """The message has the setting, the value and all choices."""
     folder = FAMILIES["Qwen3"].folder(tmp_path)
 
@@ -343,6 +345,6 @@ def test_an_unknown_notation_is_refused_with_those_that_there_are(tmp_path: Path
 
 
 def test_the_packaged_tokenizer_has_one_notation() -> None:
-    """A setting that it cannot follow is refused, not ignored."""
+    """A setting that cannot apply is refused, not ignored."""
     with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__NOTATION is 'glm45'.*TOKENIZER"):
         load_format("qwen3", "glm45")

@@ -1,4 +1,4 @@
-"""Thousands of mutated requests through the real app: a dialect-correct error or an answer, always.
+"""Thousands of mutated requests through the real app always get an answer or an error in their dialect.
 
 Mutations are seeded, so a failure repeats. `PERDURE_TEST_FUZZ_REQUESTS=50000` makes the long variant.
 """
@@ -137,7 +137,7 @@ BUILT: dict[str, dict[str, Any]] = {
 
 
 def _recorded() -> list[dict[str, Any]]:
-    """Bodies that Claude Code sent, shortened to what mutations reach."""
+    """Bodies that Claude Code sent, shortened to the parts that mutations change."""
     if not RECORDINGS.is_dir():
         return []
     requests = json.loads((RECORDINGS / "compact.json").read_text())["requests"]
@@ -155,7 +155,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _mutated(body: dict[str, Any], dice: random.Random) -> bytes:
-    """One to three values replaced, removed, doubled or moved; now and then the bytes broken."""
+    """Replaces, removes, repeats or moves one to three values; sometimes corrupts bytes."""
     body = copy.deepcopy(body)
     for _ in range(dice.randint(1, 3)):
         places = list(_places(body))
@@ -189,8 +189,8 @@ def _requests(path: str, amount: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-def test_no_request_makes_a_dialect_stumble(path: str) -> None:
-    """A mutated request is read, or refused with 400; both kinds are met."""
+def test_every_mutated_request_is_parsed_or_refused(path: str) -> None:
+    """A mutated request is parsed, or refused with 400; both cases occur."""
     seen: Counter[str] = Counter()
     for raw in _requests(path, REQUESTS):
         try:
@@ -216,7 +216,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[LocalGateway]:
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-async def test_no_request_makes_the_gateway_stumble(gateway: LocalGateway, path: str) -> None:
+async def test_every_mutated_request_is_answered(gateway: LocalGateway, path: str) -> None:
     """Through rendering, sampling and framing: a whole answer, or an error in the dialect."""
     key = await gateway.open("fuzz")
     async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:

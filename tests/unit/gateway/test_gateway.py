@@ -97,7 +97,7 @@ async def _post(http: httpx.AsyncClient, key: str, body: Any) -> httpx.Response:
 
 
 async def _converse(http: httpx.AsyncClient, key: str, turns: int) -> list[dict[str, Any]]:
-    """An agent's loop: echo the answer, add the tool results, ask again."""
+    """An agent's loop: send back the answer, add the tool results, call again."""
     messages: list[dict[str, Any]] = list(OPENING)
     for _ in range(turns):
         answer = (
@@ -134,7 +134,7 @@ async def test_recorded_tokens_are_what_the_engine_saw(
 async def test_every_turn_after_the_first_is_bridged(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """Over six tool turns each prompt begins with the previous prompt and completion."""
+    """Over six tool turns, each prompt begins with the previous prompt and completion."""
     key = await gateway.open("s")
     await _converse(http, key, 7)
 
@@ -149,7 +149,7 @@ async def test_every_turn_after_the_first_is_bridged(
 async def test_text_never_becomes_a_control_token(
     gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
 ) -> None:
-    """`<|im_end|>` in a task or `<|im_start|>` in a tool result stays text to the model."""
+    """`<|im_end|>` in a task and `<|im_start|>` in a tool result stay plain text."""
     key = await gateway.open("s")
     await _converse(http, key, 2)
 
@@ -161,7 +161,7 @@ async def test_text_never_becomes_a_control_token(
 
 
 async def test_a_turn_says_what_sampled_it(gateway: LocalGateway, http: httpx.AsyncClient) -> None:
-    """Policy version, engine, finish reason and cause of the miss are kept with the turn."""
+    """A turn records its policy version, engine, finish reason and bridge miss."""
     key = await gateway.open("s")
     await _post(http, key, _ask("long answer", max_tokens=5))
 
@@ -181,10 +181,10 @@ async def test_a_turn_says_what_sampled_it(gateway: LocalGateway, http: httpx.As
         (lambda m: [*m, {"role": "assistant", "content": "I"}, m[1]], "foreign_assistant"),
     ],
 )
-async def test_an_edited_history_is_rendered_anew_and_says_why(
+async def test_an_edited_history_is_rendered_in_full_with_a_reason(
     gateway: LocalGateway, http: httpx.AsyncClient, change: Any, reason: str
 ) -> None:
-    """History that does not extend the recorded turn is a counted miss, never papered over."""
+    """A history that does not extend the recorded turn counts as a miss."""
     key = await gateway.open("s")
     messages = change(await _converse(http, key, 1))
     await _post(http, key, {"model": "policy", "messages": messages, "tools": TOOLS})
@@ -194,10 +194,10 @@ async def test_an_edited_history_is_rendered_anew_and_says_why(
     assert summary.bridge_misses == {"first": 1, reason: 1}
 
 
-async def test_harmless_changes_of_the_echo_still_bridge(
+async def test_harmless_changes_of_an_echo_still_bridge(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """Re-serialised arguments, lost reasoning, null fields and text parts are no edits."""
+    """Reserialized arguments, lost reasoning, null fields and text parts do not count as edits."""
     key = await gateway.open("s")
     messages = await _converse(http, key, 2)
     for message in messages:
@@ -217,10 +217,10 @@ async def test_harmless_changes_of_the_echo_still_bridge(
 async def test_a_retry_gets_identical_bytes_without_the_engine(
     gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
 ) -> None:
-    """An identical body of the newest turn is answered from the record."""
+    """An identical body for the newest turn is answered from the record."""
     key = await gateway.open("s")
     first = await _post(http, key, _ask(temperature=0.5))
-    # The same body with other key order is the same request.
+    # The same body with its keys in another order is the same request.
     second = await _post(http, key, dict(reversed(_ask(temperature=0.5).items())))
 
     assert second.content == first.content
@@ -236,14 +236,15 @@ async def test_a_retry_gets_identical_bytes_without_the_engine(
         ({RELAYED: "1"}, 1),
     ],
 )
-async def test_identical_calls_at_once_are_one_only_if_they_are_retries(
+async def test_identical_concurrent_calls_are_one_only_if_they_are_retries(
     headers: dict[str, str],
     calls: int,
     gateway: LocalGateway,
     engine: ScriptedEngine,
     http: httpx.AsyncClient,
 ) -> None:
-    """Three samples of one prompt are three completions; retries, and calls of relays, share one."""
+    """Three samples of one prompt are three completions. Retries, and calls through relays, share
+    one."""
     key = await gateway.open("s")
     engine.control(latency_s=0.5)
     told = {"authorization": f"Bearer {key}", **headers}
@@ -277,7 +278,8 @@ async def test_a_client_that_hangs_up_loses_nothing(
 async def test_a_restarted_gateway_continues_from_its_journal(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """After a restart the retry is replayed, in the other framing too, and the next turn bridges."""
+    """After a restart, the retry gets the same answer, also in the other framing, and the next turn
+    bridges."""
     options: Any = {"engine": {"url": engine.url, "kind": "vllm"}}
     async with LocalGateway(tmp_path, **options) as gateway:
         key = await gateway.open("s")
@@ -304,7 +306,7 @@ async def test_a_restarted_gateway_continues_from_its_journal(
 
 
 def _joined(stream: bytes) -> dict[str, Any]:
-    """A message put together from a stream, as a client does."""
+    """A message assembled from a stream, as a client does it."""
     message: dict[str, Any] = {"content": ""}
     for line in stream.decode().split("\n\n"):
         if not line or line == "data: [DONE]":
@@ -368,7 +370,7 @@ async def test_a_stream_ends_with_usage_and_done(
 async def test_a_malformed_tool_call_stays_readable(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """A call that does not parse is text for the agent, not a repaired call."""
+    """A call that does not parse is text for the agent; it is not repaired."""
     key = await gateway.open("s")
     answer = (await _post(http, key, _ask("bad call", tools=TOOLS))).json()
 
@@ -396,14 +398,15 @@ async def test_tool_ids_are_never_reused(gateway: LocalGateway, http: httpx.Asyn
         (50, Sampling(max_tokens_per_turn=90, max_context_tokens=12), 3),
     ],
 )
-async def test_tokens_are_clamped(
+async def test_max_tokens_is_limited(
     gateway: LocalGateway,
     engine: ScriptedEngine,
     wish: int | None,
     sampling: Sampling,
     given: int,
 ) -> None:
-    """The least of the per-turn cap, the request's own limit and the context left is sampled."""
+    """The limit is the lowest of the per-turn cap, the request's own limit and the remaining
+    context."""
     key = await gateway.open("s", sampling=sampling)
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         await _post(http, key, _ask("Hi", max_tokens=wish))  # the prompt has 9 tokens
@@ -411,10 +414,10 @@ async def test_tokens_are_clamped(
     assert engine.calls[0].sampling["max_tokens"] == given
 
 
-async def test_an_exhausted_context_is_an_error_clients_know(
+async def test_an_exhausted_context_is_an_error_that_clients_know(
     gateway: LocalGateway, engine: ScriptedEngine
 ) -> None:
-    """No room left answers 400 context_length_exceeded and samples nothing."""
+    """If no context is left, the answer is 400 context_length_exceeded, and nothing is sampled."""
     key = await gateway.open("s", sampling=Sampling(max_context_tokens=9))
     client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 9") as caught:
@@ -435,7 +438,7 @@ async def test_an_exhausted_context_is_an_error_clients_know(
 async def test_only_the_sessions_own_key_opens_its_routes(
     gateway: LocalGateway, http: httpx.AsyncClient, route: str, key: str
 ) -> None:
-    """A missing, foreign or control key answers 401 before anything is read."""
+    """A missing key, another session's key and the control key get 401 before the body is read."""
     right = await gateway.open("s")
     key = key.format(mac=right.rpartition(".")[2], control=control_token(gateway.secret))
     method = "POST" if "chat" in route else "GET"
@@ -458,7 +461,7 @@ async def test_only_the_sessions_own_key_opens_its_routes(
 async def test_a_session_key_controls_nothing(
     gateway: LocalGateway, http: httpx.AsyncClient, method: str, path: str
 ) -> None:
-    """An agent cannot open, read or close sessions, not even its own."""
+    """An agent cannot open, read or close any session, including its own."""
     key = await gateway.open("s")
     answer = await http.request(method, path, headers={"authorization": f"Bearer {key}"})
 
@@ -469,7 +472,7 @@ async def test_a_session_key_controls_nothing(
 async def test_a_closed_session_refuses_calls(
     gateway: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
 ) -> None:
-    """After closing, even a retry of the last turn answers 403."""
+    """After closing, even a retry of the last turn gets 403."""
     key = await gateway.open("s")
     await _post(http, key, _ask())
     await gateway.control.close("s")
@@ -483,7 +486,8 @@ async def test_a_closed_session_refuses_calls(
 async def test_opening_and_closing_twice_changes_nothing(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """The same spec joins; closing again gives the same summary; the turns stay as written."""
+    """The same spec joins, closing again returns the same summary, and the turns stay as
+    written."""
     key = await gateway.open("s")
     await _post(http, key, _ask())
     await gateway.open("s")
@@ -498,10 +502,10 @@ async def test_opening_and_closing_twice_changes_nothing(
     ).open
 
 
-async def test_a_forgotten_session_leaves_its_turns_alone(
+async def test_a_forgotten_session_keeps_its_turns_in_the_store(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """Its journal is deleted after its turns are in the store; forgetting again changes nothing."""
+    """The journal is deleted after the turns are in the store; forgetting again changes nothing."""
     key = await gateway.open("s")
     await _post(http, key, _ask())
     await gateway.control.forget("s")
@@ -515,14 +519,14 @@ async def test_a_forgotten_session_leaves_its_turns_alone(
 
 
 async def test_another_spec_does_not_join(gateway: LocalGateway) -> None:
-    """Opening an open session under other rules names the field that differs."""
+    """If a session is opened again with other rules, the error names the different field."""
     await gateway.open("s")
     with pytest.raises(ConfigurationError, match="another sampling"):
         await gateway.open("s", sampling=Sampling(temperature=0.1))
 
 
 async def test_an_unknown_session_is_not_found(gateway: LocalGateway) -> None:
-    """Reading or closing what was never opened is NotFound."""
+    """Reading or closing a session that was never opened raises NotFound."""
     with pytest.raises(NotFound):
         await gateway.control.close("never")
 
@@ -544,10 +548,10 @@ async def test_closing_abandons_a_call_in_flight(
     engine.reset()
 
 
-# --- what goes wrong ---------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
-async def test_no_engine_is_said_when_one_is_needed(
+async def test_a_missing_engine_is_reported_at_the_first_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gateway without an engine starts, and its first call names the setting."""
@@ -592,10 +596,10 @@ def _bodies() -> st.SearchStrategy[Any]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), _bodies(), max_size=4))
-async def test_wrong_types_are_a_clients_error(
+async def test_wrong_types_are_client_errors(
     gateway: LocalGateway, http: httpx.AsyncClient, fields: dict[str, Any]
 ) -> None:
-    """For any content of a field, the answer is a completion or a dialect-correct 400."""
+    """Whatever a field contains, the answer is a completion or a 400 in the dialect's form."""
     key = await gateway.open("s")
     answer = await _post(http, key, {**_ask(), **fields})
 
@@ -625,20 +629,19 @@ DEEP = 100_000
     ],
     ids=range(12),
 )
-async def test_malformed_bodies_are_a_clients_error(
+async def test_malformed_bodies_are_client_errors(
     gateway: LocalGateway, http: httpx.AsyncClient, body: bytes
 ) -> None:
-    """Broken JSON, absurd nesting and unknown forms answer 400 in the dialect's shape."""
+    """Broken JSON, extreme nesting and unknown forms get a 400 in the dialect's form."""
     answer = await _post(http, await gateway.open("s"), body)
 
     assert answer.status_code == 400
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_half_a_surrogate_pair_is_accepted(
-    gateway: LocalGateway, http: httpx.AsyncClient
-) -> None:
-    """JSON may carry text that no encoding can; it is sampled on, and echoed turns still bridge."""
+async def test_a_lone_surrogate_is_accepted(gateway: LocalGateway, http: httpx.AsyncClient) -> None:
+    """JSON may contain text that cannot be encoded. Sampling continues, and later turns still
+    bridge."""
     key = await gateway.open("s")
     body = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}'
 
@@ -649,7 +652,7 @@ async def test_half_a_surrogate_pair_is_accepted(
 
 
 async def test_a_body_over_the_limit_is_refused_early(gateway: LocalGateway) -> None:
-    """33 MB are refused by their announced length, before they are sent."""
+    """33 MB are refused because of their announced length, before they are sent."""
     key = await gateway.open("s")
     reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(gateway.url).port)
     head = (
@@ -666,7 +669,7 @@ async def test_a_body_over_the_limit_is_refused_early(gateway: LocalGateway) -> 
 async def test_metrics_and_health_answer_without_a_key(
     gateway: LocalGateway, http: httpx.AsyncClient
 ) -> None:
-    """Operators see turns, tokens and misses; the health route names the engine."""
+    """Metrics show turns, tokens and bridge misses; the health route names the engine."""
     await _post(http, await gateway.open("s"), _ask())
 
     metrics, health = (await http.get("/metrics")).text, (await http.get("/healthz")).json()

@@ -1,4 +1,5 @@
-"""What arrives is the same, however the network cuts it, and no client makes the gateway keep what is no body."""
+"""Bodies arrive unchanged, however the network splits them, and endless heads do not fill the
+memory."""
 
 import asyncio
 import hashlib
@@ -69,7 +70,7 @@ def chunked(body: bytes) -> bytes:
 
 
 async def answers(server: Server, pieces: list[bytes], number: int) -> list[str]:
-    """The texts of so many answers to what is sent, piece by piece."""
+    """The bodies of that many answers to requests that are sent piece by piece."""
     reader, writer = await asyncio.open_connection(*server.address)
     found = []
 
@@ -91,7 +92,8 @@ async def answers(server: Server, pieces: list[bytes], number: int) -> list[str]
 
 @pytest.mark.parametrize("seed", range(6))
 async def test_bodies_arrive_as_they_were_sent(seed: int) -> None:
-    """Several requests on one connection, cut anywhere: also within a head, and one behind another."""
+    """Several requests on one connection are split anywhere, even within a head or across two
+    requests."""
     dice = random.Random(seed)
     bodies = [BODY, b"-", BODY[: LARGE + seed], b"small", BODY[:-1], BODY[7:]]
     sent = b"".join(dice.choice((asked, chunked))(body) for body in bodies)
@@ -104,8 +106,8 @@ async def test_bodies_arrive_as_they_were_sent(seed: int) -> None:
     assert found == [hashlib.sha256(body).hexdigest() for body in bodies]
 
 
-async def test_pieces_that_wait_for_the_application_are_all_read() -> None:
-    """Large and small ones, before the application asks for the first."""
+async def test_pieces_before_the_application_reads_are_all_kept() -> None:
+    """Large and small pieces arrive before the application reads the first."""
     sent, sizes = asked(BODY, "/later"), [LARGE + 200, LARGE, 9, LARGE, 9]
     async with running() as server:
         reader, writer = await asyncio.open_connection(*server.address)
@@ -122,16 +124,16 @@ async def test_pieces_that_wait_for_the_application_are_all_read() -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-async def test_a_body_that_nobody_reads_does_not_reach_the_next_request() -> None:
-    """An answer before the end of its body."""
+async def test_an_unread_body_does_not_reach_the_next_request() -> None:
+    """The application answers before the end of the body."""
     async with running() as server:
         found = await answers(server, [asked(BODY, "/refuse"), asked(b"next")], 2)
 
     assert found == ["refused", hashlib.sha256(b"next").hexdigest()]
 
 
-async def test_a_body_that_breaks_off_is_no_body() -> None:
-    """The application learns that the client has gone."""
+async def test_a_truncated_body_is_a_disconnect() -> None:
+    """The application learns that the client disconnected."""
     async with running() as server:
         _, writer = await asyncio.open_connection(*server.address)
         writer.write(asked(BODY)[:-LARGE])
@@ -141,11 +143,12 @@ async def test_a_body_that_breaks_off_is_no_body() -> None:
             await server.broken.wait()
 
 
-# --- what is no body --------------------------------------------------------------------------
+# --- bytes outside of bodies ---------------------------------------------------------------------
 
 
 async def until_closed(server: Server, sent: bytes, more: bytes) -> tuple[bytes, int]:
-    """What is answered, and how many bytes of `more`, repeated, the server took before it closed."""
+    """The answer, and how many bytes of `more`, sent repeatedly, the server read before it
+    closed."""
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(sent)
     taken = 0
@@ -176,7 +179,7 @@ async def until_closed(server: Server, sent: bytes, more: bytes) -> tuple[bytes,
     ],
     ids=["url", "headers", "a value", "a name", "a chunk's extension", "trailers", "a trailer"],
 )
-async def test_what_is_no_body_and_never_ends_is_not_kept(begun: bytes, more: bytes) -> None:
+async def test_an_endless_head_is_not_kept(begun: bytes, more: bytes) -> None:
     """httptools keeps every byte of it, so a sandbox could fill the gateway's memory."""
     async with running() as server:
         answer, taken = await until_closed(server, begun, more)
@@ -187,8 +190,8 @@ async def test_what_is_no_body_and_never_ends_is_not_kept(begun: bytes, more: by
     assert next_answer == [hashlib.sha256(b"next").hexdigest()]
 
 
-async def test_a_body_of_many_small_chunks_is_no_endless_head() -> None:
-    """Its framing is several times as long as its bytes."""
+async def test_a_body_of_many_small_chunks_is_not_an_endless_head() -> None:
+    """The framing of its chunks is several times as long as its bytes."""
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
     sent = (
         b"POST /read HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -202,8 +205,8 @@ async def test_a_body_of_many_small_chunks_is_no_endless_head() -> None:
     assert found == [hashlib.sha256(body).hexdigest() for body in (BODY, b"next")]
 
 
-async def test_a_whole_head_counts_no_longer_when_the_body_is_awaited() -> None:
-    """Its length is for the application to judge, which answers in the caller's dialect."""
+async def test_a_complete_head_does_not_count_while_the_body_is_awaited() -> None:
+    """The application checks the head's length, and answers in the caller's dialect."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.Event().wait()
@@ -240,8 +243,8 @@ class Written(asyncio.Transport):
         self.closed = True
 
 
-async def test_the_head_of_an_answer_leaves_with_its_body() -> None:
-    """Each packet wakes the client, and costs the gateway more than writing the answer did."""
+async def test_an_answers_head_and_body_are_one_write() -> None:
+    """Each packet wakes the client, and costs the gateway more than writing the answer."""
     written = Written()
     transport = Gathering(written, asyncio.get_running_loop())
     transport.write(b"head")
@@ -254,8 +257,8 @@ async def test_the_head_of_an_answer_leaves_with_its_body() -> None:
     assert (written.writes, written.closed) == ([b"headbody", b"the next answer"], True)
 
 
-async def test_a_long_answer_is_not_kept_until_its_end() -> None:
-    """The limits of the real transport must see it."""
+async def test_a_long_answer_is_not_buffered_until_its_end() -> None:
+    """The real transport must see it to apply its limits."""
     written = Written()
     transport = Gathering(written, asyncio.get_running_loop())
     for _ in range(3):

@@ -1,4 +1,5 @@
-"""The journal's promise: what was appended survives, one writer has each number, damage is never guessed."""
+"""The journal's contract: appended records survive, each number has one writer, and damage is
+detected."""
 
 import asyncio
 import random
@@ -21,7 +22,7 @@ from tests.unit.gateway.unsteady_store import UnsteadyStore
 
 WRITERS, RECORDS = 4, 50
 LOST = 0.3
-"""Share of the requests whose answer is lost."""
+"""Share of the requests whose response is lost."""
 
 
 @pytest.fixture
@@ -38,8 +39,8 @@ async def _numbers(store: Store, after: int = 0) -> list[int]:
     return [record["n"] for record in await Journal(store).read("s", after)]
 
 
-async def test_records_come_back_as_they_were(store: UnsteadyStore) -> None:
-    """In order, from any number on, with any text."""
+async def test_records_are_read_back_unchanged(store: UnsteadyStore) -> None:
+    """They come in order, from any number on, with any text."""
     journal = Journal(store)
     await _write(store, range(40))
     await journal.append("s", {"n": 40, "text": "a\nb\u00e9\ud800"}, position=40)
@@ -50,10 +51,10 @@ async def test_records_come_back_as_they_were(store: UnsteadyStore) -> None:
     assert await journal.read("never opened") == []
 
 
-async def test_a_look_at_a_session_where_nothing_is_new_is_one_request(
+async def test_a_read_without_news_is_one_request(
     store: UnsteadyStore,
 ) -> None:
-    """Each turn begins with it. The turn itself is one write."""
+    """Each turn begins with such a read. The turn itself is one write."""
     await _write(store, range(3))
     store.calls.clear()
     assert await _numbers(store, 3) == []
@@ -62,10 +63,10 @@ async def test_a_look_at_a_session_where_nothing_is_new_is_one_request(
     assert store.calls == {"get": 1, "put": 1}
 
 
-async def test_a_process_that_slept_cannot_write_over_what_others_wrote(
+async def test_a_process_that_slept_cannot_overwrite_newer_records(
     store: UnsteadyStore,
 ) -> None:
-    """Its number is taken."""
+    """The number of its record is taken."""
     await _write(store, range(2))
 
     with pytest.raises(Overtaken):
@@ -73,7 +74,7 @@ async def test_a_process_that_slept_cannot_write_over_what_others_wrote(
     assert await _numbers(store) == [0, 1]
 
 
-async def test_a_record_whose_answer_was_lost_is_found(store: UnsteadyStore) -> None:
+async def test_a_record_whose_response_was_lost_is_found(store: UnsteadyStore) -> None:
     """The turn fails, and the repeated call finds its record."""
     await _write(store, range(2))
     store.answers_lost = True
@@ -89,7 +90,7 @@ async def test_a_record_whose_answer_was_lost_is_found(store: UnsteadyStore) -> 
 async def test_damage_keeps_the_records_before_it(
     store: UnsteadyStore, damage: str, at: int
 ) -> None:
-    """A record that is gone or changed is an error, never skipped."""
+    """A record that is missing or changed is an error; it is never skipped."""
     await _write(store, range(22))
     name = store.below("journal/s/")[at]
     data = store.objects.pop(name)
@@ -103,7 +104,7 @@ async def test_damage_keeps_the_records_before_it(
 
 
 async def test_a_forgotten_session_leaves_nothing(tmp_path: Path) -> None:
-    """No object, and no folder."""
+    """Neither an object nor a folder remains."""
     store = LocalStore(tmp_path)
     await _write(store, range(20))
     await Journal(store).append("other", {"n": 0}, position=0)
@@ -114,8 +115,8 @@ async def test_a_forgotten_session_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "journal").iterdir()] == ["other"]
 
 
-async def test_a_session_that_is_half_forgotten_is_no_shorter_session(store: UnsteadyStore) -> None:
-    """Its turns would be written once more, without those that are deleted."""
+async def test_a_half_deleted_session_does_not_read_as_a_shorter_one(store: UnsteadyStore) -> None:
+    """Otherwise its turns would be written again without the deleted ones."""
     await _write(store, range(20))
     delete = store.delete_many
 
@@ -134,18 +135,18 @@ async def test_a_session_that_is_half_forgotten_is_no_shorter_session(store: Uns
 
 
 @pytest.mark.parametrize("name", ["claim-00000001", "00000000", "partial-0a1b"])
-async def test_a_session_of_an_earlier_version_is_refused_with_what_to_do(
+async def test_a_session_of_an_earlier_version_is_refused_with_the_fix(
     store: UnsteadyStore, name: str
 ) -> None:
-    """Its records are in another form."""
+    """Its records have another form."""
     await store.put(f"journal/s/{name}", b"")
 
     with pytest.raises(ConfigurationError, match="finish the run with that version, or delete"):
         await Journal(store).read("s")
 
 
-def test_a_home_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    """It kept the turns of open rollouts in files of its own. An empty folder is none."""
+def test_a_home_of_an_earlier_version_is_refused_with_the_fix(tmp_path: Path) -> None:
+    """That version kept the turns of open rollouts in files. An empty folder is accepted."""
     settings = Settings(home=tmp_path)
     session = tmp_path / "journal/s"
     session.mkdir(parents=True)
@@ -160,7 +161,7 @@ def test_a_home_of_an_earlier_version_is_refused_with_what_to_do(tmp_path: Path)
 
 
 class Race:
-    """Writers of one session, each in a process of its own, until it has all its records."""
+    """Writers of one session, each in its own process, until it has all its records."""
 
     def __init__(self, store: Store, seed: int) -> None:
         self.store = store
@@ -172,7 +173,7 @@ class Race:
             await asyncio.gather(*(self._writer(number) for number in range(WRITERS)))
 
     async def check(self) -> None:
-        """One winner a number, and no acknowledged record is missing."""
+        """Each number has one writer, and no acknowledged record is missing."""
         words = [record["word"] for record in await Journal(self.store).read("s")]
         numbers = [number for number, _ in self.acknowledged]
         assert len(numbers) == len(set(numbers))
@@ -219,12 +220,12 @@ async def bucket(
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_writers_in_memory_whose_writes_land_late_or_lose_their_answers(seed: int) -> None:
-    """Half of the seeds lose 30 % of the answers too."""
+async def test_writers_in_memory_with_late_writes_and_lost_responses(seed: int) -> None:
+    """Half of the seeds also lose 30 % of the responses."""
     store = UnsteadyStore(seed, lost=LOST * (seed % 2))
     race = Race(store, seed)
     await race.play()
-    await asyncio.sleep(0.05)  # what was sent has arrived
+    await asyncio.sleep(0.05)  # writes that were sent have arrived
     store.heal()
 
     await race.check()
@@ -232,7 +233,7 @@ async def test_writers_in_memory_whose_writes_land_late_or_lose_their_answers(se
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_writers_in_a_folder(folder: LocalStore, seed: int) -> None:
-    """The file system decides who has a number."""
+    """The file system decides which writer gets a number."""
     race = Race(folder, seed)
     await race.play()
     await race.check()
@@ -240,7 +241,7 @@ async def test_writers_in_a_folder(folder: LocalStore, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 async def test_writers_over_s3(bucket: S3Store, s3: S3Proxy, seed: int) -> None:
-    """The conditional write decides. In one of the two seeds 30 % of the answers are lost."""
+    """The conditional write decides. In one of the two seeds, 30 % of the responses are lost."""
     if seed % 2:
         s3.play(lose_answer, share=LOST, seed=seed)
     race = Race(bucket, seed)

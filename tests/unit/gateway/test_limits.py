@@ -1,4 +1,4 @@
-"""What is too much at once waits instead of failing, and connections are left to other processes."""
+"""Calls above a limit wait instead of failing, and other processes can accept the connections."""
 
 import asyncio
 import socket
@@ -16,11 +16,11 @@ from perdure.gateway.http.listeners import bind_unix
 
 
 class Slow:
-    """An app that answers once it is told to, and knows how many calls it has."""
+    """An app that answers when it is told to, and counts its calls."""
 
     def __init__(self) -> None:
         self.arriving = 0
-        """Calls whose body is not complete."""
+        """Calls with an incomplete body."""
         self.running = 0
         self.most = 0
         self.go = asyncio.Event()
@@ -58,7 +58,7 @@ class Slow:
 
 
 def _session(headers: Mapping[str, str]) -> str | None:
-    """The key is the session's name; without one there is no session."""
+    """The key is the session's name; without a key there is no session."""
     return headers.get("x-api-key")
 
 
@@ -80,7 +80,7 @@ def _calls(client: httpx.AsyncClient, count: int, size: int) -> "list[asyncio.Ta
     ids=["calls", "bytes of bodies", "bytes of one session"],
 )
 async def test_calls_over_the_limit_wait(limits: Limits, most: int) -> None:
-    """Ten calls of 100 bytes: never more at once than fit, and all are answered."""
+    """Of ten calls of 100 bytes, no more run at once than fit, and all are answered."""
     app = Slow()
     async with _client(CallLimiter(app, _session, limits)) as client:
         calls = _calls(client, 10, 100)
@@ -93,7 +93,7 @@ async def test_calls_over_the_limit_wait(limits: Limits, most: int) -> None:
 
 
 async def test_a_thousand_agents_wait_for_their_models_at_once() -> None:
-    """One process holds none of them back."""
+    """One process admits all of them."""
     app = Slow()
     async with _client(CallLimiter(app, _session)) as client:
         calls = _calls(client, 1000, 10_000)
@@ -104,8 +104,8 @@ async def test_a_thousand_agents_wait_for_their_models_at_once() -> None:
     assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
-    """It is not locked out; the app refuses it if it is too large."""
+async def test_a_body_larger_than_the_limit_is_admitted_alone() -> None:
+    """It is not blocked forever; the app refuses it if it is too large."""
     app = Slow()
     app.go.set()
     async with _client(CallLimiter(app, _session, Limits(body_bytes=10))) as client:
@@ -114,8 +114,9 @@ async def test_a_body_larger_than_the_room_is_worked_on_alone() -> None:
     assert answer.status_code == 200
 
 
-async def test_idle_uploads_of_one_session_stop_no_other_session() -> None:
-    """Bodies that never end hold the bytes that came, so other sessions' calls pass at once."""
+async def test_idle_uploads_of_one_session_block_no_other_session() -> None:
+    """Bodies that never end hold only the bytes that arrived, so other sessions' calls pass at
+    once."""
     app = Slow()
     app.go.set()
     gate = CallLimiter(app, _session, Limits(calls=4, body_bytes=300, session_bytes=100))
@@ -137,8 +138,9 @@ async def test_idle_uploads_of_one_session_stop_no_other_session() -> None:
     assert other.status_code == 200
 
 
-async def test_a_body_that_does_not_arrive_is_given_up() -> None:
-    """Its deadline passes while the client is silent: the call is refused and its room is free."""
+async def test_a_body_that_does_not_arrive_times_out() -> None:
+    """The deadline passes while the client is silent: the call is refused, and its room is
+    freed."""
     app = Slow()
     gate = CallLimiter(app, _session, Limits(body_s=0.05))
     silent = asyncio.Event()
@@ -152,8 +154,8 @@ async def test_a_body_that_does_not_arrive_is_given_up() -> None:
             await client.post("/v1/messages", content=drip())
 
 
-async def test_without_a_key_nothing_is_booked() -> None:
-    """A caller without a key is passed on to be refused, also while every place is taken."""
+async def test_a_call_without_a_key_takes_no_room() -> None:
+    """A caller without a key is passed on to be refused, even if the process is full."""
     app = Slow()
     async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
         calls = _calls(client, 2, 1)
@@ -168,7 +170,7 @@ async def test_without_a_key_nothing_is_booked() -> None:
 
 
 async def test_health_and_control_do_not_wait() -> None:
-    """With every place taken by agents' calls, everything else still passes."""
+    """With every place taken by agents' calls, all other requests still pass."""
     app = Slow()
     async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
         calls = _calls(client, 2, 1)
@@ -181,8 +183,8 @@ async def test_health_and_control_do_not_wait() -> None:
     assert health.result().status_code == 200
 
 
-async def test_a_call_that_gives_up_makes_room() -> None:
-    """A cancelled call leaves the queue, whether it waits or works."""
+async def test_a_cancelled_call_makes_room() -> None:
+    """A cancelled call leaves the queue, whether it waits or runs."""
     app = Slow()
     async with _client(CallLimiter(app, _session, Limits(calls=1))) as client:
         working, waiting, last = _calls(client, 3, 1)
@@ -196,7 +198,7 @@ async def test_a_call_that_gives_up_makes_room() -> None:
 
 
 async def test_too_many_waiting_calls_pause_accepting() -> None:
-    """The gate says once that too many wait, and once that they do not any more."""
+    """The callback reports once that too many calls wait, and once that this is over."""
     app = Slow()
     told: list[bool] = []
     gate = CallLimiter(app, _session, Limits(calls=1, waiting=2))
@@ -210,8 +212,8 @@ async def test_too_many_waiting_calls_pause_accepting() -> None:
     assert told == [True, False]
 
 
-async def test_a_paused_acceptor_leaves_connections_to_others(tmp_path: Any) -> None:
-    """What is not accepted here waits in the queue, and another acceptor on it is served."""
+async def test_a_paused_acceptor_leaves_connections_to_other_processes(tmp_path: Any) -> None:
+    """Connections that it does not accept wait in the queue, and another acceptor serves them."""
     first, second = asyncio.Queue[str](), asyncio.Queue[str]()
     path = str(tmp_path / "s")
     with bind_unix(tmp_path / "s") as listener, listener.dup() as shared:

@@ -1,4 +1,4 @@
-"""The packaged tokenizer's format: ids of whole conversations, of bridges, and how sampled answers are read.
+"""The packaged tokenizer's format: ids of conversations and bridges, and parsed answers.
 
 `qwen3_vectors.json` was recorded with another implementation of Qwen3's format (`renderers` 0.1.12).
 """
@@ -18,7 +18,8 @@ CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_ca
 
 @pytest.mark.parametrize("name", VECTORS["rendered"])
 def test_a_conversation_has_the_recorded_ids(name: str) -> None:
-    """Tools, calls, results, thoughts of this and of earlier questions, text that spells tokens."""
+    """The conversations have tools, calls, results, reasoning of this and earlier questions, and
+    spelled-out tokens."""
     recorded = VECTORS["rendered"][name]
     ids = FORMAT.render_ids(
         recorded["messages"],
@@ -31,7 +32,7 @@ def test_a_conversation_has_the_recorded_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", VECTORS["bridged"])
 def test_a_bridge_adds_the_recorded_ids(name: str) -> None:
-    """Whether the answer ended by itself, was cut off in its text or in its thoughts."""
+    """The answer ended by itself, or was cut in its text or in its reasoning."""
     recorded = VECTORS["bridged"][name]
     prompt = VECTORS["rendered"]["system and tools"]["ids"]
     answer = TOKENIZER.encode(recorded["answer"])
@@ -56,7 +57,7 @@ def test_an_answer_ends_with_qwen3s_tokens() -> None:
     ids=["text", "thoughts", "calls", "a call ends its thoughts", "a call in its thoughts"],
 )
 def test_an_answer_is_read(answer: str, reasoning: Any, content: str, calls: int) -> None:
-    """Calls within closed thoughts are drafts. Thoughts that are not closed end with a call."""
+    """Calls inside closed reasoning are drafts. A call ends reasoning that is not closed."""
     read = FORMAT.parse_response(TOKENIZER.encode(f"{answer}<|im_end|>"))
 
     assert (read.reasoning_content, read.content) == (reasoning, content)
@@ -64,7 +65,7 @@ def test_an_answer_is_read(answer: str, reasoning: Any, content: str, calls: int
 
 
 def test_arguments_are_rendered_as_the_model_writes_them() -> None:
-    """Clients escape what is not ASCII; the model never samples such escapes."""
+    """Clients escape non-ASCII text; the model never samples such escapes."""
     function = {"name": "bash", "arguments": json.dumps({"command": "echo \u00e9 \u4e2d"})}
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
     ids = FORMAT.render_ids([{"role": "user", "content": "hi"}, said])

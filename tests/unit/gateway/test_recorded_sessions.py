@@ -1,4 +1,4 @@
-"""Recorded Claude Code sessions, played to a real gateway core: chains, parents, roots, tokens.
+"""Recorded Claude Code sessions, replayed on a real gateway core: chains, parents, roots, tokens.
 
 The recordings' answers come from the engine again, as tokens; later requests carry the ids that
 the gateway minted for them. Nothing of the recordings is copied here; without them, all skip.
@@ -33,7 +33,7 @@ FORMAT = load_format("qwen3")
 
 
 class Speaker:
-    """A token engine that says what it is told to say next, and remembers what it saw."""
+    """A token engine that gives the answer that it was told, and records its prompts."""
 
     def __init__(self) -> None:
         self.next: list[int] = []
@@ -46,19 +46,19 @@ class Speaker:
         return Completion(ids, logprobs, FinishReason.STOP, (), "speaker")
 
     async def current(self) -> Engine:
-        """The surface of `Engines`."""
+        """Stands in for `ConfiguredEngine.current`."""
         return Engine("speaker", tokens=self)
 
 
 class Played(NamedTuple):
-    """A session as it was recorded, and as the engine saw it."""
+    """A recorded session, and how the engine saw it."""
 
     turns: list[Turn]
     speaker: Speaker
 
 
 EMPTY = tuple(answer_ids([]))
-"""What the model sampled where it said nothing."""
+"""The sampled text of an empty answer."""
 SPEC = SessionSpec(session_id="recorded", turns_key="turns.parquet", sampling=Sampling())
 
 
@@ -107,7 +107,7 @@ EVERY = ["swe", "subfg", "compact", "retry"]
 
 @pytest.mark.parametrize("played", EVERY, indirect=True)
 async def test_recorded_ids_are_what_the_engine_saw(played: Played) -> None:
-    """Every turn's prompt and completion equal the engine's own view, in order."""
+    """Every turn's prompt and completion equal what the engine saw, in order."""
     recorded = [(turn.prompt_ids, turn.completion_ids) for turn in played.turns]
 
     assert recorded == played.speaker.seen
@@ -115,7 +115,7 @@ async def test_recorded_ids_are_what_the_engine_saw(played: Played) -> None:
 
 @pytest.mark.parametrize("played", EVERY, indirect=True)
 async def test_a_child_starts_with_its_parent(played: Played) -> None:
-    """A turn with a parent has the parent's prompt and completion as its first ids."""
+    """A turn with a parent begins with the parent's prompt and completion ids."""
     by_index = {turn.index: turn for turn in played.turns}
     for turn in played.turns:
         if turn.parent is not None:
@@ -127,8 +127,8 @@ async def test_a_child_starts_with_its_parent(played: Played) -> None:
 
 @pytest.mark.parametrize("played", EVERY, indirect=True)
 async def test_every_sampled_token_is_trained_once(played: Played) -> None:
-    """Cut into segments, the sampled tokens are all there, each with mask 1 once, except those of the
-    empty answer that the client discarded."""
+    """Cut into segments, every sampled token has mask 1 exactly once, except those of the empty
+    answer that the client discarded."""
     trained = sum(sum(segment.loss_mask) for segment in cut(played.turns))
     used = [turn for turn in played.turns if not turn.unused]
 
@@ -141,16 +141,20 @@ async def test_every_sampled_token_is_trained_once(played: Played) -> None:
     [("swe", 369, 1), ("subfg", 276, 3), ("compact", 213, 5), ("retry", 80, 2)],
     indirect=["played"],
 )
-async def test_segments_are_as_few_as_can_be(played: Played, sampled: int, segments: int) -> None:
-    """One segment a chain and one a compaction: rewritten inputs and retries split nothing."""
+async def test_there_are_as_few_segments_as_possible(
+    played: Played, sampled: int, segments: int
+) -> None:
+    """One segment per chain and one per compaction: rewritten inputs and retries do not split
+    any."""
     tokens = sum(len(turn.completion_ids) for turn in played.turns)
 
     assert (tokens, len(cut(played.turns))) == (sampled, segments)
 
 
 @pytest.mark.parametrize("played", ["subfg"], indirect=True)
-async def test_sub_agents_are_chains_of_their_own(played: Played) -> None:
-    """Two sub-agents beside the main agent: three chains, each turn's parent in its own chain."""
+async def test_sub_agents_have_separate_chains(played: Played) -> None:
+    """A main agent and two sub-agents have three chains, and each turn's parent is in its own
+    chain."""
     chains: dict[str, list[int | None]] = {turn.chain: [] for turn in played.turns}
     for turn in played.turns:
         chains[turn.chain].append(turn.parent)
@@ -160,8 +164,8 @@ async def test_sub_agents_are_chains_of_their_own(played: Played) -> None:
 
 
 @pytest.mark.parametrize("played", ["compact"], indirect=True)
-async def test_a_compacted_history_is_a_new_root_that_says_why(played: Played) -> None:
-    """Carried turns keep their ids but not their history; a fresh start carries none."""
+async def test_a_compacted_history_is_a_new_root_with_a_reason(played: Played) -> None:
+    """A history that keeps answers is `prefix_changed`; one without answers is `restart`."""
     found = [(turn.parent, turn.bridge_miss) for turn in played.turns]
 
     assert found == [
@@ -178,7 +182,7 @@ async def test_a_compacted_history_is_a_new_root_that_says_why(played: Played) -
 
 @pytest.mark.parametrize("played", ["swe"], indirect=True)
 async def test_rewritten_inputs_are_counted(played: Played) -> None:
-    """`replace_all: false` and reordered keys are no edits, and are written down."""
+    """`replace_all: false` and reordered keys do not count as edits, and are recorded."""
     said = [json.loads(turn.answer).get("parent_echo_changes", []) for turn in played.turns]
 
     assert sum("arguments_normalised" in changes for changes in said) >= 2

@@ -1,4 +1,5 @@
-"""What an engine is told for a turn: the rollout's rules win, nothing asked is dropped, all is recorded."""
+"""A turn's sampling parameters: the rollout's rules win, nothing is dropped, everything is
+recorded."""
 
 import json
 from collections.abc import AsyncIterator
@@ -46,7 +47,7 @@ QWEN3 = load_format("qwen3")
 
 
 class Gateway:
-    """A gateway before a scripted engine, and how agents call it."""
+    """A gateway in front of a scripted engine, and calls of agents."""
 
     def __init__(
         self, local: LocalGateway, engine: ScriptedEngine, http: httpx.AsyncClient
@@ -71,7 +72,7 @@ class Gateway:
 
     @property
     def sent(self) -> list[dict[str, Any]]:
-        """What the engine was told, call by call."""
+        """The engine's requests, call by call."""
         return [dict(call.sampling) for call in self.engine.calls]
 
     async def turns(self, session_id: str) -> list[Turn]:
@@ -90,7 +91,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 
 
 async def test_the_rollout_decides(gateway: Gateway) -> None:
-    """Nothing an agent asks of the sampler reaches the engine of a trainable session."""
+    """An agent's sampling parameters do not reach the engine in a trainable session."""
     key = await gateway.local.open("s", sampling=Sampling(temperature=0.7, top_k=40))
     answer = await gateway.chat(key, **WISHES)
 
@@ -101,7 +102,7 @@ async def test_the_rollout_decides(gateway: Gateway) -> None:
 
 
 async def test_every_rule_reaches_the_engine(gateway: Gateway) -> None:
-    """Penalties, stop texts and stop ids of the rollout's request are the engine's."""
+    """The engine gets the penalties, stop texts and stop ids of the rollout's request."""
     rules = Sampling.model_validate(
         {n: v for n, v in WISHES.items() if n != "seed"} | {"stop_token_ids": (248046,)}
     )
@@ -114,8 +115,9 @@ async def test_every_rule_reaches_the_engine(gateway: Gateway) -> None:
     assert sent["stop_token_ids"][-1] == 248046
 
 
-async def test_the_agent_decides_if_the_session_says_so(gateway: Gateway) -> None:
-    """`decided_by: agent` hands the sampler to the agent's request; what it omits is the rollout's."""
+async def test_the_agent_decides_if_the_session_allows_it(gateway: Gateway) -> None:
+    """With `decided_by: agent`, the agent's request decides; the rollout's rules fill in what it
+    omits."""
     rules = Sampling(temperature=0.7, top_p=0.9, decided_by="agent")
     await gateway.chat(await gateway.local.open("s", sampling=rules), temperature=0.2)
 
@@ -123,8 +125,8 @@ async def test_the_agent_decides_if_the_session_says_so(gateway: Gateway) -> Non
     assert (sent["temperature"], sent["top_p"]) == (0.2, 0.9)
 
 
-async def test_what_was_used_is_recorded(gateway: Gateway) -> None:
-    """A turn keeps exactly what its engine got, also where it changes from call to call."""
+async def test_the_sent_parameters_are_recorded(gateway: Gateway) -> None:
+    """A turn records exactly what its engine got, even if it changes from call to call."""
     key = await gateway.local.open("s", sampling=AGENT)
     await gateway.chat(key, **{name: v for name, v in WISHES.items() if name != "seed"})
     await gateway.chat(key, temperature=0.0, logit_bias={"9": -5})
@@ -159,26 +161,27 @@ async def _seeds(gateway: Gateway, name: str, sample: str, **fields: Any) -> lis
     return [sent["seed"] for sent in gateway.sent[before:]]
 
 
-async def test_samples_and_calls_have_seeds_of_their_own(gateway: Gateway) -> None:
-    """Two samples of an instance share no seed, nor do two calls; the agent's seed says nothing."""
+async def test_samples_and_calls_have_different_seeds(gateway: Gateway) -> None:
+    """Two samples of an instance share no seed, nor do two calls; the agent's seed has no
+    effect."""
     seeds = [await _seeds(gateway, f"s{n}", f"d/i/{n}") for n in range(2)]
 
     assert len({seed for pair in seeds for seed in pair}) == 4
 
 
 async def test_a_repeated_request_has_the_same_seeds(gateway: Gateway) -> None:
-    """The same sample of another run draws the same."""
+    """The same sample of another run gets the same seeds."""
     assert await _seeds(gateway, "a", "d/i/0") == await _seeds(gateway, "b", "d/i/0")
 
 
 async def test_an_agents_constant_seed_does_not_make_samples_equal(gateway: Gateway) -> None:
-    """Where the agent decides, its seed is a base like any other."""
+    """If the agent decides, its seed is a base like the rollout's."""
     seeds = [await _seeds(gateway, f"s{n}", f"d/i/{n}", decided_by="agent") for n in range(2)]
 
     assert len({seed for pair in seeds for seed in pair}) == 4
 
 
-def test_a_continuation_draws_anew() -> None:
+def test_a_continuation_does_not_repeat_random_draws() -> None:
     """Tokens after a lost engine must not repeat the draws of the tokens before them."""
     salvage = Salvage()
     call = GenerateCall([1, 2], {"max_tokens": 9, "seed": 7}, "s", "s-1", {}, salvage)
@@ -193,7 +196,7 @@ def test_a_continuation_draws_anew() -> None:
 
 
 async def test_a_stop_text_ends_an_answer_as_openai_does(gateway: Gateway) -> None:
-    """The agent reads what is before it, and the next prompt holds all that was sampled."""
+    """The agent reads the text before it, and the next prompt has everything that was sampled."""
     key = await gateway.local.open("s", sampling=AGENT)
     choice = (await gateway.chat(key, stop=[" here"])).json()["choices"][0]
     hi = {"role": "user", "content": "Hi"}
@@ -204,7 +207,7 @@ async def test_a_stop_text_ends_an_answer_as_openai_does(gateway: Gateway) -> No
 
 
 async def test_a_stop_text_ends_an_answer_as_anthropic_does(gateway: Gateway) -> None:
-    """The reason is `stop_sequence`, and the text itself is named."""
+    """The stop reason is `stop_sequence`, and the answer names the text."""
     key = await gateway.local.open("s", sampling=AGENT)
     answer = (await gateway.anthropic(key, stop_sequences=["Two", " here"])).json()
 
@@ -212,8 +215,8 @@ async def test_a_stop_text_ends_an_answer_as_anthropic_does(gateway: Gateway) ->
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " here")
 
 
-async def test_a_stop_text_of_the_rollout_is_read(gateway: Gateway) -> None:
-    """The agent did not ask for it, so its answer is what was sampled."""
+async def test_a_stop_text_of_the_rollout_stays_in_the_answer(gateway: Gateway) -> None:
+    """The agent did not set it, so its answer is the sampled text."""
     rules = Sampling(stop=(" here",))
     choice = (await gateway.chat(await gateway.local.open("s", sampling=rules))).json()["choices"][
         0
@@ -239,12 +242,12 @@ def _asked(model_format: Format = QWEN3, rules: Sampling = AGENT, **body: Any) -
     ],
 )
 def test_a_response_format_becomes_a_grammar(wished: Any, outputs: Any) -> None:
-    """vLLM's structured outputs hold the answer to the schema."""
+    """vLLM's structured outputs enforce the schema."""
     assert _asked(response_format=wished).get("structured_outputs") == outputs
 
 
-async def test_every_dialect_asks_for_a_schema(gateway: Gateway) -> None:
-    """`response_format`, `output_config.format` and `text.format` are one wish."""
+async def test_every_dialect_can_request_a_schema(gateway: Gateway) -> None:
+    """`response_format`, `output_config.format` and `text.format` have the same effect."""
     key = await gateway.local.open("s")
     flat = {"type": "json_schema", "name": "a", "schema": SCHEMA}
     await gateway.chat(key, response_format=JSON_SCHEMA)
@@ -283,8 +286,8 @@ def _ids(text: str) -> list[int]:
     return [*plain(start), known("<tool_call>"), *plain(inner), known("</tool_call>"), *plain(end)]
 
 
-async def test_calls_that_are_forbidden_stay_text(gateway: Gateway) -> None:
-    """`tool_choice: none` gives the agent no call, whatever the model samples."""
+async def test_forbidden_calls_stay_text(gateway: Gateway) -> None:
+    """With `tool_choice: none`, the agent gets no call, whatever the model samples."""
     hi = [{"role": "user", "content": "call it"}]
     key = await gateway.local.open("s")
     answer = await gateway.chat(key, messages=hi, tools=TOOLS, tool_choice="none")
@@ -318,28 +321,28 @@ async def test_the_responses_dialect_passes_its_tool_choice(gateway: Gateway) ->
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str) -> None:
-    """An agent learns which field it is; nothing is dropped."""
+def test_unsupported_fields_are_refused_by_name(body: dict[str, Any], param: str) -> None:
+    """The error names the field; nothing is dropped."""
     with pytest.raises(Refused) as caught:
         _asked(**body)
 
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_logit_bias_is_refused_where_the_rollout_decides() -> None:
-    """It would change the distribution that the trainer believes in."""
+def test_a_logit_bias_is_refused_if_the_rollout_decides() -> None:
+    """It would change the distribution that the trainer assumes."""
     with pytest.raises(Refused, match="decided_by: agent"):
         _asked(rules=Sampling(), logit_bias={"5": 1})
 
 
 def test_a_call_is_not_forced_in_a_notation_without_a_grammar() -> None:
-    """A model that writes calls another way is refused, not answered with something else."""
+    """For models with another notation the call is refused instead of being ignored."""
     with pytest.raises(Refused, match="'tool_choice' cannot be forced"):
         _asked(_writing("glm45"), tools=TOOLS, tool_choice="required")
 
 
 def test_a_model_without_calls_gets_no_tools() -> None:
-    """Tools that the template would not show are refused with the setting, not lost."""
+    """If the template cannot show tools, they are refused with the setting's name, not dropped."""
     with pytest.raises(Refused, match="'tools' cannot be used: PERDURE_ENGINE__NOTATION"):
         _asked(_writing("text"), tools=TOOLS)
 

@@ -1,4 +1,4 @@
-"""A home whose sockets no process could open is refused with the fix."""
+"""A home whose path is too long for unix sockets is refused with the fix."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from perdure.gateway.http.listeners import LONGEST_PATH, check_path
 from perdure.settings.tree import Settings
 
 
-def test_a_home_that_is_too_long_is_told_by_how_much() -> None:
+def test_the_error_says_by_how_much_a_home_is_too_long() -> None:
     check_path(Settings(home=Path("/short")).gateway_socket)
     longest = Path("/" + "h" * (LONGEST_PATH - 1))
     check_path(longest)

@@ -1,4 +1,5 @@
-"""Two gateways answer one session at once: one answer counts, and the later gateway gives the same one."""
+"""If two gateways answer one session at once, one answer counts, and the later gateway gives the
+same one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def gateways(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[list[LocalGateway]]:
-    """Two gateways of two hosts that share nothing but the store."""
+    """Two gateways on two hosts that share only the store."""
     settings: dict[str, Any] = {
         "engine": {"url": engine.url, "kind": "vllm"},
         "store": LocalStore(tmp_path / "store"),
@@ -46,7 +47,7 @@ async def _ask(gateway: LocalGateway, key: str, messages: list[dict[str, Any]]) 
 
 
 async def _ready(gateway: LocalGateway) -> None:
-    """It knows that every engine is ready: a session may go to any of them."""
+    """Knows that every engine is ready, so a session may get any of them."""
     headers = {"authorization": f"Bearer {control_token(gateway.secret)}"}
     async with (
         asyncio.timeout(60),
@@ -65,10 +66,10 @@ def _after(messages: list[dict[str, Any]], answer: Any) -> list[dict[str, Any]]:
     return [*messages, message, {"role": "tool", "tool_call_id": call, "content": "a"}]
 
 
-async def test_an_answer_of_the_other_is_repeated(
+async def test_an_answer_of_the_other_gateway_is_repeated(
     gateways: list[LocalGateway], engine: ScriptedEngine
 ) -> None:
-    """A retry that reaches another gateway gets the recorded answer, without the engine."""
+    """A retry at another gateway gets the recorded answer without the engine."""
     one, other = gateways
     key = await one.open("s")
     await other.control.get("s")
@@ -79,17 +80,17 @@ async def test_an_answer_of_the_other_is_repeated(
     assert engine.stats().calls == 1
 
 
-async def test_a_late_turn_is_dropped_though_the_agent_went_on(
+async def test_a_late_turn_is_dropped_after_the_agent_continued(
     gateways: list[LocalGateway], engine: ScriptedEngine
 ) -> None:
-    """A gateway that was slower gives the other's answer and records nothing."""
+    """The slower gateway gives the other one's answer and records nothing."""
     slow, other = gateways
     key = await slow.open("s")
     await other.control.get("s")
     first = [{"role": "user", "content": "hi"}]
     engine.control(kind="hang", times=1)
     late = asyncio.create_task(_ask(slow, key, first))
-    while not engine.stats().faults["hang"]:  # probes are in flight, too
+    while not engine.stats().faults["hang"]:  # probes are also in flight
         await asyncio.sleep(0.01)
     answer = await _ask(other, key, first)
     await _ask(other, key, _after(first, answer))
@@ -100,7 +101,7 @@ async def test_a_late_turn_is_dropped_though_the_agent_went_on(
 
 
 async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> None:
-    """Its KV cache is where the other had its newest turn, which the journal says."""
+    """The engine of the newest turn, which the journal names, has the KV cache."""
     first = [{"role": "user", "content": "hi"}]
     async with ScriptedEngine(scripts(3)) as left, ScriptedEngine(scripts(3)) as right:
         settings: dict[str, Any] = {"engine": {"url": f"{left.url},{right.url}", "kind": "vllm"}}
@@ -127,8 +128,8 @@ async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> 
 async def test_a_call_without_an_answer_is_known_until_the_next_answer(
     gateways: list[LocalGateway], engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host must tell an agent that died of a silent gateway from one that ended itself, so every
-    process says when the last call had no answer."""
+    """A host must distinguish an agent that failed because of a silent gateway from one that ended
+    by itself. So every process knows when the last call got no answer."""
     one, other = gateways
     key = await one.open("s")
     first = [{"role": "user", "content": "hi"}]

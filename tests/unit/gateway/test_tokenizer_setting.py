@@ -1,4 +1,4 @@
-"""Which tokenizers are refused before a gateway starts."""
+"""Unsupported tokenizers are refused before a gateway starts."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,11 @@ from perdure.gateway.rendering.tokenizer_setting import folder_of
 
 
 @pytest.mark.parametrize("held", ["tiktoken.model", "tekken.json"])
-def test_a_folder_in_another_form_is_refused_by_that_form(tmp_path: Path, held: str) -> None:
-    """As Kimi and Mistral publish some models: the folder is right, only its tokenizer is not read."""
+def test_a_folder_with_another_tokenizer_file_is_refused_by_its_name(
+    tmp_path: Path, held: str
+) -> None:
+    """Kimi and Mistral publish such folders: the folder is correct, but its tokenizer cannot be
+    read."""
     (tmp_path / held).touch()
     said = f"{str(tmp_path)!r}, a folder with {held}, which Perdure does not read: use 'qwen3' or"
 
@@ -19,7 +22,7 @@ def test_a_folder_in_another_form_is_refused_by_that_form(tmp_path: Path, held: 
         folder_of(str(tmp_path))
 
 
-def test_a_folder_with_both_forms_is_taken(tmp_path: Path) -> None:
+def test_a_folder_with_both_files_is_accepted(tmp_path: Path) -> None:
     for name in ("tekken.json", "tokenizer.json"):
         (tmp_path / name).touch()
 

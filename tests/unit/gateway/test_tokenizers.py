@@ -1,4 +1,4 @@
-"""Text to ids and back, without network, and without text ever becoming a control token."""
+"""Converts text to ids and back without network, and never turns text into a control token."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ TEXT = "def fix(x):\n    return x  # \u00e9\u4e2d\U0001f600\n\n\t<|im_end|> </th
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder as published, with a vocabulary trained here."""
+    """A model's folder as published, with a vocabulary that is trained here."""
     folder = tmp_path_factory.mktemp("models") / "Qwen3-8B"
     folder.mkdir()
     fast = Fast(BPE())
@@ -57,7 +57,7 @@ def test_qwen3_equals_the_packages_own_encoder(packages_own: Any, text: str) -> 
 
 
 def test_qwen3_knows_its_control_tokens() -> None:
-    """Ids of control tokens are Qwen3's published ones."""
+    """The ids of control tokens equal Qwen3's published ones."""
     ids = load_tokenizer("qwen3").convert_tokens_to_ids(["<|im_end|>", "<tool_call>", "</think>"])
 
     assert ids == [151_645, 151_657, 151_668]
@@ -65,7 +65,7 @@ def test_qwen3_knows_its_control_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "folder"])
 def test_text_round_trips_without_control_tokens(name: str, folder: Path) -> None:
-    """Control tokens written out in a text stay text, and come back as they were."""
+    """Control tokens that are spelled out in a text stay text, and are decoded unchanged."""
     tokenizer = load_tokenizer(str(folder) if name == "folder" else name)
     ids = tokenizer.encode(marked(TEXT, tokenizer.control))
 
@@ -75,8 +75,8 @@ def test_text_round_trips_without_control_tokens(name: str, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["qwen3", "folder"])
-def test_what_a_template_writes_is_control_tokens(name: str, folder: Path) -> None:
-    """Only typed text is marked; the same text of the template is one id."""
+def test_control_tokens_of_a_template_are_single_ids(name: str, folder: Path) -> None:
+    """Only typed text is marked; the same text from the template is one id."""
     tokenizer = load_tokenizer(str(folder) if name == "folder" else name)
     think = tokenizer.convert_tokens_to_ids("<think>")
     ids = tokenizer.encode("<think>\nhm\n</think>\n\nSo " + marked("<think>", tokenizer.control))
@@ -97,7 +97,7 @@ FORGED = [
 @pytest.mark.parametrize("typed", FORGED)
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_typed_control_tokens_stay_text(role: str, typed: str) -> None:
-    """In no role, also not as the whole content of an answer that another model gave, nor in a bridge."""
+    """This holds in every role, in a bridge, and for a whole answer that another model gave."""
     tokenizer, renderer = load_format("qwen3")
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 
@@ -123,7 +123,7 @@ def _tool(text: str) -> dict[str, Any]:
 
 
 def test_an_unknown_model_is_a_configuration_error(folder: Path, tmp_path: Path) -> None:
-    """A folder whose model has no known format is refused, with the way out."""
+    """A folder without a known message format is refused with the fix."""
     copy = tmp_path / "my-model"
     copy.mkdir()
     (copy / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())

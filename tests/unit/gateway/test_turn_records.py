@@ -1,4 +1,4 @@
-"""A session's turns are written from what each adds, and read back whole."""
+"""A session's turns are stored as differences and read back whole."""
 
 import hashlib
 import random
@@ -56,7 +56,7 @@ def _record(index: int, prompt: Sequence[int], completion: Sequence[int], **at: 
 
 
 def _tree(dice: random.Random, turns: int) -> list[TurnRecord]:
-    """Roots, continued turns and replayed ones, whose parent is another turn than their base."""
+    """Roots, continued turns, and replayed ones whose parent differs from their base."""
     records: list[TurnRecord] = []
     said: list[list[dict[str, Any]]] = []
     for index in range(turns):
@@ -83,7 +83,7 @@ def _tree(dice: random.Random, turns: int) -> list[TurnRecord]:
 
 
 def test_what_is_written_turn_by_turn_reads_back_whole() -> None:
-    """The file of the deltas holds the very turns that the records stand for."""
+    """The file that is made from the differences has the same turns as the records."""
     for seed in range(60):
         records = _tree(random.Random(seed), turns=8)
         deltas = (Delta(*delta) for delta in turn_deltas(records))
@@ -94,7 +94,7 @@ def test_what_is_written_turn_by_turn_reads_back_whole() -> None:
 
 
 def test_closing_a_long_session_holds_no_whole_prompts() -> None:
-    """100 turns over 40,000 tokens are 30 MB as whole prompts; writing them takes a few."""
+    """As whole prompts, 100 turns over 40,000 tokens take 30 MB; writing them takes a few."""
     records = [_record(0, range(40_000), range(50))]
     for index in range(1, 100):
         held = records[-1].kept_ids + len(records[-1].prompt) + len(records[-1].completion)
@@ -131,9 +131,9 @@ class _Wider(Turn):
     route: str = ""
 
 
-def test_a_field_of_a_turn_is_defined_once_and_arrives_everywhere() -> None:
-    """Every field of `TurnFacts` goes through the journal and the parquet file, and a new one gets
-    the last column."""
+def test_a_turns_field_is_defined_once_and_arrives_everywhere() -> None:
+    """Every field of `TurnFacts` passes through the journal and the parquet file, and a new one
+    gets the last column."""
     facts = {name: _other_than_default(f.annotation) for name, f in TurnFacts.model_fields.items()}
     facts |= {"index": 0, "parent": None, "trainable": False}
     whole = _record(0, [1, 2], [3]).model_copy(update=facts)
@@ -148,15 +148,16 @@ def test_a_field_of_a_turn_is_defined_once_and_arrives_everywhere() -> None:
 
 
 def test_the_columns_of_the_turns_file_are_those_of_its_format_version() -> None:
-    """Other programs read these columns: a change of the definition must not
-    rename or retype them."""
+    """Other programs read these columns, so a change of the definition must not rename or retype
+    them."""
     digest = hashlib.sha256(SCHEMA.serialize().to_pybytes()).hexdigest()
 
     assert (VERSION, digest[:16]) == (b"2", "5a764d61c6761455")
 
 
-def test_calls_that_wait_at_once_are_one_wait() -> None:
-    """Two sub-agents that wait for the same minute give their agent one minute more."""
+def test_concurrent_waits_count_once() -> None:
+    """Two sub-agents that wait during the same minute add one minute to their agent's waiting
+    time."""
     totals = Totals()
     for started, waited in ((100.0, 60.0), (110.0, 50.0), (150.0, 30.0), (300.0, 5.0)):
         record = _record(0, [1], [2])

@@ -1,4 +1,4 @@
-"""Watchers of one process share a request to the gateway."""
+"""Watchers in one process share a request to the gateway."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ class Gateway:
         return {name: SessionSummary(session_id=name, open=True) for name in found}
 
 
-async def test_looks_of_one_moment_are_one_request() -> None:
-    """Two watchers of a session share its answer, and the next look asks again."""
+async def test_concurrent_lookups_are_one_request() -> None:
+    """Two watchers of a session share its answer, and the next lookup makes a new request."""
     gateway = Gateway("a", "b")
     looks = SharedLooks(gateway.summaries, gather_s=0.0)
     first = await asyncio.gather(looks.look("a"), looks.look("b"), looks.look("a"))
@@ -40,7 +40,7 @@ async def test_looks_of_one_moment_are_one_request() -> None:
     assert gateway.asked == [["a", "b"], ["b"]]
 
 
-async def test_a_large_process_asks_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_process_sends_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "MOST", 2)
     gateway = Gateway("a", "b", "c")
     looks = SharedLooks(gateway.summaries, gather_s=0.0)
@@ -49,7 +49,7 @@ async def test_a_large_process_asks_in_parts(monkeypatch: pytest.MonkeyPatch) ->
     assert gateway.asked == [["a", "b"], ["c"]]
 
 
-async def test_an_absent_session_fails_its_own_watcher_only() -> None:
+async def test_a_missing_session_fails_only_its_own_watcher() -> None:
     looks = SharedLooks(Gateway("a").summaries, gather_s=0.0)
     known, absent = await asyncio.gather(
         looks.look("a"), looks.look("gone"), return_exceptions=True
@@ -59,7 +59,7 @@ async def test_an_absent_session_fails_its_own_watcher_only() -> None:
     assert isinstance(absent, NotFound)
 
 
-async def test_a_gateway_that_is_away_fails_all_watchers_and_is_asked_again() -> None:
+async def test_an_unreachable_gateway_fails_all_watchers_and_is_called_again() -> None:
     gateway = Gateway("a", "b")
     gateway.away = True
     looks = SharedLooks(gateway.summaries, gather_s=0.0)
@@ -70,7 +70,7 @@ async def test_a_gateway_that_is_away_fails_all_watchers_and_is_asked_again() ->
     assert (await looks.look("a")).open
 
 
-async def test_a_watcher_that_leaves_disturbs_no_other() -> None:
+async def test_a_cancelled_watcher_disturbs_no_other() -> None:
     looks = SharedLooks(Gateway("a").summaries, gather_s=0.0)
     leaving, staying = (asyncio.create_task(looks.look("a")) for _ in range(2))
     await asyncio.sleep(0)
@@ -79,8 +79,8 @@ async def test_a_watcher_that_leaves_disturbs_no_other() -> None:
     assert (await staying).session_id == "a"
 
 
-async def test_a_gateway_tells_of_many_sessions_at_once(tmp_path: Path) -> None:
-    """Those that it does not know are left out."""
+async def test_a_gateway_returns_many_sessions_at_once(tmp_path: Path) -> None:
+    """Unknown sessions are left out."""
     async with LocalGateway(tmp_path) as gateway:
         for name in ("a", "b"):
             await gateway.open(name)

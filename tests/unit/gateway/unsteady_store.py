@@ -1,4 +1,5 @@
-"""A store in memory whose calls take a random time, fail, lose their answers, or land late."""
+"""An in-memory store whose calls take a random time, fail, lose their responses, or take effect
+late."""
 
 import asyncio
 import hashlib
@@ -17,7 +18,7 @@ class UnsteadyStore:
     worked = True
 
     def __init__(self, seed: int | None = None, lost: float = 0.0) -> None:
-        """`lost`: share of the conditional writes whose answer is lost."""
+        """`lost`: share of the conditional writes whose response is lost."""
         self.objects: dict[str, bytes] = {}
         self.calls: Counter[str] = Counter()
         self.away = False
@@ -76,7 +77,7 @@ class UnsteadyStore:
             self.objects.pop(key, None)
 
     def heal(self) -> None:
-        """From now on every call succeeds."""
+        """Make every later call succeed."""
         self._random = None
 
     def _get(self, key: str) -> Stored:
