@@ -1,4 +1,5 @@
-"""Anthropic Messages: what Claude Code sends is understood, what it gets it can read."""
+"""Anthropic Messages: the gateway reads Claude Code's requests, and Claude Code can read its
+answers."""
 
 import json
 from collections.abc import AsyncIterator
@@ -16,7 +17,7 @@ from tests.local_gateway import LocalGateway
 from tests.paths import ROOT
 
 if TYPE_CHECKING:
-    from anthropic import AsyncAnthropic  # takes a second, which every process would spend
+    from anthropic import AsyncAnthropic  # takes a second, so it is imported once per process
 
 TOOL = {"name": "Bash", "description": "Run.", "input_schema": {"type": "object"}}
 SCRIPTS = {
@@ -75,7 +76,7 @@ def _framed(answer: Answer) -> dict[str, Any]:
 
 
 def test_system_blocks_become_one_message_without_the_billing_block() -> None:
-    """The client's own header block, and every cache mark, is no text for a model."""
+    """The client's own header block and all cache marks are left out of the model's text."""
     blocks = [
         _text("x-anthropic-billing-header: cc_version=2"),
         _text("You fix code.", cache_control={"type": "ephemeral"}),
@@ -88,28 +89,29 @@ def test_system_blocks_become_one_message_without_the_billing_block() -> None:
 
 
 def test_a_block_list_equals_its_text() -> None:
-    """A message flips between list and string as the cache mark moves; it stays one message."""
+    """A message changes between list and string as the cache mark moves; it stays the same
+    message."""
     marked = _text("Go on.", cache_control={"type": "ephemeral"})
 
     assert _messages(_user([marked])) == _messages(_user("Go on."))
 
 
 def test_a_newline_added_in_merging_blocks_changes_nothing() -> None:
-    """Claude Code ends an earlier text block with a newline when it merges neighbours."""
+    """Claude Code ends an earlier text block with a newline when it merges blocks."""
     merged = _messages(_user([_text("one\n"), _text("two")]))
 
     assert merged == _messages(_user([_text("one"), _text("two")]))
 
 
 def test_a_system_message_keeps_its_position() -> None:
-    """Hoisting reminders to the head would rewrite the prefix of every turn."""
+    """Moving reminders to the start would rewrite the prefix of every turn."""
     found = _messages(_user("a"), {"role": "system", "content": "now"}, _user("b"))
 
     assert [message["role"] for message in found] == ["user", "system", "user"]
 
 
 def test_tool_results_keep_their_order_and_text_follows() -> None:
-    """Results come in completion order; what the user adds is a separate message."""
+    """Results arrive in order of completion; the user's text is a separate message."""
     content = [
         {"type": "tool_result", "tool_use_id": "b", "content": [_text("two"), _text("lines")]},
         {"type": "tool_result", "tool_use_id": "a", "is_error": True, "content": "failed"},
@@ -123,8 +125,8 @@ def test_tool_results_keep_their_order_and_text_follows() -> None:
     ]
 
 
-def test_a_picture_of_the_user_is_named() -> None:
-    """It stands where it was sent, and the rollout continues."""
+def test_an_image_of_the_user_becomes_a_note() -> None:
+    """The note has the image's position, and the rollout continues."""
     content = [{"type": "image", "source": {}}, _text("What is it?")]
 
     assert _messages(_user(content)) == [
@@ -139,15 +141,15 @@ def test_a_picture_of_the_user_is_named() -> None:
         ({"type": "image", "source": {}}, "[image not shown: this model reads text]"),
     ],
 )
-def test_a_tool_result_is_text_whatever_it_holds(part: dict[str, Any], text: str) -> None:
-    """A picture that a tool happened to read does not end the rollout."""
+def test_a_tool_result_becomes_text_whatever_it_holds(part: dict[str, Any], text: str) -> None:
+    """An image that a tool happened to read does not end the rollout."""
     result = {"type": "tool_result", "tool_use_id": "a", "content": [part]}
 
     assert _messages(_user([result]))[0]["content"] == text
 
 
-def test_thinking_comes_back_as_reasoning() -> None:
-    """An assistant's blocks are one message: reasoning, text and calls."""
+def test_thinking_becomes_reasoning() -> None:
+    """An assistant's blocks become one message with reasoning, text and calls."""
     content = [
         {"type": "thinking", "thinking": "Hm.", "signature": ""},
         _text("I look."),
@@ -166,7 +168,7 @@ def test_thinking_comes_back_as_reasoning() -> None:
 
 
 def test_tools_with_and_without_a_schema_are_functions() -> None:
-    """A built-in tool has no schema here; it is told by its name and type."""
+    """A built-in tool has no schema, so its description has its name and type."""
     builtin = {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}
     custom = {**TOOL, "defer_loading": False, "cache_control": {"type": "ephemeral"}}
 
@@ -182,8 +184,8 @@ def test_tools_with_and_without_a_schema_are_functions() -> None:
     ]
 
 
-def test_settings_of_a_request_are_understood() -> None:
-    """Sampling, the token cap and the tool choice are read; a hosted engine gets the same."""
+def test_settings_of_a_request_are_read() -> None:
+    """Sampling, the token limit and the tool choice are read, and a hosted engine gets the same."""
     fields = {
         "max_tokens": 32000,
         "temperature": 0.5,
@@ -210,14 +212,14 @@ def test_settings_of_a_request_are_understood() -> None:
     ],
 )
 def test_headers_name_the_chain(headers: dict[str, str], chain: str, parent: str) -> None:
-    """A sub-agent is told by its own id, a nested one also by its parent's."""
+    """A sub-agent is identified by its own id, and a nested one also by its parent's id."""
     request = _parse({"messages": [_user("x")]}, headers)
 
     assert (request.chain, request.parent_chain) == (chain, parent)
 
 
-def test_an_agent_id_that_is_no_name_is_refused() -> None:
-    """Chains are named in the journal: what names them is checked."""
+def test_an_invalid_agent_id_is_refused() -> None:
+    """Chains are named in the journal, so their names are checked."""
     with pytest.raises(Refused, match="x-claude-code-agent-id"):
         _parse({"messages": [_user("x")]}, {"x-claude-code-agent-id": "../../etc"})
 
@@ -236,16 +238,16 @@ def test_an_agent_id_that_is_no_name_is_refused() -> None:
         ([_text("CRITICAL: Respond with TEXT ONLY. Do"), _text("a")], {}, Purpose.STEP),
     ],
 )
-def test_the_purpose_is_read_from_certain_marks(
+def test_the_purpose_is_decided_by_unambiguous_marks(
     content: Any, fields: dict[str, Any], purpose: Purpose
 ) -> None:
-    """Titles and summaries are told from the agent's own steps."""
+    """Titles and summaries are distinguished from the agent's own steps."""
     assert _parse({"messages": [_user(content)], **fields}).purpose is purpose
 
 
 @pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recordings are not here")
 def test_recorded_compactions_are_found() -> None:
-    """On recorded traffic exactly the requests for a summary are compactions."""
+    """In recorded traffic, exactly the requests for a summary count as compactions."""
     requests = json.loads((RECORDINGS / "compact.json").read_text())["requests"]
     parsed = [_parse(request["body"], request["headers"]) for request in requests]
 
@@ -274,7 +276,7 @@ def test_recorded_compactions_are_found() -> None:
     ],
 )
 def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
-    """Every refusal says which field is wrong."""
+    """Every refusal names the wrong field."""
     with pytest.raises(Refused) as refused:
         _parse(body)
 
@@ -297,7 +299,7 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
 def test_a_turn_ends_in_one_of_three_ways(
     message: dict[str, Any], reason: str, stop_reason: str
 ) -> None:
-    """Claude Code ends or loops on any other stop reason."""
+    """On any other stop reason, Claude Code ends or loops."""
     answer = _answer(**message)
 
     framed = _framed(Answer(**{**vars(answer), "finish_reason": reason}))
@@ -306,15 +308,16 @@ def test_a_turn_ends_in_one_of_three_ways(
 
 
 def test_text_comes_before_tool_use_and_after_thinking() -> None:
-    """The client moves text before tool use itself; sent so, the echo is what was sent."""
+    """The client would move text before tool use itself. In this order, the echo equals the
+    answer."""
     framed = _framed(_answer(content="Text.", reasoning_content="Hm.", tool_calls=[CALL]))
 
     assert [block["type"] for block in framed["content"]] == ["thinking", "text", "tool_use"]
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_answer_always_shows_something_and_its_echo_is_the_empty_text(content: str) -> None:
-    """Claude Code drops a turn without visible output and asks again, without end."""
+def test_an_answer_always_has_visible_text_and_its_echo_is_the_empty_text(content: str) -> None:
+    """Claude Code drops a turn without visible output and asks again forever."""
     blocks = _framed(_answer(content=content, reasoning_content="Hm."))["content"]
 
     echoed = _messages(_user("x"), {"role": "assistant", "content": blocks})[1]
@@ -323,8 +326,8 @@ def test_an_answer_always_shows_something_and_its_echo_is_the_empty_text(content
     assert (blocks[1]["text"].strip() != "", echoed["content"]) == (True, "")
 
 
-def test_sampled_arguments_that_json_does_not_know_are_passed_as_text() -> None:
-    """Python reads NaN, no client does: an answer is always JSON."""
+def test_sampled_arguments_that_are_not_standard_json_are_passed_as_text() -> None:
+    """Python parses NaN, but clients do not, so an answer is always standard JSON."""
     call = {**CALL, "function": {"name": "Bash", "arguments": '{"a": NaN}'}}
 
     framed = _framed(_answer(tool_calls=[call]))
@@ -333,7 +336,7 @@ def test_sampled_arguments_that_json_does_not_know_are_passed_as_text() -> None:
 
 
 def test_events_come_in_the_documented_order() -> None:
-    """Start, one delta and stop for each block, then the reason and the end."""
+    """Each block has a start, one delta and a stop; the stop reason and the end follow."""
     request = _parse({"messages": [_user("x")]})
     answer = _answer(content="Text.", reasoning_content="Hm.", tool_calls=[CALL])
 
@@ -344,8 +347,8 @@ def test_events_come_in_the_documented_order() -> None:
     assert names == ["message_start", *block * 3, "message_delta", "message_stop"]
 
 
-def test_an_exhausted_context_is_said_in_the_words_that_compact() -> None:
-    """Claude Code compacts when it reads these words with both numbers, and otherwise exits."""
+def test_an_exhausted_context_has_the_text_that_triggers_compaction() -> None:
+    """Claude Code compacts if it reads this text with both numbers; otherwise it exits."""
     error = json.loads(dialect.error(ContextExhausted(210_000, 200_000)))
 
     message = "prompt is too long: 210000 tokens > 200000 maximum"
@@ -384,7 +387,7 @@ def _ask(text: str = "list the files", **fields: Any) -> Any:
 
 
 async def test_a_stream_adds_up_to_the_whole_answer(client: "AsyncAnthropic") -> None:
-    """Anthropic's own client makes of the stream what it gets in one piece."""
+    """Anthropic's own client assembles from the stream what it also gets in one piece."""
     whole = await client.messages.create(**_ask())
     async with client.messages.stream(**_ask()) as stream:
         streamed = await stream.get_final_message()
@@ -393,7 +396,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(client: "AsyncAnthropic") ->
 
 
 async def test_an_echoed_turn_is_bridged(gateway: LocalGateway, client: "AsyncAnthropic") -> None:
-    """Blocks that come back with the tool's result extend the recorded tokens."""
+    """Blocks that come back with the tool result extend the recorded tokens."""
     first = await client.messages.create(**_ask())
     result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "a.py"}
     echo = {"role": "assistant", "content": json.loads(first.to_json())["content"]}
@@ -403,10 +406,10 @@ async def test_an_echoed_turn_is_bridged(gateway: LocalGateway, client: "AsyncAn
     assert (await gateway.control.get("s")).bridge_misses == {"first": 1}
 
 
-async def test_tokens_are_counted_as_they_will_be_charged(
+async def test_counted_tokens_equal_the_turns_prompt(
     client: "AsyncAnthropic",
 ) -> None:
-    """Counting gives the prompt tokens of the turn, samples nothing, and never says 0."""
+    """Counting returns the turn's prompt tokens, samples nothing, and never returns 0."""
     ask = _ask()
     counted = await client.messages.count_tokens(
         model="any", messages=ask["messages"], tools=ask["tools"]
@@ -418,7 +421,8 @@ async def test_tokens_are_counted_as_they_will_be_charged(
 async def test_errors_are_the_clients_own_types(
     engine: ScriptedEngine, gateway: LocalGateway, client: "AsyncAnthropic"
 ) -> None:
-    """A bad request, a wrong key and a closed session raise what Anthropic's client names so."""
+    """A bad request, a wrong key and a closed session raise the matching errors of Anthropic's
+    client."""
     import anthropic
 
     wrong = client.with_options(api_key="s.0")
@@ -432,10 +436,10 @@ async def test_errors_are_the_clients_own_types(
         await client.messages.create(**_ask())
 
 
-async def test_the_context_budget_ends_in_the_clients_words(
+async def test_an_exhausted_context_budget_has_the_clients_text(
     gateway: LocalGateway,
 ) -> None:
-    """A session without room answers 400 before a token is sampled."""
+    """A session without remaining context gets 400 before a token is sampled."""
     import anthropic
 
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
@@ -446,10 +450,11 @@ async def test_the_context_budget_ends_in_the_clients_words(
             await client.messages.create(**_ask())
 
 
-async def test_an_engine_fault_is_an_error_and_no_empty_answer(
+async def test_an_engine_failure_is_an_error_and_not_an_empty_answer(
     engine: ScriptedEngine, client: "AsyncAnthropic", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an engine refuses to the end reaches the client as an overloaded server, which it may ask again."""
+    """If an engine refuses until the patience ends, the client gets an overload error, after which
+    it may retry."""
     import anthropic
 
     monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
@@ -460,7 +465,7 @@ async def test_an_engine_fault_is_an_error_and_no_empty_answer(
 
 
 async def test_claude_codes_probes_are_answered(gateway: LocalGateway) -> None:
-    """Claude Code asks whether the server answers before it sends its key."""
+    """Claude Code checks whether the server answers before it sends its key."""
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         answers = [await http.head("/"), await http.head("/api/hello")]
 
@@ -468,7 +473,7 @@ async def test_claude_codes_probes_are_answered(gateway: LocalGateway) -> None:
 
 
 async def test_models_are_listed_in_anthropics_form(client: "AsyncAnthropic") -> None:
-    """The client's own header decides the form of the list."""
+    """The client's own header decides the list's form."""
     models = await client.models.list()
 
     assert [model.id for model in models.data] == ["policy"]
@@ -476,7 +481,7 @@ async def test_models_are_listed_in_anthropics_form(client: "AsyncAnthropic") ->
 
 @pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recordings are not here")
 async def test_recorded_requests_are_served(gateway: LocalGateway) -> None:
-    """Every body of a recorded session, with its headers, gets a stream that ends well."""
+    """Every body of a recorded session, sent with its headers, gets a complete stream."""
     requests = json.loads((RECORDINGS / "subfg.json").read_text())["requests"]
     key = await gateway.open("recorded", sampling=Sampling(max_context_tokens=100_000))
     ends = []

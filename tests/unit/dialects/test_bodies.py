@@ -1,4 +1,4 @@
-"""Only what a sender sent before is taken over from the last time, and only byte for byte."""
+"""The cache reuses only what a sender sent before, and only if it matches byte for byte."""
 
 import json
 import random
@@ -33,14 +33,14 @@ def _read(known: Bodies, raw: bytes, key: str = "k") -> dict[str, Any]:
 
 
 def _outcome(read: Callable[..., Fields], *arguments: Any) -> str:
-    """What came of reading, down to the types of numbers."""
+    """The result of reading, including the types of numbers."""
     try:
         return repr(read(*arguments).values)
     except Refused as refused:
         return f"refused: {refused}"
 
 
-def test_what_was_sent_before_is_the_same_object() -> None:
+def test_a_repeated_message_is_the_same_object() -> None:
     """A longer history shares its messages, and the fields around them, with the shorter one."""
     known = Bodies()
     first = _read(known, _body([_user("a"), _call(1)]))
@@ -52,8 +52,8 @@ def test_what_was_sent_before_is_the_same_object() -> None:
     assert second == json.loads(_body([_user("a"), _call(1), _user("b")]))
 
 
-def test_a_mark_that_moves_costs_only_its_messages() -> None:
-    """Clients mark the newest message for their cache; the messages before it stay known."""
+def test_a_moving_mark_costs_only_its_messages() -> None:
+    """Clients mark the newest message for their cache; the messages before it stay cached."""
     known = Bodies()
     marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
     before = [_user("a"), _call(1), {"role": "user", "content": [marked]}]
@@ -66,7 +66,7 @@ def test_a_mark_that_moves_costs_only_its_messages() -> None:
 
 @pytest.mark.parametrize("numbers", [(1, 1.0), (1, True), (0, False), (1.0, True)])
 def test_equal_numbers_of_two_kinds_stay_apart(numbers: tuple[Any, Any]) -> None:
-    """An input changed from 1 to 1.0 or true is a changed input: the model reads the new one."""
+    """An input that changes from 1 to 1.0 or true has changed, and the model reads the new one."""
     arguments = []
     for number in numbers:
         request = anthropic.parse(
@@ -78,15 +78,15 @@ def test_equal_numbers_of_two_kinds_stay_apart(numbers: tuple[Any, Any]) -> None
 
 
 def test_senders_share_nothing() -> None:
-    """The same bytes under another session's key are read anew."""
+    """The same bytes under another session's key are parsed again."""
     known = Bodies()
     raw = _body([_user("a")])
 
     assert _read(known, raw, "one")["messages"][0] is not _read(known, raw, "other")["messages"][0]
 
 
-def test_parallel_sub_agents_of_one_session_all_stay_known() -> None:
-    """Histories that take turns do not push each other out."""
+def test_parallel_sub_agents_of_one_session_stay_cached() -> None:
+    """Histories that alternate do not evict each other."""
     known = Bodies()
     openings = [_user(str(number)) for number in range(4)]
     first = [_read(known, _body([opening, _call(1)])) for opening in openings]
@@ -96,8 +96,8 @@ def test_parallel_sub_agents_of_one_session_all_stay_known() -> None:
     assert all(one["messages"][0] is two["messages"][0] for one, two in pairs)
 
 
-def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit the sender not heard for longest is forgotten."""
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit, the least recently seen sender is dropped."""
     raw = _body([_user("a")])
     monkeypatch.setattr(bodies, "KEPT_BYTES", 2 * len(raw))
     known = Bodies()
@@ -108,8 +108,8 @@ def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known._weight <= 2 * len(raw)
 
 
-def test_every_reading_equals_a_first_reading() -> None:
-    """Bodies that share any beginning or end, broken ones among them, read as if nothing was known."""
+def test_every_read_equals_a_first_read() -> None:
+    """Bodies that share any start or end, some of them broken, are read as without a cache."""
     dice = random.Random(3)
     bases = [
         _body([_user("a"), _call(1), _user('b"]}, {'), _call("\ud83d"), _user("é \U0001f600")]),
@@ -160,8 +160,8 @@ FIRST = b'{"model": "m", "messages": [{"a": "x\\\\"}, {"a": "y"}], "tools": []}'
         b'{"a": "' + FIRST.replace(b'"', b'\\"') + b'", "messages": [{"a": 1}]}',
     ],
 )
-def test_a_body_that_misuses_a_known_beginning_reads_as_a_whole(raw: bytes) -> None:
-    """Also what follows it: a known beginning never decides what the rest means."""
+def test_a_body_that_misuses_a_cached_start_is_read_as_a_whole(raw: bytes) -> None:
+    """A cached start never decides what the rest of the body means."""
     known = Bodies()
     known.read(FIRST, "messages", {})
 
@@ -189,7 +189,7 @@ ITEMS = [
 def test_every_translation_equals_a_first_one(
     monkeypatch: pytest.MonkeyPatch, dialect: Any, listed: str, answers: list[Any]
 ) -> None:
-    """Histories that grow, are cut, compacted, marked, changed and wrong, of agents that take turns."""
+    """Histories of alternating agents grow, shrink, compact, and get marks, changes and errors."""
     dice = random.Random(5)
     known = Bodies()
     histories: list[list[Any]] = [[_user("a")], [_user("a"), _user("b")], [_user("c")]]
@@ -202,7 +202,7 @@ def test_every_translation_equals_a_first_one(
         except Refused as refused:
             return f"refused: {refused}"
         found = repr((request.messages, request.body))
-        request.messages.clear()  # a request's own list: what is kept does not change with it
+        request.messages.clear()  # the request's own list: the cache does not change with it
         return found
 
     for _ in range(1500):
@@ -235,8 +235,8 @@ def test_every_translation_equals_a_first_one(
     assert 100 < refused < 500
 
 
-def test_two_dialects_translate_the_same_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One session may use both, and only one of them knows a role `tool`."""
+def test_two_dialects_translate_the_same_bytes_separately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One session may use both, and only one of them has a role `tool`."""
     known = Bodies()
     monkeypatch.setattr(anthropic, "BODIES", known)
     monkeypatch.setattr(openai_chat, "BODIES", known)

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions: what its many clients send besides plain chat."""
+"""OpenAI Chat Completions: what its many clients send in addition to plain chat."""
 
 import json
 from typing import Any
@@ -38,22 +38,22 @@ def _parse(body: dict[str, Any], headers: dict[str, str] | None = None) -> Model
         ({}, {"stream": False}, Purpose.STEP),
     ],
 )
-def test_side_requests_are_told_by_certain_marks(
+def test_side_requests_are_detected_by_unambiguous_marks(
     headers: dict[str, str], body: dict[str, Any], purpose: Purpose
 ) -> None:
-    """A title is no step; an agent that has no tools at all still takes steps."""
+    """A title request is not a step; steps of an agent without any tools still are."""
     assert _parse(body, headers).purpose is purpose
 
 
 def test_opencodes_summary_is_a_compaction() -> None:
-    """The main agent continues from it."""
+    """The main agent continues from the summary."""
     messages = [{"role": "system", "content": SUMMARY}, {"role": "user", "content": "[User]: fix"}]
 
     assert _parse({"messages": messages}, OPENCODE).purpose is Purpose.COMPACTION
 
 
 def test_openhands_summary_is_a_compaction() -> None:
-    """It sends no name; without tools, no agent's step has this system text."""
+    """It sends no name, but no agent step without tools has this system text."""
     text = "You are maintaining a context-aware state summary for an interactive agent."
     messages = [{"role": "system", "content": [{"type": "text", "text": text}]}]
 
@@ -77,17 +77,18 @@ def test_qwen_codes_summary_is_a_compaction() -> None:
         ({"x-session-affinity": "ses_2", "x-parent-session-id": "ses_1"}, "ses_2", MAIN),
     ],
 )
-def test_a_session_header_names_a_chain_only_below_another(
+def test_a_session_header_names_a_chain_only_with_a_parent(
     headers: dict[str, str], chain: str, parent: str
 ) -> None:
-    """The key says which rollout asks; opencode's sub-agents have sessions of their own."""
+    """The session key identifies the rollout; opencode's sub-agents have separate sessions."""
     request = _parse({}, headers)
 
     assert (request.chain, request.parent_chain) == (chain, parent)
 
 
 def test_an_assistant_message_that_was_never_sampled_is_context() -> None:
-    """Qwen Code opens with a reply no model gave; parts, nulls and unknown fields pass."""
+    """Qwen Code starts with a reply that no model gave; parts, nulls and unknown fields are
+    accepted."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "Got it.", "provider_specific_fields": {}, "audio": None},
@@ -100,8 +101,8 @@ def test_an_assistant_message_that_was_never_sampled_is_context() -> None:
 
 
 @pytest.mark.parametrize("role", ["tool", "user"])
-def test_a_picture_is_named(role: str) -> None:
-    """The rollout continues, and the model is told that it cannot see the picture."""
+def test_an_image_becomes_a_note(role: str) -> None:
+    """The rollout continues, and a note tells the model that it cannot see the image."""
     part = {"type": "image_url", "image_url": {"url": "data:"}}
     message = {"role": role, "tool_call_id": "a", "content": [part]}
 
@@ -110,8 +111,8 @@ def test_a_picture_is_named(role: str) -> None:
     assert content == "[image_url not shown: this model reads text]"
 
 
-def test_what_clients_commonly_send_is_accepted() -> None:
-    """Fields we do not use change nothing; the smaller token limit holds."""
+def test_common_fields_of_clients_are_accepted() -> None:
+    """Unused fields have no effect, and the smaller token limit applies."""
     fields = {
         "max_tokens": 8000,
         "max_completion_tokens": 4000,
@@ -146,7 +147,7 @@ def test_what_clients_commonly_send_is_accepted() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
-    """Every refusal says which field is wrong."""
+    """Every refusal names the wrong field."""
     with pytest.raises(Refused) as refused:
         _parse(body)
 
@@ -167,8 +168,8 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
     ],
     ids=["too large", "infinite", "half a pair", "utf-16", "deep", "wide", "texts", "unclosed"],
 )
-def test_json_beyond_measure_is_refused(raw: bytes) -> None:
-    """Numbers, encodings, depth and size that nothing behind us could take."""
+def test_json_above_the_limits_is_refused(raw: bytes) -> None:
+    """The limits cover numbers, encodings, depth and size that later stages could not handle."""
     with pytest.raises(Refused) as refused:
         dialect.parse(raw)
 
@@ -176,14 +177,14 @@ def test_json_beyond_measure_is_refused(raw: bytes) -> None:
 
 
 def test_a_text_full_of_json_is_not_many_values() -> None:
-    """The content of a string is text, also if it looks like something else."""
+    """The content of a string is text, even if it looks like JSON."""
     text = '[{"a": "b\\\\"}, ' * 300_000
 
     assert _parse({"messages": [{"role": "user", "content": text}]}).messages[0]["content"] == text
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
-    """JavaScript agents cut strings between halves; whole pairs stay what they are."""
+def test_a_lone_surrogate_becomes_the_replacement_character() -> None:
+    """JavaScript agents cut strings between surrogates; whole pairs stay unchanged."""
     raw = b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d\\ude00 \\ud83d"}]}'
 
     content = dialect.parse(raw).request.messages[0]["content"]
@@ -191,8 +192,8 @@ def test_half_a_surrogate_pair_becomes_the_replacement_character() -> None:
     assert content == "\U0001f600 \ufffd"
 
 
-def test_an_exhausted_context_has_the_code_that_clients_know() -> None:
-    """opencode and Qwen Code look for the code, others for the words."""
+def test_an_exhausted_context_has_the_code_that_clients_check() -> None:
+    """opencode and Qwen Code check the code, other clients the text."""
     error = json.loads(dialect.error(ContextExhausted(210, 200)))["error"]
 
     assert error["code"] == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""OpenAI Responses: codex's items are understood, its events come in order, reasoning comes back."""
+"""OpenAI Responses: codex's items are read, its events come in order, and reasoning round-trips."""
 
 import json
 from collections.abc import AsyncIterator
@@ -73,7 +73,7 @@ def _called(call_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_items_of_one_answer_are_one_message() -> None:
-    """Reasoning, text and calls that stand together were one turn of the model."""
+    """Adjacent reasoning, text and calls come from one turn of the model."""
     reasoning = {"type": "reasoning", "summary": [], "content": [_part("reasoning_text", "Hm.")]}
     answer: list[Any] = [reasoning, _said("assistant", "I look."), _called("a"), _called("b")]
 
@@ -95,7 +95,7 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def test_an_item_out_of_order_begins_another_answer() -> None:
-    """Text behind a call was not said in the same breath."""
+    """Text after a call belongs to the next answer."""
     items = [_called("a"), _said("assistant", "Done."), _said("assistant", "Really.")]
 
     messages = _request(*items).messages
@@ -104,7 +104,7 @@ def test_an_item_out_of_order_begins_another_answer() -> None:
 
 
 def test_results_are_matched_by_call_id() -> None:
-    """A result is text, or parts of which pictures are named."""
+    """A result is text, or parts in which images become notes."""
     parts = [_part("input_text", "one"), {"type": "input_image", "image_url": "data:"}]
     results: list[Any] = [
         {"type": "function_call_output", "call_id": "a", "output": "two"},
@@ -119,8 +119,8 @@ def test_results_are_matched_by_call_id() -> None:
     ]
 
 
-def test_a_picture_of_the_user_is_named() -> None:
-    """The rollout continues, and the model is told that it cannot see the picture."""
+def test_an_image_of_the_user_becomes_a_note() -> None:
+    """The rollout continues, and a note tells the model that it cannot see the image."""
     content = [{"type": "input_image", "image_url": "data:"}, _part("input_text", "What?")]
     (message,) = _request({"type": "message", "role": "user", "content": content}).messages
 
@@ -128,7 +128,7 @@ def test_a_picture_of_the_user_is_named() -> None:
 
 
 def test_instructions_and_developer_messages_are_system_messages() -> None:
-    """Both stand where the client put them."""
+    """Both keep the client's positions."""
     messages = _request(_said("developer", "b"), _said("user", "c"), instructions="a").messages
 
     assert [(m["role"], m["content"]) for m in messages] == [
@@ -139,7 +139,7 @@ def test_instructions_and_developer_messages_are_system_messages() -> None:
 
 
 def test_tools_in_a_namespace_get_flat_names_and_built_in_ones_are_left_out() -> None:
-    """The model is offered what the client can run, each under one name."""
+    """The model gets the tools that the client can run, each under one name."""
     tools = _request(_said("user", "x"), tools=TOOLS).tools or []
 
     names = [tool["function"]["name"] for tool in tools]
@@ -193,7 +193,7 @@ def test_tools_in_a_namespace_get_flat_names_and_built_in_ones_are_left_out() ->
 def test_headers_name_chain_and_purpose(
     headers: dict[str, str], origin: tuple[str, str, Purpose]
 ) -> None:
-    """codex says which helper asks, in which thread, and from which it came."""
+    """codex names the kind of its sub-agent, its thread, and the parent thread."""
     request = _parse({"input": "x"}, headers).request
 
     assert (request.chain, request.parent_chain, request.purpose) == origin
@@ -222,19 +222,19 @@ def test_headers_name_chain_and_purpose(
     ],
 )
 def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
-    """Every refusal says which field is wrong."""
+    """Every refusal names the wrong field."""
     with pytest.raises(Refused) as refused:
         _parse(body)
 
     assert (refused.value.status, refused.value.param) == (400, field)
 
 
-def test_codex_is_told_to_wait_and_not_to_give_up() -> None:
-    """codex ends at once on 429; 503 makes it ask again."""
+def test_codex_gets_a_status_after_which_it_retries() -> None:
+    """codex gives up at once on 429; after 503 it retries."""
     assert dialect.status(Refused(429, "too_many_calls", "busy")) == 503
 
 
-def test_a_call_whose_arguments_are_no_input_keeps_them() -> None:
+def test_a_custom_tool_call_without_input_keeps_its_arguments() -> None:
     """The agent gets the sampled input of a free-text tool in any form."""
     call = {
         "id": "call_1",
@@ -273,7 +273,7 @@ async def client(gateway: LocalGateway) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def _ask(**fields: Any) -> Any:
-    """As codex asks: nothing stored, reasoning to be carried by the client."""
+    """A request as codex sends it: nothing is stored, and the client carries the reasoning."""
     return {
         "model": "any",
         "input": [_said("user", "list the files")],
@@ -287,7 +287,7 @@ def _ask(**fields: Any) -> Any:
 
 
 async def test_a_stream_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI) -> None:
-    """OpenAI's own client makes of the stream what it gets in one piece."""
+    """OpenAI's own client assembles from the stream what it also gets in one piece."""
     whole = await client.responses.create(**_ask())
     stream = await client.responses.create(**_ask(), stream=True)
     events = [event async for event in stream]
@@ -296,7 +296,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI) 
 
 
 async def test_deltas_add_up_to_the_items(client: openai.AsyncOpenAI) -> None:
-    """The client's accumulator, fed with the deltas alone, has the texts and the arguments."""
+    """The client's accumulator rebuilds the texts and the arguments from the deltas alone."""
     async with client.responses.stream(**_ask(tools=[EXEC, SPAWN])) as stream:
         numbers, deltas = [], []
         async for event in stream:
@@ -309,8 +309,8 @@ async def test_deltas_add_up_to_the_items(client: openai.AsyncOpenAI) -> None:
     assert deltas == ["Where \u00e9 is it?", "I look.", *arguments]
 
 
-async def test_calls_come_back_under_the_clients_own_names(client: openai.AsyncOpenAI) -> None:
-    """Namespaces and free-text tools are restored in what the client reads."""
+async def test_calls_have_the_clients_own_names(client: openai.AsyncOpenAI) -> None:
+    """Namespaces and free-text tools are restored in the client's answer."""
     output = (await client.responses.create(**_ask())).to_dict()["output"]
 
     calls = output[-3:]
@@ -325,7 +325,7 @@ async def test_calls_come_back_under_the_clients_own_names(client: openai.AsyncO
 async def test_an_echoed_turn_is_bridged(
     gateway: LocalGateway, engine: ScriptedEngine, client: openai.AsyncOpenAI, kept: str
 ) -> None:
-    """Items that come back with their results extend the recorded tokens, reasoning included."""
+    """Items that come back with their results extend the recorded tokens, including reasoning."""
     ask = _ask()
     items: list[Any] = (await client.responses.create(**ask)).to_dict()["output"]
     items[0] = {"type": "reasoning", "id": "rs_1", "summary": [], kept: items[0][kept]}
@@ -337,8 +337,10 @@ async def test_an_echoed_turn_is_bridged(
     assert (await gateway.control.get("s")).bridge_misses == {"first": 1}
 
 
-async def test_a_cut_answer_says_so_and_ends_the_stream_well(client: openai.AsyncOpenAI) -> None:
-    """codex takes `response.incomplete` for a broken stream; the status tells others."""
+async def test_a_truncated_answer_says_so_and_completes_the_stream(
+    client: openai.AsyncOpenAI,
+) -> None:
+    """codex takes `response.incomplete` for a broken stream; other clients read the status."""
     ask = _ask(input=[_said("user", "long answer")], max_output_tokens=16, stream=True)
     last = [event async for event in await client.responses.create(**ask)][-1]
 
@@ -351,14 +353,15 @@ async def test_errors_are_the_clients_own_types(
     client: openai.AsyncOpenAI,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An exhausted context, a bad request, an engine in trouble and a closed session raise typed errors."""
+    """An exhausted context, a bad request, a failing engine and a closed session raise typed
+    errors."""
     monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
     with pytest.raises(openai.BadRequestError) as exhausted:
         await client.with_options(api_key=key).responses.create(**_ask(stream=True))
     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
         await client.responses.create(**_ask(previous_response_id="resp_1"))
-    # An engine that refuses before it has served at all is a wrong setting, which is another error.
+    # An engine that refuses before it has ever served has a wrong setting, which is another error.
     served = await gateway.open("served")
     await client.with_options(api_key=served).responses.create(**_ask())
     engine.faults = Faults(kind="status", status=400)

@@ -10,6 +10,7 @@ import uvloop
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The wire's tests hold on both loops: gateways run on uvloop, whose transports differ from asyncio's."""
+    """The tests of connections run on both loops: gateways run on uvloop, whose transports differ
+    from asyncio's."""
     loops = {"asyncio": asyncio.new_event_loop}
     return loops | {"uvloop": uvloop.new_event_loop} if item.path.name == "test_wire.py" else loops

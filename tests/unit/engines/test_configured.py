@@ -1,4 +1,4 @@
-"""Which engine a gateway ends up with, and what hosted turns look like."""
+"""How a gateway finds its engine, and how hosted turns are recorded."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 async def _converse(gateway: LocalGateway, key: str, **fields: Any) -> list[dict[str, Any]]:
-    """`fields`: more of each request."""
+    """`fields`: additional fields of each request."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Go."}]
     async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
         for _ in range(2):
@@ -70,7 +70,8 @@ async def _converse(gateway: LocalGateway, key: str, **fields: Any) -> list[dict
 async def test_hosted_turns_are_passed_through_and_not_trainable(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """A hosted API serves a whole conversation; its turns have no ids and say trainable: false."""
+    """A hosted API serves a whole conversation; its turns have no ids and say `trainable:
+    false`."""
     monkeypatch.setenv(variable, engine.url)
     async with LocalGateway(tmp_path) as gateway:
         messages = await _converse(gateway, await gateway.open("s"))
@@ -84,10 +85,11 @@ async def test_hosted_turns_are_passed_through_and_not_trainable(
 
 
 @pytest.mark.parametrize("hosted", [True, False])
-async def test_the_tools_that_an_agent_offers_are_recorded_where_they_change(
+async def test_the_tools_of_an_agent_are_recorded_where_they_change(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, hosted: bool
 ) -> None:
-    """Trainers apply a chat template with them, so any agent's are kept: with its first turn, once."""
+    """Trainers need them for a chat template, so they are recorded once, with the first turn that
+    has them."""
     bash = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     if hosted:
         monkeypatch.setenv("OPENAI_BASE_URL", engine.url)
@@ -102,10 +104,10 @@ async def test_the_tools_that_an_agent_offers_are_recorded_where_they_change(
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1"])
-async def test_a_token_endpoint_is_found_by_asking(
+async def test_a_token_endpoint_is_detected(
     tmp_path: Path, engine: ScriptedEngine, suffix: str
 ) -> None:
-    """With engine_kind auto, a server that has vLLM's token route is used through it."""
+    """With the kind auto, a server that has vLLM's token route is used through it."""
     async with LocalGateway(tmp_path, engine={"url": engine.url + suffix}) as gateway:
         await _converse(gateway, await gateway.open("s"))
         summary = await gateway.control.get("s")
@@ -114,10 +116,10 @@ async def test_a_token_endpoint_is_found_by_asking(
     assert engine.stats().calls == 2
 
 
-async def test_a_vllm_by_mini_swe_agents_variable_gives_exact_tokens(
+async def test_a_vllm_from_mini_swe_agents_variable_gives_exact_tokens(
     tmp_path: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HOSTED_VLLM_API_BASE names a vLLM, not a hosted API."""
+    """HOSTED_VLLM_API_BASE names a vLLM server, not a hosted API."""
     monkeypatch.setenv("HOSTED_VLLM_API_BASE", f"{engine.url}/v1")
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
     async with LocalGateway(tmp_path) as gateway:
@@ -127,8 +129,8 @@ async def test_a_vllm_by_mini_swe_agents_variable_gives_exact_tokens(
     assert summary.trainable
 
 
-async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> None:
-    """/stats is a JSON document also when calls were counted by session."""
+async def test_the_scripted_engine_reports_its_counts_over_http(engine: ScriptedEngine) -> None:
+    """/stats is a JSON document, also if calls were counted by session."""
     async with httpx.AsyncClient(base_url=engine.url, timeout=30) as http:
         body = {"token_ids": [1], "sampling_params": {"max_tokens": 4}}
         await http.post("/inference/v1/generate", json=body, headers={"x-session-id": "s"})
@@ -140,7 +142,7 @@ async def test_the_engine_tells_its_counts_over_http(engine: ScriptedEngine) -> 
 async def test_a_gateway_waits_for_an_engine_that_starts_later(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """A call meets a broken engine; the session continues when it is back."""
+    """A call meets a failed engine, and the session continues once it is back."""
     engine.control(kind="reset_before", times=2)
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as gateway:
         messages = await _converse(gateway, await gateway.open("s"))
@@ -152,7 +154,8 @@ async def test_a_gateway_waits_for_an_engine_that_starts_later(
 async def test_engines_are_known_before_the_first_turn(
     tmp_path: Path, engine: ScriptedEngine, kind: str
 ) -> None:
-    """A trainer that publishes to a stack that has just started finds its engines ready."""
+    """A trainer can publish to a stack that has just started, because its engines are already
+    known."""
     async with LocalGateway(tmp_path, engine={"url": engine.url, "kind": kind}) as gateway:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         async with asyncio.timeout(30):
@@ -163,7 +166,7 @@ async def test_engines_are_known_before_the_first_turn(
 async def test_engines_added_to_an_idle_gateway_are_known(
     tmp_path: Path, engine: ScriptedEngine
 ) -> None:
-    """Registered in the roster by another process, and checked without a turn."""
+    """Another process registers them in the roster, and they are checked without a turn."""
     async with LocalGateway(tmp_path) as gateway, new_client() as client:
         roster = StoredRoster(gateway.store, roster_key(gateway.secret))
         other = EnginePool(roster, client)
@@ -195,10 +198,11 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-async def test_what_an_endpoint_refuses_at_first_is_told_with_its_fix(
+async def test_the_first_refusal_of_an_endpoint_is_reported_with_its_fix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """The session keeps the endpoint's own sentence, for an agent that then ends; never the key."""
+    """The session keeps the endpoint's own sentence for an agent that then ends, but never the
+    key."""
     (status, message), told = REFUSALS[case]
     monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
     asked = []
@@ -214,7 +218,7 @@ async def test_what_an_endpoint_refuses_at_first_is_told_with_its_fix(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Tests print nothing."""
+            """Keeps log lines out of the test output."""
 
     monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-0123456789abcdefghij")
     with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
@@ -232,7 +236,7 @@ async def test_what_an_endpoint_refuses_at_first_is_told_with_its_fix(
 
 
 def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
-    """max_tokens and an unusual temperature of the session reach the API; defaults stay unsaid."""
+    """The session's max_tokens and a changed temperature reach the API; defaults are not sent."""
     request = ModelRequest("m", [], None, {}, 500, {"model": "m", "max_completion_tokens": 500})
     rules = Sampling(temperature=0.5, max_tokens_per_turn=100)
 
@@ -244,7 +248,7 @@ def test_the_per_turn_cap_holds_for_hosted_apis() -> None:
 
 
 def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:
-    """The message lists the kinds there are."""
+    """The message lists the kinds."""
     with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__KIND is 'llama'.*vllm"):
         check_engine_settings(Settings(home=tmp_path, engine={"kind": "llama"}))
 
@@ -257,10 +261,10 @@ def test_the_secret_is_made_once(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob(".secret.*"))
 
 
-def test_a_secret_of_the_settings_is_used_and_must_be_long(
+def test_a_secret_from_the_settings_is_used_and_must_be_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PERDURE_SECRET is for many hosts; a short one is refused."""
+    """PERDURE_SECRET is for several hosts; a short one is refused."""
     monkeypatch.setenv("PERDURE_SECRET", "0123456789abcdef")
     assert load_secret(Settings(home=tmp_path)) == b"0123456789abcdef"
 
@@ -270,7 +274,7 @@ def test_a_secret_of_the_settings_is_used_and_must_be_long(
 
 
 async def test_engines_of_other_gateways_settings_are_not_waited_for(tmp_path: Path) -> None:
-    """A gateway without an engine of its own says at once that none is configured."""
+    """A gateway without an engine reports at once that none is configured."""
     roster, url = LoneRoster(), "http://127.0.0.1:9"
     theirs = EngineRecord(name="a", url=url, model="m", generation=1, from_settings=True)
     await roster.change(lambda known: known.having(theirs))
@@ -281,7 +285,7 @@ async def test_engines_of_other_gateways_settings_are_not_waited_for(tmp_path: P
 
 
 @pytest.mark.parametrize("weight", ["x", "0", "inf"])
-def test_a_weight_that_is_no_number_above_zero_is_refused(weight: str) -> None:
-    """The message names the setting, the part of it, and what it must be."""
+def test_a_weight_that_is_not_a_positive_number_is_refused(weight: str) -> None:
+    """The message names the setting, the wrong part, and the valid values."""
     with pytest.raises(ConfigurationError, match=rf"'http://a={weight}' must be a number above 0"):
         engine_specs(f"http://a={weight}", "vllm")

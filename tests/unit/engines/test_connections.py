@@ -1,4 +1,4 @@
-"""What becomes of the connection to an engine after a completion."""
+"""When a connection to an engine is reused after a completion."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,8 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Endpoint:
-    """Answers each request with one event that has a finish reason; then `[DONE]`, or nothing more."""
+    """Answers each request with one event that has a finish reason; then sends `[DONE]`, or nothing
+    more."""
 
     def __init__(self, event: bytes, *, ends: bool) -> None:
         self.ended: list[asyncio.Event] = []
@@ -82,7 +83,7 @@ async def _sampled(kind: Client, url: str, times: int) -> list[FinishReason]:
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
 async def test_calls_of_an_engine_share_a_connection(kind: Client) -> None:
-    """The stream is read past its finish reason, so that the next turn need not connect."""
+    """The stream is read to its end, so that the next turn need not connect."""
     async with serving(kind, ends=True) as (endpoint, url):
         reasons = await _sampled(kind, url, 3)
 
@@ -90,8 +91,8 @@ async def test_calls_of_an_engine_share_a_connection(kind: Client) -> None:
 
 
 @pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
-async def test_a_stream_that_does_not_end_keeps_no_answer(kind: Client) -> None:
-    """The finish reason is the end; what never follows it costs the connection."""
+async def test_a_stream_that_does_not_end_delays_no_answer(kind: Client) -> None:
+    """The finish reason ends the answer. If the stream does not end, its connection is closed."""
     async with serving(kind, ends=False) as (endpoint, url):
         reasons = await _sampled(kind, url, 2)
 

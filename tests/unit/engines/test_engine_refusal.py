@@ -1,4 +1,4 @@
-"""Whether a refusal was caused by the request's content, which alone may lead to a verdict."""
+"""A refusal counts as a verdict only if the content of the request caused it."""
 
 import json
 
@@ -41,8 +41,8 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("case", CONTENT)
-def test_a_refusal_of_the_content_is_handed_to_the_agent(case: str) -> None:
-    """400, 413 or 422, with an error body about length, schema or content policy."""
+def test_a_refusal_of_the_content_reaches_the_agent(case: str) -> None:
+    """It is a 400, 413 or 422 with an error body about length, schema or content policy."""
     status, body = CONTENT[case]
     refused = content_refusal("e", status, json.dumps(body))
 
@@ -51,8 +51,8 @@ def test_a_refusal_of_the_content_is_handed_to_the_agent(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", TROUBLE)
-def test_any_other_answer_is_the_engines(case: str) -> None:
-    """What an engine or a proxy can cause by itself is never the policy's doing."""
+def test_any_other_answer_is_an_engine_failure(case: str) -> None:
+    """The policy is not to blame for what an engine or a proxy can cause."""
     status, body = TROUBLE[case]
     text = body.decode() if isinstance(body, bytes) else json.dumps(body)
 
@@ -60,15 +60,16 @@ def test_any_other_answer_is_the_engines(case: str) -> None:
     assert trouble("e", status, text).startswith(f"the engine e answered {status}: ")
 
 
-def test_no_status_but_three_can_be_the_contents() -> None:
-    """Even if its body says so."""
+def test_only_three_statuses_can_refuse_the_content() -> None:
+    """Other statuses cannot, even if their body says so."""
     body = json.dumps({"error": {"message": "maximum context length", "param": "messages"}})
     found = {status for status in range(100, 600) if content_refusal("e", status, body)}
 
     assert found == {400, 413, 422}
 
 
-def test_what_time_cures_is_told_from_what_a_person_must_do() -> None:
-    """A server error or a busy server passes; a key, a model or an empty account may not."""
+def test_temporary_errors_are_told_from_those_that_a_user_must_fix() -> None:
+    """A server error or a busy server passes; a wrong key, a wrong model or an empty account may
+    not."""
     assert [is_passing(status, "") for status in (429, 503, 529, 401, 402, 404, 302)] == [True] * 3 + [False] * 4  # fmt: skip
     assert not is_passing(429, '{"error": {"code": "insufficient_quota"}}')

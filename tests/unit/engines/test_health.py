@@ -1,4 +1,4 @@
-"""What a health check concludes, and what that means for the engine's calls."""
+"""The findings of a health check, and their effect on the engine's calls."""
 
 import asyncio
 import resource
@@ -59,7 +59,7 @@ async def forever() -> FinishReason:
 
 
 def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
-    """A call whose newest token came this long ago; it has 40 tokens of another engine."""
+    """A call with 40 tokens of another engine, whose newest token came this long ago."""
     salvage = Salvage()
     salvage.begin("vllm other", 1)
     salvage.add(list(range(40)), [-0.1] * 40, version=7)
@@ -76,10 +76,13 @@ def resumed(pooled: PooledEngine, *, since_s: float = 0.0) -> RunningCall:
 async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """It cannot connect anywhere, which says nothing about the engine and must not kill it."""
+    """It cannot connect anywhere, which says nothing about the engine and must not mark it as
+    dead."""
     control = EngineControl(engine.url, client)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))  # also what is closed now stays closed
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (0, most[1])
+    )  # descriptors that are closed now also stay closed
     try:
         with pytest.raises(EngineSilent) as silent:
             await control.is_paused()
@@ -89,10 +92,11 @@ async def test_a_process_without_file_descriptors_knows_nothing_of_an_engine(
     assert not silent.value.gone
 
 
-async def test_a_connection_that_ends_with_an_error_costs_no_later_request(
+async def test_a_connection_that_ended_with_an_error_is_not_reused(
     client: httpx.AsyncClient,
 ) -> None:
-    """After an update that failed, vLLM closes the connection without saying so; then it is resumed."""
+    """After a failed update, vLLM closes the connection without announcing it; then the engine is
+    resumed."""
 
     async def end_at_the_next_request(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -113,17 +117,18 @@ async def test_a_connection_that_ends_with_an_error_costs_no_later_request(
 async def test_a_refused_connection_means_that_the_engine_is_dead(
     client: httpx.AsyncClient,
 ) -> None:
-    """A refused connection proves that the host answers and the engine does not run."""
+    """A refused connection proves that the host answers and that the engine does not run."""
     with pytest.raises(EngineSilent) as silent:
         await EngineControl("http://127.0.0.1:9", client).is_paused()
 
     assert silent.value.gone
 
 
-async def test_an_address_out_of_reach_hides_no_refusal_at_the_next(
+async def test_an_unreachable_address_does_not_hide_a_refusal_by_the_next(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container's `localhost` is also `::1`, which it cannot reach; the engine is gone nevertheless."""
+    """A container's `localhost` is also `::1`, which it cannot reach; the engine is gone all the
+    same."""
     addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 9)) for ip in (NOWHERE, LOOPBACK)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
     with pytest.raises(EngineSilent) as silent:
@@ -132,10 +137,10 @@ async def test_an_address_out_of_reach_hides_no_refusal_at_the_next(
     assert silent.value.gone
 
 
-async def test_a_name_that_cannot_be_resolved_now_is_no_death(
+async def test_a_name_that_cannot_be_resolved_does_not_mean_dead(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A name server that fails for a moment fails for all engines at once."""
+    """A short failure of a name server affects all engines at once."""
 
     def away(*_: object, **__: object) -> None:
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -147,10 +152,10 @@ async def test_a_name_that_cannot_be_resolved_now_is_no_death(
     assert not silent.value.gone
 
 
-async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
+async def test_a_clock_that_was_ahead_does_not_delay_a_probe_for_hours(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Its time of death is by another host's clock; the backoff is counted by this one's."""
+    """The time of death comes from another host's clock; this host's clock measures the backoff."""
     ahead = time.time() + HOUR_S
     dead = record(engine.url, EngineState.DEAD, since=ahead, not_before=ahead)
     watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
@@ -163,12 +168,12 @@ async def test_a_clock_that_was_ahead_leaves_no_engine_alone_for_hours(
 @pytest.mark.parametrize(
     ("state", "held"), [(EngineState.PAUSED, "update 7"), (EngineState.SUSPECT, "")]
 )
-async def test_a_clock_that_was_behind_ends_no_patience(
+async def test_a_clock_that_was_behind_does_not_end_the_patience(
     client: httpx.AsyncClient, state: EngineState, held: str
 ) -> None:
-    """A host whose clock is hours behind wrote an update, or a suspicion, just now."""
+    """A host whose clock is hours behind has just recorded an update or a suspicion."""
     past = time.time() - 9 * HOUR_S
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         begun = record(url, state, since=past, held_by=held)
         control = EngineControl(url, client, probe_s=0.05)
@@ -177,10 +182,10 @@ async def test_a_clock_that_was_behind_ends_no_patience(
     assert verdict is None or verdict.state is state
 
 
-async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
+async def test_a_refusal_is_cleared_when_another_process_proved_the_engine(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Otherwise its calls would be refused instead of waiting while it is full or paused."""
+    """Otherwise calls would be refused instead of waiting while the engine is full or paused."""
     watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
     engine.control(kind="status", status=404)
     await watch.look(record(engine.url, EngineState.STARTING), Load())
@@ -194,7 +199,7 @@ async def test_a_refusal_is_forgotten_when_another_process_proved_the_engine(
 async def test_an_engine_that_samples_is_not_asked_whether_it_is_paused(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Each gateway looks at each engine every second. A pause amid the work shows in the next look."""
+    """Each gateway checks each engine every second. The next check finds a pause."""
     asked: list[str] = []
 
     async def note(request: httpx.Request) -> None:
@@ -219,13 +224,14 @@ async def test_an_engine_that_samples_is_not_asked_whether_it_is_paused(
     assert after.state is EngineState.PAUSED
 
 
-# --- calls on it ------------------------------------------------------------------------------
+# --- calls on the engine --------------------------------------------------------------------------
 
 
-async def test_a_resumed_call_may_queue_as_a_new_one_may(
+async def test_a_resumed_call_may_queue_like_a_new_one(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Tokens of the engine that it lost prove nothing about this one, where many calls queue after a death."""
+    """Tokens of the lost engine prove nothing about this one, where many calls queue after a
+    death."""
     pooled = seated(engine.url, client)
     call = resumed(pooled, since_s=30.0)
     pooled.evict_stalled(1.0, begun_only=True)
@@ -235,10 +241,10 @@ async def test_a_resumed_call_may_queue_as_a_new_one_may(
     assert (queued, call.evicted is not None) == (None, True)
 
 
-async def test_each_update_that_a_turn_meets_is_judged_by_itself(
+async def test_each_update_during_a_turn_is_judged_separately(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
-    """Proof of the first update does not prove the second."""
+    """Proving the first update does not prove the second."""
     pooled = seated(engine.url, client)
     call = resumed(pooled)
     for version in (8, 9):
@@ -253,20 +259,20 @@ async def test_each_update_that_a_turn_meets_is_judged_by_itself(
     assert call.salvage.sure == 41
 
 
-def test_what_an_engine_calls_tokens_is_taken_whole_or_not_at_all() -> None:
-    """With one invalid id nothing is added; otherwise every later logprob would be off by one."""
+def test_an_event_with_an_invalid_id_adds_no_token() -> None:
+    """Otherwise every later logprob would be off by one."""
     salvage = Salvage()
     salvage.begin("vllm e", 1)
     for ids in ([5, "x"], [5, 1 << 40], [5, -1], [5, 6, 7]):
         with pytest.raises((TypeError, OverflowError, ValueError)):
-            salvage.add(ids, [-0.1, -0.2], version=1)  # type: ignore[arg-type]  # as a wire may say
+            salvage.add(ids, [-0.1, -0.2], version=1)  # type: ignore[arg-type]  # an engine may send it
     salvage.add([5, 6], [-0.1, -0.2], version=1)
 
     assert (list(salvage.ids), list(salvage.logprobs)) == ([5, 6], [-0.1, -0.2])
 
 
 async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
-    """Versions count from 0, so the metric shows -1 for unknown."""
+    """Versions start at 0, so the metric shows -1 for an unknown version."""
     pool = EnginePool(LoneRoster(), client)
     pooled = seated("http://10.0.0.7:8000", client)
     pooled.record = pooled.record.model_copy(update={"version": None})
@@ -282,7 +288,8 @@ async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient
 async def test_an_engine_with_raw_logprobs_does_not_join(
     engine: ScriptedEngine, client: httpx.AsyncClient, state: EngineState
 ) -> None:
-    """Its logprobs are not those of the distribution that it samples from; the reason names the flag."""
+    """Its logprobs do not belong to the distribution that it samples from; the reason names the
+    flag."""
     engine.raw_logprobs = True
     watch = HealthCheck(EngineControl(engine.url, client), hang_s=5.0)
 
@@ -293,7 +300,7 @@ async def test_an_engine_with_raw_logprobs_does_not_join(
     assert "--logprobs-mode processed_logprobs" in watch.refused
 
 
-async def test_a_serving_engine_is_not_asked_again(
+async def test_the_logprobs_of_a_serving_engine_are_not_checked_again(
     engine: ScriptedEngine, client: httpx.AsyncClient
 ) -> None:
     """The flag cannot change within one start, so a suspect engine returns with its first token."""

@@ -43,7 +43,7 @@ BY_ANTHROPIC = {"temperature", "top_p", "top_k", "stop"}
 async def sent(
     kind: type[OpenAIHosted] | type[AnthropicHosted], rules: Sampling, **asked: Any
 ) -> Any:
-    """The body that a hosted API of this kind gets."""
+    """The request body for a hosted API of this kind."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **asked}
     request = ModelRequest("m", [], None, {}, None, body)
     answer = json.dumps(CHAT if kind is OpenAIHosted else MESSAGE).encode()
@@ -59,14 +59,14 @@ async def sent(
 
 
 async def test_every_parameter_reaches_an_openai_compatible_api() -> None:
-    """Nothing that a run's identity records is left out of the request."""
+    """The request has every parameter that the run's identity records."""
     body = await sent(OpenAIHosted, Sampling(**SET, seed=7))
 
     assert {name: body[name] for name in SET} == {**SET, "stop": ["END"]}
     assert body["seed"] == 17
 
 
-async def test_what_anthropic_has_reaches_it() -> None:
+async def test_anthropics_parameters_reach_it() -> None:
     """Stop texts have another name there."""
     body = await sent(AnthropicHosted, Sampling(**{name: SET[name] for name in BY_ANTHROPIC}))
 
@@ -74,8 +74,8 @@ async def test_what_anthropic_has_reaches_it() -> None:
     assert body["stop_sequences"] == ["END"]
 
 
-async def test_the_rollouts_sampling_wins_over_the_agents() -> None:
-    """As with engines; what the rollout leaves at its default is the agent's to say."""
+async def test_the_rollouts_sampling_overrides_the_agents() -> None:
+    """This is as with engines; the agent decides what the rollout leaves at its default."""
     body = await sent(OpenAIHosted, Sampling(temperature=0.5), temperature=0.1, top_p=0.2)
     agents = Sampling(temperature=0.5, decided_by="agent")
 
@@ -98,7 +98,7 @@ async def test_the_rollouts_sampling_wins_over_the_agents() -> None:
 def test_a_parameter_that_the_api_lacks_is_refused_by_name(
     kind: str, url: str, lacking: set[str]
 ) -> None:
-    """Nothing is dropped without a word."""
+    """Nothing is dropped silently."""
     rules = Sampling(**SET, seed=7, stop_token_ids=(5,))
     with pytest.raises(ConfigurationError) as refused:
         check_hosted_sampling(rules, kind, url)
@@ -110,7 +110,7 @@ def test_a_parameter_that_the_api_lacks_is_refused_by_name(
 async def test_a_run_is_refused_before_anything_boots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The identity of a run is made before its first sandbox."""
+    """A run's identity is made before its first sandbox."""
     monkeypatch.setenv("ANTHROPIC_BASE_URL", "http://127.0.0.1:9")
     settings, store = Settings(home=tmp_path), LocalStore(tmp_path / "store")
     request = RolloutRequest(run_id="r", instance="d/i", sampling={"seed": 7})
@@ -118,8 +118,8 @@ async def test_a_run_is_refused_before_anything_boots(
         await identity.identity_of(settings, store, request, [], engine_settings(settings))
 
 
-def test_a_token_engine_is_no_hosted_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PERDURE_ENGINE__URL wins over the variables of hosted APIs."""
+def test_a_token_engine_is_not_a_hosted_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PERDURE_ENGINE__URL overrides the variables of hosted APIs."""
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     named = Settings(engine={"url": "http://127.0.0.1:8", "kind": "auto"})
 
@@ -127,7 +127,7 @@ def test_a_token_engine_is_no_hosted_api(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hosted_kind(engine_settings(named)) == ""
 
 
-async def test_the_gateway_refuses_what_its_api_lacks() -> None:
-    """Also where only the gateway finds out which API it is."""
+async def test_the_gateway_refuses_parameters_that_its_api_lacks() -> None:
+    """This also holds if only the gateway detects the API's kind."""
     with pytest.raises(Refused, match=r"sampling\.min_p"):
         await sent(AnthropicHosted, Sampling(min_p=0.1))

@@ -1,4 +1,4 @@
-"""The authenticating proxy, with a scripted engine behind it and a real client."""
+"""The authenticating proxy in front of a scripted engine, with a real client."""
 
 import asyncio
 import json
@@ -61,22 +61,23 @@ async def test_a_gateways_key_opens_no_control_route(method: str, path: str) -> 
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/pause", "/metrics"])
-async def test_nothing_is_open_without_a_key(path: str) -> None:
-    """A neighbour on the network gets no token, no metric and no control."""
+async def test_no_route_is_open_without_a_key(path: str) -> None:
+    """Other hosts on the network get no tokens and no metrics, and cannot control the engine."""
     async with guarded() as (engine, url):
         wrong = [await status(url, "POST", path), await status(url, "POST", path, "guessed")]
 
         assert (wrong, engine.stats().calls) == ([401, 401], 0)
 
 
-async def test_the_control_key_opens_control() -> None:
+async def test_the_control_key_opens_control_routes() -> None:
     """A process that updates weights pauses the engine through the same proxy."""
     async with guarded() as (_, url):
         assert await status(url, "POST", "/pause?mode=abort&clear_cache=true", KEYS.control) == 200
 
 
 async def test_a_pool_samples_through_the_proxy() -> None:
-    """A gateway that has the home's key gets whole streamed completions of an engine behind a proxy."""
+    """A gateway with the home's key gets whole streamed completions from an engine behind a
+    proxy."""
     turns = {"default": {"turns": [{"content": "Said through the proxy."}]}}
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
@@ -157,14 +158,15 @@ async def test_a_second_request_on_the_connection_is_not_forwarded() -> None:
         b"POST /generate HTTP/1.1\nhost: e\r\n\r\n",
     ],
 )
-def test_a_request_that_two_readers_might_read_differently_is_refused(raw: bytes) -> None:
+def test_an_ambiguous_request_is_refused(raw: bytes) -> None:
     """Proxy and engine must agree where a line, a head and a body end."""
     with pytest.raises(Rejected):
         read_head(raw)
 
 
-async def test_no_second_request_hides_in_a_head() -> None:
-    """Engines accept a bare line feed as a line's end; the data key must not open control by one."""
+async def test_a_head_cannot_hide_a_second_request() -> None:
+    """Engines accept a bare line feed as the end of a line, which must not let the data key open
+    control routes."""
     hidden = b"x: a\n\nPOST /pause HTTP/1.1\nhost: e\ncontent-length: 0\r\n\r\n"
     key = b"authorization: Bearer " + KEYS.data.encode()
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
@@ -179,7 +181,7 @@ async def test_no_second_request_hides_in_a_head() -> None:
     assert not paused
 
 
-async def test_new_weights_come_through_the_proxy(tmp_path: Path) -> None:
+async def test_new_weights_are_loaded_through_the_proxy(tmp_path: Path) -> None:
     """An update needs the control key; with a gateway's data key it is refused."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:

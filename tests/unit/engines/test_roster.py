@@ -1,4 +1,4 @@
-"""Which changes of state an engine allows, and one roster for many processes."""
+"""Allowed transitions of an engine's state, and one roster for many processes."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ def record(state: EngineState = READY, **fields: object) -> EngineRecord:
 
 
 def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
-    """A generation is never given twice, not even to another engine."""
+    """A generation is never reused, not even for another engine."""
     dead = Roster().having(record(DEAD, start_id="1.0"))
     back = apply(dead, record(DEAD, start_id="1.0"), Finding(READY, start_id="2.0")).get("h:1")
 
@@ -39,7 +39,7 @@ def test_a_dead_engine_comes_back_as_a_new_generation() -> None:
 
 
 def test_the_same_start_keeps_its_generation() -> None:
-    """A suspicion that proves wrong changes nothing."""
+    """A suspicion that turns out to be wrong changes nothing."""
     roster = Roster().having(record(SUSPECT, start_id="1.0"))
     back = apply(roster, record(SUSPECT, start_id="1.0"), Finding(READY, start_id="1.0")).get("h:1")
 
@@ -48,38 +48,39 @@ def test_the_same_start_keeps_its_generation() -> None:
 
 
 def test_a_stale_finding_changes_nothing() -> None:
-    """A finding about an earlier generation says nothing about this one."""
+    """A finding about an earlier generation does not apply to this one."""
     roster = Roster().having(record(READY, generation=4))
 
     assert apply(roster, record(READY), Finding(DEAD, "late news")) == roster
 
 
 def test_a_health_check_from_before_an_update_changes_nothing() -> None:
-    """It was updated since: the same generation and state, but a later stay in it."""
+    """The engine was updated since: generation and state are the same, but the period is a later
+    one."""
     roster = Roster().having(record(READY, since=2.0, version=8))
 
     assert apply(roster, record(READY, since=1.0, version=7), Finding(PAUSED)) == roster
 
 
-def test_only_reborn_leads_out_of_death() -> None:
+def test_only_reborn_leads_out_of_dead() -> None:
     """A late answer cannot make a dead engine ready."""
     with pytest.raises(ValueError, match="is dead and cannot become ready"):
         record(DEAD).to(READY)
 
 
-def test_a_crash_loop_is_left_alone_longer_each_time() -> None:
-    """The first death costs no wait; the wait doubles and is bounded."""
+def test_a_crash_looping_engine_is_probed_less_often() -> None:
+    """The first death costs no wait; after that the wait doubles up to a limit."""
     assert [backoff_s(n) for n in (1, 2, 3, 4, 99)] == [0.0, 1.0, 2.0, 4.0, 300.0]
 
 
-def test_a_condemned_start_may_not_return_and_its_successor_may() -> None:
+def test_a_condemned_start_may_not_return_but_its_successor_may() -> None:
     """Broken weights are gone once their process has ended."""
     condemned = record(DEAD, start_id="1.0", condemned="1.0")
 
     assert (condemned.may_return("1.0"), condemned.may_return("2.0")) == (False, True)
 
 
-async def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+async def test_concurrent_writers_lose_no_change(tmp_path: Path) -> None:
     """Each change is applied to the newest roster."""
     key = roster_key(b"a secret of many letters")
     rosters = [StoredRoster(LocalStore(tmp_path), key) for _ in range(4)]
@@ -111,14 +112,15 @@ def test_settings_name_many_engines() -> None:
 @pytest.mark.parametrize(
     "url", ["http://a:1=0", "http://a:1=x", "http://a:1,ftp://b", "http://a:b"]
 )
-def test_a_wrong_engine_is_named(tmp_path: Path, url: str) -> None:
-    """Before the gateway starts."""
+def test_a_wrong_engine_url_is_named(tmp_path: Path, url: str) -> None:
+    """It is refused before the gateway starts."""
     with pytest.raises(ConfigurationError, match=r"engine|ENGINE__URL"):
         check_engine_settings(Settings(home=tmp_path, engine={"url": url}))
 
 
 def test_metrics_of_all_ranks_are_read() -> None:
-    """Sums over the ranks of one server; requests that wait for KV room; the size of the cache."""
+    """Values are summed over the ranks of one server; they include requests that wait for KV room
+    and the size of the cache."""
     vitals = read_vitals(
         "# HELP x\n"
         'vllm:num_requests_running{engine="0",model_name="policy"} 3.0\n'
@@ -133,8 +135,8 @@ def test_metrics_of_all_ranks_are_read() -> None:
     assert vitals.started == "1763700000.00"
 
 
-def test_a_version_that_the_engine_reports_replaces_the_assumed_one() -> None:
-    """Salvaged tokens have the version known when they came; a report of the engine replaces it."""
+def test_a_reported_version_replaces_the_assumed_one() -> None:
+    """Salvaged tokens have the version known on arrival, until the engine reports another one."""
     salvage = Salvage()
     salvage.begin("a", 1, 7)
     salvage.add([1, 2], [-0.1, -0.2], 7)
@@ -154,9 +156,9 @@ def test_a_version_that_the_engine_reports_replaces_the_assumed_one() -> None:
     ]
 
 
-def test_tokens_held_back_over_an_update_have_no_version() -> None:
-    """An engine sends several tokens together. Only the last one was sampled just now: if the weights
-    changed since the tokens before, nobody knows which of them sampled the others."""
+def test_tokens_buffered_during_an_update_have_no_version() -> None:
+    """An engine sends several tokens together, of which only the last was sampled just now. If the
+    weights changed since the previous tokens, it is unknown which version sampled the others."""
     salvage = Salvage()
     salvage.begin("a", 1, 7)
     salvage.add([1], [-0.1], 7)
@@ -169,8 +171,8 @@ def test_tokens_held_back_over_an_update_have_no_version() -> None:
     ]
 
 
-def test_a_whole_answer_over_an_update_has_one_token_of_known_version() -> None:
-    """The engine was asked before the update, and sent everything at its end."""
+def test_a_whole_answer_across_an_update_has_one_token_of_known_version() -> None:
+    """The call began before the update, and the engine sent everything at the end."""
     salvage = Salvage()
     salvage.begin("a", 1, 7)
     salvage.add([1, 2, 3], [-0.1, -0.2, -0.3], 8)
@@ -179,7 +181,7 @@ def test_a_whole_answer_over_an_update_has_one_token_of_known_version() -> None:
 
 
 def test_a_changed_engine_keeps_its_place() -> None:
-    """A changed record keeps its position, so a rolling update goes in the order of joining."""
+    """A changed record keeps its position, so a rolling update follows the order of joining."""
     first, second = (
         EngineRecord(name=name, url=f"http://{name}", model="policy", generation=1)
         for name in ("a:1", "b:1")

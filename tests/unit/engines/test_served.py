@@ -1,4 +1,4 @@
-"""A function served as an engine: what gateways' own clients read of it."""
+"""A function that is served as an engine, read by the gateway's own clients."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -18,7 +18,7 @@ from perdure.types import FinishReason, VersionSpan
 
 
 class Generator:
-    """Plays a trainer's generator: counts up from the prompt's last token."""
+    """Stands in for a trainer's generator: counts up from the prompt's last token."""
 
     def __init__(self) -> None:
         self.asked: list[Ask] = []
@@ -58,7 +58,8 @@ async def sampled(engine: ServedFunction, **sampling: object) -> tuple[Salvage, 
 async def test_ids_logprobs_and_version_arrive(
     engine: ServedFunction, generator: Generator
 ) -> None:
-    """Exactly as the function gave them; it learns whose call it is, and how to sample."""
+    """They arrive exactly as the function returned them; the function gets the session and the
+    sampling."""
     salvage, reason = await sampled(engine, temperature=0.8, max_tokens=9)
 
     assert (list(salvage.ids), list(salvage.logprobs)) == ([6, 7], [-0.25, -0.5])
@@ -69,10 +70,10 @@ async def test_ids_logprobs_and_version_arrive(
     ]
 
 
-async def test_a_parameter_that_the_function_lacks_is_refused(
+async def test_a_parameter_that_the_function_does_not_accept_is_refused(
     engine: ServedFunction, generator: Generator
 ) -> None:
-    """By name and before anything is sampled: it would be dropped silently otherwise."""
+    """It is refused by name before anything is sampled; otherwise it would be dropped silently."""
     with pytest.raises(Refused, match="does not accept top_k"):
         await sampled(engine, temperature=0.8, top_k=5)
     assert generator.asked == []
@@ -86,7 +87,7 @@ async def test_a_parameter_that_the_function_lacks_is_refused(
         ({"reason": FinishReason.ABORT}, BreakKind.ABORTED),
     ],
 )
-async def test_what_fails_is_a_broken_stream(
+async def test_a_failure_is_a_broken_stream(
     engine: ServedFunction, generator: Generator, change: dict[str, object], kind: BreakKind
 ) -> None:
     """So the gateway samples the turn again, as after any engine's failure."""
@@ -97,8 +98,8 @@ async def test_what_fails_is_a_broken_stream(
     assert caught.value.kind is kind
 
 
-async def test_a_gateway_can_prove_it(engine: ServedFunction) -> None:
-    """One token answers the probe; its start time and its version are known."""
+async def test_a_gateway_can_probe_it(engine: ServedFunction) -> None:
+    """The probe gets one token, and the start time and the version are known."""
     async with httpx.AsyncClient() as client:
         control = EngineControl(engine.url, client)
         await control.round_trip("policy")
@@ -109,8 +110,9 @@ async def test_a_gateway_can_prove_it(engine: ServedFunction) -> None:
         assert await control.is_paused() is None
 
 
-async def test_it_never_looks_hung_while_it_samples(engine: ServedFunction) -> None:
-    """A whole completion shows no progress until it ends; a gateway that gave up would start it over."""
+async def test_it_never_counts_as_hung_while_it_samples(engine: ServedFunction) -> None:
+    """A whole completion shows no progress until it ends; if the gateway gave up, it would start
+    over."""
     engine._running = 1
     async with httpx.AsyncClient() as client:
         control = EngineControl(engine.url, client)

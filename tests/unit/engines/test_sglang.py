@@ -1,4 +1,4 @@
-"""SGLang as a token engine, against its wire form over a scripted engine."""
+"""SGLang as a token engine: its protocol in front of a scripted engine."""
 
 import json
 from collections.abc import AsyncIterator
@@ -52,8 +52,8 @@ async def sample(face: ScriptedSglang, **changes: Any) -> tuple[Salvage, FinishR
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-async def test_a_completion_is_what_the_engine_sampled(incremental: bool) -> None:
-    """Ids, logprobs and the version arrive token for token, whether chunks repeat or not."""
+async def test_a_completion_equals_what_the_engine_sampled(incremental: bool) -> None:
+    """Ids, logprobs and the version arrive token for token, whether or not chunks repeat tokens."""
     async with served(incremental=incremental) as (engine, face):
         salvage, reason = await sample(face)
 
@@ -64,8 +64,8 @@ async def test_a_completion_is_what_the_engine_sampled(incremental: bool) -> Non
         assert reason is FinishReason.STOP
 
 
-async def test_a_broken_stream_keeps_what_came() -> None:
-    """A connection that ends in the middle breaks the stream; its tokens are kept."""
+async def test_a_broken_stream_keeps_its_tokens() -> None:
+    """If the connection ends in the middle, the stream is broken and its tokens are kept."""
     async with served() as (engine, face):
         engine.control(kind="eof_mid_stream")
         salvage = Salvage()
@@ -99,8 +99,9 @@ def aborted(**reason: Any) -> dict[str, Any]:
         ({"error": {"code": 500, "message": "scheduler died"}}, BreakKind.LOST),
     ],
 )
-async def test_a_stream_that_ends_early_is_told_by_kind(event: Any, kind: BreakKind | None) -> None:
-    """After a 200, an event says that SGLang stopped, is full, refuses the content (None), or dies."""
+async def test_a_stream_that_ends_early_has_a_kind(event: Any, kind: BreakKind | None) -> None:
+    """After a 200, an event says that SGLang stopped, is full, refuses the content (None), or
+    dies."""
     content = plain("200 OK", b"data: " + json.dumps(event).encode() + b"\n\n")
     ask = EngineRequest("policy-g1", [1, 2, 3], SAMPLING, "s", "s-0")
     async with answering([content]) as wire, aclosing(Connections()) as connections:
@@ -111,8 +112,8 @@ async def test_a_stream_that_ends_early_is_told_by_kind(event: Any, kind: BreakK
     assert getattr(told.value, "kind", None) is kind
 
 
-async def test_a_lost_sglang_goes_on_at_another() -> None:
-    """The pool sends prompt and salvage to the next engine; the answer is whole."""
+async def test_a_call_on_a_lost_sglang_continues_on_another_engine() -> None:
+    """The pool sends prompt and salvage to the next engine, and the answer is whole."""
     async with (
         served() as (first, one),
         served() as (second, other),
@@ -141,7 +142,7 @@ def ids(engine: ScriptedEngine, text: str) -> list[int]:
     return engine.policy._tokenizer.encode_plain(text)
 
 
-async def test_the_settings_may_name_it() -> None:
+async def test_the_settings_may_name_sglang() -> None:
     """`PERDURE_ENGINE__KIND=sglang` makes the URL a token engine of the pool."""
     async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine = ConfiguredEngine(Settings(engine={"url": face.url, "kind": "sglang"}), client)
@@ -156,7 +157,7 @@ async def test_the_settings_may_name_it() -> None:
 
 
 async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
-    """Pause, load and label by SGLang's routes; the canary then shows the new weights."""
+    """Pause, load and label use SGLang's routes; then the canary proves the new weights."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
     async with served() as (_, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         control = SglangControl(face.url, client)
@@ -171,8 +172,8 @@ async def test_weights_are_loaded_from_a_folder(tmp_path: Path) -> None:
         assert (await control.score("policy-g1", [1, 2, 3])).logprob != before.logprob
 
 
-async def test_its_metrics_show_room_and_progress() -> None:
-    """Capacity and the health check read SGLang's own names."""
+async def test_its_metrics_show_load_and_progress() -> None:
+    """Capacity and the health check read SGLang's own metric names."""
     async with served() as (engine, face), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         await sample(face)
         vitals = await SglangControl(face.url, client).vitals()
@@ -182,12 +183,12 @@ async def test_its_metrics_show_room_and_progress() -> None:
 
 
 def test_a_sampling_field_that_it_lacks_is_refused_by_name() -> None:
-    """No field is dropped silently in the translation."""
+    """The translation drops no field silently."""
     with pytest.raises(Refused, match="sampling field 'best_of'"):
         sampling_params("sglang", {"best_of": 3})
 
 
-def test_fields_get_its_names() -> None:
+def test_fields_get_sglangs_names() -> None:
     """Fields that vLLM and SGLang name differently are renamed."""
     found = sampling_params(
         "e", {"max_tokens": 5, "seed": 1, "structured_outputs": {"json": {"type": "object"}}}
@@ -197,8 +198,8 @@ def test_fields_get_its_names() -> None:
     assert found["json_schema"] == '{"type": "object"}'
 
 
-def test_missing_tokens_are_seen() -> None:
-    """A chunk that skips tokens is a malformed answer, never a shorter completion."""
+def test_missing_tokens_are_detected() -> None:
+    """A chunk that skips tokens is a malformed answer, not a shorter completion."""
     about = {"output_token_logprobs": [[-0.1, 5, None]], "completion_tokens": 4}
 
     with pytest.raises(ValueError, match="after 2"):

@@ -1,4 +1,4 @@
-"""Which versions may sample a session."""
+"""The policy versions that may sample for a session."""
 
 import pytest
 from pydantic import ValidationError
@@ -20,21 +20,22 @@ HELD = Versions.of({"policy_version": "12", "max_staleness": "1"})
         (None, False, True),
     ],
 )
-def test_a_group_takes_its_version_and_as_many_later_ones(
+def test_a_group_accepts_its_version_and_max_staleness_later_ones(
     version: int | None, included: bool, allowed: bool
 ) -> None:
-    """Older and unknown weights may fit after an update; newer ones never."""
+    """An engine with older or unknown weights may fit after an update; one with newer weights never
+    does."""
     assert (HELD.include(version), HELD.allow(version)) == (included, allowed)
 
 
 @pytest.mark.parametrize("labels", [{}, {"policy_version": "12"}])
-def test_without_a_staleness_any_version_will_do(labels: dict[str, str]) -> None:
+def test_without_max_staleness_any_version_is_accepted(labels: dict[str, str]) -> None:
     """A policy version alone restricts nothing."""
     assert Versions.of(labels).include(None)
 
 
-def test_a_staleness_needs_the_version_that_it_counts_from() -> None:
-    """Refused by name, in a rollout and in the template of a run."""
+def test_max_staleness_needs_a_policy_version() -> None:
+    """It is refused by name, in a rollout and in the template of a run."""
     with pytest.raises(ConfigurationError, match="policy_version"):
         RolloutRequest(run_id="r", instance="toy/add", max_staleness=1)
     run = RunRequest(run_id="r", dataset="toy", rollout={"max_staleness": 1})

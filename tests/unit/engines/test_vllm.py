@@ -1,4 +1,4 @@
-"""One stream of a vLLM engine, as it may come over the wire."""
+"""One stream of a vLLM engine."""
 
 import json
 from contextlib import aclosing
@@ -34,7 +34,7 @@ WHOLE = json.dumps(ANSWER).encode()
 async def sampled(
     content: bytes, salvage: Salvage | None = None, **sampling: int
 ) -> tuple[Salvage, FinishReason]:
-    """What the engine client makes of an answer that comes in two pieces."""
+    """The result of the engine client for an answer that arrives in two pieces."""
 
     answer = plain("200 OK", content)
     at = len(answer) - len(content) + 9
@@ -56,14 +56,15 @@ async def sampled(
     ids=["whole JSON", "no blank line", "stream"],
 )
 async def test_an_answer_is_read_to_its_end(content: bytes) -> None:
-    """Also without a final blank line, which a server that does not stream never sends."""
+    """This also holds without a final blank line, which a server that does not stream never
+    sends."""
     salvage, reason = await sampled(content)
 
     assert (list(salvage.ids), reason) == ([5], FinishReason.STOP)
 
 
-async def test_tokens_are_asked_for_several_an_event() -> None:
-    """An event costs the gateway more than the tokens in it; vLLM and SGLang know the same field."""
+async def test_an_event_carries_several_tokens() -> None:
+    """An event costs the gateway more than its tokens. vLLM and SGLang have the same field."""
     ask = EngineRequest("policy", [1], {"max_tokens": 9}, "s", "r")
 
     asked = [
@@ -74,7 +75,7 @@ async def test_tokens_are_asked_for_several_an_event() -> None:
 
 
 async def test_a_torn_event_is_a_broken_stream() -> None:
-    """Half a JSON object at the end counts as a broken stream."""
+    """Half a JSON object at the end is a broken stream."""
     with pytest.raises(StreamBroken) as broken:
         await sampled(b"data: " + WHOLE[:-9])
 
@@ -99,11 +100,11 @@ async def test_a_torn_event_is_a_broken_stream() -> None:
     ],
     ids=["more than asked for", "no token id", "brackets", "brackets in an event"],
 )
-async def test_nonsense_is_a_broken_stream_and_leaves_nothing(
+async def test_an_impossible_answer_is_a_broken_stream_and_leaves_no_token(
     kind: BreakKind, content: bytes
 ) -> None:
-    """If an engine sends nonsense, the turn continues on another engine with the tokens before
-    it."""
+    """If an engine sends impossible tokens, the turn continues on another engine with the tokens
+    before them."""
     salvage = Salvage()
     with pytest.raises(StreamBroken) as broken:
         await sampled(content, salvage, max_tokens=1)

@@ -1,4 +1,4 @@
-"""A session's summary says that it waits for an engine, since when, and what the engines lack."""
+"""A session's summary says that it waits for an engine, since when, and why."""
 
 import asyncio
 import time
@@ -25,10 +25,10 @@ SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 
 
 class One(Capacity):
-    """Room for one agent; the health checks do not change it."""
+    """An engine with room for one agent; health checks do not change this."""
 
     def observe(self, *_: object, **__: object) -> None:
-        """Nothing of it counts."""
+        """Ignores all observations."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def pool() -> AsyncIterator[EnginePool]:
-    """Without an engine."""
+    """Has no engine."""
     async with new_client() as client:
         pool = EnginePool(LoneRoster(), client, options=PoolOptions(poll_s=0.05))
         await pool.start()
@@ -49,7 +49,7 @@ async def pool() -> AsyncIterator[EnginePool]:
 
 @pytest.fixture
 def unused_url() -> Iterator[str]:
-    """An address where no process listens during the test."""
+    """An address at which no process listens during the test."""
     with held_ports.held(1) as (port,):
         yield f"http://127.0.0.1:{port}"
 
@@ -60,14 +60,14 @@ def ask(pool: EnginePool, session: str) -> "asyncio.Task[Completion]":
 
 
 async def until(told: Callable[[], Awaitable[Wait | None]]) -> Wait:
-    async with asyncio.timeout(60):  # what is never told would be waited for for ever
+    async with asyncio.timeout(60):  # otherwise a missing wait would be awaited forever
         while (wait := await told()) is None:
             await asyncio.sleep(0.01)
     return wait
 
 
 async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: ScriptedEngine) -> None:
-    """The reason says that no engine is registered; with the answer the wait ends."""
+    """The reason says that no engine is registered; the answer ends the wait."""
 
     async def waits() -> Wait | None:
         return pool.waits("s")
@@ -115,7 +115,7 @@ async def _call(gateway: LocalGateway, key: str) -> int:
 
 
 async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, unused_url: str) -> None:
-    """A client with the control token reads which engine is missing while the call waits."""
+    """While the call waits, a client with the control token reads which engine is missing."""
     async with LocalGateway(tmp_path, engine={"url": unused_url, "kind": "vllm"}) as gateway:
         asked = asyncio.ensure_future(_call(gateway, await gateway.open("s")))
 
@@ -128,10 +128,10 @@ async def test_a_wait_is_in_the_sessions_summary(tmp_path: Path, unused_url: str
     assert unused_url.removeprefix("http://") in wait.reason
 
 
-async def test_a_wait_is_no_engine_time(
+async def test_waiting_does_not_count_as_engine_time(
     tmp_path: Path, unused_url: str, engine: ScriptedEngine
 ) -> None:
-    """A session's engine seconds begin when an engine has its call."""
+    """A session's engine seconds begin when an engine gets its call."""
     async with LocalGateway(tmp_path, engine={"url": unused_url, "kind": "vllm"}) as gateway:
         key = await gateway.open("s")
         asked = asyncio.ensure_future(_call(gateway, key))
@@ -141,7 +141,7 @@ async def test_a_wait_is_no_engine_time(
 
         await until(waits)
         before = (await gateway.control.get("s")).waiting_seconds
-        for _ in range(100):  # it waits for longer than an answer takes
+        for _ in range(100):  # it waits longer than an answer takes
             await gateway.control.get("s")
         waiting = await gateway.control.get("s")
         key_of_roster = roster_key(load_secrets(gateway.settings).oldest)
@@ -157,10 +157,11 @@ async def test_a_wait_is_no_engine_time(
     assert before < waiting.waiting_seconds <= summary.waiting_seconds
 
 
-async def test_an_answer_of_another_gateway_ends_the_wait(
+async def test_an_answer_at_another_gateway_ends_the_wait(
     tmp_path: Path, unused_url: str, engine: ScriptedEngine
 ) -> None:
-    """An agent that retries may reach another process; the first one ends the wait too."""
+    """An agent that retries may reach another process; its answer also ends the wait at the first
+    one."""
     async with (
         LocalGateway(tmp_path, engine={"url": unused_url}) as one,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"}) as other,
@@ -175,10 +176,11 @@ async def test_an_answer_of_another_gateway_ends_the_wait(
     assert summary.waiting_seconds >= waited > 0
 
 
-async def test_calls_that_no_engine_answered_count_from_the_first(
+async def test_an_unanswered_call_waits_since_its_first_try(
     tmp_path: Path, unused_url: str
 ) -> None:
-    """An agent that is refused retries; the wait counts from its first try until it has an answer."""
+    """An agent that is refused retries; the wait lasts from its first try until it has an
+    answer."""
     told: list[Wait | None] = []
     async with LocalGateway(tmp_path, engine={"url": unused_url}) as gateway:
         key = await gateway.open("s")

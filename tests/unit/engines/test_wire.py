@@ -1,4 +1,5 @@
-"""What an engine's answer may look like on the wire, and what each way to break it means."""
+"""The legal forms of an engine's answer over HTTP, and the meaning of each way in which it can
+break."""
 
 import asyncio
 import base64
@@ -37,11 +38,11 @@ from tests.engine_wire import (
 TOKENS = [event(3), event(4), event(5, "stop")]
 WHOLE = STREAM + b"".join(map(chunk, (*TOKENS, DONE))) + END
 TWO = STREAM + chunk(event(3)) + chunk(event(4))
-"""A stream that sampled two tokens and is not over."""
+"""A stream that has sampled two tokens and continues."""
 
 
 async def broken(*steps: Step, salvage: Salvage | None = None) -> StreamBroken:
-    """How a stream breaks that is answered so; the request was sent once."""
+    """How a stream with this answer breaks; the request is sent once."""
     async with answering(steps) as wire, engine(wire.url) as asked:
         with pytest.raises(StreamBroken) as caught:
             await sample(asked, salvage)
@@ -72,8 +73,8 @@ async def broken(*steps: Step, salvage: Salvage | None = None) -> StreamBroken:
         *("a trailer", "chunk extensions", "a length", "to the end", "HTTP/1.0", "a hint before"),
     ],
 )
-async def test_a_completion_is_the_same_however_its_bytes_come(answer: list[Step]) -> None:
-    """Ids and logprobs in their order, for every legal framing."""
+async def test_a_completion_does_not_depend_on_its_framing(answer: list[Step]) -> None:
+    """Ids and logprobs arrive in order with every legal framing."""
     salvage = Salvage()
     async with answering(answer) as wire, engine(wire.url) as asked:
         reason = await sample(asked, salvage)
@@ -82,8 +83,8 @@ async def test_a_completion_is_the_same_however_its_bytes_come(answer: list[Step
     assert list(salvage.logprobs) == [-3 / 8, -4 / 8, -5 / 8]
 
 
-async def test_a_request_is_whole() -> None:
-    """Host, key, session and the ids arrive; a body of a megabyte too."""
+async def test_a_request_arrives_whole() -> None:
+    """Host, key, session and ids arrive, even if the body has a megabyte."""
     async with answering([WHOLE]) as wire, engine(wire.url) as asked:
         await sample(asked, prompt=range(200_000))
         head = wire.heads[0].lower()
@@ -95,8 +96,8 @@ async def test_a_request_is_whole() -> None:
     assert b"\r\nx-session-id: s\r\n" in head
 
 
-async def test_a_name_and_password_of_the_url_are_sent() -> None:
-    """As every HTTP client does, so that an engine may stand behind a proxy that asks for them."""
+async def test_a_user_and_password_in_the_url_are_sent() -> None:
+    """Every HTTP client does this, so an engine may be behind a proxy that requires them."""
     async with (
         answering([WHOLE]) as wire,
         engine(wire.url.replace("://", "://me:p%40ss@")) as asked,
@@ -106,8 +107,8 @@ async def test_a_name_and_password_of_the_url_are_sent() -> None:
     assert b"Basic " + base64.b64encode(b"me:p@ss") in wire.heads[0]
 
 
-async def test_credentials_of_the_url_replace_the_key() -> None:
-    """A request has one `authorization`."""
+async def test_credentials_in_the_url_replace_the_key() -> None:
+    """A request has one `authorization` header."""
     async with answering([WHOLE]) as wire, aclosing(Connections()) as kept:
         url = wire.url.replace("://", "://me:pass@")
         await sample(VllmEngine("vllm e", url, kept, api_key="a key"))
@@ -129,8 +130,8 @@ async def test_a_cookie_is_not_kept() -> None:
 # --- breaks -------------------------------------------------------------------------------------
 
 
-async def test_a_refused_connection_is_no_time_out() -> None:
-    """A refusal says that nothing listens; a time-out would say that something may."""
+async def test_a_refused_connection_is_not_a_timeout() -> None:
+    """A refusal proves that no process listens; after a timeout, one may listen."""
     with held_ports.held(1) as (port,):
         async with engine(f"http://127.0.0.1:{port}") as asked:
             with pytest.raises(StreamBroken) as caught:
@@ -156,8 +157,8 @@ async def test_a_refused_connection_is_no_time_out() -> None:
         *("negative length", "two lengths", "endless head"),
     ],
 )
-async def test_an_answer_that_never_begins_is_a_lost_engine(steps: list[Step]) -> None:
-    """The request is not repeated on its own: the engine may have run it."""
+async def test_an_answer_that_never_begins_means_a_lost_engine(steps: list[Step]) -> None:
+    """The request is not repeated automatically, because the engine may have run it."""
     assert (await broken(*steps)).kind is BreakKind.LOST
 
 
@@ -188,20 +189,20 @@ async def test_an_answer_that_never_begins_is_a_lost_engine(steps: list[Step]) -
         *("not UTF-8", "not JSON", "an event too large", "shorter than said"),
     ],
 )
-async def test_a_stream_that_breaks_keeps_what_came_before(
+async def test_a_broken_stream_keeps_the_tokens_before_the_break(
     steps: list[Step], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exactly the tokens before the break are there to continue from."""
+    """The call continues from exactly the tokens before the break."""
     monkeypatch.setattr(token_server, "LONGEST_EVENT", 200_000)
-    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.5)  # aiohttp does not tell of a bad chunk
+    monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.5)  # aiohttp does not report a bad chunk
     salvage = Salvage()
     found = await broken(*steps, salvage=salvage)
 
     assert (found.kind, list(salvage.ids)) == (BreakKind.LOST, [3, 4])
 
 
-async def test_an_engine_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit counts from the last byte that came."""
+async def test_a_silent_engine_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout counts from the last byte that arrived."""
     salvage = Salvage()
     monkeypatch.setattr(connections, "READ_TIMEOUT_S", 0.2)
     found = await broken(TWO, hold, salvage=salvage)
@@ -210,10 +211,11 @@ async def test_an_engine_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPat
     assert "Time" in str(found)
 
 
-async def test_an_engine_without_a_connection_is_given_up_soon(
+async def test_an_engine_that_cannot_be_connected_to_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long before the time limit of an answer; TLS and proxies count."""
+    """The timeout for connections is much shorter than that for answers, also with TLS and
+    proxies."""
     monkeypatch.setattr(connections, "CONNECT_S", 0.2)
     async with answering([hold]) as proxy:
         monkeypatch.setenv("HTTPS_PROXY", proxy.url)
@@ -225,15 +227,15 @@ async def test_an_engine_without_a_connection_is_given_up_soon(
     assert "Time" in str(caught.value)
 
 
-async def test_an_endless_refusal_is_not_read() -> None:
-    """A megabyte says enough."""
+async def test_an_endless_refusal_is_not_read_to_its_end() -> None:
+    """Reading stops after a megabyte."""
     found = await broken(plain("503 Busy", b"x" * (2 * connections.MAX_TEXT)))
 
     assert (found.kind, "more than" in str(found)) == (BreakKind.LOST, True)
 
 
-async def test_a_busy_engine_says_for_how_long() -> None:
-    """Its words and its wait reach the pool."""
+async def test_a_busy_engines_retry_after_is_kept() -> None:
+    """The pool gets the engine's message and its wait."""
     found = await broken(plain("503 Busy", b'{"error": "full"}', "retry-after: 7"))
 
     assert (found.kind, found.retry_after) == (BreakKind.REFUSED, 7.0)
@@ -249,15 +251,16 @@ async def test_a_busy_engine_says_for_how_long() -> None:
     ],
     ids=["400", "302", "204"],
 )
-async def test_an_answer_without_a_completion_is_the_engines_trouble(answer: bytes) -> None:
-    """The call may go to another engine. A redirect is not followed: it would take the key elsewhere."""
+async def test_an_answer_without_a_completion_is_an_engine_failure(answer: bytes) -> None:
+    """The call may move to another engine. A redirect is not followed, because it would forward the
+    key."""
     found = await broken(answer)
 
     assert (found.kind, answer[9:12].decode() in str(found)) == (BreakKind.REFUSED, True)
 
 
-async def test_a_call_that_is_given_up_hangs_up() -> None:
-    """The engine sees it and stops sampling."""
+async def test_a_cancelled_call_closes_its_connection() -> None:
+    """The engine sees this and stops sampling."""
     salvage = Salvage()
     async with answering([TWO, hold]) as wire, engine(wire.url) as asked:
         call = asyncio.ensure_future(sample(asked, salvage))
@@ -272,7 +275,7 @@ async def test_a_call_that_is_given_up_hangs_up() -> None:
     assert list(salvage.ids) == [3, 4]
 
 
-# --- kept connections ---------------------------------------------------------------------------
+# --- persistent connections --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,18 +288,18 @@ async def test_a_call_that_is_given_up_hangs_up() -> None:
     ],
     ids=["closed", "announced", "HTTP/1.0", "more than asked for"],
 )
-async def test_a_connection_that_is_over_is_not_used_again(answer: list[Step]) -> None:
-    """The next call opens its own, and no answer is taken for another's."""
+async def test_a_closed_connection_is_not_reused(answer: list[Step]) -> None:
+    """The next call opens a new connection, and never gets another call's answer."""
     async with answering(answer) as wire, engine(wire.url) as asked:
         for _ in range(3):
             assert await sample(asked) is FinishReason.STOP
-            await asyncio.sleep(0.01)  # what the engine does after its answer arrives
+            await asyncio.sleep(0.01)  # what the engine does after it has answered
 
     assert (wire.connections, len(wire.heads)) == (3, 3)
 
 
-async def test_a_request_that_meets_a_closing_connection_is_not_repeated() -> None:
-    """Whether the engine took it is unknown, so the pool decides."""
+async def test_a_request_on_a_closing_connection_is_not_repeated() -> None:
+    """It is unknown whether the engine ran it, so the pool decides."""
     async with answering([WHOLE], [reset], [WHOLE]) as wire, engine(wire.url) as asked:
         await sample(asked)
         with pytest.raises(StreamBroken) as caught:
@@ -305,8 +308,8 @@ async def test_a_request_that_meets_a_closing_connection_is_not_repeated() -> No
     assert (caught.value.kind, len(wire.heads), wire.connections) == (BreakKind.LOST, 2, 1)
 
 
-async def test_calls_at_once_have_a_connection_each() -> None:
-    """An answer never goes to another call."""
+async def test_concurrent_calls_have_separate_connections() -> None:
+    """An answer never reaches another call."""
     async with answering([WHOLE]) as wire, engine(wire.url) as asked:
         salvages = [Salvage() for _ in range(5)]
         await asyncio.gather(*(sample(asked, salvage) for salvage in salvages))
@@ -319,10 +322,10 @@ async def test_calls_at_once_have_a_connection_each() -> None:
 # --- TLS and proxies ----------------------------------------------------------------------------
 
 
-async def test_tls_trusts_the_authorities_of_the_environment(
+async def test_tls_trusts_the_authorities_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`SSL_CERT_FILE` names them; without it a private authority is not believed."""
+    """`SSL_CERT_FILE` names them; without it, a private authority is not trusted."""
     authority = Authority.of(tmp_path)
     async with answering([WHOLE], tls=authority.tls()) as wire:
         async with engine(wire.url) as asked:
@@ -336,10 +339,10 @@ async def test_tls_trusts_the_authorities_of_the_environment(
     assert "certificate" in str(caught.value).lower()
 
 
-async def test_tls_to_another_name_is_refused(
+async def test_tls_with_another_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A certificate for 127.0.0.1 is none for localhost."""
+    """A certificate for 127.0.0.1 is not valid for localhost."""
     authority = Authority.of(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     async with (
@@ -353,10 +356,10 @@ async def test_tls_to_another_name_is_refused(
     assert wire.heads == []
 
 
-async def test_the_proxy_of_the_environment_gets_the_request(
+async def test_the_proxy_from_the_environment_gets_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the whole URL and its own name and password; `NO_PROXY` leaves hosts out."""
+    """It gets the whole URL, and its own user and password; `NO_PROXY` excludes hosts."""
     async with answering([WHOLE]) as proxy, answering([WHOLE]) as direct:
         monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("://", "://me:pass@"))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -373,10 +376,10 @@ async def test_the_proxy_of_the_environment_gets_the_request(
     assert (len(proxy.heads), len(direct.heads)) == (1, 1)
 
 
-async def test_tls_goes_through_a_tunnel_of_the_proxy(
+async def test_tls_uses_a_tunnel_through_the_proxy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The proxy sees the engine's address and ciphertext, not the key."""
+    """The proxy sees the engine's address and ciphertext, but not the key."""
     authority = Authority.of(tmp_path)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
     asked_for: list[bytes] = []
