@@ -16,7 +16,7 @@ MAIN = "main"
 
 
 class Refused(PerdureError):
-    """A call that the gateway answers with an error in the caller's dialect. Repeating it would not help.
+    """A call that the gateway answers with an error in the caller's dialect, and does not retry.
 
     Example:
         Refused(400, "context_length_exceeded", "This model's maximum context length is ...")
