@@ -70,7 +70,7 @@ def connect(
         import ray
     except ImportError:
         raise MissingDependency(
-            f"engines and workers on Ray need Ray, which is not installed: {command_for_extra('serving')}"
+            f"Ray is not installed: install it with `{command_for_extra('serving')}`"
         ) from None
     found = given or _running(settings) or (start_local(settings) if start else "")
     if not found:

@@ -316,7 +316,7 @@ class EngineManager:
         start.catching_up = asyncio.create_task(self._catch_up(start, published, notice_s))
 
     async def _catch_up(self, start: ReplicaStart, published: Published, notice_s: float) -> None:
-        """Load the published weights into a replica before it serves: it has the weights of its start.
+        """Load the published weights into a replica, which has its initial weights, before it serves.
 
         If they cannot be fetched or proven, the replica is marked failed and the next start tries
         again. If this manager dies, its successor continues.

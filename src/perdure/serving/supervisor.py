@@ -21,7 +21,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_S = 5.0
-"""Seconds to wait for the group to vanish after SIGKILL."""
+"""Seconds to wait for the group to end after SIGKILL."""
 REAP_S = 0.02
 NO_COMMAND = 127
 

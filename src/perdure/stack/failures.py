@@ -31,7 +31,10 @@ def explain(error: Exception) -> tuple[int, str]:
         return FAILURE, FULL.format(full)
     if type(error).__name__ == "RPCError":
         return FAILURE, f"Temporal refused: {str(error)[:300]}"
-    return FAILURE, f"{type(error).__name__}: {error} (a bug; PERDURE_DEBUG=1 shows where)"
+    told = (
+        f"{type(error).__name__}: {error} (a bug in Perdure; PERDURE_DEBUG=1 shows the traceback)"
+    )
+    return FAILURE, told
 
 
 def _full_disk(error: BaseException | None) -> str | None:

@@ -330,7 +330,7 @@ def test_a_mistake_is_one_line_with_the_fix(
     assert code in (1, 2)
     assert len(errors) == 1, errors
     assert re.search(told, errors[0]), errors[0]
-    assert not re.search(r"pydantic|Traceback|\(a bug; ", errors[0])
+    assert not re.search(r"pydantic|Traceback|\(a bug in Perdure; ", errors[0])
 
 
 def test_every_mistake_of_the_first_day_is_tried() -> None:

@@ -36,7 +36,8 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
         from perdure.stack.listening import serving
     except ImportError as error:
         raise MissingDependency(
-            f"this command needs packages that are not installed: {command_for_extra('gateway')}"
+            "this command needs packages that are not installed: install them with "
+            f"`{command_for_extra('gateway')}`"
         ) from error
     from perdure.client.encryption import EncryptingCodec, Keys
     from perdure.home import load_secret

@@ -42,7 +42,8 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         from perdure.viewer.security import TOKEN, view_token
     except ImportError as error:
         raise MissingDependency(
-            f"this command needs packages that are not installed: {command_for_extra('gateway')}"
+            "this command needs packages that are not installed: install them with "
+            f"`{command_for_extra('gateway')}`"
         ) from error
     from perdure.cli.rollouts.current import current_step
     from perdure.home import load_secret
