@@ -45,6 +45,7 @@ FILE = f"{WORKDIR}/calc.py"
 BROKEN = "def add(a, b):\n    return a - b\n"
 ISSUE = "add() in calc.py subtracts its arguments, which is surprising: make it add them."
 BUDGET_S = 120.0
+BUDGETS_S = (12.0, 48.0, 192.0)
 SAMPLING = Sampling()
 INSTANCE = Instance(
     instance_id="calc-1",
@@ -217,6 +218,15 @@ class Stand:
                 grade=await self._grade(instance, captured.data),
                 first_request_s=(link.first_at or started) - started,
             )
+
+    async def run_until_out_of_time(self, agent: Agent, *scripts: Mapping[str, Any]) -> Run:
+        """A run whose scripts end in a command that outlasts every budget. On a busy host the first
+        budget may end before the agent has edited its file: then it gets a larger one."""
+        for budget_s in BUDGETS_S:
+            run = await self.run(agent, *scripts, budget_s=budget_s)
+            if run.diff:
+                break
+        return run
 
     async def _grade(self, instance: Instance, diff: bytes) -> Grade:
         spec = SandboxSpec(WORKDIR, tree=self.tree)

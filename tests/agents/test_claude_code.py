@@ -163,8 +163,8 @@ async def test_max_turns_is_a_limit(stand: Stand) -> None:
 
 async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
     """The time budget kills it, and its changes up to then are kept."""
-    run = await stand.run(
-        ClaudeCode(), script(EDIT, call("Bash", command="sleep 600"), DONE), budget_s=6.0
+    run = await stand.run_until_out_of_time(
+        ClaudeCode(), script(EDIT, call("Bash", command="sleep 600"), DONE)
     )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said

@@ -59,7 +59,9 @@ async def test_its_turns_are_one_growing_sequence(stand: Stand) -> None:
 
 async def test_the_time_budget_is_a_limit(stand: Stand) -> None:
     """The time budget kills it, and its changes up to then are kept."""
-    run = await stand.run(Codex(), script(EDIT, bash("sleep 600"), bash("sleep 600")), budget_s=6.0)
+    run = await stand.run_until_out_of_time(
+        Codex(), script(EDIT, bash("sleep 600"), bash("sleep 600"))
+    )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said
 
