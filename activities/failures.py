@@ -54,7 +54,7 @@ async def translated(work: Awaitable[Result]) -> Result:
         if error.errno not in OF_THE_HOST:
             raise _of_bug(error) from error
         raise _of_failure(
-            RetryHere(f"this host has no room: {error}", retry_after=ROOM_S)
+            RetryHere(f"this host lacks resources: {error}", retry_after=ROOM_S)
         ) from None
     except Exception as error:
         raise _of_bug(error) from error
@@ -64,7 +64,7 @@ def _of_cancellation() -> BaseException:
     details = activity.cancellation_details()
     if details is None or details.worker_shutdown:  # None after `shell._cancel_at_shutdown`
         return ApplicationError(
-            "the worker was told to stop; the work goes on elsewhere",
+            "the worker is shutting down; another worker continues",
             type=WORKER_EVICTED,
             non_retryable=True,
             category=ApplicationErrorCategory.BENIGN,

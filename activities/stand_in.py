@@ -77,8 +77,8 @@ class LostHost:
     async def _give_up(self) -> None:
         await self._be_sure()
         raise ApplicationError(
-            f"host {self._term.host} is lost: it gave no sign of life for "
-            f"{self._term.silent_s:g} s, or left",
+            f"host {self._term.host} is lost: it sent no heartbeat for "
+            f"{self._term.silent_s:g} s, or it left",
             Boundary.SANDBOX.value,
             HOST_LOST,
             type=SANDBOX_LOST,
@@ -92,4 +92,6 @@ class LostHost:
         handle = self._client.get_workflow_handle(names.host_id(self._term.host))
         state = await handle.query("state", result_type=HostState)
         if not state.lost or state.number != self._term.number:
-            raise ApplicationError(f"host {self._term.host} is back; its own workers do this")
+            raise ApplicationError(
+                f"host {self._term.host} is back: its own workers run this activity"
+            )

@@ -21,5 +21,5 @@ async def keep_counting(client: Client, settings: Settings) -> None:
             for one in await backlogs(client):
                 metrics.backlog(one.stage, one.count, one.age_s)
         except RPCError as error:
-            log.warning("the queues were not counted", reason=str(error))
+            log.warning("cannot read the backlogs", reason=str(error))
         await asyncio.sleep(COUNT_EVERY_S)

@@ -66,7 +66,7 @@ async def say_if_not_current(client: Client, settings: DeploymentSettings) -> No
         log.debug("the deployment cannot be described", reason=str(error))
     if current != settings.build_id:
         log.warning(
-            "new rollouts do not begin on this build until it is made current",
+            "this build gets no new rollouts until it is made current",
             build=settings.build_id,
             current=current or "none",
             fix="temporal worker deployment set-current-version"

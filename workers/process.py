@@ -144,7 +144,7 @@ async def kept_going(keeping: Callable[[], Keeping]) -> None:
         try:
             return await keeping()
         except Exception:
-            log.exception("housekeeping failed; it begins anew")
+            log.exception("a background task failed; restarting it")
         await asyncio.sleep(ASK_AGAIN_S)
 
 
@@ -174,7 +174,7 @@ async def _ensure_reaper(client: Client, host: str, stop: asyncio.Event) -> None
         except RPCError as error:
             if error.status not in PASSING:
                 raise
-            log.warning("the server takes no schedule yet; asking again", reason=str(error))
+            log.warning("the server accepts no schedules yet; retrying", reason=str(error))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ASK_AGAIN_S):
                 await stop.wait()
@@ -191,9 +191,9 @@ def main() -> None:
     """`python -m workers`. Exit code 1 and one line if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m workers", description=__doc__)
     parser.add_argument(
-        "roles", nargs="*", choices=[*ROLES, ALL], default=ALL, help="without any: all of them"
+        "roles", nargs="*", choices=[*ROLES, ALL], default=ALL, help="default: all of them"
     )
-    parser.add_argument("--health", type=Path, help="a unix socket to answer on while it runs")
+    parser.add_argument("--health", type=Path, help="path of a unix socket for health checks")
     options = parser.parse_args()
     chosen = ROLES if ALL in options.roles else options.roles
     code = 0

@@ -132,9 +132,7 @@ def invalid_result(activity: str, expected: str, why: ValidationError) -> Activi
     )
     first = why.errors()[0]
     place = ".".join(map(str, first["loc"]))
-    message = (
-        f"{activity} was completed with something that is no {expected}: {place} {first['msg']}"
-    )
+    message = f"{activity} was completed with an invalid {expected}: {place} {first['msg']}"
     error.__cause__ = ApplicationError(
         message, Boundary.WORKER.value, type="InvalidResult", non_retryable=True
     )
@@ -184,7 +182,7 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
     return Failure(
         boundary=Boundary.WORKER,
         type="ActivityTimeout",
-        message=f"{error.activity_type} ran out of time ({kind}){detail}"[:MESSAGE_LIMIT],
+        message=f"{error.activity_type} timed out ({kind}){detail}"[:MESSAGE_LIMIT],
     )
 
 

@@ -58,7 +58,7 @@ class HostWorkflow:
                     "serve_term",
                     self.term,
                     **activity_options.described(
-                        activity_options.serve_term(self.term), "signs of life"
+                        activity_options.serve_term(self.term), "heartbeats of the host"
                     ),
                 )
                 if not self._is_ahead(number):

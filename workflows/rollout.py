@@ -146,7 +146,7 @@ class RolloutWorkflow:
                 if workflow.time() + pause_s > gives_up_at:
                     return RolloutStatus.FAILED, failure
                 self.page.stage("waiting", self.attempt)
-                await workflow.sleep(pause_s, summary="then the agent is started again")
+                await workflow.sleep(pause_s, summary="before the agent starts again")
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             counted += 1
@@ -225,7 +225,7 @@ class RolloutWorkflow:
             await workflow.wait_condition(
                 lambda: step in self.grants,
                 timeout=timedelta(seconds=patience),
-                timeout_summary="then the account is asked again",
+                timeout_summary="before it asks the account again",
             )
         except TimeoutError:
             return False
@@ -307,12 +307,12 @@ class RolloutWorkflow:
                 return await self._do("emit_episode", bare, EpisodeRef, options)
             except ActivityError as error:
                 workflow.logger.error("no episode can be written yet: %s", error.cause)
-                await workflow.sleep(EMIT_AGAIN, summary="then the episode is written again")
+                await workflow.sleep(EMIT_AGAIN, summary="before the episode is written again")
 
     async def _destroy(self, attempt: Attempt, host: str | None, *, booted: bool) -> None:
         options = activity_options.described(
             activity_options.destroy(attempt.request, host, booted=booted),
-            "leave no sandbox behind",
+            "clean up the sandboxes",
             f"destroy-{attempt.attempt}",
         )
         try:

@@ -116,14 +116,14 @@ class RolloutPage:
 
     def waits(self, step: str) -> None:
         attempt, _, purpose = step.partition("-")
-        self._add(f"waits for its turn on the sandbox account (attempt {attempt}, {purpose})")
+        self._add(f"waits for a permit of the sandbox account (attempt {attempt}, {purpose})")
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
         self._add(f"sandbox up{f' on {markdown.quoted(booted.host)}' if booted.host else ''}")
 
     def spent(self) -> None:
-        self._add("the run's budget is used up: this rollout buys no more")
+        self._add("the run's budget is used up: the agent stops")
 
     def agent(self, run: AgentRun) -> None:
         self._run = run
@@ -155,7 +155,7 @@ class RolloutPage:
         self._add(f"**lost** attempt {attempt}, {_told(failure)}")
 
     def evicted(self, count: int) -> None:
-        self._add(f"worker told to stop, handed over ({count})")
+        self._add(f"worker shut down, work handed over ({count})")
 
     def verdict(self, status: RolloutStatus, failure: Failure | None) -> str:
         """The episode's verdict on one line, used as the summary of the activity that writes it."""
@@ -279,7 +279,7 @@ class ShardsPage:
         table = "\n".join(rows)
         workflow.set_current_details(
             f"{self._headline}\n\n{_counted(counts, self._total)}\n\n"
-            f"Each shard's details have its worst and its last rollouts.\n\n{table}"
+            f"Each shard's page lists its worst and its last rollouts.\n\n{table}"
         )
 
 

@@ -295,4 +295,6 @@ class Window:
             and not self.throttle.paused
             and workflow.patched(PAUSES_WHEN_ALIKE)
         ):
-            self.throttle.stop_for(f"{ALIKE} rollouts failed alike: {episode.failure.message}")
+            self.throttle.stop_for(
+                f"{ALIKE} rollouts failed the same way: {episode.failure.message}"
+            )

@@ -161,7 +161,7 @@ def wrong_answer(
     handler: AgentHandler, hook: str, wanted: str, answer: object
 ) -> ConfigurationError:
     return ConfigurationError(
-        f"`{hook}` of the handler {handler.name!r} must return {wanted}, and returned "
+        f"`{hook}` of the handler {handler.name!r} must return {wanted}, but returned "
         f"{type(answer).__name__}"
     )
 
@@ -203,7 +203,7 @@ def register_agent_handler(handler: AgentHandler) -> None:
     name = getattr(handler, "name", None)
     if not isinstance(handler, AgentHandler) or not isinstance(name, str) or not name:
         raise ConfigurationError(
-            f"{handler!r} is no handler: subclass perdure.handlers.AgentHandler and give it a `name`"
+            f"{handler!r} is not a handler: subclass perdure.handlers.AgentHandler and give it a `name`"
         )
     taken = registry.HANDLERS.get(name)
     if name in registry.ROWS or (taken is not None and type(taken) is not type(handler)):
@@ -248,8 +248,8 @@ def import_handlers(modules: str) -> None:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigurationError(
-                f"cannot import {module!r} of PERDURE_HANDLERS: {error}; PYTHONPATH must lead to it, "
-                "also that of the stack or the workers"
+                f"cannot import {module!r} of PERDURE_HANDLERS: {error}; PYTHONPATH must "
+                "include it, also for the stack and the workers"
             ) from error
 
 

@@ -37,8 +37,8 @@ def find_uv() -> Path:
         found = shutil.which("uv")
     if found is None:
         raise MissingDependency(
-            "uv is missing, which installs agents and builds environments: install it "
-            "(https://docs.astral.sh/uv) so that PATH has it"
+            "uv, which installs agents and builds environments, is missing: install it on PATH "
+            "(https://docs.astral.sh/uv)"
         )
     return Path(found)
 

@@ -117,7 +117,9 @@ class _Child:
                 )
         except OSError as error:
             self._connection.close()
-            raise RetryHere(f"cannot start a child: {error}", boundary=Boundary.WORKER) from error
+            raise RetryHere(
+                f"cannot start a child process: {error}", boundary=Boundary.WORKER
+            ) from error
 
     @property
     def pid(self) -> int:
@@ -151,14 +153,14 @@ class _Child:
             self._process.wait(5)
         code = self._process.poll()
         if not self._is_ready:
-            return RetryHere("a child did not start; see the log", boundary=Boundary.WORKER)
+            return RetryHere("a child process did not start; see the log", boundary=Boundary.WORKER)
         if code == -signal.SIGXCPU:
-            return Unparsable(f"reading it: it takes more than {CPU_S} s of CPU time")
+            return Unparsable(f"reading it takes more than {CPU_S} s of CPU time")
         if code == OUT_OF_MEMORY:
-            return Unparsable(f"reading it: it takes more than {MEMORY >> 20} MiB of memory")
+            return Unparsable(f"reading it takes more than {MEMORY >> 20} MiB of memory")
         if code in (None, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP, 0):
             return _EndedFromOutside(signal.SIGKILL if code is None else -code)
-        return Unparsable(f"reading it: it ended its process with {code}")
+        return Unparsable(f"reading it ended the process with code {code}")
 
 
 _alive: set[_Child] = set()
@@ -174,7 +176,7 @@ def _request(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return pickle.dumps((function, args), pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigurationError(
-            f"{function!r} runs in another process: it and its class must be a module's own: {error}"
+            f"{function!r} runs in another process, so it must be defined at module level: {error}"
         ) from error
 
 
@@ -193,7 +195,7 @@ async def _ask(request: bytes) -> tuple[bool, Any]:
         is_kept = not child.is_large()
     except TimeoutError:
         raise RetryHere(
-            f"a call in another process took over {WALL_S:.0f} s of a starved host",
+            f"a call in a child process took over {WALL_S:.0f} s: this host is starved",
             boundary=Boundary.WORKER,
         ) from None
     finally:
@@ -210,8 +212,7 @@ async def _ask_again(request: bytes) -> tuple[bool, Any]:
         return await _ask(request)
     except _EndedFromOutside as error:
         raise RetryHere(
-            f"a child process was ended twice by signal {error.args[0]}, which none of its "
-            "limits sends",
+            f"signal {error.args[0]}, which none of its limits sends, ended a child process twice",
             boundary=Boundary.WORKER,
         ) from None
 

@@ -86,7 +86,7 @@ def unknown_data_source(name: str) -> str:
     """An error message that names the closest known data source and says how to add another."""
     known = sorted({*HANDLERS, *ROWS})
     close = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    nearest = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}."
+    nearest = f"did you mean {close[0]!r}?" if close else f"known ones are {', '.join(known)}."
     return (
         f"unknown data_source {name!r}: {nearest} A handler of your own adds one: name its module in "
         "PERDURE_HANDLERS, or its class as package.module:Name"
@@ -102,7 +102,7 @@ def path_of(kind: str, table: dict[str, str], name: str) -> str:
     if ":" not in path:
         known = ", ".join(sorted(table))
         close = difflib.get_close_matches(name, table, n=1)
-        meant = f"did you mean {close[0]!r}? Else" if close else ""
+        meant = f"did you mean {close[0]!r}? Otherwise" if close else ""
         raise ConfigurationError(
             f"unknown {kind} {name!r}: {f'{meant} ' if meant else ''}use one of {known}, or a dotted path package.module:Name"
         )
@@ -127,5 +127,5 @@ def load(kind: str, table: dict[str, str], name: str) -> Any:
 
 def _why(error: ImportError | AttributeError) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}; PYTHONPATH must lead to it, also that of the stack or the workers"
+        return f"{error}; PYTHONPATH must include it, also for the stack and the workers"
     return str(error)

@@ -38,9 +38,9 @@ METRICS = {
     "perdure_tokens": Metric("counter", "", "Sampled tokens of finished rollouts, by agent."),
     "perdure_sandboxes_alive": Metric("gauge", "", "Live sandboxes of this host, by provider."),
     "perdure_seats": Metric("gauge", "", "Seats of this host."),
-    "perdure_seats_free": Metric("gauge", "", "Seats of this host that no agent has."),
+    "perdure_seats_free": Metric("gauge", "", "Free seats of this host."),
     "perdure_backlog": Metric("gauge", "", "Tasks that no worker has taken, by stage."),
-    "perdure_backlog_age_seconds": Metric("gauge", "s", "Wait of the oldest of them, by stage."),
+    "perdure_backlog_age_seconds": Metric("gauge", "s", "Wait of the oldest such task, by stage."),
     "perdure_environment_ms": Metric("counter", "ms", "Agent time outside model calls."),
     "perdure_model_ms": Metric("counter", "ms", "Agent time inside model calls."),
 }

@@ -109,8 +109,8 @@ def _check_protocol() -> None:
     for name in names:
         if (found := environment.foreign(name)) not in ("", "http/protobuf"):
             raise ConfigurationError(
-                f"{name}={found!r}: traces leave by 'http/protobuf' only; name the collector's HTTP "
-                "port, usually 4318"
+                f"{name}={found!r}: only 'http/protobuf' is supported; use the collector's HTTP port, "
+                "usually 4318"
             )
 
 

@@ -73,7 +73,7 @@ async def test_local_write_under_an_object_says_why(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     await store.put("a", b"x")
 
-    with pytest.raises(ConfigurationError, match="cannot continue another object"):
+    with pytest.raises(ConfigurationError, match="cannot extend another object"):
         await store.put("a/b", b"x")
 
 
@@ -197,7 +197,7 @@ async def test_s3_absent_bucket_is_named(s3: S3Server) -> None:
     """Every call says that the bucket is absent, and no call says that a key is absent."""
     store = S3Store("s3://no-such-bucket/prefix", endpoint_url=s3.url)
 
-    with pytest.raises(StoreUnavailable, match="make the bucket 'no-such-bucket'"):
+    with pytest.raises(StoreUnavailable, match="create the bucket 'no-such-bucket'"):
         await store.put("a", b"x")
     with pytest.raises(StoreUnavailable, match="no-such-bucket"):
         await store.exists("a")

@@ -288,7 +288,7 @@ async def test_an_absent_bucket_and_a_closed_port_are_refused(
     monkeypatch.setattr("perdure.storage.preflight.LIMIT_S", 60.0)
     wrong = settings(tmp_path, proxy, bucket="no-such-bucket")
 
-    with pytest.raises(ConfigurationError, match="make the bucket 'no-such-bucket'"):
+    with pytest.raises(ConfigurationError, match="create the bucket 'no-such-bucket'"):
         await check_store(wrong)
     closed = settings(tmp_path, proxy).model_copy(update={"s3_endpoint_url": "http://127.0.0.1:1"})
     with pytest.raises(ConfigurationError, match="correct PERDURE_S3_ENDPOINT_URL"):

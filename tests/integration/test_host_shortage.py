@@ -246,7 +246,7 @@ async def test_a_capture_whose_control_has_no_room_is_a_lost_sandbox(
     """Others use the account too: without a control there is no verdict, and no wait for room."""
     job = await ended(tmp_path / "home")
     monkeypatch.setattr(FullAccount, "most", 0)
-    with pytest.raises(SandboxLost, match="a control fails as well"):
+    with pytest.raises(SandboxLost, match="the control fails too"):
         await capture(job)
 
     assert await job.read("patch.json", PatchRef) is None

@@ -85,8 +85,8 @@ async def test_a_broken_reader_is_a_verdict() -> None:
     ("function", "arguments", "why"),
     [
         (bytes, (4 << 30,), "1024 MiB of memory"),
-        (os.abort, (), "ended its process with -6"),
-        (os._exit, (3,), "ended its process with 3"),
+        (os.abort, (), "ended the process with code -6"),
+        (os._exit, (3,), "ended the process with code 3"),
         (sys.setrecursionlimit, (-1,), "ValueError"),
     ],
     ids=["memory", "crash", "exit", "exception"],
@@ -140,7 +140,7 @@ def _kill_myself(note: str, times: int) -> str:
 async def test_a_killed_child_is_replaced_once(tmp_path: Path) -> None:
     """What the kernel ends for want of memory is read once more. Ended twice it is tried again later: the bytes are not the cause."""
     assert await read(_kill_myself, str(tmp_path / "once"), 1) == "read"
-    with pytest.raises(RetryHere, match="ended twice"):
+    with pytest.raises(RetryHere, match="ended a child process twice"):
         await read(_kill_myself, str(tmp_path / "always"), 9)
 
     assert (tmp_path / "always").read_text() == "xx"
@@ -235,7 +235,7 @@ def _work_for_ever(note: str) -> None:
 
 async def test_only_a_modules_own_function_can_be_sent() -> None:
     """A function that the child could not find is refused by name."""
-    with pytest.raises(ConfigurationError, match="a module's own"):
+    with pytest.raises(ConfigurationError, match="defined at module level"):
         await read(lambda: 1)
 
 

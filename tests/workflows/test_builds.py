@@ -231,7 +231,7 @@ async def test_open_rollouts_of_another_build_are_one_sentence(
         gate.open.set()
 
     assert told.startswith(
-        "open rollouts that only build v1 continues: 1; start its workers with "
+        "open rollouts that need build v1: 1; start its workers with "
         "PERDURE_DEPLOYMENT__BUILD_ID=v1, or, "
     )
     assert "TemporalWorkerDeploymentVersion = 'perdure:v1'" in told

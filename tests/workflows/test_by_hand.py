@@ -96,7 +96,7 @@ async def test_an_agent_completed_by_hand_with_anything_has_no_verdict(
     assert ending.status is RolloutStatus.FAILED
     assert ending.failure is not None
     assert ending.failure.type == "InvalidResult"
-    assert "run_agent was completed with something that is no AgentRun" in ending.failure.message
+    assert "run_agent was completed with an invalid AgentRun" in ending.failure.message
 
 
 @activity.defn(name="sweep_sandboxes")
@@ -120,7 +120,7 @@ async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
                 execution_timeout=timedelta(seconds=PATIENCE_S),
             )
 
-    assert "sweep_sandboxes was completed with something that is no SweepReport" in str(
+    assert "sweep_sandboxes was completed with an invalid SweepReport" in str(
         failed.value.cause.__cause__
     )
 

@@ -290,7 +290,7 @@ async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
 
-    assert f"{refused} goes on, it could not be cancelled: namespace is read-only" in caplog.text
+    assert f"{refused} could not be cancelled and continues: namespace is read-only" in caplog.text
     group = GroupHandle(Perdure(client), 2, client.get_workflow_handle(other))
     statuses = {episode.status async for episode in group.episodes()}
     gate.open.set()

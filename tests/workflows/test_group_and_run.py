@@ -100,7 +100,7 @@ async def test_starting_a_group_twice_joins_it(
     episodes = [e async for e in again.episodes()]
 
     assert (len(episodes), stages.names().count("run_agent")) == (2, 2)
-    assert f"{request.workflow_id} was started before: this joins it" in caplog.text
+    assert f"{request.workflow_id} was started before; joining it" in caplog.text
     assert (first.joined, again.joined) == (False, True)
 
 
@@ -589,7 +589,7 @@ async def test_a_run_whose_rollouts_all_fail_alike_pauses(client: Client, stages
 
     assert (first.started, summary["by_status"]) == (3, {"failed": 3, "graded": 4})
     assert first.attention.startswith(
-        f"3 rollouts failed alike: the first model call was refused: {said}"
+        f"3 rollouts failed the same way: the first model call was refused: {said}"
     )
     failure = stages.endings[0].failure
     assert failure is not None
@@ -872,7 +872,7 @@ async def test_the_same_run_twice_joins(
     again = await (await perdure.start_run(_run())).result()
 
     assert (first, stages.names().count("run_agent")) == (again, 1)
-    assert f"run/{_run().run_id} was started before: this joins it" in caplog.text
+    assert f"run/{_run().run_id} was started before; joining it" in caplog.text
 
 
 async def test_the_same_rollout_twice_joins(
@@ -885,7 +885,7 @@ async def test_the_same_rollout_twice_joins(
     again = await (await perdure.start_rollout(ROLLOUT)).result()
 
     assert (first, stages.names().count("run_agent")) == (again, 1)
-    assert f"{ROLLOUT.workflow_id} was started before: this joins it" in caplog.text
+    assert f"{ROLLOUT.workflow_id} was started before; joining it" in caplog.text
 
 
 async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stages) -> None:

@@ -231,7 +231,7 @@ def test_a_region_of_temporal_cloud_takes_a_key_and_a_full_namespace() -> None:
     [
         ({"address": CLOUD, "namespace": "orders"}, "serves the namespace 'orders.a1b2c'"),
         ({"address": REGION, "api_key": KEY}, "set PERDURE_TEMPORAL__NAMESPACE"),
-        ({"address": REGION, "namespace": "orders.a1b2c"}, "takes API keys only"),
+        ({"address": REGION, "namespace": "orders.a1b2c"}, "accepts only API keys"),
         ({"api_key": KEY}, "set PERDURE_TEMPORAL__ADDRESS"),
         ({"tls": "on"}, "set PERDURE_TEMPORAL__ADDRESS"),
         ({"address": "x:1", "tls_cert_file": "/a"}, "set PERDURE_TEMPORAL__TLS_KEY_FILE too"),

@@ -227,7 +227,7 @@ async def _is_lost(host: Host, client: Client) -> bool:
 
 def _ended(host: Host) -> int:
     """How often it ended its sandboxes."""
-    return (host.settings.home / "logs" / "life.log").read_text().count("ended the sandboxes")
+    return (host.settings.home / "logs" / "life.log").read_text().count("killed the sandboxes")
 
 
 async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:

@@ -44,7 +44,7 @@ async def sweep_often(client: Client, services: Services) -> None:
             providers = await asyncio.to_thread(_usable_here, services, usable)
             await sweep(services, fate, UNKNOWN_FOR_S, providers)
         except (RPCError, PerdureError, OSError) as error:
-            log.warning("this host was not swept", reason=str(error))
+            log.warning("cannot sweep this host", reason=str(error))
 
 
 def _usable_here(services: Services, usable: set[str]) -> list[SandboxProvider]:

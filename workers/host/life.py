@@ -175,7 +175,7 @@ class Life:
             await self._begin(term.number)
         with contextlib.suppress(OSError):  # a full disk
             self._kept.write_text(f"{self.host} {term.number} {token.hex()}\n")
-        log.info("this host serves", term=term.number)
+        log.info("the term of this host is open", term=term.number)
         refused = False
         while not self.leaving.is_set():
             try:
@@ -226,7 +226,7 @@ class Life:
 
     async def _end_sandboxes(self, why: str) -> None:
         killed = await sandboxes.kill_all(self.settings, log.warning)
-        log.warning("ended the sandboxes of this host", killed=killed, why=why)
+        log.warning("killed the sandboxes of this host", killed=killed, why=why)
 
     async def _cut_off(self) -> None:
         """If the server does not answer, connect again and ask the store whether the term is over.
@@ -301,7 +301,7 @@ def main() -> int:
     try:
         asyncio.run(show_life(settings))
     except PerdureError as error:
-        log.error("this host shows no signs of life", reason=str(error))
+        log.error("cannot send heartbeats for this host", reason=str(error))
         return 1
     return 0
 

@@ -66,7 +66,7 @@ async def _stand_in(gateway: Path) -> None:
                 draft.unlink(missing_ok=True)
                 os.symlink(NAME, draft)
                 draft.replace(gateway)
-                log.info("no gateway in this home: its socket leads to the others")
+                log.info("no gateway in this home: forwarding its socket to other gateways")
         await asyncio.sleep(LOOK_S)
 
 

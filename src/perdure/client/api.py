@@ -639,7 +639,7 @@ def _a(kind: type[Request], given: Request) -> Request:
     if not isinstance(given, kind):
         raise ConfigurationError(
             f"give a {kind.__name__}, not a {type(given).__name__}: "
-            f"{kind.__name__}.model_validate(...) makes one of a dict"
+            f"{kind.__name__}.model_validate(...) converts a dict"
         )
     return given
 
@@ -656,7 +656,7 @@ def _person() -> str:
 def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:
     if joined:
         logger.warning(
-            "%s was started before: this joins it, and another run_id samples anew", handle.id
+            "%s was started before; joining it. Use another run_id for new samples", handle.id
         )
 
 

@@ -77,7 +77,7 @@ def refuse(what: str, changes: Sequence[str], fix: str) -> None:
     if changes:
         more = f"\n  and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         told = "".join(f"\n  {line}" for line in changes[:SHOWN])
-        raise IdentityDiffers(f"{what} was started as something else:{told}{more}\n{fix}")
+        raise IdentityDiffers(f"{what} was started with other settings:{told}{more}\n{fix}")
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:

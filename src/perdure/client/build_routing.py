@@ -55,7 +55,7 @@ async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[
         query = f"{PINNED_TO}'{settings.name}:{build}'"
         if count := (await client.count_workflows(query)).count:
             told.append(
-                f"open rollouts that only build {build} continues: {count}; start its workers with"
+                f"open rollouts that need build {build}: {count}; start its workers with"
                 f" PERDURE_DEPLOYMENT__BUILD_ID={build}, or, if this build can replay them, move them"
                 f' with `{MOVE} --query "{query}"`'
             )

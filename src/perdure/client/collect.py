@@ -281,4 +281,4 @@ async def _cancel(handle: "GroupHandle") -> None:
             await handle.cancel()
     except (RPCError, TimeoutError) as error:
         why = str(error) or f"no answer from Temporal within {LEAVES_S:g} s"
-        logger.warning("%s goes on, it could not be cancelled: %s", handle.handle.id, why)
+        logger.warning("%s could not be cancelled and continues: %s", handle.handle.id, why)

@@ -85,7 +85,7 @@ def _parsed(file: Path, text: str) -> "dict[str, AESGCM]":
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise MissingDependency(
-            f"payloads are to be encrypted: {command_for_extra('encryption')}"
+            f"to encrypt payloads: {command_for_extra('encryption')}"
         ) from error
     found: dict[str, AESGCM] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -100,7 +100,7 @@ def _parsed(file: Path, text: str) -> "dict[str, AESGCM]":
             )
         found[words[0]] = AESGCM(key)
     if not found:
-        raise ConfigurationError(f"{file} holds no key")
+        raise ConfigurationError(f"{file} contains no key")
     return found
 
 
@@ -146,5 +146,5 @@ class EncryptingCodec(PayloadCodec):
             return Payload.FromString(cipher.decrypt(nonce, hidden, name.encode()))
         except (InvalidTag, ValueError, DecodeError) as error:
             raise ConfigurationError(
-                f"a payload does not open with key {name!r}: the key's bytes differ, or the payload was changed"
+                f"cannot decrypt a payload with key {name!r}: the key or the payload was changed"
             ) from error

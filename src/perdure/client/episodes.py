@@ -43,7 +43,7 @@ async def read_episodes(
     for given in refs:
         if not isinstance(given, EpisodeRef):
             raise ConfigurationError(
-                f"read_episodes takes EpisodeRefs, as handles and groups give them, not {given!r:.80}"
+                f"read_episodes takes EpisodeRefs, such as those of a handle, not {given!r:.80}"
             )
 
     async def one(ref: EpisodeRef) -> EpisodeSegments:
@@ -77,6 +77,6 @@ def _key(ref: EpisodeRef, store: Store) -> str:
     key = ref.uri.removeprefix(f"{store.url}/")
     if key == ref.uri:
         raise ConfigurationError(
-            f"the episode is at {ref.uri}, this process reads {store.url}: set PERDURE_STORE"
+            f"the episode is at {ref.uri}, but this process reads {store.url}: set PERDURE_STORE"
         )
     return key

@@ -55,6 +55,6 @@ class GatewayEpisodes:
             return NotFound(f"{self._url} has no {key}")
         if status == 401:
             return ConfigurationError(
-                f"{self._url} refuses this process: set PERDURE_SECRET to that of its home"
+                f"{self._url} refuses the token: set PERDURE_SECRET to the secret of its home"
             )
         return StoreUnavailable(f"{self._url} answers {status} for {key}")

@@ -21,7 +21,7 @@ class InstanceOrder(Iterator[str]):
     def __init__(self, refs: Sequence[str], *, seed: int = 0, shuffle: bool = True) -> None:
         """Raises: ConfigurationError if `refs` is empty."""
         if not refs:
-            raise ConfigurationError("refs: there is no instance to take")
+            raise ConfigurationError("refs is empty: give at least one instance")
         self._refs = tuple(refs)
         self._seed, self._shuffle = seed, shuffle
         self.epoch = 0
@@ -47,7 +47,7 @@ class InstanceOrder(Iterator[str]):
         """
         if position["order"] != self._digest():
             raise ConfigurationError(
-                "the position is of other instances, another seed or another shuffling"
+                "the position belongs to other instances, or to another seed or shuffling"
             )
         self.epoch, self._taken = position["epoch"], position["taken"]
         self._order = self._of_epoch()

@@ -57,7 +57,7 @@ def given_address(settings: Settings) -> str | None:
     server = given_server(settings)
     if not server.address and (server.api_key is not None or server.tls):
         raise ConfigurationError(
-            "an API key or TLS is set for Temporal, and no address: set PERDURE_TEMPORAL__ADDRESS "
+            "an API key or TLS is set for Temporal, but no address: set PERDURE_TEMPORAL__ADDRESS "
             f"or TEMPORAL_ADDRESS; in Temporal Cloud it is <namespace>.<account>{CLOUD}:7233"
         )
     return server.address or None
@@ -128,19 +128,19 @@ def _namespace(address: str, namespace: str, api_key: str | None) -> str:
         if namespace and namespace != own:
             raise ConfigurationError(
                 f"{address} serves the namespace {own!r}, not {namespace!r}: in Temporal Cloud a "
-                "namespace is written <namespace>.<account>; leave it unset to take the address's"
+                "namespace is written <namespace>.<account>; leave it unset to use the address's"
             )
         return own
     if host.endswith(CLOUD_REGION):
         if "." not in namespace:
             raise ConfigurationError(
-                f"{address} serves many namespaces, and {namespace or DEFAULT_NAMESPACE!r} is none of Temporal "
-                "Cloud's: set PERDURE_TEMPORAL__NAMESPACE to <namespace>.<account>"
+                f"{address} serves many namespaces, and {namespace or DEFAULT_NAMESPACE!r} is not one of "
+                "Temporal Cloud: set PERDURE_TEMPORAL__NAMESPACE to <namespace>.<account>"
             )
         if api_key is None:
             raise ConfigurationError(
-                f"{address} takes API keys only: set PERDURE_TEMPORAL__API_KEY, or for certificates "
-                f"the address {namespace}{CLOUD}:7233"
+                f"{address} accepts only API keys: set PERDURE_TEMPORAL__API_KEY, or for certificates "
+                f"use the address {namespace}{CLOUD}:7233"
             )
     return namespace or DEFAULT_NAMESPACE
 

@@ -61,7 +61,7 @@ async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
     key = keys.list_again(run.run_id, again.round)
     chosen = await select(store, run, again)
     if not chosen:
-        raise ConfigurationError(f"run {run.run_id} has no such rollout: {asked(again)}")
+        raise ConfigurationError(f"run {run.run_id} has no matching rollout: {asked(again)}")
     data = json.dumps([one.model_dump() for one in chosen], indent=0).encode()
     if await store.put_if_absent(key, data):
         return chosen

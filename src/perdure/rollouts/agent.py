@@ -219,7 +219,7 @@ async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
     never_called = not (run.turns or run.refused or run.unanswered)
     has_control = never_called and run.broke and not job.agent_sandbox.admission.metered
     if has_control and not await sandboxes_work(job):
-        raise SandboxLost(f"{run.broke}, and a control fails as well: {run.detail}")
+        raise SandboxLost(f"{run.broke}, and the control fails too: {run.detail}")
     return run
 
 

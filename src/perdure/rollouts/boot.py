@@ -76,7 +76,7 @@ async def boot(job: Job) -> Booted:
                 if await _may_live(job, earlier):
                     return _booted(job, uri, earlier)
         except AttemptDamaged as error:
-            log.warning("an attempt is passed over", error=str(error))
+            log.warning("skipping a damaged attempt", error=str(error))
         # An attempt whose sandbox is gone and that left no diff is only evidence. This also skips
         # the attempts of earlier workflows of this rollout that were cancelled or terminated.
         job = job.next_attempt()
@@ -107,7 +107,7 @@ async def _finished(job: Job) -> EpisodeRef | None:
     try:
         episode = await read_episode(job.services.store, job.request)
     except ValueError as error:  # damaged: grade its patch again and write a new episode
-        log.warning("an episode is passed over", error=str(error))
+        log.warning("ignoring a damaged episode", error=str(error))
         return None
     if episode is None or episode.status is not RolloutStatus.GRADED:
         return None

@@ -81,7 +81,7 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
             return captured
         if not plan.admission.metered and not await sandboxes_work(job):
             raise RetryHere(
-                f"no diff can be taken, also not of a pristine tree: {captured.refused}",
+                f"no diff can be taken, not even of a pristine tree: {captured.refused}",
                 retry_after=HOST_PAUSE_S,
                 boundary=Boundary.SANDBOX,
             )
@@ -90,7 +90,7 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
         await plan.provider.kill(sandbox.identity)
         if not await sandboxes_work(job):
             raise SandboxLost(
-                f"no diff can be taken, and a control fails as well: {captured.refused}"
+                f"no diff can be taken, and the control fails too: {captured.refused}"
             )
     return captured
 

@@ -94,7 +94,7 @@ async def _gathered(store: Store, ending: Ending) -> EpisodeParts:
         lost = Failure(
             boundary=Boundary.STORE,
             type=SANDBOX_LOST,
-            message=f"{what}; start the rollout again to have its patch graded again",
+            message=f"{what}; start the rollout again to grade its patch again",
         )
         failed = {"status": RolloutStatus.FAILED, "failure": lost}
         return await _gather(store, ending.model_copy(update=failed))
@@ -206,7 +206,7 @@ async def _assembled(
         await turns_again()
         return await asyncio.to_thread(assemble, parts, await _data(store, key), discarded)
     except NotFound as error:
-        lost = f"{problem}, and no journal has its turns ({error}): this episode has none"
+        lost = f"{problem}, and no journal has its turns ({error}), so this episode has no turns"
     return await asyncio.to_thread(
         assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded
     )
@@ -251,7 +251,7 @@ async def _discarded(
                 stored_json.check_file(key, data, one.turns_sha256)
                 found[one.attempt] = await asyncio.to_thread(calls_of, data)
         except ValueError:
-            unread.append(f"{key} is unreadable: what attempt {one.attempt} cost is unknown")
+            unread.append(f"{key} is unreadable: the cost of attempt {one.attempt} is unknown")
     return found, unread
 
 

@@ -234,9 +234,9 @@ async def _after_loss(job: Job, error: SandboxLost) -> Graded:
         raise RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
     if not all(key.endswith(BY_THE_TESTS) for key in losses):
         raise GradingSandboxesLost(
-            f"{number} grading sandboxes were lost, the last one: {error}"
+            f"{number} grading sandboxes were lost; last error: {error}"
         ) from error
-    reason = f"the tests ended {number} sandboxes, in which the control ran; the last one: {error}"
+    reason = f"the tests ended {number} sandboxes, while the control succeeded; last error: {error}"
     rewards = Rewards(binary=0.0)
     return Graded(Grade(outcome=Outcome.SANDBOX_DESTROYED, reason=reason, rewards=rewards), log=b"")
 

@@ -86,8 +86,8 @@ async def run(job: Job, sandbox: Sandbox) -> None:
         if await store.exists(job.key(RESULTS)):
             return
         raise SandboxLost(
-            f"`run` of the handler {handler.name!r} was started before and left no results: it starts "
-            "again in a new sandbox",
+            f"an earlier try of `run` of the handler {handler.name!r} left no results: it starts again "
+            "in a new sandbox",
             boundary=Boundary.AGENT,
         )
     made = remembered(job)
@@ -107,7 +107,7 @@ async def run(job: Job, sandbox: Sandbox) -> None:
         data = json.dumps(dict(results), default=str).encode()  # `default`: any value
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"`run` of the handler {handler.name!r} must return an object with text as names: {error}"
+            f"`run` of the handler {handler.name!r} must return an object with string keys: {error}"
         ) from error
     await store.put_if_absent(job.key(RESULTS), data)
 

@@ -22,8 +22,8 @@ from perdure.storage.base import Store
 from perdure.types import RolloutRequest
 
 READS_AT_ONCE = 32
-FIX = "--new starts another run, and so does another --run-id"
-FIX_OF_ROLLOUT = "give another run_id to play this one"
+FIX = "use --new or another --run-id to start another run"
+FIX_OF_ROLLOUT = "use another run_id for this request"
 WORKFLOW_RUN = "workflow_run_id"
 """The workflow run that stored a rollout's identity. It is never compared with itself."""
 MAKES_A_PATCH = ("agent", "model", "sampling", "policy_version", "max_staleness")

@@ -94,9 +94,9 @@ class AgentRun(Frozen):
         if self.refused:
             return f"the first model call was refused: {self.refused}"
         if self.unanswered:
-            return f"the agent ended after a model call without an answer: {self.unanswered}"
+            return f"the agent ended after an unanswered model call: {self.unanswered}"
         if self.end is AgentEnd.NEVER_CALLED_MODEL:
-            return "the agent ended without one model call"
+            return "the agent ended without a model call"
         if self.end is AgentEnd.CRASHED and not self.turns:
             return "the agent crashed before its first model call"
         return ""

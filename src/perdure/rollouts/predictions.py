@@ -46,7 +46,7 @@ def read_predictions(path: Path) -> list[Prediction]:
     for where, entry in entries:
         instance_id = _text(where, entry, "instance_id")
         if "model_patch" not in entry and "patch" not in entry:
-            raise ConfigurationError(f"{where} lacks `model_patch`: null stands for no change")
+            raise ConfigurationError(f"{where} lacks `model_patch`: use null for no change")
         patch = entry.get("model_patch", entry.get("patch"))
         if patch is not None and not isinstance(patch, str):
             raise ConfigurationError(f"{where}: `model_patch` must be text or null")
@@ -116,7 +116,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
         for number, entry in enumerate(document, 1):
             yield from _entries(f"{where} entry {number}", entry)
     elif not isinstance(document, dict):
-        raise ConfigurationError(f"{where} is no prediction: give objects with `instance_id`")
+        raise ConfigurationError(f"{where} is not a prediction: give objects with `instance_id`")
     elif "info" in document:
         yield where, _of_trajectory(where, document)
     elif "instance_id" in document:
@@ -125,7 +125,7 @@ def _entries(where: str, document: Any) -> Iterator[tuple[str, Mapping[str, Any]
         for instance_id, entry in document.items():
             if not isinstance(entry, dict):
                 raise ConfigurationError(
-                    f"{where}: {instance_id!r} is no prediction: give objects with `instance_id`"
+                    f"{where}: {instance_id!r} is not a prediction: give objects with `instance_id`"
                 )
             yield f"{where}: {instance_id}", {"instance_id": instance_id, **entry}
 

@@ -38,7 +38,7 @@ async def _first_request(store: Store, run_id: str) -> RunRequest:
     except NotFound:
         raise NotFound(
             f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; "
-            "a rollout or group that was started by hand has none"
+            "a rollout or group that was started on its own has no run"
         ) from None
     return RunRequest.model_validate(json.loads(stored.data)["request"])
 

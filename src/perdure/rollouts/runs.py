@@ -92,7 +92,7 @@ async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[
         chosen = [ref for ref in chosen if ref not in bad]
     if not chosen:
         raise ConfigurationError(
-            f"no instance is left of {len(refs)}: check include {list(run.include)}"
+            f"none of {len(refs)} instances is selected: check include {list(run.include)}"
             f" and exclude {list(run.exclude)}; quarantined rows are left out"
         )
     ids = [ref.split("/", 1)[1] for ref in chosen]

@@ -155,7 +155,7 @@ def _refuse_unknown_variables() -> None:
         if ours and name not in allowed and not _is_service_link(name, text):
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]}?" if close else "`perdure settings` lists them."
-            raise ConfigurationError(f"{name} is no setting: {hint} Otherwise unset it")
+            raise ConfigurationError(f"{name} is not a setting: {hint} Otherwise unset it")
 
 
 def _is_service_link(name: str, text: str) -> bool:
@@ -184,7 +184,9 @@ def _complaint(wrong: ErrorDetails) -> str:
     source = _source(path)
     if inner:
         unknown = wrong["type"] == "extra_forbidden"
-        return f"{source}: {inner!r} " + ("is no field of it" if unknown else f"is wrong: {told}")
+        return f"{source}: {inner!r} " + (
+            "is not a field of it" if unknown else f"is wrong: {told}"
+        )
     if known[path].annotation is SecretStr:
         return f"{source}: {told}"
     return f"{source}={wrong['input']!r}: {told}"
@@ -205,7 +207,7 @@ def _unknown_key(name: str) -> str:
         return f"{toml_file().name}: {name!r} is a table: write [{name}] and its keys below"
     close = difflib.get_close_matches(name, [*fields(), *groups], n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}?" if close else "`perdure settings` lists them"
-    return f"{toml_file().name}: {name!r} is no setting: {hint}"
+    return f"{toml_file().name}: {name!r} is not a setting: {hint}"
 
 
 def _no_json(error: SettingsError) -> str:

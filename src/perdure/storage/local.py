@@ -247,7 +247,7 @@ class LocalStore:
                 raise StoreUnavailable(reason, fix=fix) from error
             if error.errno in IN_THE_WAY:
                 raise ConfigurationError(
-                    f"{reason}; a key cannot continue another object's key"
+                    f"{reason}; a key cannot extend another object's key"
                 ) from error
             fix = "correct PERDURE_STORE, or PERDURE_HOME" if error.errno in ABSENT else ""
             raise StoreUnavailable(reason, fix=fix) from error

@@ -59,7 +59,7 @@ async def _try(store: Store) -> None:
 async def _read_back(store: Store, key: str) -> None:
     if await store.put_if_absent(key, b"second"):
         raise ConfigurationError(
-            f"{store.url} overwrites objects: PERDURE_STORE needs a server that honours"
+            f"{store.url} overwrites objects: PERDURE_STORE needs a server that honors"
             " `If-None-Match` on PutObject"
         )
     await store.get(key)

@@ -174,7 +174,7 @@ class S3Store:
         ask = partial(s3.list_objects_v2, Bucket=self.bucket, MaxKeys=PAGE)
         page = ask(Prefix=self._prefix + prefix, **start)  # type: ignore[arg-type]  # where to start
         if "IsTruncated" not in page:
-            raise Garbled("the answer is no list of objects")
+            raise Garbled("the answer is not a list of objects")
         return page
 
     async def _read_back(self, key: str) -> Stored | None:

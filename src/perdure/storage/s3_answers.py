@@ -91,7 +91,7 @@ class Place:
 
     def _fix(self, code: str, status: int) -> str:
         if code == "NoSuchBucket":
-            return f"make the bucket {self.bucket!r}, or correct PERDURE_STORE"
+            return f"create the bucket {self.bucket!r}, or correct PERDURE_STORE"
         if code in CLOCK:
             return "set this host's clock"
         if code in REGION:

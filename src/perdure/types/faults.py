@@ -35,7 +35,7 @@ def _fault(wrong: dict[str, Any], model: type[BaseModel] | None) -> str:
         forms = {SLUG: NAME_FORM, INSTANCE_REF: "write it as <dataset>/<instance_id>"}
         message = forms.get(wrong["ctx"]["pattern"], message)
     elif wrong["type"] in OBJECTS:
-        message, given = f"it has fields of its own: name one, {name}.FIELD", ""
+        message, given = f"it is an object: set one of its fields, {name}.FIELD", ""
     elif wrong["type"] == "value_error":
         given = ""  # the validator's message names what matters
     return f"{name}: {message}{given}" if name else message
@@ -52,7 +52,7 @@ def _meant(where: tuple[int | str, ...], model: type[BaseModel] | None) -> str:
         if inner is not None and where[-1] in inner.model_fields:
             return f"; did you mean {group}.{where[-1]}?"
     close = difflib.get_close_matches(str(where[-1]), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    return f"; did you mean {close[0]}?" if close else f"; the fields are {', '.join(known)}"
 
 
 def _field_of(model: type[BaseModel] | None, name: str) -> type[BaseModel] | None:

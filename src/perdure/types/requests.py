@@ -136,7 +136,7 @@ class RolloutRequest(Request):
     def _given_patches_are_graded_only(self) -> "RolloutRequest":
         if self.agent == GIVEN_PATCHES and self.start_at != "grade":
             raise ValueError(
-                f"agent {GIVEN_PATCHES!r} runs nothing: `perdure grade SOURCE --predictions FILE`"
+                f"agent {GIVEN_PATCHES!r} runs nothing: use `perdure grade SOURCE --predictions FILE`"
             )
         return self
 

@@ -171,7 +171,7 @@ def test_unknown_agent_lists_the_known_ones(tmp_path: Path, perdure: Perdure) ->
     done = perdure("run", str(rows(tmp_path)), "--agent", "oracel")
 
     assert done.error.startswith(
-        "error: unknown agent 'oracel': did you mean 'oracle'? Else use one of "
+        "error: unknown agent 'oracel': did you mean 'oracle'? Otherwise use one of "
     )
     assert " nop, " in done.error
 
@@ -192,7 +192,7 @@ def test_unknown_variable_is_named_with_the_one_that_was_meant(
     done = perdure("settings")
 
     assert done.code == 2
-    assert "PERDURE_SLOTS__AGNT is no setting: did you mean PERDURE_SLOTS__AGENT?" in done.error
+    assert "PERDURE_SLOTS__AGNT is not a setting: did you mean PERDURE_SLOTS__AGENT?" in done.error
 
 
 def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdure) -> None:
@@ -208,11 +208,11 @@ def test_bad_value_in_the_file_names_file_and_key(tmp_path: Path, perdure: Perdu
     ("value", "said"),
     [
         ("{bad", "PERDURE_SANDBOX__CAPS='{bad' is not JSON: Expecting property name"),
-        ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX__CAPS: 'e2b.lve' is no field of it"),
+        ('{"e2b": {"lve": 1}}', "PERDURE_SANDBOX__CAPS: 'e2b.lve' is not a field of it"),
         ('{"e2b": {"live": "x"}}', "PERDURE_SANDBOX__CAPS: 'e2b.live' is wrong: input should be"),
         (
             '{"e2bb": {"live": 1}}',
-            "PERDURE_SANDBOX__CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': did you mean 'e2b'? Else use one of apptainer, ",
+            "PERDURE_SANDBOX__CAPS={'e2bb': {'live': 1}}: unknown sandbox 'e2bb': did you mean 'e2b'? Otherwise use one of apptainer, ",
         ),
     ],
 )
@@ -351,10 +351,13 @@ def test_bad_field_of_a_rollout_is_named(tmp_path: Path, perdure: Perdure) -> No
             "agent.network=host",
             "phases.agent.network: a sandbox of bubblewrap on the host's network",
         ),
-        ("grade=podman", "phases.grade: it has fields of its own: name one, phases.grade.FIELD"),
+        (
+            "grade=podman",
+            "phases.grade: it is an object: set one of its fields, phases.grade.FIELD",
+        ),
         (
             "grade.provider=podmann",
-            "unknown sandbox 'podmann': did you mean 'podman'? Else use one of ",
+            "unknown sandbox 'podmann': did you mean 'podman'? Otherwise use one of ",
         ),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_position_of_other_instances_is_refused() -> None:
     """Continuing would skip and repeat instances."""
     position = InstanceOrder(REFS, seed=3).position()
     for other in (InstanceOrder(REFS[1:], seed=3), InstanceOrder(REFS, seed=4)):
-        with pytest.raises(ConfigurationError, match="other instances, another seed"):
+        with pytest.raises(ConfigurationError, match="other instances, or to another seed"):
             other.resume(position)
     with pytest.raises(ConfigurationError, match="refs"):
         InstanceOrder([])

@@ -267,7 +267,7 @@ async def test_an_unreadable_file_of_a_discarded_attempt_is_named(store: LocalSt
     episode = await read_episode(store, request)
     assert episode is not None
     assert (ref.outcome, episode.attempts[0].bought) == (Outcome.RESOLVED, ())
-    assert episode.damaged == (f"{key} is unreadable: what attempt 1 cost is unknown",)
+    assert episode.damaged == (f"{key} is unreadable: the cost of attempt 1 is unknown",)
 
 
 async def test_turns_of_discarded_attempts_are_read_one_at_a_time(store: LocalStore) -> None:

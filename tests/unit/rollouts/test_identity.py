@@ -147,7 +147,7 @@ async def test_another_question_is_refused(
     await identity.keep(store, "r", await asked(store, tmp_path, agent_options={"step_limit": 2}))
     now = {"agent_options": {"step_limit": 2}, **fields}
 
-    with pytest.raises(ConfigurationError, match=rf"(?s){line}.*--new starts another run"):
+    with pytest.raises(ConfigurationError, match=rf"(?s){line}.*use --new or another"):
         await identity.check(store, "r", await asked(store, tmp_path, **now))
 
 

@@ -77,11 +77,11 @@ def test_several_patches_of_an_instance_are_its_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"model_patch": ""}\n', r"line 1: 'model_patch' is no prediction"),
+        ('{"model_patch": ""}\n', r"line 1: 'model_patch' is not a prediction"),
         ('{"instance_id": "a", "model_patch": 3}\n', r"line 1: `model_patch` must be text or null"),
         ('{"instance_id": ""}\n', r"line 1 lacks `instance_id`: it names the instance"),
         ("{\n", r"line 1 is not valid JSON"),
-        ("3\n", r"line 1 is no prediction: give objects with `instance_id`"),
+        ("3\n", r"line 1 is not a prediction: give objects with `instance_id`"),
         ("\n", r"p.jsonl has no predictions"),
     ],
 )

@@ -112,7 +112,7 @@ async def test_an_agent_that_ends_while_the_gateway_is_away_has_no_verdict(
     gateway.is_away = store.away = False
     await mine.open(is_started=True)
 
-    assert (await mine.close()).unanswered == "the gateway was away"
+    assert (await mine.close()).unanswered == "the gateway was unavailable"
 
 
 async def test_an_agent_that_went_on_with_the_gateway_that_came_back_has_a_verdict(

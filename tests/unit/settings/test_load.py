@@ -65,8 +65,11 @@ def test_each_variable_is_either_honoured_or_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[gatewy]\nport = 1\n", "perdure.toml: 'gatewy' is no setting: did you mean 'gateway'?"),
-        ("[gateway]\nprot = 1\n", "'gateway.prot' is no setting: did you mean 'gateway.port'?"),
+        (
+            "[gatewy]\nport = 1\n",
+            "perdure.toml: 'gatewy' is not a setting: did you mean 'gateway'?",
+        ),
+        ("[gateway]\nprot = 1\n", "'gateway.prot' is not a setting: did you mean 'gateway.port'?"),
         ("gateway = 1\n", "perdure.toml: 'gateway' is a table: write [gateway]"),
         ("[slots]\nboot = 0\n", "perdure.toml: slots.boot=0: input should be greater"),
         ("[slots\n", "perdure.toml: Expected"),
@@ -86,7 +89,7 @@ def test_a_group_has_no_variable_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     """There is one way to write a setting."""
     monkeypatch.setenv("PERDURE_GATEWAY", '{"port": 1}')
 
-    with pytest.raises(ConfigurationError, match="PERDURE_GATEWAY is no setting"):
+    with pytest.raises(ConfigurationError, match="PERDURE_GATEWAY is not a setting"):
         load.load_settings()
 
 

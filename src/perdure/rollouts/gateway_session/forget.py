@@ -1,8 +1,8 @@
-"""Forgets the gateway sessions of a graded rollout, whose turns are in the store as `turns.parquet`.
+"""Deletes the gateway sessions of a graded rollout, whose turns are in the store as `turns.parquet`.
 
-No attempt of it follows. A rollout that was cancelled or failed keeps its sessions: when it is started
-again, the next attempt replays them. So does one whose turns are lost: a regrading makes them of the
-journal, once that can be read again.
+No further attempt will replay them. A cancelled or failed rollout keeps its sessions: when it is
+started again, the next attempt replays them. A rollout whose turns are lost keeps them too: a regrade
+rebuilds the turns from the journal once that is readable again.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from perdure.storage.base import Store
 from perdure.types import EpisodeRef, RolloutStatus
 
 PATIENCE_S = 20.0
-"""The episode is written: a gateway that is away must not hold the rollout."""
+"""Seconds. The episode is written, so an unavailable gateway must not delay the rollout."""
 
 log = structlog.get_logger()
 
 
 async def forget_sessions(services: Services, ending: Ending, episode: EpisodeRef) -> None:
-    """Repeating is harmless. What cannot be deleted now stays in the journal."""
+    """Delete the sessions. Idempotent. Sessions that cannot be deleted now stay in the journal."""
     if ending.status is not RolloutStatus.GRADED:
         return
     if not episode.turns and await _had_turns(services.store, ending):
@@ -43,7 +43,7 @@ async def forget_sessions(services: Services, ending: Ending, episode: EpisodeRe
 
 
 async def _had_turns(store: Store, ending: Ending) -> bool:
-    """Whether the attempt that counts called a model."""
+    """Whether the last attempt called a model."""
     key = f"{keys.attempt(ending.request, ending.attempts)}/agent.json"
     with contextlib.suppress(AttemptDamaged):
         run = await checkpoints.read(store, key, AgentRun)

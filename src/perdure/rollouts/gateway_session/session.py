@@ -135,7 +135,7 @@ class AgentSession:
         away = await self._noted()
         if away is None or (away.turns is not None and summary.turns > away.turns):
             return summary
-        reason = summary.unanswered or "the gateway was away"
+        reason = summary.unanswered or "the gateway was unavailable"
         return summary.model_copy(update={"unanswered": reason})
 
     async def _answered(self, summary: SessionSummary) -> SessionSummary:
@@ -160,7 +160,7 @@ class AgentSession:
 
 def _damaged(what: str) -> AttemptDamaged:
     return AttemptDamaged(
-        f"{what}; the next attempt replays the turns that are whole", boundary=Boundary.GATEWAY
+        f"{what}; the next attempt replays the undamaged turns", boundary=Boundary.GATEWAY
     )
 
 

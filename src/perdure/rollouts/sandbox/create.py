@@ -61,4 +61,4 @@ async def killed_at_the_end(this_try: Try, sandbox: Sandbox) -> AsyncIterator[No
             try:
                 await asyncio.shield(sandbox.kill())
             except RetryHere as error:  # its work is done, and the sweep kills it
-                log.warning("sandbox not ended", identity=sandbox.identity, reason=str(error))
+                log.warning("sandbox not killed", identity=sandbox.identity, reason=str(error))

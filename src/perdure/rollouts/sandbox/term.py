@@ -49,7 +49,7 @@ class HostTerm:
         """Raises: RetryHere if no sandbox may be booted here."""
         if not self.is_confirmed:
             raise RetryHere(
-                "the server has not confirmed for too long that this host lives, so it boots no sandbox"
+                "the server has not confirmed lately that this host is alive, so it boots no sandbox"
             )
 
     def begin(self, number: int) -> None:
