@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.sandboxes.providers.podman import PodmanProvider, usable_runtime
 from perdure.settings.tree import Settings
 
 STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
@@ -74,7 +74,8 @@ class Podman:
 def podman_in(folder: Path, settings: str = "") -> Iterator[Podman]:
     """`settings`: more of containers.conf."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "containers.conf").write_text(SETTINGS + settings)
+    runtime = f'runtime = "{name}"\n' if (name := usable_runtime()) else ""
+    (folder / "containers.conf").write_text(SETTINGS + runtime + settings)
     (folder / "storage.conf").write_text(STORAGE.format(folder=folder))
     (folder / "auth.json").write_text("{}")
     podman = Podman(folder)

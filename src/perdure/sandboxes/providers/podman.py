@@ -52,7 +52,7 @@ class PodmanProvider(NamespaceProvider):
 
     def check(self) -> Sequence[str]:
         missing = missing_programs(("podman", "mount"))
-        if not missing and isinstance(found := _runtime(), _NoRuntime):
+        if not missing and isinstance(found := usable_runtime(), _NoRuntime):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
 
@@ -180,7 +180,7 @@ class _NoRuntime(str):
 
 def _podman() -> list[str]:
     """With the settings that it needs in containers and without systemd, harmless elsewhere."""
-    runtime = _runtime()
+    runtime = usable_runtime()
     chosen = [] if isinstance(runtime, _NoRuntime) or not runtime else ["--runtime", runtime]
     return [*_plain_podman(), *chosen]
 
@@ -190,7 +190,7 @@ def _plain_podman() -> list[str]:
 
 
 @cache
-def _runtime() -> str:
+def usable_runtime() -> str:
     """The first runtime that runs a container on this kernel; empty: podman's default."""
     reasons = []
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
