@@ -241,7 +241,7 @@ async def test_a_missing_python_is_named(home: Home) -> None:
     wanted = instance.environment.model_copy(update={"python": "3.2"})
 
     with pytest.raises(
-        InstanceError, match=r"`environment\.python` is '3\.2'.*install Python 3\.2"
+        InstanceError, match=r"`environment\.python`: no Python 3\.2 starts.*Install Python 3\.2"
     ):
         await home.environments.prepare(instance.model_copy(update={"environment": wanted}))
 

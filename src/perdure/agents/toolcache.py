@@ -77,7 +77,7 @@ def find_python(minimum: str, named: str, variable: str) -> Python:
         searched = f"{named} is not one" if named else f"searched: {places_searched()}"
         raise MissingDependency(
             f"no Python {minimum} or later starts on this host ({searched}): "
-            f"`uv python install {minimum}`, or name one in {variable}"
+            f"run `uv python install {minimum}`, or name one in {variable}"
         )
     prefix, version = found
     return Python(program, prefix, f"{prefix} {version} {platform.machine()}")

@@ -170,7 +170,7 @@ class _Exporter:
                     file.write(json.dumps(line).encode() + b"\n")
 
     async def _preds(self, file: BinaryIO) -> None:
-        """One prediction per instance, that of its first graded sample."""
+        """One prediction per instance, from its first graded sample."""
         predictions = {}
         chosen = list(self._first_graded())
         async for episode, prediction in self._each(chosen, self._prediction):

@@ -169,7 +169,9 @@ async def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
     try:
         return await read(passed_in, suite, instance.ref)
     except Unparsable as error:
-        raise InstanceError(f"{instance.ref}: the output of the tests: {error}") from error
+        raise InstanceError(
+            f"{instance.ref}: the tests' output cannot be parsed: {error}"
+        ) from error
 
 
 def passed_in(suite: SuiteRun, ref: str) -> set[str]:

@@ -169,7 +169,7 @@ def _canary(folder: str, keywords: str, template: str) -> CanaryTest:
 
 
 def _folder(named: list[str], grading: Grading) -> str:
-    """The canary's folder: that of the first test, so that the same configuration applies."""
+    """The folder of the first test, so that its configuration also applies to the canary."""
     if named:
         return posixpath.dirname(named[0]) if named[0].endswith(".py") else named[0]
     paths = [path.decode("utf-8", "replace") for path in sorted(paths_of(grading.test_patch))]

@@ -122,7 +122,7 @@ def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
     if filtered.tampered:
         return Verdict(Outcome.TAMPERED, filtered.tampered)
     if filtered.unparsable:
-        return Verdict(Outcome.UNPARSABLE, f"the diff: {filtered.unparsable}")
+        return Verdict(Outcome.UNPARSABLE, f"the diff cannot be parsed: {filtered.unparsable}")
     if filtered.refused:
         return Verdict(Outcome.APPLY_FAILED, filtered.refused)
     if not filtered.data and not filtered.was_empty:

@@ -40,7 +40,7 @@ async def load(store: Store, ref: str) -> Instance:
     the command that adds one; InstanceError when the stored object is not an instance.
     """
     if not re.match(INSTANCE_REF, ref):
-        raise ConfigurationError(f"instance {ref!r} is not of the form <dataset>/<instance_id>")
+        raise ConfigurationError(f"instance {ref!r} must have the form <dataset>/<instance_id>")
     try:
         stored = await store.get(keys.instance(ref))
     except NotFound:

@@ -321,7 +321,9 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
         )
     environment = instance.environment
     if not environment.image:
-        raise InstanceError(f"{instance.ref} lacks `environment.image`, where its tree should be")
+        raise InstanceError(
+            f"{instance.ref} lacks `environment.image`, which must contain its tree"
+        )
     variables = {**FIXED, **environment.env}
     return Prepared(
         environment.workdir, None, environment.image, (), variables, instance.base_commit

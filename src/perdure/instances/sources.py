@@ -149,7 +149,7 @@ def _inside(tree: Path, name: str, strip: int) -> Path | None:
 def _write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     file = tar.extractfile(member) if member.isfile() or member.islnk() else None
     if file is None:
-        raise InstanceError(f"the source archive holds a special file: {member.name!r}")
+        raise InstanceError(f"the source archive contains a special file: {member.name!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(file.read())
     path.chmod(0o755 if member.mode & 0o100 else 0o644)

@@ -101,7 +101,7 @@ class Report:
     mixed: tuple[str, ...]
     """Instances with resolved and unresolved samples: `<instance> 2/4`."""
     flaky: tuple[str, ...]
-    """Rollouts with different outcomes of one patch, and instances with those of equal patches."""
+    """Rollouts whose patch had different outcomes, and instances whose equal patches had."""
     wall_seconds: float
     """Seconds from the first start to the last end."""
     unreadable: tuple[str, ...]

@@ -417,7 +417,7 @@ def _name(request: Request, part: str) -> str:
     """A run or an instance in the URL. Raises: NotFound for a name that none can have."""
     found: str = request.path_params[part]
     if not re.fullmatch(SLUG if part == "run" else INSTANCE_ID, found):
-        raise NotFound(f"there is no {part} {found[:80]!r}")
+        raise NotFound(f"no {part} {found[:80]!r}")
     return found
 
 

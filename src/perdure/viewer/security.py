@@ -100,7 +100,7 @@ class Guard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this host. Its port may be that of a tunnel."""
+    """Whether a Host header names this host. Its port may be a tunnel's."""
     try:
         found = urlsplit(f"//{host}")
         return found.hostname in LOOPBACK and found.netloc == host and "@" not in host

@@ -165,8 +165,8 @@ async def test_sft_has_the_schemas_of_the_tools(run: Run) -> None:
 
 
 async def test_atif_has_each_step_once_with_what_it_saw(run: Run) -> None:
-    """Harbor reads it: a tool's result is an observation of the step that called it, tokens are exact,
-    and a sub-agent's chain is a trajectory of its own inside."""
+    """Harbor accepts it: a tool's result is an observation of the step that called it, tokens are
+    exact, and a sub-agent's chain is its own trajectory inside."""
     first, second = two_turns(20)
     inside = turn(2, (9,), (30,), [USER], said("Found."), chain="agent-7", parent_chain="main")
     title = turn(3, (8,), (31,), [USER], said("A title"), purpose=Purpose.SIDE)
@@ -225,8 +225,8 @@ def _accepted_by_harbor(line: dict[str, Any]) -> None:
 
 
 async def test_sft_trains_each_answer_once(run: Run) -> None:
-    """After a branch, a sub-agent or a compaction a new line begins; answers that another line trains, or
-    that the policy never gave, have weight 0. Side requests have no line."""
+    """A branch, a sub-agent and a compaction each start a new line. Answers that another line
+    trains, or that the policy did not give, have weight 0. Side requests have no line."""
     branch = turn(2, (1, 2, 10, 11, 4), (30,), [result("a1", "y.py")], said("B."), parent=0)
     foreign = turn(3, (7,), (31,), [USER, said("Not ours."), USER], said("C."), chain="sub")
     side = turn(4, (8,), (32,), [USER], said("A title"), purpose=Purpose.SIDE)

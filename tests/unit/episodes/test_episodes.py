@@ -278,8 +278,8 @@ def test_manifest_counts_failures_apart() -> None:
 
 
 def test_manifest_tells_environment_from_engine_time() -> None:
-    """The sandbox's seconds are the agent's without those in which it waited for an engine or the engine
-    was sampling."""
+    """The environment's seconds are the agent's, without those in which it waited for an engine or
+    the engine sampled."""
     slow = TURNS[0].model_copy(update={"engine_seconds": 4.0, "waiting_seconds": 3.0})
     totals = manifest([episode(turns=(slow,), stage_seconds={"agent": 10.0})])
 

@@ -159,7 +159,7 @@ async def test_the_sampling_of_each_turn_reaches_every_export(
 
 
 async def test_the_sampling_of_each_turn_reaches_trl(run: Run) -> None:
-    """A rollout's row has it for the reward functions, to which TRL passes fields that it does not know."""
+    """A rollout's row has it for the reward functions, to which TRL passes unknown fields."""
     (facts,) = trainers.trl_output([await sampled(run)])["perdure_metadata"]
 
     assert (facts["temperature"], facts["sampling"]) == (0.7, SPANS)
@@ -228,7 +228,7 @@ async def test_a_rollout_without_a_segment_becomes_slimes_placeholder(run: Run) 
 
 
 async def test_a_failed_rollout_is_no_zero_for_slime(run: Run) -> None:
-    """slime's own aborted sample, whose reward is a number; the metadata say that there is no verdict."""
+    """slime's own aborted sample has a number as reward; its metadata has no verdict."""
     (sample,) = trainers.slime_samples(await run.add(None), index=0, group_index=0)
 
     assert (sample["reward"], sample["remove_sample"], sample["loss_mask"]) == (0.0, True, [0])
@@ -380,8 +380,8 @@ async def test_advantages_count_a_rollout_once(run: Run) -> None:
 
 
 async def test_verl_gets_one_output_a_segment(run: Run) -> None:
-    """Prompt and response apart, the mask on sampled tokens, and whatever the shares are the whole
-    reward: verl gives that of the last output to all."""
+    """Prompt and response are separate, and the mask covers sampled tokens. Each output has the
+    whole reward, whatever its share, because verl uses the last output's for all."""
     first, _ = trainers.verl_outputs((await run.add(1.0)).shared("split"))
 
     assert (first["prompt_ids"], first["response_ids"]) == ([1, 2], [4, 8, 5, 6])

@@ -60,5 +60,5 @@ async def test_it_sees_the_output_and_nothing_else(
 
 async def test_a_parser_without_a_result_is_a_verdict() -> None:
     """The reason is its last output; a retry would end the same way."""
-    with pytest.raises(Unparsable, match=r"(?s)the row's parser: .*ValueError: no log"):
+    with pytest.raises(Unparsable, match=r"(?s)the row's parser failed: .*ValueError: no log"):
         await read(parse_output, "raise ValueError('no log')", b"", b"")

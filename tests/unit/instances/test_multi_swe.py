@@ -99,8 +99,8 @@ STOPS = f"if ! git -C /home/cli apply {APPLY}; then\n  echo failed >&2\n  exit 1
 def test_the_publishers_script_runs_what_the_grader_has_patched(
     applies: str, tmp_path: Path
 ) -> None:
-    """It applies two diffs, in any of the publisher's ways, that the image no longer has; git is
-    otherwise git."""
+    """The script applies two diffs that the image no longer has, in any of the publisher's ways.
+    Other git commands work."""
     (tmp_path / "cli").mkdir()
     script = f"#!/bin/bash\nset -e\ncd /home/cli\n{applies}\ngit --version\necho tests\nexit 3\n"
     (tmp_path / "fix-run.sh").write_text(script.replace("/home/", f"{tmp_path}/"))

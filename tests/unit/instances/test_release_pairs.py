@@ -80,8 +80,8 @@ def test_gold_and_tests_turn_one_release_into_the_next(
 
 
 def test_what_only_a_release_changes_is_left_out(made: release_pairs.Difference) -> None:
-    """Version bumps, packaging, documentation, the changelog and caches of an interpreter are neither
-    gold nor tests: an environment's base has no caches, so a patch of them would not apply."""
+    """Version bumps, packaging, documentation, the changelog and interpreter caches are neither
+    gold nor tests. An environment's base has no caches, so a patch of them would not apply."""
     touched = re.findall(rb"^diff --git a/(\S+)", made.gold + made.tests, re.MULTILINE)
 
     assert sorted(touched) == [

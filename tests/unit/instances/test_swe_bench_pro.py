@@ -133,7 +133,7 @@ def test_slimes_swepro_object(folder: Path) -> None:
         ({"fail_to_pass": "__import__('os')"}, "bad `fail_to_pass`", "give a list"),
         ({"base_commit": ""}, "lacks `base_commit`", "starts from"),
         ({"dockerhub_tag": ""}, "lacks `source`", "`image`"),
-        ({"instance_id": "other"}, "lacks `run_script_path`", "`run_scripts` beside the rows"),
+        ({"instance_id": "other"}, "lacks `run_script_path`", "`run_scripts` next to the rows"),
     ],
 )
 def test_errors(folder: Path, changes: dict[str, Any], field: str, fix: str) -> None:

@@ -47,8 +47,8 @@ def test_a_failed_rollout_is_no_zero() -> None:
 
 
 def test_what_was_not_checked_is_counted_with_its_reason() -> None:
-    """Resolved grades without twins keep their reward; the report says how many and why. A forgery that
-    twins exposed is officially resolved."""
+    """Resolved grades without twins keep their reward; the report has their number and the reasons.
+    A forgery that twins exposed is officially resolved."""
     why = "no test has a twin: calibrate the instance"
     rollouts = (
         rollout("a", unverified=why),

@@ -63,8 +63,9 @@ def test_few_instances_have_a_wide_interval(
 @pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("likeness", [0.3, 1.0, 30.0])
 def test_the_interval_covers_the_truth(instances: int, likeness: float) -> None:
-    """However alike the samples of an instance are, 95 % of the intervals hold the share of all instances
-    (92 % of 300 drawn ones: three standard errors). Instances' own shares come from a beta distribution."""
+    """95 % of the intervals contain the share over all instances, however similar an instance's
+    samples are (92 % of 300 drawn ones: three standard errors). The instances' shares come from a
+    beta distribution."""
     drawn = random.Random(7)
     held = 0
     for _ in range(300):

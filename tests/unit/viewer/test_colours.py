@@ -10,8 +10,7 @@ from tests.made_store import LOG, PATCH, TEST, turns
 
 
 def test_lines_of_a_diff() -> None:
-    """Additions, deletions, hunks and headers are told apart by where they stand: `--- x` within a hunk is a
-    deletion of `-- x`."""
+    """Position decides the kind of a line: `--- x` within a hunk is a deletion of `-- x`."""
     text = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n--- x\n+++ y\n z\nafter"
 
     kinds = [line.kind for line in diffs.coloured(text).lines]

@@ -78,8 +78,8 @@ async def test_groups(show: Show) -> None:
 
 @pytest.mark.usefixtures("run")
 async def test_a_trajectory(show: Show) -> None:
-    """Thinking is folded, calls and edits are shown, a sub-agent follows the turn that started it, and each
-    turn says whether it is trained and why not."""
+    """Thinking is folded, calls and edits are shown, a sub-agent follows the turn that started it,
+    and each turn says whether it is trained, or why not."""
     page = await show(ONE)
     assert re.search(
         r"<details><summary>26 characters</summary><pre>Look at the headers first", page

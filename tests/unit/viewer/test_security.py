@@ -120,8 +120,8 @@ class Elements(HTMLParser):
 
 
 async def test_hostile_text_is_text_on_every_page(store: LocalStore, show: Show) -> None:
-    """Injections in messages, calls, patches, logs, tests' names, failures and queries make no element, no
-    attribute and no address, and nothing hides or turns text."""
+    """Injected markup in messages, calls, patches, logs, test names, failures and queries creates
+    no element, attribute or URL, and no text is hidden or reversed."""
     clean = await _seen(store, show, "clean", ("fine",))
     dirty = await _seen(store, show, "dirty", CORPUS)
 
@@ -187,8 +187,8 @@ def _quoted(text: str) -> str:
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
 def test_templates_turn_nothing_off(template: Path) -> None:
-    """No template marks a value as safe, has a script or a style of its own, or leaves a value in an
-    attribute without quotes."""
+    """No template marks a value as safe, contains a script or a style, or leaves an attribute's
+    value unquoted."""
     text = template.read_text()
 
     assert not re.search(r"\|\s*safe|autoescape|style=|\son\w+=", text)

@@ -143,7 +143,7 @@ def _forged(file: FileDiff) -> str | None:
         if any(part in (b".git", b"git~1") for part in parts):
             return f"the diff writes into .git: {shown!r}"
         if any(part in (b"", b".", b"..") for part in parts):
-            return f"the diff leaves the repository: {shown!r}"
+            return f"the diff names a path outside the repository: {shown!r}"
     return None
 
 

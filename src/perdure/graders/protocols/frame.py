@@ -79,4 +79,4 @@ async def _judged(plan: Plan, run: TestRun) -> Verdict:
     try:
         return await plan.judge(run)
     except Unparsable as error:
-        return Verdict(Outcome.UNPARSABLE, f"the output of the tests: {error}")
+        return Verdict(Outcome.UNPARSABLE, f"the tests' output cannot be parsed: {error}")

@@ -24,7 +24,7 @@ async def without_image_edits(sandbox: Sandbox, instance: Instance) -> Instance:
     done = await sandbox.exec(["bash", "-c", _STATUS], cwd=sandbox.workdir)
     if not done.status.ok:
         said = done.stderr[-300:].decode("utf-8", "replace").strip()
-        raise InstanceError(f"{instance.ref}: the state of the image's tree: {said}")
+        raise InstanceError(f"{instance.ref}: `git status` failed in the image's tree: {said}")
     entries = [entry for entry in done.stdout.split(b"\0") if len(entry) > 3]
     dirty = [glob.escape(os.fsdecode(entry[3:])) for entry in entries]
     grading = instance.grading

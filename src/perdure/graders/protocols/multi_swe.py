@@ -111,7 +111,7 @@ def _parser(repository: str) -> Any:
         if mark.search(path.read_text(errors="replace")):
             return _made(path, owner, name)
     raise InstanceError(
-        f"{PACKAGE} has no parser for {repository!r}: update it, or leave the row out"
+        f"{PACKAGE} has no parser for {repository!r}: update it, or exclude the row"
     )
 
 

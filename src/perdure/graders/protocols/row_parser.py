@@ -49,7 +49,7 @@ def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestSt
             tests = json.loads((place / "output.json").read_bytes())["tests"]
             named = [(str(test["name"]), str(test["status"])) for test in tests]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise Unparsable(f"the row's parser: {said or error}") from None
+            raise Unparsable(f"the row's parser failed: {said or error}") from None
     return _statuses(named)
 
 

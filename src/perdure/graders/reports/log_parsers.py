@@ -140,7 +140,7 @@ def _published() -> dict[str, Callable[[str, Any], dict[str, str]]]:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise MissingDependency(
-            f"this `log_parser` is one of the package swebench: {_how_to_install()}"
+            f"this `log_parser` needs the package swebench: {_how_to_install()}"
         ) from None
     place = importlib.util.find_spec(PACKAGE)
     if "swebench.harness" not in sys.modules and place and place.submodule_search_locations:

@@ -64,7 +64,9 @@ class Bench:
         try:
             return await read(function, *args, **kwargs)
         except Unparsable as error:
-            raise InstanceError(f"{self.instance.ref}: the tests' output: {error}") from error
+            raise InstanceError(
+                f"{self.instance.ref}: the tests' output cannot be parsed: {error}"
+            ) from error
 
 
 class _Suite(NamedTuple):

@@ -15,7 +15,7 @@ GradeOnce = Callable[[Instance], Awaitable[Graded]]
 
 
 class Verified(NamedTuple):
-    """The grade of a patch, and every run behind it, in order."""
+    """The grade of a patch, and its runs in order."""
 
     grade: Grade
     runs: tuple[Graded, ...]

@@ -121,7 +121,7 @@ class PatchSeries(Request):
     """The first patch of the series to use; earlier ones are Debian's own changes."""
     install: tuple[str, ...] = ()
     test_cmd: str
-    """`{modules}` stands for the test modules that a patch changes."""
+    """`{modules}` is replaced by the test modules that a patch changes."""
     rows: tuple[str, ...] = Field(min_length=1)
     """Names of the patches that become rows."""
 

@@ -29,7 +29,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
     assets = row.mapping("image_assets")
     unknown = sorted(set(assets) - {*PARTS, "problem_statement"})
     if unknown:
-        raise row.wrong("image_assets", f"`{unknown[0]}` is not known; known: {', '.join(PARTS)}")
+        raise row.wrong("image_assets", f"unknown key `{unknown[0]}`; use {', '.join(PARTS)}")
     source = row.optional_text("data_source", "swe-bench-multimodal")
     instance = swebench.to_instance(Row(row.number, {**row.fields, "data_source": source}), dataset)
     files: dict[str, bytes] = {}
@@ -70,10 +70,10 @@ def _content(row: Row, part: str, asset: dict[str, Any], left: int) -> bytes:
     except (OSError, ValueError, TypeError, binascii.Error) as error:
         problem = f"{url or asset['path']!r} cannot be read: {error}"
         raise row.wrong(
-            name, f"{problem}. Make the address reachable, or give `content` in base64"
+            name, f"{problem}. Make the URL reachable, or give `content` in base64"
         ) from error
     if len(data) > left:
-        raise row.wrong(name, f"its files have more than {MAX_BYTES >> 20} MiB together")
+        raise row.wrong(name, f"its files exceed {MAX_BYTES >> 20} MiB in total")
     return data
 
 

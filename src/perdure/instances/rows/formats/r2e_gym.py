@@ -145,10 +145,10 @@ def _gold(row: Row) -> bytes:
             if not _is_test(path) and not note.startswith("deleted file")
         }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = f"it has no `file_diffs` as the publisher writes them ({error!r})"
+        problem = f"its `file_diffs` do not have the publisher's form ({error!r})"
         raise row.wrong("parsed_commit_content", problem) from error
     if outside := [path for path in {*before, *after} if not is_inside(path)]:
-        raise row.wrong("parsed_commit_content", f"{outside[0]!r} leaves the repository")
+        raise row.wrong("parsed_commit_content", f"{outside[0]!r} is outside the repository")
     return difference(before, after)
 
 

@@ -19,7 +19,7 @@ SCRIPT_PATH = "test_fail_to_pass.py"
 def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, field and fix."""
     return Instance(
-        instance_id=row.text("instance_id", "add a name of its own"),
+        instance_id=row.text("instance_id", "add a unique name"),
         dataset=dataset,
         data_source=row.optional_text("data_source", "scale-swe"),
         repo=row.optional_text("repo"),

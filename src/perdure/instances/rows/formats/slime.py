@@ -82,7 +82,7 @@ def _grading(row: Row) -> Grading:
 def _no_grader(row: Row) -> InstanceError:
     if row.has("test_patch"):
         return row.refused(
-            "it has `test_patch` but no grader of slime's (protocol mismatch): "
+            "it has `test_patch` but no slime grader (protocol mismatch): "
             "add `metadata.eval_cmd`, or SWE-bench's FAIL_TO_PASS and `version` or `test_cmd`"
         )
     return row.lacks("metadata.eval_cmd", "add the command whose exit code 0 means solved")

@@ -24,7 +24,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, field and fix."""
     fields = row.replaced(workdir=row.optional_text("workdir", WORKDIR))
     return Instance(
-        instance_id=row.text("instance_id", "add a name of its own"),
+        instance_id=row.text("instance_id", "add a unique name"),
         dataset=dataset,
         data_source=row.optional_text("data_source", "swe-bench-pro"),
         repo=row.optional_text("repo"),
@@ -91,5 +91,5 @@ def _script(row: Row, field: str) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        fix = f"give the path of the publisher's {name}, or put its `run_scripts` beside the rows"
+        fix = f"give the path of the publisher's {name}, or put its `run_scripts` next to the rows"
         raise row.lacks(field, f"{fix} ({error})") from error

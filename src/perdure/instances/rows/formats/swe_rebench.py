@@ -139,7 +139,7 @@ def _read_by(file: Path, row: Row, instance: Instance) -> Instance:
     grading = instance.grading
     source, name = file.read_text(), grading.log_parser
     if not re.search(rf"^(?:def )?{re.escape(name)}\b", source, re.MULTILINE):
-        raise row.wrong("install_config.log_parser", f"{PARSERS} beside the rows has no {name!r}")
+        raise row.wrong("install_config.log_parser", f"{PARSERS} next to the rows has no {name!r}")
     given = {"SOURCE": source, "NAME": name, "DURATION": _DURATION}
     lines = [f"{variable} = {value!r}" for variable, value in given.items()]
     parser = OutputParser(run=grading.test_cmd or "", program="\n".join(lines) + _PROGRAM)

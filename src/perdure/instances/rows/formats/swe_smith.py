@@ -98,7 +98,7 @@ def _makes_bug(row: Row, bug: bytes) -> tuple[str, ...]:
     except UnicodeDecodeError as error:
         raise row.wrong("patch", f"it is not UTF-8: {error}") from error
     if len(bug) > LONGEST_PATCH or MARK in text:
-        raise row.wrong("patch", f"{len(bug)} bytes: at most {LONGEST_PATCH} can be applied")
+        raise row.wrong("patch", f"it has {len(bug)} bytes; the limit is {LONGEST_PATCH}")
     commit = "-c user.name=perdure -c user.email=perdure@localhost commit -qam base --no-verify"
     return (
         "bug=$(mktemp)",

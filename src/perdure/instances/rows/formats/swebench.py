@@ -26,7 +26,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
     if swebench_4.is_schema_4(row) and not row.has("eval_cmd"):
         row = Row(row.number, {**row.fields, **swebench_4.fields_of(row)})
     return Instance(
-        instance_id=row.text("instance_id", "add a name of its own, such as owner__repo-1"),
+        instance_id=row.text("instance_id", "add a unique name, such as owner__repo-1"),
         dataset=dataset,
         data_source=row.optional_text("data_source", "swebench"),
         repo=row.optional_text("repo"),
