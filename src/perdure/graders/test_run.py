@@ -155,8 +155,7 @@ _GRACE_S = 60.0
 
 # Setup and tests are two execs. Tests can truncate files that they may write, so only the exit code
 # of an exec that runs no hostile code can tell a defective row from a hostile diff. If a patch does
-# not apply, the setup tries the row's test patch on HEAD. If it applies there, the diff is the
-# cause.
+# not apply, the setup tries the row's test patch on HEAD. If that applies, the diff is the cause.
 _SETUP = r"""
 dir=$1
 exec 2>&1

@@ -146,8 +146,7 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     passed = any(status in verdict.F2P_PASSES for status in reading.statuses.values())
     claims = code == 0 or (passed and score.outcome is Outcome.RESOLVED)
     if reading.canary_status is TestStatus.MISSING and not claims:
-        # The run ended early and claims no success: the diff broke collection or crashed the
-        # runner.
+        # The run ended early without success: the diff broke collection or crashed the runner.
         reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)

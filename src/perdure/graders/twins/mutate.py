@@ -309,7 +309,7 @@ def _other_class(source: Source, node: ast.expr, rule: str) -> Iterator[_Change]
 
 
 def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator[_Change]:
-    """`match="a b"` -> `match="^a c$"`, which no text matches that matches the old one."""
+    """`match="a b"` -> `match="^a c$"`. No text matches both patterns."""
     assert isinstance(node, ast.Constant)
     place = source.place(node)
     if place is None:
