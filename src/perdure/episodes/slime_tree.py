@@ -86,7 +86,7 @@ class Sequenced:
         return _common(self.ids, turn.prompt_ids)
 
     def drop_from(self, start: int) -> None:
-        """Drop the tokens from `start` on. The rest of a completion cut there is context."""
+        """Drop the tokens from `start` on. If that cuts a completion, the kept part is context."""
         for row in (self.ids, self.loss_mask, self.logprobs, self.versions):
             del row[start:]
         for span in self.spans:

@@ -84,7 +84,7 @@ def test_binary_files_of_both_patches_are_fetched(files: str) -> None:
         ({"test_patch": [{"path": ".git/config", "url": "https://x"}]}, "below the repository"),
         ({"test_patch": [{"path": "a", "url": "file:///etc/passwd"}]}, "give an http address"),
         ({"test_patch": [{"path": "a", "content": "%"}]}, "cannot be read.*base64"),
-        ({"videos": ["a"]}, "`videos` is not known"),
+        ({"videos": ["a"]}, "unknown key `videos`"),
     ],
 )
 def test_error_names_the_asset(assets: dict[str, Any], said: str) -> None:
@@ -104,5 +104,5 @@ def test_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit covers all files of a row, because its instance contains them."""
     monkeypatch.setattr(multimodal, "MAX_BYTES", 3)
     two = [{"path": name, "content": base64.b64encode(b"12").decode()} for name in "ab"]
-    with pytest.raises(InstanceError, match=r"`image_assets\.patch`: its files have more than"):
+    with pytest.raises(InstanceError, match=r"`image_assets\.patch`: its files exceed"):
         to_instance({**ROW, "image_assets": {"patch": two}}, "d", 17)

@@ -142,7 +142,7 @@ def test_slime_script_becomes_a_hidden_file(tmp_path: Path, script: str) -> None
     ("row", "changes", "field", "fix"),
     [
         (ROW, {"patch": ""}, "lacks `patch`", "unified diff"),
-        (ROW, {"instance_id": None}, "lacks `instance_id`", "its own"),
+        (ROW, {"instance_id": None}, "lacks `instance_id`", "a unique name"),
         (ROW, {"instance_id": "a b"}, "bad `instance_id`", "letters, digits"),
         (ROW, {"problem_statement": " "}, "lacks `problem_statement`", "agent is given"),
         (ROW, {"FAIL_TO_PASS": "[]"}, "lacks `FAIL_TO_PASS`", "list the tests"),

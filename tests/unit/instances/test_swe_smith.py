@@ -57,7 +57,7 @@ BINARY = "diff --git a/x b/x\nindex 1..2 100644\nBinary files a/x and b/x differ
     [
         ({"patch": ""}, "lacks `patch`: add the diff that makes the bug"),
         ({"patch": BINARY}, "has a bad `patch`: it must be reversible.*Binary files"),
-        ({"patch": "+" * (97 << 10)}, "has a bad `patch`: 99328 bytes"),
+        ({"patch": "+" * (97 << 10)}, "has a bad `patch`: it has 99328 bytes"),
         ({"FAIL_TO_PASS": ["TestAdd"]}, "has a bad `FAIL_TO_PASS`.*only SWE-smith's Python rows"),
         ({"FAIL_TO_PASS": []}, "lacks `FAIL_TO_PASS`"),
         ({"PASS_TO_PASS": ["../x.py::t"]}, "has a bad `PASS_TO_PASS`"),

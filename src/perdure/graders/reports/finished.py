@@ -17,8 +17,7 @@ _FAILED = 1
 
 
 def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection[str]) -> str:
-    """Why a session that claims success was cut or contradicts itself; empty if it was not and does
-    not.
+    """Why a session that claims success was cut or contradicts itself; otherwise empty.
 
     `parser`: the row's, with or without `parse_log_`. `tests`: those that the log says passed; the
     canary ran with them.
