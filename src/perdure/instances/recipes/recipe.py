@@ -174,7 +174,7 @@ class Recipe(Request):
         hub = "pcmoritz/cpython_dataset"
         split = "train"
         format = "cpython"
-        grader = "eval_cmd"
+        graders = ["eval_cmd"]
         [patch]
         exclude = ["Lib/test/*"]
         [phases.grade.limits]

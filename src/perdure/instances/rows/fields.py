@@ -98,7 +98,7 @@ class Row:
         return {key: member for key, member in value.items() if member is not None}
 
     def kept(self, *names: str) -> dict[str, JsonValue]:
-        """Those of the named fields that are plain values, for an instance's metadata."""
+        """The named fields that are plain values, for an instance's metadata."""
         values = {name: self.fields.get(name) for name in names}
         return {k: v for k, v in values.items() if isinstance(v, (str, int, float)) and v != ""}
 
