@@ -1,4 +1,4 @@
-"""Two builds of Perdure beside each other: each has its own workflow code and its own messages."""
+"""Two builds of Perdure on one server: each has its own workflow code and its own messages."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -54,13 +54,13 @@ class NextStages(Stages):
 
 @dataclass
 class Build:
-    """One build's worker, and which stages of which rollouts it ran."""
+    """The worker of one build, and which stages of which rollouts it ran."""
 
     id: str
     stages: Stages
     workflows: Sequence[type] = WORKFLOWS
     done: list[tuple[str, str]] = field(default_factory=list)
-    """Stage, and run id of its rollout."""
+    """Stage, and run id of the rollout."""
 
     @asynccontextmanager
     async def at_work(self, client: Client, home: Path) -> AsyncIterator[None]:
@@ -86,7 +86,7 @@ class Build:
             yield
 
     def _note(self, host: str) -> None:
-        """Write down who ran what; a stage that a test overrides does so itself."""
+        """Records who ran what; a stage that a test overrides records it itself."""
 
         def noted(stage: str, result: Any) -> Callable[[Attempt], Awaitable[Any]]:
             async def run(attempt: Attempt) -> Any:
@@ -115,7 +115,7 @@ def next_build(build_id: str) -> Build:
 
 
 async def make_current(client: Client, build_id: str) -> None:
-    """As `temporal worker deployment set-current-version` does, once all queues are known."""
+    """Like `temporal worker deployment set-current-version`, once all queues are known."""
 
     async def made() -> bool:
         try:
@@ -131,7 +131,7 @@ async def make_current(client: Client, build_id: str) -> None:
         return True
 
     async def routed() -> bool:
-        """The server tells each queue of it a moment later."""
+        """Wait until all queues know the version: the server tells each queue a moment later."""
         for queue, kind in ROUTED:
             answer = await client.workflow_service.describe_task_queue(
                 DescribeTaskQueueRequest(

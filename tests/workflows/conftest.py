@@ -1,4 +1,4 @@
-"""The real workflows; only the activities are replaced, by name."""
+"""The real workflows. Only the activities are replaced, by name."""
 
 from collections.abc import AsyncIterator
 
@@ -10,7 +10,7 @@ from tests.workflows.stages import Stages
 
 @pytest.fixture
 async def stages(client: Client) -> AsyncIterator[Stages]:
-    """Workers on every queue: the real workflow worker, stand-in activities."""
+    """Workers on every queue: the real workflow worker, and stand-in activities."""
     stages = Stages()
     async with stages.at_work(client):
         yield stages

@@ -1,4 +1,5 @@
-"""Temporal dev servers for tests, in memory: one for many tests, or one with settings of its own.
+"""Temporal dev servers for tests, in memory: one shared by many tests, or one with its own
+settings.
 
 Not the SDK's `WorkflowEnvironment.start_local`: that one gives a server five seconds to answer,
 which a busy host may not have.
@@ -31,7 +32,7 @@ DAY = Duration(seconds=86400)
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. Each namespace keeps its own workflows, queues, schedules and attributes."""
+    """A running server. Each namespace has its own workflows, queues, schedules and attributes."""
 
     address: str
     process: "subprocess.Popen[bytes]"
@@ -59,7 +60,7 @@ class Server:
         return client
 
     async def client_of_new(self, namespace: str) -> Client:
-        """Make a namespace with our search attributes, and connect to it."""
+        """Create a namespace with Perdure's search attributes, and connect to it."""
         every = await self.client()
         await every.workflow_service.register_namespace(
             RegisterNamespaceRequest(namespace=namespace, workflow_execution_retention_period=DAY)
@@ -71,7 +72,7 @@ class Server:
 
 @contextmanager
 def running(*arguments: str) -> Iterator[Server]:
-    """A server until the end of the context. `arguments`: more of its command line."""
+    """A server until the end of the context. `arguments`: more command-line arguments."""
     with held_ports.held(1) as (port,), tempfile.TemporaryFile() as log:
         process = spawn(port, log, *arguments)
         try:
@@ -83,7 +84,7 @@ def running(*arguments: str) -> Iterator[Server]:
 
 @asynccontextmanager
 async def serving(*arguments: str, identity: str | None = None) -> AsyncIterator[Client]:
-    """A client of a server that one test has for itself."""
+    """A client of a server that only one test uses."""
     with running(*arguments) as server:
         yield await server.client(identity=identity)
 

@@ -1,4 +1,4 @@
-"""Agents that a test holds back and lets go."""
+"""Agents that a test holds and releases."""
 
 import asyncio
 from typing import Any
@@ -11,10 +11,10 @@ from tests.stack.waiting import PATIENCE_S
 
 
 class Gate:
-    """Agents that finish only when told to, and say when they have started."""
+    """Agents that finish only when the test releases them, and report when they have started."""
 
     def __init__(self, progress: dict[str, Any] | None = None) -> None:
-        """`progress`: what their heartbeats report."""
+        """`progress`: the details of their heartbeats."""
         self._beat = [progress] if progress else []
         self.running: set[str] = set()
         self.most = 0

@@ -56,7 +56,7 @@ FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
 IDENTITY = "recorder"
 SHARD_OF_ONE = 1
-"""Instances; `sharded` is recorded, and replays, with shards of this size."""
+"""Instances. `sharded` is recorded and replayed with shards of this size."""
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=2)
 
 Handle = WorkflowHandle[Any, Any]
@@ -71,7 +71,7 @@ async def plain(client: Client, stages: Stages) -> Handle:
 
 
 async def without_verdict(client: Client, stages: Stages) -> Handle:
-    """The rollout fails as a workflow; the run that played it ends."""
+    """The rollout fails as a workflow, and its run ends."""
 
     async def silent(_: Any) -> AgentRun:
         return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
@@ -91,7 +91,7 @@ async def lost_sandbox(client: Client, stages: Stages) -> Handle:
 
 
 async def lost_host(client: Client, stages: Stages) -> Handle:
-    """The host of attempt 1 is lost with it: its clean-up is sent to another host."""
+    """The host of attempt 1 is lost, so its cleanup goes to another host."""
 
     async def boot(attempt: Any) -> Booted:
         return Booted(host=HOST if attempt.attempt == 1 else None)
@@ -107,7 +107,7 @@ async def lost_host(client: Client, stages: Stages) -> Handle:
 
 
 async def host(client: Client, stages: Stages) -> Handle:
-    """A host leaves and comes back; the worker that answers for it is told to stop meanwhile."""
+    """A host is lost and comes back, while the worker that answers for it shuts down."""
     serving, standing, evicted = asyncio.Event(), asyncio.Event(), False
 
     async def serve(term: Any) -> None:
@@ -155,7 +155,7 @@ async def evictions(client: Client, stages: Stages) -> Handle:
 
 
 async def cancelled(client: Client, stages: Stages) -> Handle:
-    """Cancelled in the middle of the agent's run."""
+    """The rollout is cancelled while its agent runs."""
     running = _forever(stages, "run_agent")
     handle = (await Perdure(client).start_rollout(ROLLOUT)).handle
     await running.wait()
@@ -164,7 +164,7 @@ async def cancelled(client: Client, stages: Stages) -> Handle:
 
 
 async def cancelled_in_boot(client: Client, stages: Stages) -> Handle:
-    """Cancelled while it boots; the boot succeeds all the same."""
+    """The rollout is cancelled while it boots, and the boot still succeeds."""
     booting, told = asyncio.Event(), asyncio.Event()
 
     async def boot(_: Any) -> Booted:
@@ -206,7 +206,7 @@ async def run(client: Client, stages: Stages) -> Handle:
 
 
 async def samples(client: Client, stages: Stages) -> Handle:
-    """Two samples of an instance without a quorum, one at a time; the first has no verdict."""
+    """Two samples of an instance without a quorum, one at a time. The first has no verdict."""
 
     async def first_is_silent(attempt: Any) -> AgentRun:
         silent = attempt.request.sample_index == 0
@@ -249,7 +249,8 @@ async def played_again(client: Client, stages: Stages) -> Handle:
 
 
 async def sharded(client: Client, stages: Stages) -> Handle:
-    """Two shards of `SHARD_OF_ONE`: the first ends, the second is terminated in its agent's run."""
+    """Two shards of `SHARD_OF_ONE`: the first ends, the second is terminated while its agent
+    runs."""
     stages.instances = ("toy/add-1", "toy/add-2")
     running = asyncio.Event()
 
@@ -271,7 +272,7 @@ async def sharded(client: Client, stages: Stages) -> Handle:
 
 
 async def queued(client: Client, stages: Stages) -> Handle:
-    """The account is asked again after a refusal, and grants both sandboxes."""
+    """The rollout asks the account again after a refusal, and the account grants both sandboxes."""
     permits = 0
 
     async def boot(attempt: Any) -> Booted:
@@ -292,7 +293,7 @@ async def queued(client: Client, stages: Stages) -> Handle:
 
 
 async def account(client: Client, stages: Stages) -> Handle:
-    """One rollout is granted a permit and returns it; the request of a missing workflow is dropped."""
+    """One rollout gets a permit and releases it. The request of a missing workflow is dropped."""
     rollout = (await Perdure(client).start_rollout(ROLLOUT)).handle
     caps = AccountCaps(live=2, creates_per_s=10)
     handle: Handle | None = None
@@ -315,7 +316,7 @@ async def account(client: Client, stages: Stages) -> Handle:
 
 
 async def calibration(client: Client, stages: Stages) -> Handle:
-    """Three rows: one has a record, one is quarantined, and one gets twins from a second worker."""
+    """Three rows: one has a record, one is quarantined, one gets twins from a second worker."""
     stages.rows = tuple(
         CalibrationRow(instance=f"toy/add-{number}", key=f"k{number}", state=state)
         for number, state in enumerate(("proved", "", ""))
@@ -372,7 +373,7 @@ async def _beat_for_ever() -> None:
 
 
 async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str:
-    """Play one scenario on a server of its own; returns its history as JSON."""
+    """Run one scenario on its own server. Returns its history as JSON."""
     async with dev_server.serving(identity=IDENTITY) as client:
         stages = Stages()
         queues = (
@@ -391,14 +392,14 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
 
 
 def without_stacks(value: Any) -> Any:
-    """Stack traces name files of this machine, and a replay does not read them."""
+    """Remove stack traces, which name files of this machine and which a replay does not read."""
     if isinstance(value, dict):
         return {k: without_stacks(v) for k, v in value.items() if k != "stackTrace"}
     return [without_stacks(item) for item in value] if isinstance(value, list) else value
 
 
 async def main(*only: str) -> None:
-    """`only`: names of the scenarios to record; none: all of them."""
+    """`only`: names of the scenarios to record; if empty, all."""
     FOLDER.mkdir(exist_ok=True)
     for scenario in SCENARIOS:
         if only and scenario.__name__ not in only:

@@ -1,4 +1,4 @@
-"""Stand-ins for the activities, replaced by name, on a real server with the real workflows."""
+"""Stand-ins for the activities, replaced by name, with the real workflows on a real server."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -46,12 +46,12 @@ QUEUES = (
     *(names.host_queue("host-1"), names.upkeep_queue("host-1")),
 )
 HEARD_WITHIN = timedelta(seconds=0.2)
-"""A stage with heartbeats learns of its cancellation within this time. Its time-out stays long, because
-on a busy host a short one takes live stages for dead, and they are counted twice."""
+"""Seconds within which a stage with heartbeats learns of its cancellation. The timeout stays long:
+on a busy host, a short one would expire live stages, which the tests would count twice."""
 
 
 class Stages:
-    """Stand-ins for the activities; each test overrides those that it is about.
+    """Stand-ins for the activities. Each test overrides the ones it is about.
 
     Every call is recorded as (activity, attempt number).
     """
@@ -74,13 +74,13 @@ class Stages:
 
     @asynccontextmanager
     async def at_work(self, client: Client) -> AsyncIterator[None]:
-        """Workers on every queue, the real workflow worker among them."""
+        """Workers on every queue, including the real workflow worker."""
         async with self.carried_out(client), workflow_worker(client, checking_runner()):
             yield
 
     @asynccontextmanager
     async def carried_out(self, client: Client) -> AsyncIterator[None]:
-        """Workers for the activities; a test decides when one for the workflows runs."""
+        """Workers for the activities only. The test decides when a workflow worker runs."""
         async with AsyncExitStack() as workers:
             for queue in QUEUES:
                 worker = Worker(
@@ -93,7 +93,7 @@ class Stages:
             yield
 
     def activities(self) -> list[Callable[..., Any]]:
-        """For a worker."""
+        """The activities for a worker."""
         return [
             self.boot,
             self.run_agent,

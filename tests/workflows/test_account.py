@@ -1,4 +1,4 @@
-"""SandboxAccountWorkflow on a real server: every permit comes back, and none is granted twice."""
+"""SandboxAccountWorkflow on a real server: every permit is released, and none is granted twice."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ ONE = AccountCaps(live=1)
 
 @workflow.defn
 class Holder:
-    """Stays open and receives grants."""
+    """A workflow that stays open and receives grants."""
 
     @workflow.run
     async def run(self) -> None:
@@ -86,7 +86,8 @@ async def holding(client: Client, holder: str) -> None:
 
 
 async def granted(client: Client, holder: str) -> bool:
-    """True once the grant has reached it, a moment after the account has noted its permit."""
+    """Whether the grant has reached the rollout, a moment after the account has recorded its
+    permit."""
 
     async def arrived() -> bool:
         history = await client.get_workflow_handle(holder).fetch_history()
@@ -99,7 +100,7 @@ async def granted(client: Client, holder: str) -> bool:
 async def test_a_terminated_holders_permit_goes_to_the_next(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """A terminated workflow returns no permit itself; the rollout that waits is granted it."""
+    """A terminated workflow cannot release its permit, so the waiting rollout is granted it."""
     first, second = holders
     await ask(client, first)
     await holding(client, first)
@@ -127,7 +128,8 @@ async def test_a_permit_that_is_given_back_goes_to_the_next(
 async def test_an_account_workflow_ends_after_its_only_holder_was_terminated(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No rollout waits and the only holder was terminated: the account workflow ends when idle."""
+    """If no rollout waits and the only holder was terminated, the account workflow ends when
+    idle."""
     monkeypatch.setattr(workflows.account, "IDLE", timedelta(seconds=0.3))
     first, _ = holders
     await ask(client, first)
@@ -140,7 +142,7 @@ async def test_an_account_workflow_ends_after_its_only_holder_was_terminated(
 async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lookup that fails costs no permit: a returned one goes to the rollout that waits."""
+    """A failed lookup revokes no permit, and a released permit goes to the waiting rollout."""
     looked: list[str] = []
 
     async def fail(_: Client, workflow_id: str) -> Owner:
@@ -162,7 +164,7 @@ async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
 async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_anything(
     client: Client, holders: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts as no answer; a permit that is given back goes to the rollout that waits."""
+    """An invalid result counts as no answer, and a released permit goes to the waiting rollout."""
     tokens: list[bytes] = []
 
     async def by_hand(_: Client, workflow_id: str) -> Owner:
@@ -186,7 +188,7 @@ async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_
 async def test_an_account_workflow_that_continues_as_new_keeps_its_state(
     client: Client, holders: Sequence[str]
 ) -> None:
-    """Holders still hold; the rollout that waited is granted the permit when it comes back."""
+    """Holders keep their permits, and a rollout that waited is granted the next released one."""
     first, second = holders
     now = time.time()
     account = Account(

@@ -1,4 +1,4 @@
-"""An account workflow that continues as new again and again while a burst of rollouts waits."""
+"""An account workflow that continues as new repeatedly during a burst of waiting rollouts."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ CAPS = AccountCaps(creates_per_s=100)
 
 
 async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
-    """Grants of each holder in all runs of the workflow from this one on, and the number of runs."""
+    """Grants per holder over all runs of the workflow from this one on, and the number of runs."""
     granted: Counter[str] = Counter()
     runs = 0
     while run_id:
@@ -33,8 +33,8 @@ async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
 
 
 async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_once() -> None:
-    """100 rollouts ask, and it continues as new after every few dozen events: none is forgotten and
-    none is granted twice."""
+    """100 rollouts ask while it continues as new every few dozen events: each is granted exactly
+    once."""
     often = ("--dynamic-config-value", "limit.historyCount.suggestContinueAsNew=60")
     async with dev_server.serving(*often) as client, workflow_worker(client):
         first = ""

@@ -1,4 +1,4 @@
-"""RolloutWorkflow on a metered account: it waits for its permits without using a worker."""
+"""RolloutWorkflow on a metered account: it waits for permits without occupying a worker."""
 
 import time
 from typing import Any
@@ -28,7 +28,7 @@ async def _start(client: Client, **fields: Any) -> WorkflowHandle[Any, EpisodeRe
 
 
 def queue_up(stages: Stages) -> list[str]:
-    """Boots ask for a permit first. Returns the permit that each call of boot came with."""
+    """Boots that ask for a permit first. Returns the permit that each boot call had."""
     permits: list[str] = []
 
     async def boot(attempt: Attempt) -> Booted:
@@ -43,7 +43,7 @@ def queue_up(stages: Stages) -> list[str]:
 
 
 async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages) -> None:
-    """It asks, waits without a pending activity, and boots when its permit is granted."""
+    """The rollout asks, waits without a pending activity, and boots when its permit is granted."""
     permits = queue_up(stages)
     handle = await _start(client)
     await until(lambda: permits, "the account was asked")
@@ -59,7 +59,7 @@ async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages
 
 
 async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages) -> None:
-    """If the account must grant the second sandbox too, grading starts only after the grant."""
+    """If the grading sandbox needs a permit too, grading starts only after the grant."""
 
     async def capture(_: Any) -> Captured:
         return Captured(size=10, files=1, empty=False, waits_for="1-grade")
@@ -78,7 +78,7 @@ async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages
 async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_the_queue(
     client: Client, stages: Stages
 ) -> None:
-    """The clean-up gives its place back, and an episode says that it was cancelled."""
+    """The cleanup releases its place in the queue, and the episode says that it was cancelled."""
     permits = queue_up(stages)
     handle = await _start(client)
     await until(lambda: permits, "the account was asked")
@@ -91,7 +91,7 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_leaves_the_queue(
 
 
 async def test_a_rollout_expires_in_the_queue(client: Client, stages: Stages) -> None:
-    """A rollout that waits past its `expires_at` ends as expired without a sandbox."""
+    """A rollout that waits past its `expires_at` ends as expired, without a sandbox."""
     permits = queue_up(stages)
     episode = await (await _start(client, expires_at=time.time() + 2)).result()
 
@@ -101,7 +101,7 @@ async def test_a_rollout_expires_in_the_queue(client: Client, stages: Stages) ->
 async def test_a_rollout_that_waits_long_asks_again(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An account workflow that was terminated has forgotten who waits, so rollouts ask again."""
+    """A terminated account workflow has forgotten the waiting rollouts, so they ask again."""
     monkeypatch.setattr(workflows.rollout, "ASK_AGAIN_S", 0.2)
     permits = queue_up(stages)
     handle = await _start(client)

@@ -1,4 +1,4 @@
-"""Two builds on one real server: rollouts stay on the build that began them, runs move on."""
+"""Two builds on one real server: rollouts stay on the build that started them, runs move on."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ SOON = (
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusVisibilityGracePeriod="1s"'),
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusRefreshInterval="1s"'),
 )
-"""The server looks each second whether a version has drained, not after three minutes."""
+"""A server that checks every second, not every three minutes, whether a version has drained."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def client() -> AsyncIterator[Client]:
 
 
 class Gate:
-    """Agents run until it opens."""
+    """Agents that run until the gate opens."""
 
     def __init__(self) -> None:
         self.open, self.running = asyncio.Event(), set[str]()
@@ -67,7 +67,8 @@ def rollout(run_id: str) -> RolloutRequest:
 
 
 async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_path: Path) -> None:
-    """Each rollout boots, is graded and ends on the build that began it; new ones on the current.
+    """Each rollout boots, is graded and ends on the build that started it; new ones use the current
+    build.
 
     The next build has one more activity, and other fields in the grader's message.
     """
@@ -107,7 +108,7 @@ async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_pat
 
 @pytest.mark.longer
 async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path: Path) -> None:
-    """Another build's worker on that host takes its agents over, so no sandbox is stranded.
+    """A worker of another build on the host takes over its agents, so that no sandbox is stranded.
 
     All else stays on the build that began, wherever its workers are.
     """
@@ -141,8 +142,8 @@ async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path:
 async def test_an_open_run_moves_on_and_the_old_version_drains(
     client: Client, tmp_path: Path
 ) -> None:
-    """Its next rollouts begin on the current build; when the last one of the old build has ended,
-    the server calls that version drained."""
+    """A run's next rollouts start on the current build. When the last rollout of the old build has
+    ended, the server reports that version as drained."""
     gate = Gate()
     old, new = Build("v1", Stages()), builds.next_build("v2")
     for build in (old, new):
@@ -175,7 +176,8 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
 
 
 async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_path: Path) -> None:
-    """Its log has the command that makes it current, and nothing once it is."""
+    """The worker's log has the command that makes the build current, and nothing once it is
+    current."""
     ours = builds.DEPLOYMENT.model_copy(update={"build_id": "v1"})
     async with Build("v1", Stages()).at_work(client, tmp_path):
         with capture_logs() as before:
@@ -193,7 +195,8 @@ async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_p
 async def test_work_of_a_build_without_workers_is_one_sentence(
     client: Client, tmp_path: Path
 ) -> None:
-    """It names both builds and the command that sends new work to the workers that are there."""
+    """The sentence names both builds, and the command that routes new work to the available
+    workers."""
     command = "temporal worker deployment set-current-version --deployment-name perdure"
     async with Build("v1", Stages()).at_work(client, tmp_path):
         not_current = await until(lambda: build_trouble(client), "the workers are seen")
@@ -215,7 +218,7 @@ async def test_work_of_a_build_without_workers_is_one_sentence(
 async def test_open_rollouts_of_another_build_are_one_sentence(
     client: Client, tmp_path: Path
 ) -> None:
-    """A stack of a new build tells of the rollouts that wait for workers of the old one."""
+    """`perdure up` with a new build reports the rollouts that wait for workers of the old build."""
     gate = Gate()
     old = Build("v1", Stages())
     old.stages.override["run_agent"] = gate.agent
@@ -240,7 +243,7 @@ async def test_open_rollouts_of_another_build_are_one_sentence(
 
 @workflow.defn(name=names.ROLLOUT, sandboxed=False)
 class FailingRollout:
-    """Code that cannot replay or go on, or whose worker is too busy."""
+    """Code that cannot replay or continue, or whose worker is too busy."""
 
     @workflow.run
     async def run(self, request: dict[str, Any]) -> None:
@@ -249,7 +252,8 @@ class FailingRollout:
 
 
 async def test_a_cancelled_run_terminates_only_rollouts_whose_code_fails(client: Client) -> None:
-    """As after an upgrade without a build id: they cannot answer. On a busy worker they will."""
+    """Rollouts whose code fails, as after an upgrade without a build id, cannot handle a
+    cancellation. Those of a busy worker can."""
     stages = Stages()
     stages.instances = ("toy/broken", "toy/slow")
     others = [one for one in WORKFLOWS if one is not RolloutWorkflow]
@@ -282,7 +286,8 @@ async def test_a_cancelled_run_terminates_only_rollouts_whose_code_fails(client:
 
 
 def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:
-    """Rollouts and groups stay on their build; what lives for longer moves to the current one."""
+    """Rollouts and groups are pinned to their build. Longer-lived workflows move to the current
+    one."""
     known = {str(_Definition.must_from_class(one).name) for one in WORKFLOWS}
 
     assert known == {*PINNED, *MOVING}

@@ -1,4 +1,4 @@
-"""What a person does by hand on a workflow: wrong signals, and activities completed with anything."""
+"""What users do to a workflow by hand: wrong signals, and activities completed with any result."""
 
 import asyncio
 from datetime import timedelta
@@ -40,7 +40,7 @@ class Agent:
 async def test_a_run_drops_a_wrong_signal(
     client: Client, stages: Stages, given: list[object]
 ) -> None:
-    """It answers afterwards, and ends with its summary."""
+    """The run still answers queries afterwards, and ends with its summary."""
     agent = Agent(stages)
     stages.instances = ("toy/add-1",)
     run = await Perdure(client).start_run(
@@ -59,7 +59,7 @@ async def test_a_run_drops_a_wrong_signal(
 async def test_a_rollout_drops_a_wrong_signal(
     client: Client, stages: Stages, signal: str, given: list[object]
 ) -> None:
-    """It goes on to its verdict."""
+    """The rollout continues to its verdict."""
     if (signal, given) == ("spent", []):
         pytest.skip("this is right, and stops the agent")
     agent = Agent(stages)
@@ -107,7 +107,7 @@ async def _swept_by_hand(_: SweepRequest) -> str:
 async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
     client: Client,
 ) -> None:
-    """The next one of its schedule can start."""
+    """The sweep workflow fails with a sentence, so that the schedule can start the next one."""
     async with (
         workflow_worker(client),
         Worker(client, task_queue=names.IO_QUEUE, activities=[_swept_by_hand]),
@@ -126,7 +126,8 @@ async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
 
 
 async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -> None:
-    """Its waiter gets the result of the next execution; rollouts in flight count as running there."""
+    """A waiting client gets the result of the next execution, in which rollouts in flight count as
+    running."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-1", "toy/add-2")
@@ -160,7 +161,7 @@ async def _is_another(run: RunHandle, first: str | None) -> bool:
 
 
 async def _reset(client: Client, workflow_id: str) -> None:
-    """To its first workflow task, as `temporal workflow reset --type FirstWorkflowTask`."""
+    """Reset to the first workflow task, like `temporal workflow reset --type FirstWorkflowTask`."""
     history = await client.get_workflow_handle(workflow_id).fetch_history()
     task = next(
         event.event_id

@@ -36,7 +36,8 @@ def played(stages: Stages) -> list[tuple[str, str, int]]:
 
 
 async def test_gold_and_base_of_each_row_are_rollouts(client: Client, stages: Stages) -> None:
-    """Two rows, two runs: eight rollouts, no more at a time than allowed, one conclusion per row."""
+    """Two rows with two runs make eight rollouts within the concurrency, and one conclusion per
+    row."""
     running: set[str] = set()
     most = 0
 
@@ -61,7 +62,7 @@ async def test_gold_and_base_of_each_row_are_rollouts(client: Client, stages: St
 
 
 async def test_a_row_with_a_record_is_not_played_again(client: Client, stages: Stages) -> None:
-    """A calibration that is started again goes on with the rows that have none."""
+    """A calibration that is started again continues with the rows that have no record."""
     stages.rows = (*rows(3, "quarantined")[:2], rows(3)[2])
     handle = await Perdure(client).start_calibration(ASKED)
 
@@ -72,7 +73,8 @@ async def test_a_row_with_a_record_is_not_played_again(client: Client, stages: S
 
 
 async def test_a_row_without_a_conclusion_is_counted(client: Client, stages: Stages) -> None:
-    """Its rollouts failed for another reason than the row, so nothing is proved."""
+    """If a row's rollouts fail for another reason than the row, nothing is proved, and the row is
+    counted."""
 
     async def nothing(_: Any) -> Conclusion:
         return Conclusion(reason="the sandbox was lost")
@@ -89,7 +91,7 @@ async def test_a_row_without_a_conclusion_is_counted(client: Client, stages: Sta
 async def test_many_rows_go_on_in_a_new_history(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its history is long the workflow continues as new, with the counts so far."""
+    """With a long history, the workflow continues as new and keeps its counts."""
     monkeypatch.setattr("workflows.calibration.PAGE", 2)
     monkeypatch.setattr("workflows.calibration.MOST_EVENTS", 1)
     stages.rows = rows(5, "proved")
@@ -106,7 +108,7 @@ async def test_many_rows_go_on_in_a_new_history(
 async def test_a_slow_row_holds_no_other(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All rows behind it are concluded on while it runs, however many pages they fill."""
+    """All later rows are concluded on while a slow row runs, whatever the number of pages."""
     monkeypatch.setattr("workflows.calibration.PAGE", 1)
     others_are_done = asyncio.Event()
     concluded: list[str] = []
@@ -135,7 +137,7 @@ async def test_a_slow_row_holds_no_other(
 
 
 async def test_a_failure_that_needs_a_person_ends_it(client: Client, stages: Stages) -> None:
-    """One missing program would fail every row: it stops and says why."""
+    """A missing program would fail every row, so the calibration stops and says why."""
 
     async def refuse(_: Any) -> Any:
         raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
@@ -176,7 +178,7 @@ async def test_work_of_a_worker_that_is_told_to_stop_is_done_by_another(
 async def test_progress_tells_the_rows_and_whose_twins_are_chosen(
     client: Client, stages: Stages
 ) -> None:
-    """While twins are chosen no rollout runs, but something does."""
+    """While twins are chosen, no rollout runs, but the status shows the work."""
     chosen, seen = asyncio.Event(), asyncio.Event()
 
     async def proved(_: Any) -> Conclusion:
@@ -203,7 +205,8 @@ async def test_progress_tells_the_rows_and_whose_twins_are_chosen(
 async def test_a_proved_row_gets_twins_and_one_without_is_still_proved(
     client: Client, stages: Stages
 ) -> None:
-    """Twins are chosen after the lists; if that fails, no other row is touched."""
+    """Twins are chosen after the lists are proved. A failure to choose them affects no other
+    row."""
 
     async def proved(row: RowToConclude) -> Conclusion:
         return Conclusion(state="proved", may_have_twins=True)

@@ -57,7 +57,8 @@ async def _add_1_has_signal(ending: Ending) -> EpisodeRef:
 
 
 async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -> None:
-    """Two samples of 100 tokens a group: 500 tokens take three groups, and no fourth is requested."""
+    """With two samples of 100 tokens per group, 500 tokens take three groups, and no fourth is
+    requested."""
     stages.override["emit_episode"] = _all_alike
     asked: list[str] = []
 
@@ -76,7 +77,7 @@ async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -
 
 
 async def test_groups_without_signal_do_not_count(client: Client, stages: Stages) -> None:
-    """Only the group whose rewards differ fills the batch; the others are yielded too."""
+    """Only groups whose rewards differ fill the batch. The others are yielded too."""
     stages.override["emit_episode"] = _add_1_has_signal
     filling = collect(
         Perdure(client), _requests("r2"), trainable_tokens=1, in_flight=1, count=tokens_with_signal
@@ -88,7 +89,7 @@ async def test_groups_without_signal_do_not_count(client: Client, stages: Stages
 
 
 async def test_a_filter_keeps_groups_out_of_the_batch(client: Client, stages: Stages) -> None:
-    """Groups without signal are not even yielded."""
+    """A filter on signal does not even yield groups without it."""
     stages.override["emit_episode"] = _add_1_has_signal
     filling = collect(
         Perdure(client), _requests("r7", 3), trainable_tokens=10**9, in_flight=1, accept=has_signal
@@ -98,7 +99,8 @@ async def test_a_filter_keeps_groups_out_of_the_batch(client: Client, stages: St
 
 
 async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> None:
-    """A batch takes what has finished; what still runs belongs to the next one, also after a restart."""
+    """A batch takes the groups that have finished. Groups that still run belong to the next batch,
+    also after a restart."""
     gate = Gate()
     held = {"add-1"}
 
@@ -124,7 +126,7 @@ async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> 
 
 
 class EndsAtOnce:
-    """In the place of a group's handle and of the client that starts it."""
+    """Replaces a group's handle and the client that starts it."""
 
     async def start_group(self, request: GroupRequest) -> "EndsAtOnce":
         return self
@@ -139,7 +141,8 @@ class EndsAtOnce:
 
 
 async def test_a_group_that_was_not_handed_out_is_still_open() -> None:
-    """Two end at the same moment: a checkpoint that is written between them has the second."""
+    """If two groups end at the same moment, a checkpoint written between them has the second
+    one."""
     collector = Collector(cast(Perdure, EndsAtOnce()), _requests("r11", 2), in_flight=2)
     batch = collector.groups(TOKENS)
     first = await anext(batch)
@@ -153,7 +156,7 @@ async def test_a_group_that_was_not_handed_out_is_still_open() -> None:
 async def test_a_batch_that_does_not_fill_says_why(
     client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While no group finishes, the log says what their rollouts do."""
+    """While no group finishes, the log says what their rollouts are doing."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     filling = collect(Perdure(client), _requests("r9", 1), trainable_tokens=1, tell_every_s=0.2)
@@ -232,7 +235,8 @@ async def test_a_full_batch_stops_its_stragglers(
     leftover: Literal["cancel", "keep"],
     status: RolloutStatus,
 ) -> None:
-    """Two groups are asked for where one is enough: the slower one is cancelled at once, unless it is kept."""
+    """If two groups are requested and one fills the batch, the slower one is cancelled at once
+    unless it is kept."""
     gate = Gate()
 
     async def agent(attempt: Any) -> AgentRun:
@@ -271,7 +275,8 @@ async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One group is refused by Temporal: the log names it, and the other is cancelled all the same."""
+    """If Temporal refuses to cancel one group, the log names it, and the other one is still
+    cancelled."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     real = GroupHandle.cancel
@@ -300,7 +305,7 @@ async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
 async def test_a_group_that_a_person_cancels_counts_with_the_episodes_it_has(
     client: Client, stages: Stages
 ) -> None:
-    """The batch continues; the cancelled group has episodes without a reward."""
+    """The batch continues, and the cancelled group has episodes without a reward."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)

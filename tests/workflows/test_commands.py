@@ -1,4 +1,4 @@
-"""Commands on a user's own server: what they print at the end of a run, and whom they tell."""
+"""Commands on a user's own server: what they print at the end of a run, and whom they notify."""
 
 import asyncio
 from pathlib import Path
@@ -32,8 +32,8 @@ async def test_the_end_of_a_run_is_told_with_links(
     capsys: pytest.CaptureFixture[str],
     command: str,
 ) -> None:
-    """The command of `--notify` hears run and counts; the viewer's page and what failed are printed; and
-    `status` prints them too."""
+    """The `--notify` command gets run and counts. The viewer's page and the failures are printed,
+    also by `status`."""
     heard = tmp_path / "heard"
     for name, value in {
         "PERDURE_HOME": str(tmp_path),

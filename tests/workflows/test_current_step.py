@@ -52,7 +52,7 @@ class Runs:
 
 @workflow.defn
 class Boots:
-    """A rollout whose sandbox cannot be created; Temporal retries for ever."""
+    """A rollout whose sandbox cannot be created, so that Temporal retries forever."""
 
     @workflow.run
     async def run(self) -> None:
@@ -100,7 +100,8 @@ async def test_a_failing_step_is_shown_with_its_reason(client: Client) -> None:
 
 @pytest.mark.usefixtures("worker")
 async def test_a_wait_for_an_engine_is_shown_with_its_start(client: Client) -> None:
-    """The last heartbeat gives the turns, the start of the wait and why no engine serves it."""
+    """The last heartbeat reports the turns, the start of the wait, and why no engine is
+    available."""
     await client.start_workflow(Runs.run, id="rollout/r/i/3", task_queue=QUEUE)
 
     async def beaten() -> bool:
@@ -114,7 +115,7 @@ async def test_a_wait_for_an_engine_is_shown_with_its_start(client: Client) -> N
 
 
 async def test_a_past_wait_does_not_hide_a_failure(client: Client) -> None:
-    """Between two tries the old heartbeat does not count; the line has the failure."""
+    """Between two tries, the old heartbeat does not count, and the line has the failure."""
     async with Worker(
         client,
         task_queue=QUEUE,
@@ -132,7 +133,7 @@ async def test_a_past_wait_does_not_hide_a_failure(client: Client) -> None:
 
 @pytest.mark.usefixtures("worker")
 async def test_a_wait_of_the_workflow_is_shown(client: Client) -> None:
-    """Without a pending activity, the workflow's newest line is shown."""
+    """Without a pending activity, the line is the workflow's latest event."""
     await client.start_workflow(Waits.run, id="rollout/r/i/1", task_queue=QUEUE)
 
     async def answered() -> str:
@@ -162,7 +163,8 @@ async def test_a_wait_for_a_seat_is_shown(client: Client) -> None:
 
 
 async def test_a_wait_for_the_host_of_a_sandbox_is_shown(client: Client) -> None:
-    """No worker of that host polls, as when another stack with the same store has the sandbox."""
+    """No worker of the sandbox's host polls, for example because another stack with the same store
+    owns it."""
     async with Worker(
         client, task_queue=QUEUE, workflows=[Runs], workflow_runner=UnsandboxedWorkflowRunner()
     ):
@@ -183,7 +185,7 @@ async def busy_boot() -> None:
 
 @workflow.defn
 class Prepares:
-    """A rollout whose boot fetches something."""
+    """A rollout whose boot is fetching something."""
 
     @workflow.run
     async def run(self) -> None:
@@ -194,7 +196,7 @@ class Prepares:
 
 
 async def test_what_boot_is_busy_with_is_shown(client: Client) -> None:
-    """A first fetch or build takes a minute: the line says which, and for how long."""
+    """A first fetch or build takes a minute. The line says what it is, and since when."""
     async with Worker(
         client,
         task_queue=QUEUE,

@@ -1,5 +1,5 @@
-"""A worker drops workflows that are open: they go on elsewhere, so they must schedule nothing while
-they are dropped."""
+"""A worker evicts open workflows, which continue elsewhere. They must schedule nothing during
+eviction."""
 
 import asyncio
 import gc
@@ -37,7 +37,7 @@ async def run(client: Client) -> None:
 
 
 def busy_agents() -> tuple[Stages, asyncio.Event]:
-    """Agents that work until they are cancelled, and whether one has begun."""
+    """Agents that work until they are cancelled, and whether one has started."""
     stages, begun = Stages(), asyncio.Event()
     stages.instances = ("toy/add-1", "toy/add-2")
 
@@ -53,7 +53,7 @@ def busy_agents() -> tuple[Stages, asyncio.Event]:
 
 @pytest.fixture
 def complaints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Coroutines that awaited while they were dropped, and activities scheduled outside a workflow."""
+    """Coroutines that awaited during eviction, and activities scheduled outside a workflow."""
     found: list[str] = []
     execute = workflow.execute_activity
 
@@ -79,7 +79,7 @@ async def test_a_workflow_that_its_worker_drops_schedules_nothing(
     complaints: Sequence[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its worker ends while the agent works: no clean-up starts outside of the workflow."""
+    """The worker ends while the agent works, and no cleanup starts outside of the workflow."""
     monkeypatch.setattr("workflows.run.SHARD", shard)
     stages, begun = busy_agents()
     async with AsyncExitStack() as others:

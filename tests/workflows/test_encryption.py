@@ -1,4 +1,4 @@
-"""Encrypted payloads on a real server: what it stores, what people's tools see, rotation of keys."""
+"""Encrypted payloads on a real server: what it stores, what users' tools show, key rotation."""
 
 import asyncio
 import base64
@@ -35,13 +35,13 @@ pytestmark = pytest.mark.temporal
 
 OLD, NEW = b"o" * 32, b"n" * 32
 MARK = "moonlight-over-kyoto"
-"""What only a request, a heartbeat or a failure says."""
+"""A text that occurs only in a request, a heartbeat or a failure."""
 UI = "http://127.0.0.1:8233"
 TOKEN = "t" * 64
 
 
 def _write(file: Path, **keys: bytes) -> None:
-    """The first one encrypts."""
+    """Write the keys; the first one encrypts."""
     lines = [f"{name} {base64.b64encode(key).decode()}" for name, key in keys.items()]
     draft = file.with_suffix(".draft")
     draft.write_text("# keys\n" + "\n".join(lines) + "\n")
@@ -71,7 +71,7 @@ def _request(run_id: str = "hidden") -> RolloutRequest:
 
 
 def _payloads(found: Any) -> list[dict[str, Any]]:
-    """Every payload in a history's JSON."""
+    """All payloads in a history's JSON."""
     if isinstance(found, list):
         return [one for item in found for one in _payloads(item)]
     if not isinstance(found, dict):
@@ -95,7 +95,7 @@ def _key_ids(history: str) -> set[str]:
 async def test_the_server_stores_nothing_that_a_request_or_a_failure_says(
     keys_file: Path, tmp_path: Path
 ) -> None:
-    """Neither the history nor the server's database holds a word of request, failure or memo."""
+    """Neither the history nor the server's database contains text of a request, failure or memo."""
     database = tmp_path / "temporal.db"
     with dev_server.running("--db-filename", str(database)) as server:
         client = await connect(settings=_settings(await server.client(), keys_file))
@@ -126,7 +126,7 @@ async def test_the_server_stores_nothing_that_a_request_or_a_failure_says(
 async def test_a_person_still_reads_why_a_step_is_tried_again(
     client: Client, keys_file: Path
 ) -> None:
-    """`perdure status` shows the failure's own words, although the server has them encrypted."""
+    """`perdure status` shows the failure's text, although the server has it encrypted."""
     encrypting = await connect(settings=_settings(client, keys_file))
     stages = Stages()
 
@@ -149,7 +149,8 @@ async def test_a_person_still_reads_why_a_step_is_tried_again(
 
 
 async def test_keys_rotate_while_workflows_are_open(client: Client, keys_file: Path) -> None:
-    """A rollout that began with the old key ends with the new one; no process starts again."""
+    """A rollout that started with the old key ends with the new one, without a restart of any
+    process."""
     settings = _settings(client, keys_file)
     encrypting = await connect(settings=settings)
     stages, gate = Stages(), Gate()
@@ -178,7 +179,7 @@ async def test_keys_rotate_while_workflows_are_open(client: Client, keys_file: P
 async def test_who_lacks_a_key_waits_for_it(
     client: Client, keys_file: Path, tmp_path: Path
 ) -> None:
-    """Workers without the newest key lose no rollout: it goes on when their file has the key."""
+    """Workers without the newest key lose no rollout: it continues when their file has the key."""
     ahead = tmp_path / "ahead.keys"
     _write(ahead, new=NEW, old=OLD)
     behind = await connect(settings=_settings(client, keys_file))
@@ -200,7 +201,8 @@ async def test_who_lacks_a_key_waits_for_it(
 async def test_what_was_written_in_plain_text_is_still_read(
     client: Client, keys_file: Path
 ) -> None:
-    """Encryption may be turned on while plain rollouts are open, and `temporal` users may type JSON."""
+    """Encryption may be turned on while plaintext rollouts are open, and `temporal` users may type
+    JSON."""
     encrypting = await connect(settings=_settings(client, keys_file))
     async with Stages().at_work(encrypting):
         handle = await client.start_workflow(
@@ -219,7 +221,7 @@ async def test_what_was_written_in_plain_text_is_still_read(
     ["", "# none\n", "old\n", "old c2hvcnQ=\n", "old !!!\n", f"a {'b' * 44} c\n"],
 )
 def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
-    """The error names the file and the form of a line, and shows no key."""
+    """The error names the file and the format of a line, and shows no key."""
     file = tmp_path / "keys"
     file.write_text(text)
 
@@ -229,7 +231,8 @@ def test_a_file_without_good_keys_is_refused(tmp_path: Path, text: str) -> None:
 
 
 async def test_a_changed_payload_does_not_open(keys_file: Path) -> None:
-    """A payload that was tampered with, or given another key's name, is an error and no data."""
+    """A payload that was tampered with, or that names another key, raises an error and yields no
+    data."""
     _write(keys_file, old=OLD, new=NEW)
     codec = EncryptingCodec(Keys(keys_file))
     (payload,) = await data_converter(Settings()).encode([MARK])
@@ -258,7 +261,8 @@ async def _ask(port: int, path: str, body: Any, **headers: str) -> httpx.Respons
 async def test_the_web_ui_and_the_temporal_command_read_a_history(
     client: Client, keys_file: Path
 ) -> None:
-    """A history's payloads, sent as the UI sends them, come back readable; so does `temporal show`."""
+    """Encrypted payloads that are sent like the UI's come back readable, and `temporal show` works
+    too."""
     settings = _settings(client, keys_file)
     encrypting = await connect(settings=settings)
     async with Stages().at_work(encrypting):
@@ -291,7 +295,8 @@ async def test_the_web_ui_and_the_temporal_command_read_a_history(
 
 
 async def test_what_the_codec_server_encodes_it_decodes(keys_file: Path) -> None:
-    """`temporal workflow start --input` goes through /encode and is encrypted with the newest key."""
+    """`temporal workflow start --input` goes through /encode and is encrypted with the newest
+    key."""
     app = create_app(EncryptingCodec(Keys(keys_file)), TOKEN, [UI])
     plain = {"metadata": {"encoding": "anNvbi9wbGFpbg=="}, "data": "Im1vb24i"}
     async with serving(app, "127.0.0.1", 0) as port:
@@ -327,7 +332,7 @@ async def test_only_the_ui_and_holders_of_the_token_are_answered(
 
 
 async def test_a_browser_may_ask_from_the_ui_alone(keys_file: Path) -> None:
-    """The question that browsers ask first is answered with yes for the UI's origin only."""
+    """The CORS preflight request is allowed for the UI's origin only."""
     app = create_app(EncryptingCodec(Keys(keys_file)), TOKEN, [UI])
     asked = {
         "access-control-request-method": "POST",

@@ -43,7 +43,7 @@ async def test_a_step_that_keeps_failing_is_named(
 
 
 async def test_the_last_state_of_a_run_is_shown(client: Client, stages: Stages) -> None:
-    """A panel beside other runs would stay at its last but one look: everything done, nothing running."""
+    """The panel of a run among other runs shows its final state, not the one before it."""
     stages.instances = ("toy/add-1", "toy/add-2")
     seen: list[View] = []
     run = await Perdure(client).start_run(

@@ -44,7 +44,7 @@ ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
 
 async def test_a_group_yields_every_episode_once(client: Client, stages: Stages) -> None:
-    """Four samples, four episodes with their own index, as they finish."""
+    """Four samples yield four episodes, each with its own index, as they finish."""
     group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=4))
 
     seen = [episode.sample_index async for episode in group.episodes()]
@@ -55,7 +55,8 @@ async def test_a_group_yields_every_episode_once(client: Client, stages: Stages)
 async def test_a_quorum_ends_the_group_and_cancels_stragglers(
     client: Client, stages: Stages
 ) -> None:
-    """Two of three graded are enough: the third is cancelled and still leaves an episode."""
+    """Two of three graded rollouts are enough: the third is cancelled and still leaves an
+    episode."""
 
     async def slow_third(attempt: Any) -> AgentRun:
         while attempt.request.sample_index == 2:
@@ -73,7 +74,8 @@ async def test_a_quorum_ends_the_group_and_cancels_stragglers(
 
 
 async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None:
-    """No rollout finishes in time: the group ends anyway and says that its quorum was not met."""
+    """No rollout finishes in time: the group ends anyway and reports that its quorum was not
+    met."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     group = await Perdure(client).start_group(
@@ -88,8 +90,8 @@ async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None
 async def test_starting_a_group_twice_joins_it(
     client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A restarted trainer requests the same group again: same workflow, no second rollout, and the log
-    says so."""
+    """A restarted trainer requests the same group again and joins the same workflow without a
+    second rollout, and the log says so."""
     request = GroupRequest(rollout=ROLLOUT, n_samples=2)
     perdure = Perdure(client)
     first = await perdure.start_group(request)
@@ -107,8 +109,8 @@ async def test_starting_a_group_twice_joins_it(
 async def test_an_open_group_follows_another_quorum_and_deadline(
     client: Client, stages: Stages
 ) -> None:
-    """A trainer that starts again with another deadline joins its groups and changes them; what it does
-    not say stays."""
+    """A trainer that restarts with another deadline joins its groups and changes them. Fields that
+    it does not set stay."""
     gate = Gate()
 
     async def slow_second(attempt: Attempt) -> AgentRun:
@@ -132,7 +134,7 @@ async def test_an_open_group_follows_another_quorum_and_deadline(
 
 
 async def test_an_open_group_ends_at_a_changed_deadline(client: Client, stages: Stages) -> None:
-    """It counts from the group's start, as the one before it did."""
+    """The new deadline counts from the group's start, like the old one."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     perdure = Perdure(client)
@@ -150,7 +152,8 @@ async def test_an_open_group_ends_at_a_changed_deadline(client: Client, stages: 
 async def test_what_was_started_as_something_else_is_not_joined(
     client: Client, stages: Stages, by_hand: bool
 ) -> None:
-    """The caller would take the episodes of another question for its own; the message names both."""
+    """The caller would mistake the episodes of another request for its own. The message names the
+    differences."""
     stages.instances = ("toy/add-0",)
     perdure, first = Perdure(client), _run()
     if by_hand:  # as Temporal's own command starts it: JSON with the fields that a person wrote
@@ -169,7 +172,7 @@ async def test_what_was_started_as_something_else_is_not_joined(
 
 
 async def test_a_run_plays_everything_within_its_window(client: Client, stages: Stages) -> None:
-    """Six instances, two at a time at most, all done; resized to four, then four at once."""
+    """Six instances run at most two at a time, and after a resize four at a time."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(6))
@@ -186,12 +189,12 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
 
 
 def _played(stages: Stages) -> list[tuple[str, int]]:
-    """The rollouts that were booted: a real boot stage plays none twice."""
+    """The rollouts that were booted. A real boot stage would run none twice."""
     return sorted({(e.request.instance_id, e.request.sample_index) for e in stages.endings})
 
 
 async def test_an_open_run_is_resized_by_the_same_request(client: Client, stages: Stages) -> None:
-    """What the request does not say stays; the change is written to the run's record."""
+    """Fields that the request does not set stay, and the run's record has the change."""
     gate = Gate()
     recorded: list[RunRequest] = []
 
@@ -216,7 +219,8 @@ async def test_an_open_run_is_resized_by_the_same_request(client: Client, stages
 async def test_a_change_follows_the_list_and_each_has_its_own_time(
     client: Client, stages: Stages
 ) -> None:
-    """The record orders changes by their times. What prepares the list records the first request."""
+    """The record orders changes by their times. The activity that lists the instances records the
+    first request."""
     listing, listed = asyncio.Event(), asyncio.Event()
     recorded: list[RunRequest] = []
 
@@ -253,7 +257,8 @@ async def test_a_change_follows_the_list_and_each_has_its_own_time(
 async def test_a_paused_run_that_gets_more_samples_stays_paused(
     client: Client, stages: Stages
 ) -> None:
-    """It continues as a new execution for them, and starts none before it is resumed."""
+    """The run continues as a new execution for the new samples, and starts none before it is
+    resumed."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0",)
@@ -279,7 +284,7 @@ async def test_a_paused_run_that_gets_more_samples_stays_paused(
 
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_more_samples_continue_a_run(client: Client, stages: Stages, is_open: bool) -> None:
-    """The same run goes on with the samples that it lacks, whether it is open or has ended."""
+    """The same run continues with the missing samples, whether it is open or has ended."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -300,7 +305,7 @@ async def test_more_samples_continue_a_run(client: Client, stages: Stages, is_op
 
 
 class Looking(Perdure):
-    """Something happens each time it has looked at what it joins."""
+    """Runs a callback each time it has looked at what it joins."""
 
     def __init__(self, client: Client, *then: Callable[[], Awaitable[Any]]) -> None:
         super().__init__(client)
@@ -316,7 +321,7 @@ class Looking(Perdure):
 async def test_more_samples_continue_a_run_that_ends_at_that_moment(
     client: Client, stages: Stages
 ) -> None:
-    """It was open when the caller looked, and had ended when it was to be told."""
+    """The run was open when the caller looked, and had ended when the change was sent."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0",)
@@ -336,7 +341,7 @@ async def test_more_samples_continue_a_run_that_ends_at_that_moment(
 
 
 async def test_more_samples_wait_for_a_run_that_is_ending(client: Client, stages: Stages) -> None:
-    """While it writes its manifest it takes no change; then it starts again."""
+    """While a run writes its manifest it accepts no change. Then it starts again."""
     writing, written = asyncio.Event(), asyncio.Event()
 
     async def finish(run: RunRequest) -> RunSummary:
@@ -366,7 +371,7 @@ async def test_more_samples_wait_for_a_run_that_is_ending(client: Client, stages
 async def test_a_group_that_ends_at_the_moment_of_a_change_keeps_its_result(
     client: Client, stages: Stages
 ) -> None:
-    """The caller joins what has ended, as it does a moment later."""
+    """The caller joins the ended group, as it would a moment later."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     asks = GroupRequest(rollout=ROLLOUT, n_samples=2)
@@ -384,7 +389,7 @@ async def test_a_group_that_ends_at_the_moment_of_a_change_keeps_its_result(
 
 
 async def test_fewer_samples_end_a_run_earlier(client: Client, stages: Stages) -> None:
-    """Those in flight go on; samples that have not started are left out."""
+    """Rollouts in flight continue. Samples that have not started are dropped."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -401,7 +406,7 @@ async def test_fewer_samples_end_a_run_earlier(client: Client, stages: Stages) -
 
 
 async def test_a_larger_budget_continues_a_run(client: Client, stages: Stages) -> None:
-    """A run that its budget has stopped starts again with what it lacks."""
+    """A run that its budget stopped starts again with the missing rollouts."""
 
     async def expensive(ending: Ending) -> EpisodeRef:
         request = ending.request
@@ -430,7 +435,7 @@ async def test_a_larger_budget_continues_a_run(client: Client, stages: Stages) -
 
 
 async def test_what_fixes_a_run_cannot_be_changed(client: Client, stages: Stages) -> None:
-    """By an update with Temporal's own command; the message names the field."""
+    """An update sent by Temporal's own command is refused, and the message names the field."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0",)
@@ -452,7 +457,8 @@ async def test_what_fixes_a_run_cannot_be_changed(client: Client, stages: Stages
 async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
     client: Client, stages: Stages, activity_name: str
 ) -> None:
-    """As with the stages of a rollout, a deploy in the middle of it costs the run nothing."""
+    """Like for the stages of a rollout, a deploy in the middle of bookkeeping costs the run
+    nothing."""
 
     async def evict(_: Any) -> None:
         del stages.override[activity_name]
@@ -472,7 +478,7 @@ async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
 async def test_a_run_that_cannot_be_listed_fails_with_the_reason(
     client: Client, stages: Stages
 ) -> None:
-    """Temporal's own tools show the sentence, and not only that an activity failed."""
+    """Temporal's own tools show the reason, and not only that an activity failed."""
 
     async def refuse(_: Any) -> None:
         raise ApplicationError(
@@ -492,7 +498,7 @@ async def test_a_run_that_cannot_be_listed_fails_with_the_reason(
 async def test_a_resize_by_hand_to_no_number_is_one_sentence(
     client: Client, stages: Stages, size: Any
 ) -> None:
-    """`temporal workflow update execute` sends whatever was typed."""
+    """`temporal workflow update execute` sends any input, and the error is one sentence."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-1",)
@@ -507,8 +513,8 @@ async def test_a_resize_by_hand_to_no_number_is_one_sentence(
 
 
 async def test_samples_of_an_evaluation_start_one_by_one(client: Client, stages: Stages) -> None:
-    """Without a quorum or a deadline nothing makes samples wait for each other: all three slots are used
-    by samples of two."""
+    """Without a quorum or a deadline, samples do not wait for each other: samples of two use all
+    three slots."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -523,7 +529,7 @@ async def test_samples_of_an_evaluation_start_one_by_one(client: Client, stages:
 
 
 async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -> None:
-    """Paused: running rollouts continue and none starts. Resumed: the rest is played."""
+    """Paused, running rollouts continue and none starts. Resumed, the others run."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(3))
@@ -551,7 +557,7 @@ async def test_a_run_that_has_ended_is_not_paused(client: Client, stages: Stages
 
 
 async def test_a_failure_that_needs_a_person_pauses_the_run(client: Client, stages: Stages) -> None:
-    """One missing program must not fail thousands of rollouts: the run stops and says why."""
+    """One missing program must not fail thousands of rollouts: the run pauses and says why."""
 
     async def refuse(_: Any) -> Any:
         raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
@@ -567,8 +573,8 @@ async def test_a_failure_that_needs_a_person_pauses_the_run(client: Client, stag
 
 
 async def test_a_run_whose_rollouts_all_fail_alike_pauses(client: Client, stages: Stages) -> None:
-    """A wrong model name must not fail thousands of rollouts: after three instances the run stops and
-    says why. Resumed, it goes on."""
+    """A wrong model name must not fail thousands of rollouts: after three instances the run pauses
+    and says why. Resumed, it continues."""
     said = "the engine answered 404: The model `x` does not exist"
 
     async def refuse(attempt: Attempt) -> AgentRun:
@@ -600,7 +606,7 @@ async def test_a_run_whose_rollouts_all_fail_alike_pauses(client: Client, stages
 async def test_failures_that_differ_or_are_of_one_instance_pause_nothing(
     client: Client, stages: Stages, samples: int
 ) -> None:
-    """Each instance has a fault of its own, also in all of its samples."""
+    """Each instance has its own fault, in all of its samples."""
 
     async def refuse(attempt: Attempt) -> Any:
         words = {"toy/add-0": "no such tag", "toy/add-1": "its patch is torn"}
@@ -619,8 +625,8 @@ async def test_failures_that_differ_or_are_of_one_instance_pause_nothing(
 async def test_a_run_buys_no_more_than_its_budget(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
-    """Once the tokens are used it starts nothing, also in other shards; what runs is graded, and the
-    result says why the rest is missing."""
+    """Once the tokens are used, no shard starts a rollout. Running rollouts are graded, and the
+    result says why the others are missing."""
 
     async def emit(ending: Ending) -> EpisodeRef:
         return EpisodeRef(
@@ -653,7 +659,8 @@ async def test_a_run_buys_no_more_than_its_budget(
 async def test_a_run_that_has_used_its_budget_stops_its_agents(
     client: Client, stages: Stages, grouped: bool
 ) -> None:
-    """What an agent left is graded. One that had not begun has no verdict, and its agent never starts."""
+    """The patch of a stopped agent is graded. A rollout whose agent had not started has no verdict,
+    and its agent never starts."""
     working, stopped = asyncio.Event(), asyncio.Event()
 
     async def boot(attempt: Attempt) -> Booted:
@@ -698,7 +705,8 @@ async def test_a_run_that_has_used_its_budget_stops_its_agents(
 async def test_a_run_has_its_priority_and_spreads_its_starts(
     client: Client, stages: Stages
 ) -> None:
-    """Temporal knows the priority of the run and of its rollouts; each start has a timer of its own."""
+    """Temporal gets the priority of the run and of its rollouts, and each start has its own
+    timer."""
     stages.instances = ("toy/add-0", "toy/add-1")
     asked = _run().model_copy(update={"priority": 1, "start_jitter_s": 0.01})
     run = await Perdure(client).start_run(asked)
@@ -727,7 +735,7 @@ async def test_cancelling_a_run_ends_it_with_a_manifest(client: Client, stages: 
 
 
 async def test_a_cancelled_run_says_how_far_it_came(client: Client, stages: Stages) -> None:
-    """Its progress still counts what was graded and what was cancelled."""
+    """The progress of a cancelled run still counts graded and cancelled rollouts."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1", "toy/add-2")
@@ -744,7 +752,7 @@ async def test_a_cancelled_run_says_how_far_it_came(client: Client, stages: Stag
 
 
 async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages: Stages) -> None:
-    """A run of groups, cancelled: what was graded counts as graded, all the rest as cancelled."""
+    """In a cancelled run of groups, graded rollouts count as graded and all others as cancelled."""
     gate = Gate()
 
     async def first_is_quick(attempt: Any) -> AgentRun:
@@ -773,7 +781,7 @@ async def test_rollouts_of_a_cancelled_group_are_counted(client: Client, stages:
 async def test_a_group_that_a_person_cancels_is_counted_at_once(
     client: Client, stages: Stages
 ) -> None:
-    """One group of two is cancelled by hand: the run continues and counts its rollouts."""
+    """If a user cancels one group of two, the run continues and counts the group's rollouts."""
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -792,7 +800,7 @@ async def test_a_group_that_a_person_cancels_is_counted_at_once(
 
 
 async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) -> None:
-    """The run ends at its quorum; the sample that runs on is still part of the total."""
+    """The run ends at its quorum, and the kept straggler is still part of the total."""
     gate = Gate()
 
     async def second_is_slow(attempt: Any) -> AgentRun:
@@ -816,7 +824,7 @@ async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) 
 async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
     client: Client, stages: Stages
 ) -> None:
-    """The list succeeds all the same; no rollout starts, and the manifest is written."""
+    """The list still succeeds, no rollout starts, and the manifest is written."""
     listing, told = asyncio.Event(), asyncio.Event()
 
     async def prepare(_: Any) -> PreparedRun:
@@ -847,7 +855,7 @@ async def test_a_run_cancelled_while_it_lists_its_instances_starts_none(
 async def test_a_large_run_is_cut_into_shards(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More instances than one shard holds: every one is played exactly once, counts add up."""
+    """More instances than one shard holds: each runs exactly once, and the counts add up."""
     monkeypatch.setattr("workflows.run.SHARD", 4)
     stages.instances = tuple(f"toy/add-{k}" for k in range(10))
     run = await Perdure(client).start_run(_run(concurrency=4))
@@ -864,7 +872,7 @@ async def test_a_large_run_is_cut_into_shards(
 async def test_the_same_run_twice_joins(
     client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Starting a finished run again does no work, gives the same totals, and the log says so."""
+    """Starting a finished run again does no work and gives the same totals, and the log says so."""
     stages.instances = ("toy/add-0",)
     perdure = Perdure(client)
     first = await (await perdure.start_run(_run())).result()
@@ -878,7 +886,7 @@ async def test_the_same_run_twice_joins(
 async def test_the_same_rollout_twice_joins(
     client: Client, stages: Stages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a trainer's hook starts it: the same episode, and the log says so."""
+    """A start like a trainer's hook returns the same episode, and the log says so."""
     perdure = Perdure(client)
     first = await (await perdure.start_rollout(ROLLOUT)).result()
     assert "started before" not in caplog.text
@@ -889,7 +897,7 @@ async def test_the_same_rollout_twice_joins(
 
 
 async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stages) -> None:
-    """A mistake inside `rollout` is named, in one typed error, before an instance is even listed."""
+    """A mistake inside `rollout` is named in one typed error before any instance is listed."""
     request = RunRequest(run_id="r1", instances=("toy/add-0",), rollout={"agnet": "nop"})
     run = await Perdure(client).start_run(request)
 

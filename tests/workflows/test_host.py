@@ -1,4 +1,4 @@
-"""HostWorkflow on a real server: what follows when a host is silent, comes back, or leaves."""
+"""HostWorkflow on a real server: what happens if a host is silent, comes back, or leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -38,7 +38,8 @@ REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbe
 
 
 class HostLife:
-    """Shows signs of life while it is told to; counts what it was asked to do."""
+    """A host process that sends heartbeats while it is told to, and counts the activities it
+    gets."""
 
     def __init__(self) -> None:
         self.beats = True
@@ -81,7 +82,7 @@ def store(tmp_path: Path) -> LocalStore:
 async def _asked_about(
     client: Client, stand_in: Callable[..., Any]
 ) -> AsyncIterator[WorkflowHandle[Any, Any]]:
-    """The workflow of one host, and a worker elsewhere that stands in by this activity."""
+    """The workflow of one host, and a worker elsewhere that stands in with this activity."""
     async with AsyncExitStack() as workers:
         for worker in (
             workflow_worker(client, checking_runner()),
@@ -113,7 +114,7 @@ TIMEOUT = timedelta(minutes=1)
 
 @asynccontextmanager
 async def _own_worker(client: Client) -> AsyncIterator[list[int]]:
-    """The host's own worker, and the attempts that it was given."""
+    """The host's own worker, and the attempts that it got."""
     stages = Stages()
     seen: list[int] = []
 
@@ -131,7 +132,7 @@ async def _own_worker(client: Client) -> AsyncIterator[list[int]]:
 async def test_rollouts_of_a_silent_host_move(
     client: Client, host: WorkflowHandle[Any, Any], life: HostLife, store: LocalStore
 ) -> None:
-    """Its agents are answered in its place; a new attempt boots, and nothing more is sent there."""
+    """Other workers answer for its agents, a new attempt boots, and the host gets no more work."""
     stages, booted = Stages(), asyncio.Event()
 
     async def boot(attempt: Attempt) -> Booted:
@@ -164,7 +165,8 @@ async def test_rollouts_of_a_silent_host_move(
 async def test_a_host_whose_beats_were_not_heard_is_asked_once_more(
     client: Client, host: WorkflowHandle[Any, Any], life: HostLife
 ) -> None:
-    """The server was away, or the line: the host answers in time, and its term goes on."""
+    """If the server or the connection was down, the host answers in time, and its term
+    continues."""
     life.beats = False
     async with life.shown(client):
         await until(lambda: len(life.served) == 2, "it is asked again")
@@ -177,7 +179,8 @@ async def test_a_host_whose_beats_were_not_heard_is_asked_once_more(
 async def test_a_host_that_comes_back_begins_anew(
     client: Client, host: WorkflowHandle[Any, Any], life: HostLife
 ) -> None:
-    """It ends what is left of its last term before the next one; then its own workers are asked."""
+    """The host kills the sandboxes of its last term before the next one. Then its own workers get
+    work again."""
     await until(lambda: _is(host, lost=True), "the host is lost")
     async with life.shown(client):
         await until(lambda: life.served, "it serves again")
@@ -199,7 +202,8 @@ async def test_a_host_that_comes_back_begins_anew(
 async def test_a_host_comes_back_while_the_worker_that_stands_in_is_told_to_stop(
     client: Client, life: HostLife
 ) -> None:
-    """The activity ends as evicted, not as cancelled. It is not ordered again: the host serves."""
+    """The activity ends as evicted, not as cancelled. It is not dispatched again, because the host
+    serves."""
 
     @activity.defn(name="stand_in")
     async def evicted(term: Term) -> None:
@@ -221,7 +225,7 @@ async def test_a_host_comes_back_while_the_worker_that_stands_in_is_told_to_stop
 async def test_a_host_that_leaves_is_not_waited_for(
     client: Client, host: WorkflowHandle[Any, Any], life: HostLife
 ) -> None:
-    """It says goodbye: its work moves at once."""
+    """The host completes serve_term when it leaves, and its work moves at once."""
     async with life.shown(client):
         await until(lambda: life.served, "the host serves")
         life.leaves.set()

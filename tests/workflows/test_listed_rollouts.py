@@ -29,7 +29,7 @@ async def _start(client: Client, number: int) -> None:
 async def test_the_oldest_and_the_newest_rollouts_are_found_without_a_whole_list(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest open ones come in the order of their starts; closed ones are not among them."""
+    """The oldest open rollouts come in start order, without closed ones."""
     monkeypatch.setattr(rollouts, "FEW", 6)
     for number in range(STARTED):
         await _start(client, number)
@@ -49,7 +49,7 @@ async def test_the_oldest_and_the_newest_rollouts_are_found_without_a_whole_list
 
 
 async def test_rollouts_without_a_run_are_counted_under_their_run_id(client: Client) -> None:
-    """What was started by hand is no run that exists, and yet it has a progress."""
+    """Rollouts that were started one by one have no run, but still have a progress."""
     perdure = Perdure(client)
     for number in range(2):
         await _start(client, number)
@@ -67,7 +67,7 @@ async def test_rollouts_without_a_run_are_counted_under_their_run_id(client: Cli
 
 
 async def test_a_rollout_that_ran_again_is_listed_once(client: Client) -> None:
-    """Of two executions of one rollout, or of one run, the last one is shown."""
+    """Of two executions of one rollout or run, the last one is shown."""
     perdure = Perdure(client)
     for _ in range(2):
         await _start(client, 0)
@@ -90,7 +90,7 @@ async def test_a_rollout_that_ran_again_is_listed_once(client: Client) -> None:
 
 
 async def test_rollouts_without_a_seat_are_counted_as_waiting(client: Client) -> None:
-    """Nothing has begun their boot."""
+    """Rollouts whose boot has not begun count as waiting."""
     for number in range(2):
         await _start(client, number)
 

@@ -1,4 +1,5 @@
-"""Mistakes that only a server can tell: a run that does not exist, for every command that takes one."""
+"""Mistakes that only a server can detect, such as an unknown run, for every command that takes
+one."""
 
 import asyncio
 import json
@@ -31,7 +32,7 @@ async def test_an_unknown_run_is_one_line(
     capsys: pytest.CaptureFixture[str],
     line: str,
 ) -> None:
-    """It names the run and the command that lists those there are."""
+    """The message names the run and the command that lists the existing runs."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     monkeypatch.setenv("TEMPORAL_ADDRESS", client.service_client.config.target_host)
     monkeypatch.setenv("TEMPORAL_NAMESPACE", client.namespace)
@@ -49,7 +50,8 @@ async def test_a_run_that_temporal_has_forgotten_is_shown_from_the_store(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As after its retention, or beside a new database: what has an episode is counted."""
+    """Temporal may forget a run, by retention or with a new database. Rollouts with an episode
+    still count."""
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     monkeypatch.setenv("TEMPORAL_ADDRESS", client.service_client.config.target_host)
     monkeypatch.setenv("TEMPORAL_NAMESPACE", client.namespace)
@@ -80,7 +82,7 @@ async def test_a_run_that_temporal_has_forgotten_is_shown_from_the_store(
 async def test_a_namespace_that_is_not_there_is_one_line(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is told when the connection is made, not as an error of the first call."""
+    """The error comes when the connection is made, not with the first call."""
     monkeypatch.setattr(connection, "NAMESPACE_PATIENCE_S", 0.0)
     monkeypatch.setenv("TEMPORAL_NAMESPACE", "elsewhere")
     address = client.service_client.config.target_host
@@ -90,7 +92,7 @@ async def test_a_namespace_that_is_not_there_is_one_line(
 
 
 async def test_what_is_no_request_is_named(client: Client) -> None:
-    """A dict is the likely mistake, and the message says how to make a request of it."""
+    """A dict is the likely mistake, and the message says how to convert it."""
     perdure, nothing = Perdure(client), dict[str, Any]()
     starts: list[Any] = [perdure.start_group, perdure.start_rollout, perdure.start_run]
 

@@ -1,4 +1,4 @@
-"""A training loop catches one kind of error when a workflow ends without a result."""
+"""A training loop can catch one error type when a workflow ends without a result."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def gate(stages: Stages) -> Gate:
 
 
 async def test_a_cancelled_rollout_raises_cancelled(client: Client, gate: Gate) -> None:
-    """The error names the rollout; Temporal's own is its cause."""
+    """The error names the rollout, and Temporal's error is its cause."""
     rollout = await Perdure(client).start_rollout(ROLLOUT)
     await gate.until_running(1)
     await rollout.cancel()
@@ -35,7 +35,7 @@ async def test_a_cancelled_rollout_raises_cancelled(client: Client, gate: Gate) 
 
 
 async def test_a_terminated_group_says_why(client: Client, gate: Gate) -> None:
-    """The message has the reason that the person gave who terminated it."""
+    """The message has the reason that the user gave for the termination."""
     group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=1))
     await gate.until_running(1)
     await group.handle.terminate(reason="the node is needed")
@@ -46,7 +46,7 @@ async def test_a_terminated_group_says_why(client: Client, gate: Gate) -> None:
 
 
 async def test_what_never_started_is_not_found(client: Client) -> None:
-    """A misspelt id raises NotFound at once."""
+    """A misspelled id raises NotFound at once."""
     misspelt = Perdure(client).rollout("rollout/r1/ad-1/0")
 
     for ask in (misspelt.result, misspelt.state):
@@ -55,7 +55,7 @@ async def test_what_never_started_is_not_found(client: Client) -> None:
 
 
 async def test_a_sync_trainer_catches_the_same(client: Client, gate: Gate) -> None:
-    """The error crosses into the thread that waits."""
+    """The error crosses into the waiting thread."""
 
     def wait() -> None:
         SyncPerdure(client.service_client.config.target_host).start_rollout(ROLLOUT).result()

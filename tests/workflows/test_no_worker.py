@@ -1,4 +1,4 @@
-"""What a trainer and a person see while no worker polls, on a real server."""
+"""What a trainer and a user see while no worker polls, on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,11 +28,12 @@ ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 GROUP = GroupRequest(rollout=ROLLOUT, n_samples=2)
 RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
 AT_ONCE = ("--dynamic-config-value", 'matching.queryPollerUnavailableWindow="100ms"')
-"""The server notices missing workers after this time, not after twenty seconds."""
+"""The server notices missing workers after this time instead of 20 s."""
 
 
 class Hurried(Interceptor):
-    """Queries wait two seconds for their answer, not thirty; statuses of failed ones are kept."""
+    """Queries wait two seconds for their answer instead of 30. Statuses of failed ones are
+    recorded."""
 
     def __init__(self) -> None:
         self.statuses: list[RPCStatusCode] = []
@@ -74,8 +75,8 @@ def perdure(client: Client, hurried: Hurried) -> Perdure:
 async def test_a_run_whose_workers_have_gone_says_so(
     client: Client, perdure: Perdure, hurried: Hurried
 ) -> None:
-    """Its progress is an answer, also when the server knows that no worker polls: its rollouts are
-    counted without one."""
+    """The progress is an answer even when the server knows that no worker polls: the server's
+    counts are used."""
     stages, begun = Stages(), asyncio.Event()
     stages.instances = ("toy/add-1",)
 
@@ -123,7 +124,8 @@ async def _read(group: GroupHandle) -> list[int]:
 async def test_a_group_that_no_worker_began_has_no_episodes(
     client: Client, perdure: Perdure
 ) -> None:
-    """A group that was terminated before any worker saw it has none, and does not wait for any."""
+    """A group that was terminated before any worker saw it has no episodes, and the client does not
+    wait."""
     group = await perdure.start_group(GROUP)
     await group.handle.terminate()
 

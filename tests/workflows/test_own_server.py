@@ -1,4 +1,4 @@
-"""A Temporal server as operators run it: mTLS, API keys, Temporal Cloud's forms.
+"""A Temporal server as operators run it: mTLS, API keys, address forms of Temporal Cloud.
 
 The server is real. A proxy adds what a dev server lacks, such as TLS (`tests/temporal_proxy.py`).
 """
@@ -44,7 +44,7 @@ def ours(authority: Authority, tmp_path: Path) -> Issued:
 
 
 def _server_side(authority: Authority, certificate: Issued | None = None) -> ssl.SSLContext:
-    """Asks every client for a certificate of our authority."""
+    """A server that requires client certificates of the test's authority."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     own = certificate or Issued(authority.certificate, authority.key)
     context.load_cert_chain(own.certificate, own.key)
@@ -72,7 +72,7 @@ def _mtls(authority: Authority, ours: Issued) -> dict[str, Any]:
 async def test_a_rollout_runs_over_mutual_tls(
     client: Client, authority: Authority, ours: Issued, tmp_path: Path
 ) -> None:
-    """Client and workers reach a server that asks for certificates, through settings alone."""
+    """Client and workers reach a server that requires certificates, through settings only."""
     async with proxied(_address(client), _server_side(authority)) as proxy:
         settings = _settings(tmp_path, proxy, **_mtls(authority, ours))
         through = await connect(settings=settings)
@@ -85,7 +85,7 @@ async def test_a_rollout_runs_over_mutual_tls(
 async def test_the_name_in_the_certificate_may_differ_from_the_address(
     client: Client, authority: Authority, ours: Issued, tmp_path: Path
 ) -> None:
-    """A server behind another address is verified by the name that the settings give."""
+    """A server behind another address is verified by the name in the settings."""
     named = issue(tmp_path, "server", f"DNS:{NAME}")
     async with proxied(_address(client), _server_side(authority, named)) as proxy:
         keys = _mtls(authority, ours)
@@ -100,7 +100,8 @@ async def test_the_name_in_the_certificate_may_differ_from_the_address(
 async def test_without_its_certificates_nothing_connects(
     client: Client, authority: Authority, ours: Issued, tmp_path: Path, lacks: str
 ) -> None:
-    """A worker without a certificate, or without the authority, gets an error, not plain text."""
+    """A worker without a certificate, or without the authority, gets an error and never uses plain
+    text."""
     keys = _mtls(authority, ours)
     for name in {
         "certificate": ("tls_cert_file", "tls_key_file"),
@@ -120,7 +121,7 @@ async def test_the_variables_of_the_temporal_command_do_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """TEMPORAL_ADDRESS and TEMPORAL_TLS_* connect without a setting of ours."""
+    """TEMPORAL_ADDRESS and TEMPORAL_TLS_* connect without a Perdure setting."""
     async with proxied(_address(client), _server_side(authority)) as proxy:
         monkeypatch.setenv("TEMPORAL_ADDRESS", proxy.address)
         monkeypatch.setenv("TEMPORAL_TLS_SERVER_CA_CERT_PATH", str(authority.file))
@@ -138,7 +139,8 @@ async def test_a_profile_of_the_temporal_command_does_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A profile in Temporal's TOML file connects; a setting of ours wins over one of its fields."""
+    """A profile in Temporal's TOML file connects, and a Perdure setting overrides one of its
+    fields."""
     async with proxied(_address(client), _server_side(authority)) as proxy:
         file = tmp_path / "temporal.toml"
         file.write_text(
@@ -163,7 +165,7 @@ client_key_path = "/nonexistent"
 async def test_every_call_sends_the_api_key(
     client: Client, authority: Authority, tmp_path: Path
 ) -> None:
-    """A server that asks for an API key gets it with every call of client and workers, over TLS."""
+    """A server that requires an API key gets it with every call of client and workers, over TLS."""
     async with proxied(_address(client), authority.tls(), api_key=KEY) as proxy:
         settings = _settings(tmp_path, proxy, api_key=KEY, tls_ca_file=authority.file)
         through = await connect(settings=settings)
@@ -202,7 +204,7 @@ def no_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_namespace")
 def test_an_address_of_temporal_cloud_says_namespace_and_tls() -> None:
-    """The address of a namespace needs no port, no namespace and no word on TLS."""
+    """The address of a namespace implies port, namespace and TLS."""
     found = _cloud(address=CLOUD)
 
     assert (found.address, found.namespace, bool(found.tls)) == (
@@ -214,7 +216,7 @@ def test_an_address_of_temporal_cloud_says_namespace_and_tls() -> None:
 
 @pytest.mark.usefixtures("no_namespace")
 def test_a_region_of_temporal_cloud_takes_a_key_and_a_full_namespace() -> None:
-    """A regional endpoint with an API key is used over TLS, in the namespace that is given."""
+    """A regional endpoint with an API key is used over TLS, in the configured namespace."""
     found = _cloud(address=REGION, namespace="orders.a1b2c", api_key=KEY)
 
     assert (found.address, found.namespace, bool(found.tls), found.api_key) == (
@@ -239,7 +241,7 @@ def test_a_region_of_temporal_cloud_takes_a_key_and_a_full_namespace() -> None:
     ],
 )
 def test_a_contradiction_is_refused_with_its_fix(temporal: dict[str, Any], fix: str) -> None:
-    """What cannot work is refused before anything connects; the message names what to set."""
+    """A contradiction is refused before anything connects, and the message names what to set."""
     with pytest.raises(ConfigurationError, match=fix):
         given_address(Settings(temporal=temporal))
 
@@ -255,5 +257,5 @@ def test_a_contradiction_is_refused_with_its_fix(temporal: dict[str, Any], fix: 
     ],
 )
 def test_a_key_turns_tls_on(temporal: dict[str, Any], tls: bool) -> None:
-    """An API key never travels in plain text, unless the settings say so."""
+    """An API key is never sent in plain text unless the settings say so."""
     assert bool(_cloud(**temporal).tls) is tls

@@ -1,4 +1,4 @@
-"""A run that has ended is started again for some of its rollouts, on a real server."""
+"""A run that has ended starts again for some of its rollouts, on a real server."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ LISTED = RolloutAgain(instance="toy/b", sample_index=1, round=1)
 
 
 def listing(stages: Stages) -> None:
-    """The first start has two instances; the next one lists a single rollout."""
+    """The first start has two instances. The next one lists a single rollout."""
 
     async def prepare(run: RunRequest) -> PreparedRun:
         return PreparedRun(total=1 if run.again else len(run.instances))
@@ -34,7 +34,8 @@ def listing(stages: Stages) -> None:
 
 
 async def test_only_the_listed_rollouts_are_played_again(client: Client, stages: Stages) -> None:
-    """One of four, under its own workflow id, with the round and the stage where it starts."""
+    """One of four rollouts runs again, under its own workflow id, with the round and the start
+    stage."""
     booted: list[Attempt] = []
 
     async def boot(attempt: Attempt) -> Booted:
@@ -56,7 +57,7 @@ async def test_only_the_listed_rollouts_are_played_again(client: Client, stages:
 
 
 async def test_an_open_run_is_not_started_again(client: Client, stages: Stages) -> None:
-    """It is refused, and the open run goes on."""
+    """The retry is refused, and the open run continues."""
     gate = Gate()
     listing(stages)
     stages.override["run_agent"] = gate.agent

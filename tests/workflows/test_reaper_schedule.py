@@ -1,4 +1,4 @@
-"""The schedule of sweeps that a worker creates when it starts, on a real server."""
+"""The schedule of sweeps that a worker creates at its start, on a real server."""
 
 import asyncio
 from datetime import timedelta
@@ -16,7 +16,7 @@ HOST = "host-1"
 
 
 class StartingUp(Interceptor):
-    """A server that answers, but takes a schedule only at the third request."""
+    """A server that answers, but accepts a schedule only at the third request."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -49,7 +49,7 @@ def _meeting(client: Client, server: StartingUp) -> Client:
 async def test_a_server_that_is_still_starting_is_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that starts before its server is ready waits instead of ending."""
+    """A worker that starts before its server is ready waits instead of exiting."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 0.05)
     server = StartingUp()
     early = _meeting(client, server)
@@ -62,7 +62,7 @@ async def test_a_server_that_is_still_starting_is_waited_for(
 
 
 async def test_a_worker_whose_schedule_exists_continues(client: Client) -> None:
-    """A schedule of another worker, or from before a restart, is not changed."""
+    """An existing schedule, of another worker or from before a restart, is not changed."""
     await process._ensure_reaper(client, HOST, asyncio.Event())
 
     async with asyncio.timeout(60):
@@ -72,7 +72,7 @@ async def test_a_worker_whose_schedule_exists_continues(client: Client) -> None:
 async def test_a_worker_that_is_told_to_stop_waits_no_longer(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After SIGTERM, a worker that waits for its server ends."""
+    """After SIGTERM, a worker that waits for its server exits."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 3600.0)
     server, stop = StartingUp(), asyncio.Event()
     early = _meeting(client, server)
@@ -87,7 +87,7 @@ async def test_a_worker_that_is_told_to_stop_waits_no_longer(
 async def test_a_deleted_schedule_is_made_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker that made it goes on; it needs no restart."""
+    """The worker creates a deleted schedule again, without a restart."""
     monkeypatch.setattr(process, "REAP_EVERY", timedelta(seconds=1))
     await process._ensure_reaper(client, HOST, asyncio.Event())
     await client.get_schedule_handle(f"perdure-reaper/{HOST}").delete()

@@ -43,7 +43,7 @@ async def test_a_committed_history_replays(path: Path, monkeypatch: pytest.Monke
 
 
 def test_every_scenario_is_committed() -> None:
-    """One file for each scenario of the recorder, and none without one."""
+    """There is one file for each scenario of the recorder, and no other file."""
     recorded = {scenario.__name__ for scenario in record_histories.SCENARIOS}
 
     assert {path.stem for path in HISTORIES} == recorded
@@ -51,7 +51,7 @@ def test_every_scenario_is_committed() -> None:
 
 @workflow.defn(name=names.ROLLOUT, sandboxed=False)
 class RolloutWithoutBoot:
-    """A careless change: the first step is another one."""
+    """A careless change: the first activity is another one."""
 
     @workflow.run
     async def run(self, request: Any) -> None:
@@ -61,7 +61,7 @@ class RolloutWithoutBoot:
 
 @pytest.mark.parametrize("name", ["plain", "lost_sandbox"])
 async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
-    """A workflow that decides differently fails the replay."""
+    """A workflow with other decisions fails the replay."""
     replayer = Replayer(
         workflows=[RolloutWithoutBoot], data_converter=DATA_CONVERTER, debug_mode=True
     )
@@ -72,7 +72,7 @@ async def test_a_changed_workflow_fails_the_replay(name: str) -> None:
 
 @pytest.mark.parametrize("path", HISTORIES, ids=lambda path: path.stem)
 def test_a_history_does_not_show_where_it_was_recorded(path: Path) -> None:
-    """Identities are the recorder's, and there is no stack trace with paths."""
+    """Identities are the recorder's, and no stack trace has paths."""
     text = path.read_text()
     identities = set(re.findall(r'"identity": "([^"]*)"', text))
 

@@ -1,4 +1,4 @@
-"""A host whose Temporal server was restored from a backup, with the real process of its signs of life."""
+"""A host whose Temporal server was restored from a backup, with the real heartbeat process."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ from perdure.settings.load import load_settings
 from perdure.stack.host_life import keep_alive
 asyncio.run(keep_alive(load_settings()))
 """
-"""What a worker does for its host's signs of life."""
+"""What a worker does for its host's heartbeats."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Host:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[Client]:
-        """A server over the database, with a worker of our workflows and one that stands in."""
+        """A server on the database, with a worker of the real workflows and one that stands in."""
         with tempfile.TemporaryFile() as log:
             process = dev_server.spawn(self.port, log, "--db-filename", str(self.database))
             try:
@@ -97,7 +97,7 @@ class Host:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Its process is there; at the end it is killed without a goodbye."""
+        """The host's real process. At the end it is killed, without leaving first."""
         with (self.settings.home / "logs" / "life.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "workers.host.life"], cwd=ROOT, stdout=log, stderr=log
@@ -109,7 +109,8 @@ class Host:
                 process.wait()
 
     async def serves(self, client: Client, number: int | None = None) -> None:
-        """Until both sides agree on the term, with a sign of life from now on. None: on any."""
+        """Wait until both sides agree on the term, with a new heartbeat. `number`: if None, any
+        term."""
         began = monotonic()
 
         async def agreed() -> bool:
@@ -131,7 +132,7 @@ class Host:
         return state
 
     async def is_asked_again(self, client: Client, times: int) -> None:
-        """Until the server has noticed the silence, for the number of times."""
+        """Wait until the server has noticed the silence this many times."""
         handle = client.get_workflow_handle(names.host_id(self.name))
 
         async def offered() -> bool:
@@ -162,7 +163,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 @pytest.mark.longer
 async def test_a_host_serves_after_a_restore_that_forgot_its_renewals(host: Host) -> None:
-    """The server refuses the token of its signs of life, which is newer than the backup."""
+    """The server refuses the heartbeat token, which is newer than the backup."""
     async with host.served() as client:
         with host.alive():
             await host.serves(client)
@@ -181,7 +182,8 @@ async def test_a_host_serves_after_a_restore_that_forgot_its_renewals(host: Host
 async def test_a_restored_server_learns_the_hosts_later_term(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host was lost once after the backup: it goes on in its own term, and ends no sandbox."""
+    """The host was lost once after the backup: it continues in its own term, and kills no
+    sandbox."""
     monkeypatch.setenv("PERDURE_HOST__SILENT_S", "20")
     async with host.served() as client:
         with host.alive():
@@ -202,7 +204,8 @@ async def test_a_restored_server_learns_the_hosts_later_term(
 async def test_a_process_of_the_old_address_is_replaced(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stack was killed and started on other ports: the host serves its term there with its sandboxes."""
+    """The stack was killed and started on other ports: the host serves its term there with its
+    sandboxes."""
     monkeypatch.setenv("PERDURE_HOST__SILENT_S", "24")
     with host.alive(), held_ports.held(1) as (port,):
         async with host.served() as client:
@@ -226,12 +229,12 @@ async def _is_lost(host: Host, client: Client) -> bool:
 
 
 def _ended(host: Host) -> int:
-    """How often it ended its sandboxes."""
+    """How often the host killed its sandboxes."""
     return (host.settings.home / "logs" / "life.log").read_text().count("killed the sandboxes")
 
 
 async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:
-    """On a single machine there is no other one: work for the lost host is answered all the same."""
+    """On a single machine, the same worker answers for the lost host."""
     async with host.served() as client:
         lost = LostHost(client, Term(host=host.name, silent_s=SILENT_S))
         with host.alive():

@@ -1,4 +1,4 @@
-"""RolloutWorkflow on a real server: its promises, while activities succeed, fail and disappear."""
+"""RolloutWorkflow on a real server: its promises when activities succeed, fail and disappear."""
 
 import asyncio
 from typing import Any
@@ -46,13 +46,13 @@ async def _start(client: Client, request: Any, **options: Any) -> WorkflowHandle
 
 
 async def _played(client: Client, request: Any) -> EpisodeRef:
-    """Its episode, however it ended: raw handles raise for one without a verdict."""
+    """The episode, however the rollout ended. Raw handles raise if there is no verdict."""
     handle = await _start(client, request)
     return await Perdure(client).rollout(handle.id).result()
 
 
 async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stages) -> None:
-    """Five stages in a line, nothing destroyed twice, a graded episode at the end."""
+    """Five stages in a line, nothing destroyed twice, and a graded episode at the end."""
     handle = await _start(client, REQUEST)
 
     episode = await handle.result()
@@ -68,7 +68,7 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
 
 
 async def test_a_grading_has_the_time_that_its_row_asks_for(client: Client, stages: Stages) -> None:
-    """Tests of CPython may take two hours a run."""
+    """CPython's tests may take two hours per run."""
     limits: list[float] = []
 
     async def capture(_: Attempt) -> Captured:
@@ -86,7 +86,7 @@ async def test_a_grading_has_the_time_that_its_row_asks_for(client: Client, stag
 
 
 async def test_history_stays_within_its_budget(client: Client, stages: Stages) -> None:
-    """At most 60 events and 12 KB without failures, for a full request started as the SDK does."""
+    """Without failures, at most 60 events and 12 KB for a full request started by the SDK."""
     request = RolloutRequest(
         run_id="r1", instance="toy/add-1", agent="nop", group_id="r1/add-1", policy_version=7
     )
@@ -118,7 +118,7 @@ async def test_history_stays_within_its_budget(client: Client, stages: Stages) -
 async def test_a_wrong_field_is_refused_by_name(
     client: Client, stages: Stages, request_: Any, named: str
 ) -> None:
-    """A hand-written input with a mistake fails at once, naming the field; nothing boots."""
+    """A hand-written input with a mistake fails at once and names the field, and nothing boots."""
     handle = await _start(client, request_)
 
     with pytest.raises(WorkflowFailureError) as failed:
@@ -131,7 +131,7 @@ async def test_a_wrong_field_is_refused_by_name(
 
 
 async def test_a_lost_sandbox_means_a_new_attempt(client: Client, stages: Stages) -> None:
-    """SandboxLost on attempt 1: destroyed, booted again as attempt 2, graded."""
+    """After SandboxLost on attempt 1, the sandbox is destroyed, and attempt 2 is graded."""
 
     async def lose_the_first(attempt: Any) -> AgentRun:
         if attempt.attempt == 1:
@@ -150,7 +150,7 @@ async def test_a_lost_sandbox_means_a_new_attempt(client: Client, stages: Stages
 
 
 async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: Stages) -> None:
-    """After max_attempts the workflow completes, as failed at the sandbox boundary, reward none."""
+    """After max_attempts the workflow ends as failed at the sandbox boundary, without a reward."""
 
     async def lose(_: Any) -> AgentRun:
         raise ApplicationError("gone", "sandbox", type="SandboxLost", non_retryable=True)
@@ -167,7 +167,7 @@ async def test_losing_every_sandbox_is_a_failed_episode(client: Client, stages: 
 
 
 async def test_an_eviction_costs_no_attempt(client: Client, stages: Stages) -> None:
-    """A worker that is told to stop hands over: the attempt continues, and the episode counts the
+    """A worker that shuts down hands over: the attempt continues, and the episode counts the
     eviction."""
     evictions = 2
 
@@ -187,7 +187,8 @@ async def test_an_eviction_costs_no_attempt(client: Client, stages: Stages) -> N
 async def test_an_agent_that_never_called_the_model_has_no_reward(
     client: Client, stages: Stages
 ) -> None:
-    """No model call is a failure at the agent boundary, not a zero; nothing is graded."""
+    """Without a model call, the rollout fails at the agent boundary. It is not graded and not a
+    zero."""
 
     async def silent(_: Any) -> AgentRun:
         return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
@@ -227,8 +228,8 @@ async def test_an_agent_cannot_discard_its_episode_by_dying(
 async def test_an_agent_without_an_answer_is_tried_again_until_it_has_one(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, end: AgentEnd
 ) -> None:
-    """However it ended after a call that the gateway could not answer, there is no verdict. Such
-    attempts do not count: more of them than `max_attempts` lead to the grade that is due."""
+    """However the agent ended after a call that the gateway could not answer, there is no verdict.
+    Such attempts do not count: even more of them than `max_attempts` lead to a grade."""
     monkeypatch.setattr(rollout, "FIRST_PAUSE_S", 0.01)
 
     async def unanswered(attempt: Any) -> AgentRun:
@@ -253,7 +254,8 @@ async def test_a_rollout_without_answers_ends_without_a_reward(
     limit_s: float,
     retry_on: list[str],
 ) -> None:
-    """After its time, or at once if the request says so: never as a reward of 0."""
+    """It gives up after its time limit, or at once if the request says so, and never with reward
+    0."""
     monkeypatch.setattr(rollout, "LONGEST_WAIT_S", limit_s)
 
     async def unanswered(_: Any) -> AgentRun:
@@ -274,7 +276,7 @@ async def test_a_rollout_without_answers_ends_without_a_reward(
 async def test_a_rollout_is_tried_again_after_the_failures_that_it_names(
     client: Client, stages: Stages, retry_on: tuple[Any, ...], attempts: int
 ) -> None:
-    """An agent that ends without a call may do better in a new sandbox, if the request says so."""
+    """If the request says so, an agent that ended without a call gets a new sandbox."""
 
     async def silent(_: Any) -> AgentRun:
         return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
@@ -289,7 +291,7 @@ async def test_a_rollout_is_tried_again_after_the_failures_that_it_names(
 async def test_bad_configuration_ends_the_rollout_without_retries(
     client: Client, stages: Stages
 ) -> None:
-    """A failure that only a person can cure is reported once, at its boundary."""
+    """A failure that only a user can fix is reported once, at its boundary."""
 
     async def refuse(_: Any) -> Booted:
         raise ApplicationError("no bwrap", "sandbox", type="MissingDependency", non_retryable=True)
@@ -318,7 +320,7 @@ async def test_lost_grading_sandboxes_end_the_rollout_as_failed(
 
 
 async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) -> None:
-    """Cancelled while the agent runs: sandbox destroyed, episode emitted as cancelled."""
+    """Cancelled while the agent runs: the sandbox is destroyed, and the episode says cancelled."""
     running = asyncio.Event()
 
     async def forever(_: Any) -> AgentRun:
@@ -346,7 +348,7 @@ async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) ->
 async def test_a_cancelled_boot_does_not_wait_for_a_provider_that_is_away(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was booted, so the clean-up is tried for seconds; then the reaper is enough."""
+    """Nothing was booted, so the cleanup is tried for seconds. After that the reaper suffices."""
     monkeypatch.setattr(activity_options, "UNBOOTED_S", 1.0)
     tried = asyncio.Event()
 
@@ -375,7 +377,7 @@ async def test_cancelling_what_has_ended_says_how_it_ended(client: Client, stage
 
 
 async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stages) -> None:
-    """The episode in the store answers: no agent, no grading, no second episode."""
+    """The stored episode is returned: no agent, no grading, no second episode."""
     done = EpisodeRef(
         uri="file:///old", instance_id="add-1", sample_index=0, agent="nop",
         status=RolloutStatus.GRADED, reward=1.0,
@@ -391,7 +393,7 @@ async def test_a_finished_rollout_is_not_done_again(client: Client, stages: Stag
 
 
 async def test_expired_before_boot_ends_as_expired(client: Client, stages: Stages) -> None:
-    """A rollout that is still queued at `expires_at` gets no sandbox, and an episode that says so."""
+    """A rollout that is still queued at `expires_at` gets no sandbox, and its episode says so."""
 
     async def expired(_: Any) -> Booted:
         return Booted(expired=True)
@@ -406,7 +408,7 @@ async def test_expired_before_boot_ends_as_expired(client: Client, stages: Stage
 
 
 async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Stages) -> None:
-    """A sandbox that is a process of host-1 is watched by host-1's own workers."""
+    """Workers of host-1 watch a sandbox that is a process of host-1."""
 
     async def here(_: Any) -> Booted:
         return Booted(host="host-1")
@@ -430,7 +432,7 @@ async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Sta
 async def test_a_cancellation_is_not_lost_in_a_stage_that_ends_well(
     client: Client, stages: Stages
 ) -> None:
-    """Cancelled while it boots, and the boot succeeds all the same: no agent starts."""
+    """Cancelled while it boots, and the boot still succeeds: no agent starts."""
     booting, told = asyncio.Event(), asyncio.Event()
 
     async def boot(_: Any) -> Booted:
@@ -484,7 +486,7 @@ async def test_a_cancellation_does_not_stop_the_episode(client: Client, stages: 
 
 
 async def test_the_stage_is_listed(client: Client, stages: Stages) -> None:
-    """`PerdureStage` follows a rollout, and no timer in its history says so."""
+    """`PerdureStage` follows a rollout, without a timer in the history."""
     told = asyncio.Event()
 
     async def slowly(_: Any) -> AgentRun:
@@ -508,7 +510,8 @@ async def test_the_stage_is_listed(client: Client, stages: Stages) -> None:
 async def test_a_rollout_without_verdict_fails_and_carries_its_episode(
     client: Client, stages: Stages
 ) -> None:
-    """It is red in the Web UI, which names boundary and cause; the SDK still returns the episode."""
+    """The rollout is red in the Web UI, which names boundary and cause. The SDK still returns the
+    episode."""
 
     async def silent(_: Any) -> AgentRun:
         return AgentRun(end=AgentEnd.NEVER_CALLED_MODEL, detail="exited 1")
@@ -536,7 +539,7 @@ async def test_a_rollout_without_verdict_fails_and_carries_its_episode(
 async def test_a_refused_input_is_listed_under_its_run(
     client: Client, stages: Stages, workflow_id: str, input_: Any
 ) -> None:
-    """By the run id of the input, or of the workflow's own id."""
+    """A refused input is listed by the run id in the input or in the workflow id."""
     handle: WorkflowHandle[Any, Any] = await client.start_workflow(
         names.ROLLOUT, input_, id=workflow_id, task_queue=names.WORKFLOWS_QUEUE
     )
@@ -561,7 +564,7 @@ async def test_a_refused_input_is_listed_under_its_run(
 async def test_a_request_is_refused_under_another_workflow_id(
     client: Client, stages: Stages, workflow: str, input_: Any
 ) -> None:
-    """No command would find it, and it could be played beside itself; the message has the right id."""
+    """No command would find it, and it could run twice at once. The message has the right id."""
     handle: WorkflowHandle[Any, Any] = await client.start_workflow(
         workflow, input_, id=f"{workflow}-by-hand", task_queue=names.WORKFLOWS_QUEUE
     )
@@ -577,7 +580,8 @@ async def test_a_request_is_refused_under_another_workflow_id(
 async def test_a_rollout_that_the_store_has_as_another_one_touches_nothing(
     client: Client, stages: Stages
 ) -> None:
-    """Neither the stored episode nor the other one's sandbox: it fails with what differs."""
+    """It touches neither the stored episode nor the other rollout's sandbox, and fails with the
+    differences."""
 
     async def refuse(_: Any) -> Booted:
         raise ApplicationError("agent: nop -> oracle", type=IDENTITY_DIFFERS, non_retryable=True)
@@ -621,7 +625,7 @@ async def _event_types(handle: WorkflowHandle[Any, Any]) -> list[str]:
 async def test_a_rollout_is_listed_under_its_policy_version(
     client: Client, stages: Stages, asked: int | None, listed: int
 ) -> None:
-    """The version that the request names; without one, the newest version that sampled it."""
+    """It is the version that the request names, or else the newest version that sampled it."""
 
     async def emitted(ending: Ending) -> EpisodeRef:
         return EpisodeRef(

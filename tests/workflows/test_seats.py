@@ -1,4 +1,4 @@
-"""Rollouts that wait for a seat: real workflows and real seats, stand-in stages."""
+"""Rollouts that wait for a seat: real workflows and real seats, with stand-in stages."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ HOST = "host-1"
 SEATS = 2
 ROLLOUTS = 5 * SEATS
 SILENT = timedelta(seconds=1)
-"""Each agent runs for as long as this, and the last rollout waits for many times as long."""
+"""Seconds that each agent runs. The last rollout waits for a multiple of this."""
 
 
 def _request(sample: int = 0, **fields: Any) -> RolloutRequest:
@@ -39,7 +39,7 @@ def _request(sample: int = 0, **fields: Any) -> RolloutRequest:
 
 @asynccontextmanager
 async def host(client: Client, seats: Seats, stages: Stages) -> AsyncIterator[None]:
-    """A host whose boots take its seats; all other queues have room for everybody."""
+    """A host whose boots take its seats. All other queues have enough slots."""
     async with AsyncExitStack() as workers:
         for queue in QUEUES:
             boots = queue == names.BOOT_QUEUE
@@ -57,7 +57,7 @@ async def host(client: Client, seats: Seats, stages: Stages) -> AsyncIterator[No
 
 
 def _seated(seats: Seats, stages: Stages, agent: Callable[[], Any]) -> None:
-    """Stages that take a seat at the boot and leave it at the capture."""
+    """Stages that take a seat at boot and release it at capture."""
 
     def sandbox(attempt: Attempt) -> str:
         return f"p-{attempt.request.sample_index}-agent-{attempt.attempt}"
@@ -81,7 +81,7 @@ def _seated(seats: Seats, stages: Stages, agent: Callable[[], Any]) -> None:
 async def test_who_waits_for_a_seat_is_not_judged(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five rollouts a seat wait for longer than any time-out: all are graded in attempt 1."""
+    """Five rollouts per seat wait longer than any timeout, and all are graded in attempt 1."""
     monkeypatch.setattr(activity_options, "HOST_UNREACHABLE_AFTER", SILENT)
     seats, stages, at_work, most = Seats(tmp_path, SEATS), Stages(), 0, 0
 
@@ -102,7 +102,7 @@ async def test_who_waits_for_a_seat_is_not_judged(
 
 
 async def test_a_rollout_that_expires_in_the_queue_ends(client: Client, tmp_path: Path) -> None:
-    """No seat comes free in time: it ends as expired, and nothing was booted for it."""
+    """If no seat becomes free in time, the rollout ends as expired, and nothing was booted."""
     stages, full = Stages(), Seats(tmp_path, 1)
     full.take("p-0-agent-1")
     async with host(client, full, stages):
@@ -113,7 +113,8 @@ async def test_a_rollout_that_expires_in_the_queue_ends(client: Client, tmp_path
 
 
 async def test_a_list_tells_who_waits_from_who_boots(client: Client, tmp_path: Path) -> None:
-    """Without a seat a rollout is listed as waiting; a boot that lasts is listed as boot."""
+    """Without a seat a rollout is listed as waiting, and a boot that takes long is listed as
+    boot."""
     stages, seats, told = Stages(), Seats(tmp_path, 1), asyncio.Event()
     seats.take("p-9-agent-1")
 
@@ -143,7 +144,7 @@ async def test_a_list_tells_who_waits_from_who_boots(client: Client, tmp_path: P
 async def test_a_run_counts_rollouts_without_a_seat_as_waiting(
     client: Client, tmp_path: Path
 ) -> None:
-    """Of two open rollouts without a seat none runs; both have run when there is one."""
+    """Two open rollouts without a seat do not count as running. Both run when there is a seat."""
     stages, seats = Stages(), Seats(tmp_path, 1)
     stages.instances = ("toy/add-1",)
     seats.take("p-9-agent-1")

@@ -1,4 +1,4 @@
-"""Runs that are cut into shards, which start, get signals and end on their own."""
+"""Runs that are cut into shards, which start, get signals and end independently."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,8 @@ def gate(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> Gate:
 async def test_a_pause_reaches_a_shard_that_is_being_started(
     client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is paused before it knows that the shard has started: the shard is signalled later."""
+    """The run is paused before it knows that the shard has started, so it signals the shard
+    later."""
     start = workflow.start_child_workflow
 
     async def late(run: Any, *arguments: Any, **options: Any) -> Any:
@@ -57,7 +58,7 @@ async def test_a_pause_reaches_a_shard_that_is_being_started(
 async def test_shards_follow_another_number_of_samples(
     client: Client, stages: Stages, gate: Gate, samples: int, more: int
 ) -> None:
-    """The open shard starts no sample that is no longer wanted; what the run lacks is played after."""
+    """The open shard starts no sample that is no longer wanted. The missing ones run afterwards."""
     first = RUN.model_copy(update={"concurrency": 1, "n_samples": samples})
     await Perdure(client).start_run(first)
     await gate.until_running(1)
@@ -74,7 +75,7 @@ async def test_shards_follow_another_number_of_samples(
 async def test_a_shard_that_is_terminated_ends_the_run(
     client: Client, stages: Stages, gate: Gate
 ) -> None:
-    """A terminated shard sends no reports: the run writes its manifest and fails, instead of
+    """A terminated shard sends no reports: the run writes its manifest and fails instead of
     waiting."""
     run = await Perdure(client).start_run(RUN.model_copy(update={"concurrency": 1}))
     await gate.until_running(1)
@@ -90,8 +91,8 @@ async def test_a_shard_that_is_terminated_ends_the_run(
 async def test_the_room_of_a_run_is_used_across_its_shards(
     client: Client, stages: Stages, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shard starts beside the one before, as soon as that has nothing left to start; together they
-    have what the run is resized to in flight, and no more."""
+    """A shard starts as soon as the previous one has started all its rollouts. Together they have
+    exactly the run's concurrency in flight, also after a resize."""
     monkeypatch.setattr("workflows.run.SHARD", 2)
     stages.instances = tuple(f"toy/add-{k}" for k in range(7))
     run = await Perdure(client).start_run(RUN.model_copy(update={"concurrency": 1}))

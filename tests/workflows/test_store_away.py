@@ -1,4 +1,5 @@
-"""The store refuses or faults under the real workflows: no finished work is lost, no episode missing."""
+"""The store refuses or is damaged under the real workflows: no finished work and no episode is
+lost."""
 
 import asyncio
 from datetime import timedelta
@@ -29,7 +30,7 @@ from workflows import activity_options
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 RUN = RunRequest(run_id="r1", dataset="toy", concurrency=8, rollout={"agent": "nop"})
 TIME = timedelta(seconds=1.5)
-"""All the time that a stage has: one retry, no second one."""
+"""The total time of a stage: enough for one retry, and not for a second one."""
 
 
 USUAL = {
@@ -40,7 +41,7 @@ USUAL = {
 
 
 class Away:
-    """A stage that the store refuses until it has used up its time twice."""
+    """A stage that the store refuses until its time has run out twice."""
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -55,7 +56,7 @@ class Away:
 
 @pytest.fixture
 def short_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every stage that has a limit has `TIME`."""
+    """All stages that have a limit get `TIME`."""
     plain = activity_options.described
 
     def described(options: dict[str, Any], *arguments: str) -> dict[str, Any]:
@@ -69,7 +70,8 @@ def short_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_stages")
 @pytest.mark.parametrize("stage", USUAL)
 async def test_a_stage_outlasts_the_outage(client: Client, stages: Stages, stage: str) -> None:
-    """Its time runs out while the store refuses: the same attempt goes on when the store is back."""
+    """The time runs out while the store refuses, and the same attempt continues when the store is
+    back."""
     stages.override[stage] = Away(USUAL[stage])
 
     episode = await (await Perdure(client).start_rollout(ROLLOUT)).result()
@@ -95,7 +97,7 @@ async def test_a_destroy_outlasts_the_outage(client: Client, stages: Stages) -> 
 
 
 def test_episodes_and_bookkeeping_have_no_last_hour() -> None:
-    """Their tries are limited one by one, and never in all."""
+    """Each try has a limit, and there is no total limit."""
     for options in (activity_options.emit(ROLLOUT), activity_options.bookkeeping()):
         assert "schedule_to_close_timeout" not in options
 
@@ -103,7 +105,7 @@ def test_episodes_and_bookkeeping_have_no_last_hour() -> None:
 async def test_evidence_that_cannot_be_read_still_ends_in_an_episode(
     client: Client, stages: Stages
 ) -> None:
-    """The episode cannot be made of what the stages left: one without evidence says why."""
+    """If the episode cannot be made of the stages' evidence, one without evidence says why."""
 
     async def fault(ending: Any) -> Any:
         if not ending.bare:
@@ -122,8 +124,8 @@ async def test_evidence_that_cannot_be_read_still_ends_in_an_episode(
 async def test_a_list_that_is_lost_ends_no_rollout_in_flight(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second page cannot be read for good: the first page's rollouts are graded, then the run
-    fails with a manifest."""
+    """The second page can never be read: the first page's rollouts are graded, then the run fails
+    with a manifest."""
     monkeypatch.setattr("workflows.window.PAGE", 2)
     gate = Gate()
     stages.override["run_agent"] = gate.agent
@@ -151,8 +153,8 @@ async def test_a_list_that_is_lost_ends_no_rollout_in_flight(
 
 
 async def test_a_cancellation_together_with_the_list_leaves_a_manifest(client: Client) -> None:
-    """No workflow worker runs while the list is made and the run is cancelled: the next one hears
-    of both at once."""
+    """No workflow worker runs while the list is made and the run is cancelled. The next worker gets
+    both events at once."""
     stages = Stages()
     listing, told = asyncio.Event(), asyncio.Event()
 
@@ -186,7 +188,7 @@ async def test_a_cancellation_together_with_the_list_leaves_a_manifest(client: C
 async def test_a_run_cancelled_while_it_finishes_has_its_manifest(
     client: Client, stages: Stages
 ) -> None:
-    """Everything is graded; a cancellation that arrives during the last step changes nothing."""
+    """Everything is graded, and a cancellation during the last step changes nothing."""
     finishing, told = asyncio.Event(), asyncio.Event()
 
     async def finish(_: Any) -> Any:
@@ -212,7 +214,7 @@ async def test_a_run_cancelled_while_it_finishes_has_its_manifest(
 
 
 async def _heard(run: RunHandle) -> bool:
-    """A workflow task was completed after the cancellation came."""
+    """Whether a workflow task was completed after the cancellation arrived."""
     events = (await run.handle.fetch_history()).events
     cancelled = [
         e.event_id

@@ -1,4 +1,4 @@
-"""`perdure.client.sync`: the same answers, for trainers without an event loop."""
+"""`perdure.client.sync` gives the same answers to trainers without an event loop."""
 
 import asyncio
 
@@ -12,7 +12,8 @@ ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
 
 async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages) -> None:
-    """Started, iterated and awaited from a thread without a loop: three samples, three rewards."""
+    """From a thread without a loop, a group is started, iterated and awaited: three samples, three
+    rewards."""
 
     def train() -> list[float | None]:
         perdure = Perdure(client.service_client.config.target_host)
@@ -25,7 +26,7 @@ async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages)
 
 
 async def test_a_sync_trainer_collects_a_batch(client: Client, stages: Stages) -> None:
-    """Groups come until the last one; each has all its episodes."""
+    """Groups come until the last one, each with all its episodes."""
 
     def train() -> list[int]:
         perdure = Perdure(client.service_client.config.target_host)
