@@ -1,4 +1,4 @@
-"""A data source has one handler, and its hooks are found by the documented names."""
+"""Each data source has one handler, and its hooks have the documented names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,12 +34,12 @@ class Mine(AgentHandler):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has its own handlers."""
+    """Each test registers its own handlers."""
     monkeypatch.setattr(registry, "HANDLERS", {})
 
 
 def test_hooks_are_found_by_kind_and_data_source() -> None:
-    """`get_registered_functions` returns the hook of the handler that was registered."""
+    """`get_registered_functions` returns the hook of the registered handler."""
     mine = Mine()
     register_agent_handler(mine)
 
@@ -49,7 +49,8 @@ def test_hooks_are_found_by_kind_and_data_source() -> None:
 
 
 def test_a_registered_data_source_reads_its_rows() -> None:
-    """A row with its name goes to its handler; by default the fields are those of SWE-bench."""
+    """A row with the handler's name goes to it, and by default its fields are those of
+    SWE-bench."""
     register_agent_handler(Mine())
 
     assert to_instance({**ROW, "data_source": "mine"}, "d", 1).data_source == "mine"
@@ -70,7 +71,7 @@ def test_public_names_have_the_published_handler(name: str) -> None:
 
 
 def test_an_unknown_data_source_is_named_with_the_nearest() -> None:
-    """The error names the value, the nearest known one and the way to add another."""
+    """The error names the value, the closest known one and how to add another."""
     register_agent_handler(Mine())
 
     with pytest.raises(ConfigurationError, match=r"'minee': did you mean 'mine'.*PERDURE_HANDLERS"):
@@ -79,7 +80,7 @@ def test_an_unknown_data_source_is_named_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", ["swebench", "mine", ""])
 def test_a_taken_or_empty_name_is_refused(name: str) -> None:
-    """No handler replaces that of another class or of a published data source."""
+    """A handler cannot replace one of another class or of a public data source."""
     register_agent_handler(Mine())
     other = type("Other", (Mine,), {"name": name})()
 
@@ -120,6 +121,6 @@ def test_a_report_becomes_a_grade(
 
 @pytest.mark.parametrize("answer", [{}, {"score": "1"}, {"score": 2}, {"report": 1}, None])
 def test_a_report_without_a_verdict_is_refused(answer: Any) -> None:
-    """Another shape is the handler's mistake, not a reward of 0."""
+    """A malformed answer is the handler's mistake, not a reward of 0."""
     with pytest.raises(InstanceError, match="'mine' must return a Graded"):
         graded_of(Mine(), answer)

@@ -1,4 +1,4 @@
-"""The name of a host: one for each home in each boot of a machine."""
+"""The name of a host: one per home and boot of a machine."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from perdure.settings.tree import Settings
 
 
 def test_all_processes_of_a_home_agree(tmp_path: Path) -> None:
-    """Also those that ask first at the same time."""
+    """This holds even if several processes ask first at the same time."""
     with ThreadPoolExecutor(8) as asking:
         names = set(asking.map(host_of, [Settings(home=tmp_path / "home")] * 64))
 
@@ -33,7 +33,7 @@ def test_two_machines_with_one_hostname_and_one_path_are_two_hosts(tmp_path: Pat
 def test_a_home_that_was_copied_with_the_machine_is_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy runs in another boot; there it keeps its name."""
+    """The copy runs in another boot, and keeps its name there."""
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(home, "BOOT_ID", boot)
     boot.write_text("one\n")
@@ -54,7 +54,7 @@ def test_a_home_that_was_copied_on_its_machine_is_another_host(tmp_path: Path) -
 
 
 def test_an_empty_file_is_written_again(tmp_path: Path) -> None:
-    """As after a power cut."""
+    """A power cut may leave an empty file."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "host").touch()
 

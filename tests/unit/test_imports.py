@@ -12,7 +12,7 @@ OURS = {"perdure", "activities", "workflows", "workers"}
 
 
 def foreign_private_names(source: str) -> list[str]:
-    """Private names of our other modules that this source imports, or reads from a module."""
+    """Private names of other Perdure modules that this source imports, or reads from a module."""
     tree = ast.parse(source)
     imported: dict[str, str] = {}
     found = []
@@ -31,7 +31,7 @@ def foreign_private_names(source: str) -> list[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
-    """Module, name, and the name it gets here; the name is empty for `import module`."""
+    """Module, name, and local alias. The name is empty for `import module`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for one in node.names:

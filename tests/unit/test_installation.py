@@ -1,4 +1,4 @@
-"""The command that a message prints installs what is missing, however this copy was installed."""
+"""The command in a message installs the missing package, however this copy was installed."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 
 def test_in_a_checkout_uv_syncs_the_locked_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From another folder the command names the project. It is one that runs as it is printed."""
+    """From another folder the command names the project. It runs exactly as printed."""
     monkeypatch.chdir("/")
     command = command_for_extra("traces")
 
@@ -26,7 +26,7 @@ def test_in_a_checkout_uv_syncs_the_locked_extra(monkeypatch: pytest.MonkeyPatch
 def test_a_copy_from_a_wheel_names_that_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No index has Perdure, so pip gets the address from which this copy came."""
+    """Perdure is on no index, so pip gets the URL that this copy was installed from."""
     monkeypatch.setattr(installation, "ROOT", tmp_path)
     about = tmp_path / "perdure-1.dist-info"
     about.mkdir()
@@ -41,7 +41,7 @@ def test_a_copy_from_a_wheel_names_that_wheel(
 
 
 def test_other_packages_go_into_this_environment(tmp_path: Path) -> None:
-    """The command that is printed runs, also where the environment has no pip of its own."""
+    """The printed command runs, even in an environment without pip."""
     dry = f"{command_for_packages('pytest')} --dry-run --no-index"
     done = subprocess.run(dry, shell=True, capture_output=True, check=False)
 

@@ -1,4 +1,4 @@
-"""What Perdure writes is for its own user alone, except what sandboxes mount."""
+"""Files that Perdure writes are private to its user, except those that sandboxes mount."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ def open_to_others(folder: Path) -> list[str]:
 
 
 def test_new_files_are_private(tmp_path: Path) -> None:
-    """A process of a home makes folders and files that no other user can read."""
+    """A process of a home creates folders and files that no other user can read."""
     keep_private(Settings(home=tmp_path / "home"))
     (tmp_path / "home" / "logs").mkdir()
     (tmp_path / "home" / "logs" / "worker.log").write_text("x")
@@ -43,7 +43,7 @@ def test_new_files_are_private(tmp_path: Path) -> None:
 
 
 def test_files_of_an_earlier_version_are_closed(tmp_path: Path) -> None:
-    """Database, logs and results that were open to everybody are closed at the next start."""
+    """A database, logs and results that were readable for everyone are closed at the next start."""
     home = tmp_path / "home"
     for name in ("temporal.db", "temporal.db-wal", "logs/x.log", "run/seats/1",
                  "store/runs/r/patch.diff", "store/blobs/sha256/aa/hidden"):  # fmt: skip
@@ -63,7 +63,7 @@ def test_a_home_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_foreign_files_beside_a_store_stay_as_they_are(tmp_path: Path) -> None:
-    """A store in a folder of yours closes its own entries and leaves the rest alone."""
+    """A store in a user's folder closes its own entries and leaves the others as they are."""
     (tmp_path / "data" / "runs").mkdir(parents=True)
     (tmp_path / "data" / "yours").mkdir()
     keep_private(Settings(home=tmp_path / "home", store=str(tmp_path / "data")))
@@ -73,14 +73,15 @@ def test_foreign_files_beside_a_store_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_home_that_a_command_makes_is_private(tmp_path: Path) -> None:
-    """Before any `perdure up`, importing or building instances makes the home for its user alone."""
+    """Before any `perdure up`, importing or building instances creates a private home."""
     open_store(Settings(home=tmp_path / "home"))
 
     assert (mode(tmp_path / "home"), mode(tmp_path / "home" / "store")) == (0o700, 0o700)
 
 
 async def test_results_are_private(tmp_path: Path) -> None:
-    """Objects of a local store, which hold hidden tests and gold patches, are the owner's alone."""
+    """Objects of a local store contain hidden tests and gold patches, so only the owner can read
+    them."""
     store = LocalStore(tmp_path / "store")
     await asyncio.gather(store.put("runs/a/b", b"x"), store.put_if_absent("blobs/c", b"x"))
 
@@ -97,7 +98,7 @@ def test_sockets_are_private(tmp_path: Path) -> None:
 
 
 def test_what_sandboxes_mount_can_be_read_by_any_user_inside(tmp_path: Path) -> None:
-    """An environment's files keep their meaning: readable, and executable where they were."""
+    """An environment's files stay readable, and executable if they were."""
     os.umask(0o077)
     (tmp_path / "env" / "bin").mkdir(parents=True)
     for name, executable in (("bin/tool", True), ("data", False)):

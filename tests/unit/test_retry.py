@@ -1,4 +1,4 @@
-"""Calls that are repeated while their failure passes."""
+"""Calls that are repeated while their errors are transient."""
 
 import pytest
 
@@ -8,7 +8,7 @@ PAUSES = (0.001, 0.002)
 
 
 class Away(Exception):
-    """What `call` raises until it is over."""
+    """What `call` raises until it succeeds."""
 
 
 def failing(times: int) -> "list[Exception | str]":
@@ -26,12 +26,12 @@ async def asked(answers: "list[Exception | str]", **options: object) -> str:
 
 
 async def test_it_asks_until_there_is_an_answer() -> None:
-    """Each failure that passes is followed by one more call."""
+    """One more call follows each transient error."""
     assert await asked(failing(5)) == "done"
 
 
 async def test_what_does_not_pass_is_raised_at_once() -> None:
-    """The caller hears of the first failure that another call would not mend."""
+    """The caller gets the first error that another call would not fix."""
     with pytest.raises(Away, match="0"):
         await asked(failing(5), passes=lambda error: False)
 
@@ -43,7 +43,7 @@ async def test_other_errors_are_not_caught() -> None:
 
 
 async def test_patience_ends_with_the_last_error() -> None:
-    """A pause that the other side asks for is not waited for if it is longer than the patience."""
+    """If the other side asks for a pause longer than the patience, the error is raised at once."""
     busy = Away("busy")
     busy.retry_after = 60.0  # type: ignore[attr-defined]
 

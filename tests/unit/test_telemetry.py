@@ -1,4 +1,4 @@
-"""What processes say about themselves: one JSON line each, nothing on stdout, one metrics port."""
+"""Output of processes: JSON log lines, nothing on stdout, one metrics port."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from tests import held_ports
 
 
 def run(program: str) -> "subprocess.CompletedProcess[bytes]":
-    """A fresh process: logging and the SDK's runtime are set up once per process."""
+    """A fresh process, because logging and the SDK's runtime are set up once per process."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, check=True
     )
@@ -22,7 +22,7 @@ def lines(done: "subprocess.CompletedProcess[bytes]") -> list[dict[str, Any]]:
 
 
 def test_lines_are_bound_to_their_rollout() -> None:
-    """Ours and other libraries' lines inside a block carry run, rollout and attempt."""
+    """Lines of Perdure and of other libraries inside a block carry run, rollout and attempt."""
     done = run("""
         import logging, structlog
         from perdure.settings.tree import Settings
@@ -41,7 +41,8 @@ def test_lines_are_bound_to_their_rollout() -> None:
 
 
 def test_the_sdk_does_not_log_to_stdout() -> None:
-    """Temporal's core would spoil `--json` by default; its lines join ours instead."""
+    """Temporal's core logs to stdout by default, which would break `--json`. Its lines join
+    Perdure's instead."""
     done = run("""
         import asyncio, os, sys
         from temporalio.client import Client
@@ -62,7 +63,7 @@ def test_the_sdk_does_not_log_to_stdout() -> None:
 
 
 def test_our_metrics_are_served() -> None:
-    """What a worker counts is on its Prometheus port, with its labels."""
+    """A worker's metrics are on its Prometheus port, with their labels."""
     with held_ports.held(1) as (port,):
         done = run(f"""
             import os, urllib.request

@@ -1,4 +1,4 @@
-"""Whether a process traces, and that one which does not pays nothing."""
+"""Whether a process traces, and that tracing costs nothing when it is off."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ def test_an_address_turns_traces_on(
     wanted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Our setting or OpenTelemetry's variables; its switches turn them off again."""
+    """Perdure's setting or OpenTelemetry's variables turn it on, and its switches turn it off."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -65,7 +65,7 @@ def test_an_address_turns_traces_on(
 
 
 def test_a_protocol_that_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC would lose every span in silence, so the process says what to set instead."""
+    """gRPC would lose every span silently, so the error says what to set."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(ConfigurationError, match="http/protobuf"):
         tracing.configure(Settings(traces={"endpoint": ADDRESS}), "test")

@@ -34,7 +34,7 @@ def group(*versions: int | None) -> FinishedGroup:
 
 
 def test_a_group_that_is_too_stale_is_refused() -> None:
-    """By its oldest token, when it comes back; an unknown version is not fresh."""
+    """The oldest token of a finished group counts, and an unknown version is not fresh."""
     newest = 7
     accept = fresh(lambda: newest, 1)
     found = [accept(group(*versions)) for versions in ((6, 7), (5, 7), (None, 7))]
@@ -48,7 +48,7 @@ def test_a_group_that_is_too_stale_is_refused() -> None:
 
 
 def test_each_epoch_has_every_instance_once() -> None:
-    """In an order of its own, the same for the same seed."""
+    """Each epoch has its own order, which is equal for the same seed."""
     order = InstanceOrder(REFS, seed=3)
     epochs = [list(islice(order, 5)) for _ in range(3)]
 
@@ -60,7 +60,7 @@ def test_each_epoch_has_every_instance_once() -> None:
 
 @pytest.mark.parametrize("taken", [0, 3, 5, 12])
 def test_a_restarted_trainer_continues_where_it_was(taken: int) -> None:
-    """The position is plain data; what follows is what would have followed."""
+    """The position is plain data, and the iteration continues where it was."""
     order = InstanceOrder(REFS, seed=3)
     list(islice(order, taken))
     again = InstanceOrder(REFS, seed=3)
@@ -87,7 +87,8 @@ def info(stage: str, execution: str, seconds: float) -> RolloutInfo:
 
 
 def test_an_open_group_says_what_its_rollouts_do() -> None:
-    """By stage, with the longest; a group without any rollout points at the workers."""
+    """The text has counts and longest times by stage. For a group without a rollout, it points to
+    the workers."""
     found = [
         info("done", "Completed", 9),
         info("agent", "Running", 310.2),

@@ -1,4 +1,4 @@
-"""Connecting: which server is used when no variable names one."""
+"""Connecting: which server is used if no variable names one."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ from perdure.stack.state import StackState
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses that were connected to; each of them refuses."""
+    """The addresses of all connection attempts, which are all refused."""
     addresses: list[str] = []
 
     async def refuse(target_host: str, **_: object) -> Client:
@@ -32,7 +32,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 
 async def test_nothing_said_means_the_local_server(asked: list[str]) -> None:
-    """Without an address, variable or profile, the server that `perdure up` starts is asked."""
+    """Without an address, variable or profile, the client connects to the server of `perdure
+    up`."""
     with pytest.raises(ConfigurationError, match=r"localhost:7233: run `perdure up`"):
         await connect()
 
@@ -42,7 +43,7 @@ async def test_nothing_said_means_the_local_server(asked: list[str]) -> None:
 async def test_the_variable_of_the_temporal_command_counts(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TEMPORAL_ADDRESS decides where an address is not given."""
+    """TEMPORAL_ADDRESS decides if no address is given."""
     monkeypatch.setenv("TEMPORAL_ADDRESS", "temporal.internal:7233")
     with pytest.raises(ConfigurationError, match=r"temporal\.internal:7233"):
         await connect()
@@ -53,7 +54,7 @@ async def test_the_variable_of_the_temporal_command_counts(
 async def test_an_empty_address_joins_no_server_by_chance(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cleared variable does not mean the server that happens to listen on this host."""
+    """An empty variable does not select the server that happens to listen on this host."""
     monkeypatch.setenv("TEMPORAL_ADDRESS", "")
     with pytest.raises(ConfigurationError, match=r"TEMPORAL_ADDRESS is empty and nothing runs in"):
         await connect()
@@ -69,7 +70,8 @@ async def test_the_file_of_the_temporal_command_counts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """It is found where Temporal's own tools look for it, without a variable that names it."""
+    """The file is found where Temporal's own tools look for it, without a variable that names
+    it."""
     for name in ("TEMPORAL_CONFIG_FILE", "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / folder / "temporalio" / "temporal.toml"
@@ -83,7 +85,7 @@ async def test_the_file_of_the_temporal_command_counts(
 
 
 def _write_state(home: Path, *, started_later: int = 0) -> None:
-    """What a supervisor writes; this process plays it."""
+    """The state file of a supervisor, whose process is this one."""
     me = identify(os.getpid())
     assert me is not None
     state = StackState(
@@ -100,7 +102,7 @@ def _write_state(home: Path, *, started_later: int = 0) -> None:
 
 
 async def test_a_stack_on_other_ports_is_found(asked: list[str], tmp_path: Path) -> None:
-    """Where the usual port was taken, the SDK asks the server that this home's stack chose."""
+    """If the usual port was taken, the SDK connects to the port that this home's stack chose."""
     _write_state(tmp_path)
     with pytest.raises(ConfigurationError, match=r"127\.0\.0\.1:41233"):
         await connect()
@@ -109,7 +111,7 @@ async def test_a_stack_on_other_ports_is_found(asked: list[str], tmp_path: Path)
 
 
 async def test_a_stack_that_died_is_not_asked(asked: list[str], tmp_path: Path) -> None:
-    """Another process has its supervisor's number by now: the state it left is not believed."""
+    """Another process has the supervisor's pid, so the state file is ignored."""
     _write_state(tmp_path, started_later=1)
     with pytest.raises(ConfigurationError):
         await connect()

@@ -1,4 +1,4 @@
-"""Document 002's and slime's variables as defaults of what is started."""
+"""Variables of slime and document 002 as defaults of requests."""
 
 import pytest
 
@@ -10,7 +10,7 @@ REQUEST = RolloutRequest(run_id="r", instance="d/i", agent="claude_code")
 
 
 def test_a_variable_fills_what_a_request_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Budgets, prompt and extra flags of a host are those of the rollouts started there."""
+    """Budgets, prompt and extra flags set on a host apply to the rollouts started there."""
     monkeypatch.setenv("SWE_TIME_BUDGET_SEC", "900")
     monkeypatch.setenv("SWE_EVAL_TIMEOUT_SEC", "300")
     monkeypatch.setenv("SWE_CC_PROMPT", "Send an investigator.")
@@ -25,7 +25,7 @@ def test_a_variable_fills_what_a_request_leaves_open(monkeypatch: pytest.MonkeyP
 
 
 def test_a_request_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said in the request holds, also where it says what is the default anyway."""
+    """A value in the request applies, even if it equals the default."""
     monkeypatch.setenv("SWE_TIME_BUDGET_SEC", "900")
     request = RunRequest(run_id="r", instances=("d/i",), rollout={"agent_budget_s": 1800.0})
 
@@ -34,14 +34,15 @@ def test_a_request_wins_over_a_variable(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("option", ["prompt_template", "SWE_CC_PROMPT"])
 def test_an_option_wins_by_either_name(option: str) -> None:
-    """The option's own name and the documents' name for it both count as said."""
+    """The option's own name and its name in the documents both count."""
     fields = {"agent_options": {option: "Mine."}}
 
     assert defaults_for(fields, "claude_code", {"SWE_CC_PROMPT": "Theirs."}) == fields
 
 
 def test_the_newer_name_of_the_budget_works() -> None:
-    """slime's main calls it SWE_AGENT_TIME_BUDGET_SEC; its coding-agent example's name goes first."""
+    """slime's main calls it SWE_AGENT_TIME_BUDGET_SEC. The name of its coding-agent example takes
+    precedence."""
     newer = {"SWE_AGENT_TIME_BUDGET_SEC": "60"}
 
     assert defaults_for({}, "codex", newer) == {"agent_budget_s": 60.0}
@@ -51,12 +52,12 @@ def test_the_newer_name_of_the_budget_works() -> None:
 
 
 def test_claude_codes_variables_leave_other_agents_alone() -> None:
-    """An agent without such an option is not refused because of a host's variable."""
+    """A host's variable does not make an agent without that option fail."""
     assert defaults_for({}, "oracle", {"SWE_CLAUDE_EXTRA_ARGS": "--x", "SWE_CC_PROMPT": "y"}) == {}
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-5", "nan", "inf"])
 def test_a_variable_that_is_no_time_is_named(text: str) -> None:
-    """The complaint names the variable, not the field behind it."""
+    """The message names the variable, not the field that it sets."""
     with pytest.raises(ConfigurationError, match=f"SWE_EVAL_TIMEOUT_SEC={text}: write a number"):
         defaults_for({}, "nop", {"SWE_EVAL_TIMEOUT_SEC": text})

@@ -1,4 +1,4 @@
-"""One sentence says what waits and what to add."""
+"""One sentence says what waits, and what to add."""
 
 import pytest
 
@@ -57,12 +57,12 @@ def _backlog(stage: str, count: int, age_s: float) -> Backlog:
 def test_the_sentence_names_what_to_add(
     waiting: list[Backlog], engines: Engines | None, said: str
 ) -> None:
-    """Only what has waited for long is worth a host."""
+    """Only long waits justify another host."""
     assert sentence(waiting, engines) == said
 
 
 def test_engines_are_counted_as_the_gateway_sees_them() -> None:
-    """Only those that serve; one that this gateway has not met has no KV figure."""
+    """Only ready engines count, and one that this gateway has not probed has no KV figure."""
     document = {
         "waiting": 2,
         "engines": [

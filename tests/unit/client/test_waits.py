@@ -1,4 +1,4 @@
-"""A trainer's wait outlives what a server says as it ends or begins."""
+"""A trainer's wait survives the errors of a server that starts or stops."""
 
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -25,7 +25,8 @@ from perdure.types import RolloutRequest
     ],
 )
 async def test_a_passing_trouble_is_waited_out(status: RPCStatusCode, message: str) -> None:
-    """A call that the server cancels, or that dies with it, is asked again, as one that found none."""
+    """A call that the server cancels, or that dies with the server, is repeated, as is one that
+    found no server."""
     answers = [RPCError(message, status, b""), "done"]
 
     async def call() -> str:
@@ -38,7 +39,7 @@ async def test_a_passing_trouble_is_waited_out(status: RPCStatusCode, message: s
 
 
 async def test_a_lasting_status_is_told() -> None:
-    """What asking again does not mend is raised at once."""
+    """An error that a repetition does not fix is raised at once."""
 
     async def call() -> str:
         raise RPCError("no such workflow", RPCStatusCode.NOT_FOUND, b"")
@@ -48,7 +49,7 @@ async def test_a_lasting_status_is_told() -> None:
 
 
 class Server:
-    """The client's start call with given answers, and the history of what it started."""
+    """The client's start call with given answers, and the history of the started workflow."""
 
     data_converter = DATA_CONVERTER
 
@@ -81,7 +82,7 @@ AWAY = RPCError("connection refused", RPCStatusCode.UNAVAILABLE, b"")
 async def test_a_start_meets_a_server_that_begins(
     trouble: RPCError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start is repeated, and one whose answer was lost counts as started, not as joined."""
+    """The start is repeated. If only its answer was lost, it counts as started, not as joined."""
     monkeypatch.setattr(api, "START_PAUSE_S", 0.0)
     lost = WorkflowAlreadyStartedError(REQUEST.workflow_id, "RolloutWorkflow")
     for last, joined in (("started", False), (lost, False)):

@@ -1,4 +1,4 @@
-"""A try of a stage that no Temporal orders."""
+"""A try of a stage without Temporal."""
 
 from activities.activity_context import tell_account
 
@@ -25,4 +25,4 @@ class OneTry:
         return True
 
     def report(self, **progress: object) -> None:
-        """Nobody looks."""
+        """Heartbeat details are dropped."""

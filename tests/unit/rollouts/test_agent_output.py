@@ -1,4 +1,4 @@
-"""How an agent's end is told."""
+"""How the end of an agent is reported."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def told(stderr: str) -> str:
 
 
 def test_a_long_last_line_is_cut_between_words() -> None:
-    """Its beginning says what failed; neither end is cut inside a word."""
+    """The beginning of the line says what failed, and neither end is cut inside a word."""
     line = "litellm.APIError: " + "the endpoint refused it " * 20
 
     assert told("first\nlitellm.APIError: no") == "killed by signal; litellm.APIError: no"
@@ -30,7 +30,7 @@ def test_a_long_last_line_is_cut_between_words() -> None:
     ("called", "end"), [(True, AgentEnd.CRASHED), (False, AgentEnd.NEVER_CALLED_MODEL)]
 )
 async def test_an_agent_whose_calls_got_no_answer_has_called(called: bool, end: AgentEnd) -> None:
-    """It is not said that it never called the model."""
+    """The agent counts as crashed, not as one that never called the model."""
     evidence = Evidence(KILLED, b"", b"", {}, 0)
 
     assert await end_of(MiniSweAgent(), evidence, called=called) is end

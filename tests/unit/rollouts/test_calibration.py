@@ -1,4 +1,4 @@
-"""What the grades of gold and base prove about a row, and who is told."""
+"""What the grades of gold and base prove about a row, and who gets the result."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def base(**statuses: TestStatus) -> Grade:
 
 
 def test_a_sound_row_keeps_its_lists() -> None:
-    """Gold passes all, three times; the base fails what gold fixes, three times."""
+    """Gold passes all tests in three runs, and the base fails what gold fixes in three runs."""
     found = findings(GRADING, [grade()] * 3, [base()] * 3)
 
     assert found == Findings("", ("fix", "more"), ("old", "shaky"), {}, base_passes=True)
@@ -66,7 +66,7 @@ def test_a_sound_row_keeps_its_lists() -> None:
 
 @pytest.mark.parametrize("where", ["gold", "base"])
 def test_a_flaky_test_leaves_the_lists(where: str) -> None:
-    """Runs of one tree disagree: the test is dropped with its statuses, the row is kept."""
+    """If runs of one tree disagree, the test is dropped with its statuses, and the row is kept."""
     unlucky = {"gold": grade(Outcome.UNRESOLVED, shaky=F), "base": base(shaky=F)}[where]
     gold = [grade(), unlucky if where == "gold" else grade(), grade()]
     without = [base(), unlucky if where == "base" else base(), base()]
@@ -78,7 +78,7 @@ def test_a_flaky_test_leaves_the_lists(where: str) -> None:
 
 
 def test_a_fixed_test_that_the_base_passes_only_has_to_stay() -> None:
-    """It proves no fix, so it moves to PASS_TO_PASS."""
+    """Such a test proves no fix, so it moves to PASS_TO_PASS."""
     found = findings(GRADING, [grade()] * 3, [base(more=P)] * 3)
 
     assert (found.fail_to_pass, found.pass_to_pass) == (("fix",), ("more", "old", "shaky"))
@@ -104,14 +104,15 @@ def test_an_unsound_row_is_quarantined(
 
 
 def test_the_ceiling_counts_bases_that_fail_nothing_else() -> None:
-    """A test that fails on the base too is no fault of any model: the row is below the ceiling."""
+    """A test that also fails on the base is not the model's fault, so the row is below the
+    ceiling."""
     found = findings(GRADING, [grade()] * 2, [base(old=F)] * 2)
 
     assert (found.reason, found.base_passes) == ("", False)
 
 
 def test_a_row_without_lists_is_judged_by_its_verdicts() -> None:
-    """Exit codes: gold resolves in every run, the base in none."""
+    """With exit codes, gold must resolve in every run and the base in none."""
     bare = Grading(protocol="eval_cmd", eval_cmd="true")
     resolved = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
     failed = Grade(outcome=Outcome.UNRESOLVED, reason="exit code 1", rewards=Rewards(binary=0.0))
@@ -137,7 +138,8 @@ def record(row: Instance, state: CalibrationState, **fields: object) -> Calibrat
 
 
 async def test_runs_of_a_dataset_leave_out_what_is_quarantined(tmp_path: Path) -> None:
-    """Before the limit is applied; in another kind of sandbox nothing is known, so all is run."""
+    """Quarantined rows are left out before the limit applies. In another kind of sandbox nothing is
+    known, so all rows run."""
     store = LocalStore(tmp_path)
     for name in ("a", "b", "c"):
         await catalog.save(store, instance(name))
@@ -152,7 +154,7 @@ async def test_runs_of_a_dataset_leave_out_what_is_quarantined(tmp_path: Path) -
 
 
 async def test_a_changed_row_is_not_calibrated(tmp_path: Path) -> None:
-    """The record counts for the row as it was; the lists of a proved one replace its own."""
+    """The record applies to the row as it was. The lists of a proved row replace the row's own."""
     store, row = LocalStore(tmp_path), instance("a")
     proved = record(row, CalibrationState.PROVED, fail_to_pass=["fix"], pass_to_pass=["old"])
     await calibration.save(store, proved)
@@ -164,7 +166,7 @@ async def test_a_changed_row_is_not_calibrated(tmp_path: Path) -> None:
 
 
 def test_a_calibration_is_joined_only_by_the_same_one() -> None:
-    """How many rollouts run at once changes nothing that is measured; everything else does."""
+    """The concurrency does not affect the measurement, and all other fields do."""
     asked = CalibrationRequest(dataset="mine")
     others: list[dict[str, Any]] = [
         {"runs": 2},
@@ -180,7 +182,7 @@ def test_a_calibration_is_joined_only_by_the_same_one() -> None:
 async def play(
     store: LocalStore, row: CalibrationRow, asked: CalibrationRequest, agent: str, *grades: Grade
 ) -> None:
-    """Finished rollouts of an agent, one for each grade."""
+    """Finished rollouts of an agent, one per grade."""
     for number, grade in enumerate(grades):
         rollout = row.rollout(asked, agent, number)
         graded = EpisodeParts(rollout, RolloutStatus.GRADED, 0.0, 1.0, grade=grade)
@@ -188,7 +190,8 @@ async def play(
 
 
 async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -> None:
-    """Ceiling: runs of gold that resolve. Floor: runs of the base that do. Every row has its reason."""
+    """Ceiling: runs of gold that resolve. Floor: runs of the base that resolve. Every undecided row
+    has its reason."""
     store, asked = LocalStore(tmp_path), CalibrationRequest(dataset="mine", runs=2)
     names = ("free", "open", "sound", "wrong")
     for name in names:

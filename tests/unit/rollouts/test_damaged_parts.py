@@ -1,4 +1,5 @@
-"""Stored parts of a rollout that were damaged: what the episode makes of them, and that readers notice."""
+"""Damaged parts of a rollout in the store: what the episode makes of them, and that readers detect
+them."""
 
 import hashlib
 import random
@@ -35,7 +36,8 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def as_graded_by(request: RolloutRequest, grade: str) -> Ending:
-    """Of a workflow that was reset to the task after its grade: its own run id graded nothing."""
+    """The ending of a workflow that was reset to after its grade, so that its own run id graded
+    nothing."""
     graded = ending(request, RolloutStatus.GRADED)
     return graded.model_copy(update={"workflow_run_id": "after-reset", "grade": grade})
 
@@ -59,7 +61,7 @@ async def test_a_reset_keeps_the_grade_of_its_history(store: LocalStore) -> None
 async def test_a_damaged_checkpoint_costs_no_verdict(
     store: LocalStore, name: str, damage: str
 ) -> None:
-    """The episode names it, and keeps what the others say."""
+    """The episode names the damaged checkpoint and keeps the data of the others."""
     request = request_of("b", 0)
     await captured(store, request)
     folder = keys.attempt(request, 1)
@@ -78,7 +80,8 @@ async def test_a_damaged_checkpoint_costs_no_verdict(
 
 
 async def test_a_damaged_grade_is_no_verdict_and_is_named(store: LocalStore) -> None:
-    """What else the attempt left stays in the episode; the next start grades the patch again."""
+    """The attempt's other evidence stays in the episode, and the next start grades the patch
+    again."""
     request = request_of("b", 0)
     patch = await captured(store, request)
     key = f"{keys.attempt(request, 1)}/{checkpoint('second-run')}"
@@ -96,7 +99,7 @@ async def test_a_damaged_grade_is_no_verdict_and_is_named(store: LocalStore) -> 
 
 
 async def test_one_changed_byte_of_an_episode_is_noticed(store: LocalStore) -> None:
-    """A reward that somebody or a disk changed is believed by no reader."""
+    """No reader trusts a reward that a user or a disk has changed."""
     request = request_of("b", 0)
     await captured(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
@@ -148,7 +151,7 @@ DAMAGE = pytest.mark.parametrize("how", ["gone", "cut", "flipped"])
 
 @DAMAGE
 async def test_lost_turns_are_taken_from_the_journal(store: LocalStore, how: str) -> None:
-    """The episode has all of them, and nothing is missing."""
+    """The episode has all turns from the journal, and nothing is missing."""
     request = request_of("b", 0)
     data = await recorded(store, request)
     key = f"{keys.attempt(request, 1)}/turns.parquet"
@@ -166,7 +169,7 @@ async def test_lost_turns_are_taken_from_the_journal(store: LocalStore, how: str
 
 @DAMAGE
 async def test_an_episode_without_its_turns_says_so(store: LocalStore, how: str) -> None:
-    """Where the journal has none either: the verdict stays, nothing is trained."""
+    """If the journal lacks them too, the verdict stays, and nothing is trained."""
     request = request_of("b", 0)
     await recorded(store, request)
     await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
@@ -183,7 +186,7 @@ async def test_an_episode_without_its_turns_says_so(store: LocalStore, how: str)
 async def test_the_journal_of_lost_turns_is_kept(
     store: LocalStore, tmp_path: Path, how: str, forgotten: int
 ) -> None:
-    """It is the only place that still has some of them."""
+    """The journal is the only place that still has some of the turns."""
     request = request_of("b", 0)
     await recorded(store, request)
     if how == "flipped":
@@ -204,7 +207,7 @@ async def test_the_journal_of_lost_turns_is_kept(
 
 @DAMAGE
 async def test_a_regrading_keeps_the_tokens_of_lost_turns(store: LocalStore, how: str) -> None:
-    """A new verdict replaces the old one; the tokens of the episode stay as they were."""
+    """A new verdict replaces the old one, and the tokens of the episode stay."""
     request = request_of("b", 0)
     await recorded(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
@@ -224,7 +227,8 @@ async def test_a_regrading_keeps_the_tokens_of_lost_turns(store: LocalStore, how
 
 
 async def test_the_tokens_of_a_replaced_episode_are_kept(store: LocalStore) -> None:
-    """A later play that lost everything replaces the verdict; what was trained before stays readable."""
+    """A later run that lost everything replaces the verdict, and the earlier tokens stay
+    readable."""
     request = request_of("b", 0)
     await recorded(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
@@ -242,7 +246,7 @@ async def test_the_tokens_of_a_replaced_episode_are_kept(store: LocalStore) -> N
 
 
 async def test_a_changed_byte_of_the_tokens_is_noticed(store: LocalStore) -> None:
-    """No trainer reads ids or logprobs that nothing sampled."""
+    """No trainer reads ids or logprobs that no engine sampled."""
     request = request_of("b", 0)
     await recorded(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
@@ -255,7 +259,7 @@ async def test_a_changed_byte_of_the_tokens_is_noticed(store: LocalStore) -> Non
 
 
 async def test_an_unreadable_file_of_a_discarded_attempt_is_named(store: LocalStore) -> None:
-    """The verdict stays; what the attempt cost is unknown, which the episode says."""
+    """The verdict stays, and the episode says that the cost of the attempt is unknown."""
     request = request_of("b", 0)
     await recorded(store, request)
     key = f"{keys.attempt(request, 1)}/turns.parquet"
@@ -271,7 +275,7 @@ async def test_an_unreadable_file_of_a_discarded_attempt_is_named(store: LocalSt
 
 
 async def test_turns_of_discarded_attempts_are_read_one_at_a_time(store: LocalStore) -> None:
-    """A rollout with many long attempts needs no more memory than one of them."""
+    """A rollout with many long attempts needs only the memory of one of them."""
     request, last = request_of("b", 0), 13
     data = turns_parquet.encode([Turn(index=0, answer=random.Random(0).randbytes(2_000_000).hex())])
     for number in range(1, last):

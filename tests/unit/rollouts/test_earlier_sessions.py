@@ -31,14 +31,15 @@ async def _attempt(gateway: LocalGateway, session_id: str, turns: int) -> None:
 
 
 async def test_an_attempt_that_died_while_it_booted_is_passed_over(gateway: LocalGateway) -> None:
-    """The second attempt never opened a session: the third replays the first."""
+    """The second attempt never opened a session, so the third replays the first."""
     await _attempt(gateway, "one", 2)
 
     assert await most_recorded(gateway.control, ["one", "two"]) == "one"
 
 
 async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: LocalGateway) -> None:
-    """It recorded less than what it replayed; of two with as many turns, the later one is taken."""
+    """Such an attempt recorded less than what it replayed. Of two with equal turns, the later one
+    is taken."""
     for session_id, turns in (("one", 2), ("two", 2), ("three", 1), ("four", 0)):
         await _attempt(gateway, session_id, turns)
 
@@ -46,7 +47,7 @@ async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: Lo
 
 
 async def test_nothing_recorded_is_nothing_to_replay(gateway: LocalGateway) -> None:
-    """Without a recorded turn in any earlier attempt, there is no session to replay."""
+    """If no earlier attempt has a recorded turn, there is no session to replay."""
     await gateway.open("one")
 
     assert await most_recorded(gateway.control, ["one", "two"]) is None

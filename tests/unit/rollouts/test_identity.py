@@ -1,4 +1,4 @@
-"""A run is what it was asked to be: what counts, what may change, what is refused."""
+"""The identity of a run: which fields count, which may change, and what is refused."""
 
 import json
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ RUN: dict[str, Any] = {"run_id": "r", "instances": ("toy/a",)}
 
 
 class Endpoint(BaseHTTPRequestHandler):
-    """Lists the models of `served`."""
+    """A server that lists the models of `served`."""
 
     served: list[dict[str, str]]
 
@@ -98,7 +98,8 @@ async def asked(
 async def test_a_model_that_would_not_answer_is_refused(
     store: LocalStore, tmp_path: Path, endpoint: str, named: tuple[str, str], told: str
 ) -> None:
-    """Before anything boots: a run must not bear the name of a model that it never asked."""
+    """The check runs before anything boots: a run must not carry the name of a model that it never
+    called."""
     setting, model = named
     with pytest.raises(ConfigurationError, match=told):
         await asked(store, tmp_path, endpoint, setting, model=model)
@@ -111,14 +112,15 @@ async def test_a_model_that_would_not_answer_is_refused(
 async def test_another_name_of_the_served_model_is_no_contradiction(
     store: LocalStore, tmp_path: Path, endpoint: str, setting: str, model: str
 ) -> None:
-    """None at all, the model's owner, its folder, a dated name: turns record what answers."""
+    """No name, the model's owner, its folder or a dated name is accepted, because turns record the
+    model that answers."""
     assert (await asked(store, tmp_path, endpoint, setting, model=model))["engine.model"]
 
 
 async def test_the_same_question_is_the_same_run(
     store: LocalStore, tmp_path: Path, endpoint: str
 ) -> None:
-    """It is joined, also when the endpoint has moved or cannot be asked."""
+    """It is joined, even if the endpoint has moved or cannot be asked."""
     first = await asked(store, tmp_path, endpoint)
     await identity.keep(store, "r", first)
 
@@ -143,7 +145,7 @@ async def test_the_same_question_is_the_same_run(
 async def test_another_question_is_refused(
     store: LocalStore, tmp_path: Path, fields: dict[str, Any], line: str
 ) -> None:
-    """The message says what differs, old and new, and how to start another run."""
+    """The message lists the differences, old and new, and says how to start another run."""
     await identity.keep(store, "r", await asked(store, tmp_path, agent_options={"step_limit": 2}))
     now = {"agent_options": {"step_limit": 2}, **fields}
 
@@ -154,7 +156,7 @@ async def test_another_question_is_refused(
 async def test_another_model_behind_the_address_is_refused(
     store: LocalStore, tmp_path: Path, endpoint: str
 ) -> None:
-    """The endpoint says what it serves; the address tells nothing."""
+    """The identity has what the endpoint says it serves, not its address."""
     await identity.keep(store, "r", await asked(store, tmp_path, endpoint))
     Endpoint.served = [{"id": "model-b", "root": "/weights/1"}]
 
@@ -163,7 +165,7 @@ async def test_another_model_behind_the_address_is_refused(
 
 
 async def test_a_changed_row_is_refused(store: LocalStore, tmp_path: Path) -> None:
-    """Its content counts, not its name."""
+    """The row's content counts, not its name."""
     await identity.keep(store, "r", await asked(store, tmp_path))
     await store.put(keys.instance("toy/a"), b'{"row": 2}')
 
@@ -172,7 +174,8 @@ async def test_a_changed_row_is_refused(store: LocalStore, tmp_path: Path) -> No
 
 
 async def test_a_start_by_any_program_is_compared(store: LocalStore, tmp_path: Path) -> None:
-    """The first activity keeps the identity and refuses another one, whoever starts the run."""
+    """The first activity stores the identity and refuses another one, whichever program starts the
+    run."""
     settings = Settings(home=tmp_path / "home", store=store.url)
     home.keep_private(settings)
     services = Services(settings)
@@ -192,7 +195,7 @@ def rollout(**fields: Any) -> RolloutRequest:
 
 
 async def graded(services: Services, request: RolloutRequest) -> None:
-    """A rollout that has its verdict in the store."""
+    """A rollout whose verdict is in the store."""
     now = await identity.identity_of(services.settings, services.store, request, ["toy/a"], {})
     await identity.keep_rollout(services.store, request, "first", now)
     grade = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
@@ -210,7 +213,7 @@ async def graded(services: Services, request: RolloutRequest) -> None:
 
 
 async def booted(services: Services, request: RolloutRequest, play: str = "later") -> Booted:
-    """As a workflow does that Temporal knows nothing of."""
+    """Start it like a workflow that Temporal does not know."""
     return await boot(await Job.of(services, Attempt(request=request, attempt=1), OneTry(play)))
 
 
@@ -245,7 +248,8 @@ async def services(tmp_path: Path) -> Services:
 async def test_a_stored_episode_answers_no_other_request(
     services: Services, fields: dict[str, Any], line: str
 ) -> None:
-    """Also when only the store remembers the rollout; the message has old and new, and the fix."""
+    """It is refused even if only the store knows the rollout, and the message has old, new and the
+    fix."""
     await graded(services, rollout())
 
     with pytest.raises(IdentityDiffers, match=rf"(?s)rollout r/a/0 .*{line}.*another run_id"):
@@ -253,7 +257,7 @@ async def test_a_stored_episode_answers_no_other_request(
 
 
 async def test_a_stored_episode_answers_no_request_for_another_row(services: Services) -> None:
-    """The row's content counts; a new grading of the captured patch may have a mended row."""
+    """The row's content counts, but a regrade of the captured patch may use a corrected row."""
     await graded(services, rollout())
     await catalog.save(services.store, row("another problem"))
 
@@ -263,7 +267,7 @@ async def test_a_stored_episode_answers_no_request_for_another_row(services: Ser
 
 
 async def test_a_stored_episode_answers_the_same_request(services: Services) -> None:
-    """When it expires and how it is watched does not decide what a rollout is."""
+    """When a rollout expires and how it is watched are not part of its identity."""
     await graded(services, rollout())
 
     found = await booted(services, rollout(expires_at=1.0, heartbeat_timeout_s=60))
@@ -273,7 +277,7 @@ async def test_a_stored_episode_answers_the_same_request(services: Services) -> 
 
 
 async def test_a_new_rollout_becomes_what_its_first_request_asks(services: Services) -> None:
-    """Nothing is refused before it has begun; then another request is."""
+    """Before a rollout has begun, nothing is refused. After that, another request is."""
     begun = rollout(start_at="grade", agent="oracle")
     with pytest.raises(InstanceError, match="no captured patch"):  # it got as far as its patch
         await booted(services, begun)
@@ -286,7 +290,7 @@ async def test_a_new_rollout_becomes_what_its_first_request_asks(services: Servi
 
 
 async def test_a_rollout_is_not_compared_with_itself(services: Services) -> None:
-    """A row that is imported again in the middle of a rollout stops no further attempt of it."""
+    """A row that is imported again during a rollout does not stop its further attempts."""
     await graded(services, rollout())
     await catalog.save(services.store, row("another problem"))
 
@@ -296,7 +300,8 @@ async def test_a_rollout_is_not_compared_with_itself(services: Services) -> None
 async def test_another_model_answers_for_no_rollout(
     services: Services, tmp_path: Path, endpoint: str
 ) -> None:
-    """A rollout without a policy version is also what its endpoint says that it serves."""
+    """The identity of a rollout without a policy version includes what its endpoint says it
+    serves."""
     request = rollout(agent="mini_swe_agent")
 
     async def asked_now() -> Identity:
@@ -315,7 +320,8 @@ async def test_another_model_answers_for_no_rollout(
 async def test_a_rollout_is_the_model_that_it_names_among_many(
     services: Services, tmp_path: Path, endpoint: str
 ) -> None:
-    """An endpoint that lists another model first serves the same one to the rollout that names it."""
+    """The rollout is identified by the model that it names, even if the endpoint lists another
+    model first."""
     engine = {"url": endpoint, "kind": "auto"}
     found = []
     for served in (["model-a", "model-c"], ["model-c", "model-a"]):
@@ -332,7 +338,7 @@ async def test_a_rollout_is_the_model_that_it_names_among_many(
 async def test_an_engine_that_is_started_again_is_the_same_model(
     services: Services, tmp_path: Path, endpoint: str, model: str, lists_both: bool
 ) -> None:
-    """Its served name has the number of the start. SGLang lists no other name."""
+    """The served name contains the number of the start, and SGLang lists no other name."""
     engine, found = {"url": endpoint, "kind": "auto"}, []
     for start in (1, 2):
         names = [f"{model}-g{start}", *([model] if lists_both else [])]
@@ -345,7 +351,7 @@ async def test_an_engine_that_is_started_again_is_the_same_model(
 
 
 def test_a_group_numbers_its_samples() -> None:
-    """A sample index in its template is refused by name, not ignored."""
+    """A sample index in the template is refused by name, not ignored."""
     with pytest.raises(
         ConfigurationError, match=r"'rollout.sample_index' is set by the group itself"
     ):
@@ -367,7 +373,7 @@ def state(engine: str, **settings: str) -> StackState:
     ],
 )
 def test_a_stack_with_another_engine_is_not_used(engine: dict[str, str], message: str) -> None:
-    """Neither URL, tokenizer nor model of this command is ignored; the fix is named."""
+    """URL, tokenizer and model of the command are not ignored, and the message names the fix."""
     running = state("http://a", url="http://a", kind="auto", model="", tokenizer="qwen3")
     settings = Settings(engine=EngineSettings(**{"url": "http://a", **engine}))
 
@@ -377,14 +383,15 @@ def test_a_stack_with_another_engine_is_not_used(engine: dict[str, str], message
 
 @pytest.mark.parametrize("engine", ["http://a", "scripted:policy.jsonl"])
 def test_a_command_that_asks_for_no_engine_uses_the_stacks(engine: str) -> None:
-    """A new shell without the variables; and a scripted policy, which was given by name."""
+    """This covers a new shell without the variables, and a scripted policy that was given by
+    name."""
     running = state(engine, url=engine, kind="openai", model="m", tokenizer="t")
 
     check_same_engine(Settings(), running)
 
 
 def test_an_option_of_the_agent_that_one_side_lacks_is_a_difference() -> None:
-    """A stored episode of an agent without the option answers no request for an agent with it."""
+    """A stored episode of an agent without the option is not reused for an agent with it."""
     without: Identity = {}
     limited: Identity = {"agent_options.step_limit": "5"}
 

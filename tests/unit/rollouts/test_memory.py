@@ -1,4 +1,4 @@
-"""A worker process reads a rollout's row and the record of its sandbox once."""
+"""A worker process reads a rollout's row and the record of its sandbox only once."""
 
 from collections import Counter
 from pathlib import Path
@@ -26,7 +26,7 @@ REQUEST = RolloutRequest(run_id="r1", instance=ROW.ref, agent="nop", sandbox="lo
 
 
 class CountingStore(LocalStore):
-    """Counts what is read, by the last part of the key."""
+    """Counts reads by the last part of the key."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -49,7 +49,8 @@ async def stage(found: Services, play: str, *, first: bool = False) -> Job:
 
 
 async def test_a_play_reads_its_row_once(tmp_path: Path) -> None:
-    """Its first stage reads the row anew, and so does the first stage of another play."""
+    """The first stage reads the row from the store, and so does the first stage of another workflow
+    run."""
     found, store = services(tmp_path)
     await catalog.save(store, ROW)
     rows = [
@@ -64,7 +65,7 @@ async def test_a_play_reads_its_row_once(tmp_path: Path) -> None:
 
 
 async def test_a_row_that_is_added_later_is_found(tmp_path: Path) -> None:
-    """That a row is missing is not remembered."""
+    """A missing row is not cached."""
     found, store = services(tmp_path)
     missing = (await stage(found, "one", first=True)).row
     await catalog.save(store, ROW)
@@ -74,7 +75,7 @@ async def test_a_row_that_is_added_later_is_found(tmp_path: Path) -> None:
 
 
 async def test_stages_of_an_attempt_read_its_sandbox_once(tmp_path: Path) -> None:
-    """A record that does not exist yet is looked for again; another play reads its own."""
+    """A record that does not exist yet is read again, and another workflow run reads its own."""
     found, store = services(tmp_path)
     await catalog.save(store, ROW)
     job = await stage(found, "one", first=True)
@@ -97,7 +98,7 @@ async def test_stages_of_an_attempt_read_its_sandbox_once(tmp_path: Path) -> Non
 
 
 def test_the_oldest_is_forgotten() -> None:
-    """What was recalled lately stays."""
+    """Recently used entries stay."""
     memory = Memory(most=2)
     memory.keep("one", "a", ROW)
     memory.keep("one", "b", ROW)

@@ -24,7 +24,7 @@ def account() -> Account:
 
 
 def restarted(account: Account) -> Account:
-    """As the next run of the workflow gets it: without fields that were never set."""
+    """The account as the next run of the workflow gets it: without fields that were never set."""
     return Account.model_validate_json(account.model_dump_json(exclude_unset=True))
 
 
@@ -55,7 +55,7 @@ def names(account: Account, now: float) -> list[str]:
 
 
 class Service:
-    """An account with caps of its own, used by holders that boot and work for fixed times."""
+    """An account with its own caps, and holders that boot and work for fixed times."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class Service:
         self.account, self.live, self.rate = account, live, rate
         self.work_s = work_s
         self.others = others
-        """How many sandboxes others have, by time."""
+        """The number of sandboxes of other users, by time."""
         self.after: float | None = 10.0 if work_s < 10 else None
         self.created: list[float] = []
         self.refusals: list[float] = []
         self.full_at = 0.0
-        """When it first held as many as the account allows."""
+        """The time when it first held as many sandboxes as the account allows."""
         self.most = self.up = 0
         self.now = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -119,7 +119,8 @@ class Service:
 
 
 def test_a_burst_of_500_never_meets_caps_that_are_known() -> None:
-    """500 requests at once, 20 live and 5 creates a second: all are served, none is refused."""
+    """500 requests at once, 20 live sandboxes and 5 creates per second: all are served, and none is
+    refused."""
     burst = account()
     for number in range(500):
         ask(burst, f"h{number}")
@@ -130,7 +131,7 @@ def test_a_burst_of_500_never_meets_caps_that_are_known() -> None:
 
 
 def test_a_burst_finds_out_caps_that_are_not_configured() -> None:
-    """Without known caps all are served, and few creates are refused."""
+    """Without configured caps, all requests are served, and few creates are refused."""
     burst = account()
     for number in range(500):
         ask(burst, f"h{number}", caps=AccountCaps(starting=16))
@@ -142,8 +143,8 @@ def test_a_burst_finds_out_caps_that_are_not_configured() -> None:
 
 
 def test_permits_that_others_return_are_used_within_seconds() -> None:
-    """Others held 18 of 20 slots for ten minutes. After they leave, the account is full again after the
-    next try and a few boots, not after a minute for each sandbox."""
+    """Others held 18 of 20 slots for ten minutes. After they leave, the account is full again after
+    the next probe and a few boots, not one boot per minute."""
     crowded = account()
     for number in range(60):
         ask(crowded, f"h{number}")
@@ -157,7 +158,8 @@ def test_permits_that_others_return_are_used_within_seconds() -> None:
 
 
 def test_an_account_that_stays_crowded_is_asked_once_a_minute() -> None:
-    """While others keep their slots, one create per minute is refused, and never several at once."""
+    """While others keep their slots, one create per minute is refused, and never several at
+    once."""
     crowded = account()
     for number in range(12):
         ask(crowded, f"h{number}", caps=AccountCaps(starting=16))
@@ -184,7 +186,8 @@ def test_a_recovery_that_goes_too_far_is_refused_a_few_times() -> None:
 
 
 def test_runs_share_an_account_and_each_is_served_in_order() -> None:
-    """A small run that comes late gets every other slot; within a run the oldest request is first."""
+    """A small run that starts late gets every other slot, and within a run the oldest request is
+    first."""
     shared = account()
     for number in range(6):
         ask(shared, f"big{number}", run="big", caps=AccountCaps(live=4))
@@ -195,7 +198,7 @@ def test_runs_share_an_account_and_each_is_served_in_order() -> None:
 
 
 def test_a_burst_without_caps_is_granted_in_portions() -> None:
-    """Grants above the limit per call follow in the next call; none is forgotten."""
+    """Grants above the limit per call follow in the next call, and none is lost."""
     burst = account()
     for number in range(MOST_GRANTS + 1):
         ask(burst, f"h{number}", caps=AccountCaps())
@@ -205,7 +208,8 @@ def test_a_burst_without_caps_is_granted_in_portions() -> None:
 
 
 def test_an_account_of_one_sandbox_serves_rollouts_that_need_two() -> None:
-    """Agent, then grader, on one slot: each rollout gets both before the next one gets any."""
+    """With one slot, each rollout gets its agent's and its grading sandbox before the next rollout
+    gets any."""
     one, served = account(), []
     for holder in ("a", "b", "c"):
         ask(one, holder, caps=AccountCaps(live=1))
@@ -222,7 +226,7 @@ def test_an_account_of_one_sandbox_serves_rollouts_that_need_two() -> None:
 
 
 def test_a_permit_is_kept_for_the_grading_of_its_rollout() -> None:
-    """A holder gets its next sandbox at once, although the account is full and others wait."""
+    """A holder gets its next sandbox at once, even if the account is full and others wait."""
     full = account()
     ask(full, "first", caps=AccountCaps(live=1))
     names(full, 0.0)
@@ -244,7 +248,8 @@ def test_asking_again_takes_no_second_permit() -> None:
 
 
 def test_a_refused_request_goes_back_to_the_front_of_the_queue() -> None:
-    """After a refusal for concurrency the slot is free, and no create follows until one is released."""
+    """After a concurrency refusal the slot is free, and no create follows until a slot is
+    released."""
     learned = account()
     for name in ("a", "b", "c"):
         ask(learned, name, caps=AccountCaps(starting=2))
@@ -258,8 +263,8 @@ def test_a_refused_request_goes_back_to_the_front_of_the_queue() -> None:
 
 
 def test_a_refused_replacement_keeps_its_slot_and_slows_the_others() -> None:
-    """A grading with twins replaces its sandbox. If that is refused, no other create follows at once, and
-    the grading still holds its slot."""
+    """A grading with twins replaces its sandbox. If the create is refused, no other create follows
+    at once, and the grading keeps its slot."""
     one = account()
     for name in ("a", "b"):
         ask(one, name, caps=AccountCaps(live=2, starting=1))
@@ -272,7 +277,8 @@ def test_a_refused_replacement_keeps_its_slot_and_slows_the_others() -> None:
 
 
 def test_more_is_tried_a_while_after_a_refusal() -> None:
-    """Some time after a refusal one more sandbox is tried, because others may have freed a slot."""
+    """Some time after a refusal, one more sandbox is tried, because others may have freed a
+    slot."""
     learned = account()
     for name in ("a", "b"):
         ask(learned, name, caps=AccountCaps())
@@ -284,7 +290,7 @@ def test_more_is_tried_a_while_after_a_refusal() -> None:
 
 
 def test_retry_after_is_waited_for() -> None:
-    """After a refusal for the rate, no sandbox starts before the named time, and then more slowly."""
+    """After a rate refusal, no sandbox starts before the named time, and then the rate is lower."""
     slowed = account()
     for number in range(4):
         ask(slowed, f"h{number}", caps=AccountCaps(creates_per_s=10))
@@ -311,8 +317,8 @@ def test_a_restart_forgets_nothing() -> None:
 
 
 def test_a_sandbox_without_a_permit_counts() -> None:
-    """The worker died after a refusal, and the next one made the sandbox: it holds a slot and does
-    not wait."""
+    """The worker died after a refusal, and the next one created the sandbox: the rollout holds a
+    slot and does not wait."""
     one = account()
     for name in ("a", "b"):
         ask(one, name, caps=AccountCaps(live=1))
@@ -341,7 +347,7 @@ def test_a_sandbox_that_came_up_in_spite_of_a_refusal_needs_no_second_permit() -
 
 
 def test_a_restart_keeps_the_pause_after_a_refusal() -> None:
-    """A Retry-After also holds after a restart of the workflow."""
+    """A Retry-After still applies after a restart of the workflow."""
     before = account()
     for number in range(2):
         ask(before, f"h{number}", caps=AccountCaps(creates_per_s=10))

@@ -1,4 +1,4 @@
-"""Rollouts that are played or graded again: which ones, and what becomes of their episodes."""
+"""Rollouts that run or are graded again: which ones, and what happens to their episodes."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def request_of(instance: str, sample: int, **fields: Any) -> RolloutRequest:
 async def left(
     store: LocalStore, request: RolloutRequest, outcome: Outcome | None, **fields: Any
 ) -> Episode:
-    """The episode of a rollout that ended with this outcome, or failed."""
+    """The episode of a rollout with this outcome, or of a failed one."""
     parts = EpisodeParts(
         request=request,
         status=RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,
@@ -85,7 +85,8 @@ async def store(tmp_path: Path) -> LocalStore:
 async def test_a_retry_plays_only_what_was_asked_for(
     store: LocalStore, asked: dict[str, Any], names: dict[str, int]
 ) -> None:
-    """By outcome and by name. A rollout with a verdict gets the new round, another one continues."""
+    """Rollouts are selected by outcome and by name. One with a verdict gets the new round, and
+    another continues."""
     chosen = await again.select(store, RUN, PlayAgain(round=3, **asked))
 
     found = {f"{one.instance.removeprefix('toy/')}/{one.sample_index}": one.round for one in chosen}
@@ -93,7 +94,7 @@ async def test_a_retry_plays_only_what_was_asked_for(
 
 
 async def test_a_list_stays_as_it_was_first_written(store: LocalStore) -> None:
-    """A second try of the listing plays the same rollouts, though one of them has ended meanwhile."""
+    """A second try of the listing returns the same rollouts, even if one has ended since."""
     wanted = PlayAgain(round=1, outcomes=NO_VERDICT)
     first = await again.listed(store, RUN, wanted)
     await left(store, request_of("b", 1), Outcome.RESOLVED)
@@ -103,7 +104,7 @@ async def test_a_list_stays_as_it_was_first_written(store: LocalStore) -> None:
 
 
 async def test_an_unknown_run_is_named(store: LocalStore) -> None:
-    """The message says where the runs are listed."""
+    """The message says how to list the runs."""
     with pytest.raises(NotFound, match=r"no run 'nosuch' in .*: `perdure status` lists the runs"):
         await current_request(store, "nosuch")
 
@@ -132,7 +133,7 @@ def ending(request: RolloutRequest, status: RolloutStatus) -> Ending:
 
 
 async def test_a_regraded_episode_keeps_its_times(store: LocalStore) -> None:
-    """A day later the verdict is new; start, end and seconds are those of the rollout."""
+    """A day later the verdict is new, and start, end and seconds are those of the rollout."""
     request = request_of("a", 1, start_at="grade", round=1)
     patch = await captured(store, request)
     await left(store, request_of("a", 1), Outcome.UNRESOLVED, patch=patch, workflow_run_id="old")
@@ -147,7 +148,7 @@ async def test_a_regraded_episode_keeps_its_times(store: LocalStore) -> None:
 
 
 async def test_the_replaced_episode_is_kept(store: LocalStore) -> None:
-    """The new episode names the earlier verdict and where its whole episode is."""
+    """The new episode names the earlier verdict and the key of the earlier episode."""
     request = request_of("a", 1, start_at="grade", round=1)
     await captured(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
@@ -162,7 +163,8 @@ async def test_the_replaced_episode_is_kept(store: LocalStore) -> None:
 async def test_a_regrading_without_a_verdict_leaves_the_earlier_one(
     store: LocalStore, status: RolloutStatus
 ) -> None:
-    """Lost sandboxes and a cancelled regrading cost no verdict; the workflow's result says how it ended."""
+    """Lost sandboxes and a cancelled regrade cost no verdict, and the workflow's result says how it
+    ended."""
     ref = await emit_episode(store, ending(request_of("a", 1, start_at="grade", round=1), status))
 
     (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
@@ -170,7 +172,7 @@ async def test_a_regrading_without_a_verdict_leaves_the_earlier_one(
 
 
 async def test_a_retry_that_fails_replaces_the_verdict(store: LocalStore) -> None:
-    """The user asked for another play of this rollout: the episode says that it failed."""
+    """The user asked to run this rollout again, so the episode says that it failed."""
     await emit_episode(store, ending(request_of("a", 1, round=1), RolloutStatus.FAILED))
 
     (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]

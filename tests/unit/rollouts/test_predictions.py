@@ -1,4 +1,5 @@
-"""Patches from other programs: every form that SWE-bench and mini-swe-agent write, and clear refusals."""
+"""Patches from other programs: all forms that SWE-bench and mini-swe-agent write, and clear
+refusals."""
 
 import json
 from pathlib import Path
@@ -39,14 +40,14 @@ READ = Prediction("a-1", 0, DIFF.encode(), "m")
     ],
 )
 def test_each_form_gives_the_same_prediction(tmp_path: Path, name: str, text: str) -> None:
-    """Byte for byte, with the name of the model."""
+    """Patches are read byte for byte, with the name of the model."""
     (tmp_path / name).write_text(text)
 
     assert read_predictions(tmp_path / name) == [READ]
 
 
 def test_a_folder_of_trajectories_is_read(tmp_path: Path) -> None:
-    """One trajectory per instance; one that ended without a submission has an empty patch."""
+    """There is one trajectory per instance, and one without a submission has an empty patch."""
     for name, info in {"a-1": {"submission": DIFF}, "b-2": {"exit_status": "Timeout"}}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.traj.json").write_text(json.dumps({"info": info}))
@@ -57,7 +58,7 @@ def test_a_folder_of_trajectories_is_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_a_list_is_read_by_it(tmp_path: Path) -> None:
-    """mini-swe-agent writes both: the patches count once."""
+    """mini-swe-agent writes both a list and trajectories, and each patch counts once."""
     (tmp_path / "a-1.traj.json").write_text(json.dumps({"info": {"submission": DIFF}}))
     (tmp_path / "preds.json").write_text(json.dumps({"a-1": ENTRY}))
 
@@ -65,7 +66,7 @@ def test_a_folder_with_a_list_is_read_by_it(tmp_path: Path) -> None:
 
 
 def test_several_patches_of_an_instance_are_its_samples(tmp_path: Path) -> None:
-    """In the order of the file."""
+    """Samples are numbered in the order of the file."""
     other = {**ENTRY, "model_patch": None}
     (tmp_path / "p.jsonl").write_text(f"{json.dumps(ENTRY)}\n{json.dumps(other)}\n")
 
@@ -86,7 +87,7 @@ def test_several_patches_of_an_instance_are_its_samples(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
-    """The line, the field, the fix."""
+    """The message has the line, the field and the fix."""
     (tmp_path / "p.jsonl").write_text(text)
 
     with pytest.raises(ConfigurationError, match=message):
@@ -95,7 +96,7 @@ def test_a_bad_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_what_has_no_predictions_is_refused(tmp_path: Path, there: bool) -> None:
-    """An empty folder, and a path that does not exist."""
+    """This covers an empty folder, and a path that does not exist."""
     path = tmp_path if there else tmp_path / "absent.json"
 
     with pytest.raises(
@@ -114,7 +115,8 @@ async def placed(store: LocalStore, patch: bytes) -> None:
 
 
 async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> None:
-    """Its grading finds the same bytes, and an agent that has finished; placing it twice is once."""
+    """The grading finds the same bytes and a finished agent, and placing a prediction twice changes
+    nothing."""
     store = LocalStore(tmp_path)
     for _ in range(2):
         await placed(store, DIFF.encode())
@@ -130,7 +132,8 @@ async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> Non
 
 
 async def test_a_run_keeps_its_patch(tmp_path: Path) -> None:
-    """Other patches under the same run id would be graded as the old ones: refused."""
+    """Other patches under the same run id are refused, because they would be graded as the old
+    ones."""
     store = LocalStore(tmp_path)
     await placed(store, DIFF.encode())
 
@@ -139,7 +142,7 @@ async def test_a_run_keeps_its_patch(tmp_path: Path) -> None:
 
 
 def test_the_name_of_given_patches_runs_no_agent() -> None:
-    """`perdure run --agent predictions` says which command to use."""
+    """The message of `perdure run --agent predictions` says which command to use."""
     fields: dict[str, Any] = {**RUN.model_dump(), "rollout": {"agent": "predictions"}}
 
     with pytest.raises(ValueError, match="perdure grade SOURCE --predictions"):

@@ -1,4 +1,4 @@
-"""The record of a run's changes, when an earlier one is written late."""
+"""The record of a run's changes, if an earlier change is written late."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ async def _started(folder: Path) -> LocalStore:
 
 
 async def test_a_change_that_is_recorded_late_reverts_no_later_one(tmp_path: Path) -> None:
-    """The late try of an activity may come after the change that followed."""
+    """A late try of an activity may come after the change that followed."""
     store = await _started(tmp_path)
     await record(store, _now(2, 10.0))
     await record(store, _now(3, 20.0))
@@ -35,7 +35,7 @@ async def test_a_change_that_is_recorded_late_reverts_no_later_one(tmp_path: Pat
 
 
 async def test_a_change_back_is_recorded(tmp_path: Path) -> None:
-    """Values do not decide what is late."""
+    """Times decide what is late, not values."""
     store = await _started(tmp_path)
     for n_samples, asked_at in ((2, 10.0), (3, 20.0), (2, 30.0), (2, 30.0)):
         await record(store, _now(n_samples, asked_at))

@@ -1,4 +1,4 @@
-"""The seats of a home: as many agents' sandboxes as it has, over all its worker processes."""
+"""The seats of a home limit its agents' sandboxes over all its worker processes."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def test_a_full_home_has_no_seat(seats: Seats) -> None:
 
 
 def test_a_released_seat_is_free(seats: Seats) -> None:
-    """So is one whose sandbox is gone."""
+    """A seat whose sandbox is gone is free too."""
     for name in ("p-1-agent-1", "p-2-agent-1"):
         seats.take(name)
     assert seats.reserve() is None
@@ -50,7 +50,8 @@ def test_a_released_seat_is_free(seats: Seats) -> None:
 
 
 def test_a_full_home_is_not_searched_again(seats: Seats, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With thousands of seats each look costs: none happens until a seat is left or may have lapsed."""
+    """With thousands of seats a check is expensive, so none happens until a seat is released or may
+    have lapsed."""
     looks: list[str] = []
 
     def is_held(path: Path) -> bool:
@@ -73,7 +74,7 @@ def test_a_full_home_is_not_searched_again(seats: Seats, monkeypatch: pytest.Mon
 
 
 def test_a_renewed_seat_is_one_seat(seats: Seats) -> None:
-    """Who watches renews the same seat again and again."""
+    """A watcher renews the same seat repeatedly."""
     for _ in range(3):
         seats.take("p-1-agent-1")
 
@@ -81,7 +82,7 @@ def test_a_renewed_seat_is_one_seat(seats: Seats) -> None:
 
 
 def test_a_seat_that_nobody_renews_is_free(seats: Seats) -> None:
-    """Its worker died between the boot and its answer: the seat is not lost for ever."""
+    """The worker died between the boot and its answer, and the seat is not lost forever."""
     seats.take("p-1-agent-1")
     _last_renewed(seats, "p-1-agent-1", monotonic() - LAPSES_S)
 
@@ -89,7 +90,7 @@ def test_a_seat_that_nobody_renews_is_free(seats: Seats) -> None:
 
 
 def test_a_seat_of_before_the_reboot_is_free(seats: Seats) -> None:
-    """The machine's clock of uptime began again."""
+    """The monotonic clock has started again."""
     seats.take("p-1-agent-1")
     _last_renewed(seats, "p-1-agent-1", monotonic() + 1000)
 
@@ -97,7 +98,7 @@ def test_a_seat_of_before_the_reboot_is_free(seats: Seats) -> None:
 
 
 def test_a_worker_that_comes_back_keeps_the_seats(seats: Seats) -> None:
-    """Its watchers get the time to renew them."""
+    """The watchers get time to renew their seats."""
     seats.take("p-1-agent-1")
     _last_renewed(seats, "p-1-agent-1", monotonic() - LAPSES_S)
     seats.keep()
@@ -106,7 +107,7 @@ def test_a_worker_that_comes_back_keeps_the_seats(seats: Seats) -> None:
 
 
 def test_a_killed_process_leaves_its_reservation(seats: Seats) -> None:
-    """kill -9 during a boot: the seat that was reserved for it is free at once."""
+    """After kill -9 during a boot, the reserved seat is free at once."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(seats.folder)],
         stdin=subprocess.PIPE,
@@ -126,7 +127,7 @@ def _last_renewed(seats: Seats, name: str, when: float) -> None:
 
 
 def test_a_reserved_seat_has_no_agent(seats: Seats) -> None:
-    """A worker reserves a seat to ask for a rollout, which may never come."""
+    """A worker reserves a seat before it polls for a rollout, which may never come."""
     reservation = seats.reserve()
     seats.take("a-sandbox")
 

@@ -1,4 +1,5 @@
-"""How a stage opens the session of its agent: in one request, unless an earlier try may have done so."""
+"""How a stage opens its agent's session: in one request, unless an earlier try may have opened
+it."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ AFTER_ONE_TURN = SessionSummary(session_id="s", open=True, turns=1)
 
 
 class Gateway:
-    """Knows at most one session; each request to it is in `asked`."""
+    """A gateway with at most one session, which records each request in `asked`."""
 
     def __init__(self, *, is_open: bool, refuses: bool = False) -> None:
         self.is_open, self.refuses = is_open, refuses
@@ -73,7 +74,7 @@ async def test_a_first_try_opens_in_one_request() -> None:
 
 
 async def test_a_later_try_takes_the_session_as_it_was_opened() -> None:
-    """Its spec may differ: another worker, another trace."""
+    """The spec may differ, because the try may have another worker and another trace."""
     gateway = Gateway(is_open=True, refuses=True)
     await session(gateway, 2).open()
     assert gateway.asked == ["get"]
@@ -86,7 +87,7 @@ async def test_a_later_try_opens_what_the_earlier_one_did_not() -> None:
 
 
 async def test_a_reset_workflow_takes_the_session_of_its_earlier_play() -> None:
-    """The first try of a new play: the session is open with another spec."""
+    """In the first try of a new workflow run, the session is open with another spec."""
     gateway = Gateway(is_open=True, refuses=True)
     await session(gateway, 1).open()
     assert gateway.asked == ["open", "get"]
@@ -102,8 +103,8 @@ async def test_a_refused_session_keeps_its_reason() -> None:
 async def test_an_agent_that_ends_while_the_gateway_is_away_has_no_verdict(
     asked: str, store_too: bool
 ) -> None:
-    """The gateway may have failed its last call: also if the host lost gateway and store together, and
-    if it is the end of the agent that finds the gateway away."""
+    """The gateway may have failed the agent's last call. This holds even if the host lost gateway
+    and store together, or if the agent's end finds the gateway unavailable."""
     gateway, store = Gateway(is_open=True), UnsteadyStore()
     mine = session(gateway, 1, store)
     gateway.is_away, store.away = True, store_too

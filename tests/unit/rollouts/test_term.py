@@ -1,4 +1,4 @@
-"""A host's term: when sandboxes may be booted, and which ones are over."""
+"""A host's term: when sandboxes may be booted, and which terms are over."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_home_without_signs_of_life_refuses_nothing(path: Path) -> None:
-    """Workers of remote sandboxes and tests need no process that shows them."""
+    """Workers of remote sandboxes and tests need no heartbeat process."""
     term = HostTerm(path, LONG_S)
     term.check()
 
@@ -25,7 +25,7 @@ def test_a_home_without_signs_of_life_refuses_nothing(path: Path) -> None:
 
 
 def test_a_confirmed_term_boots_sandboxes(path: Path) -> None:
-    """For as long as the server would not give the host up."""
+    """Sandboxes may boot for as long as the server would not declare the host lost."""
     HostTerm(path, LONG_S).confirm()
 
     assert HostTerm(path, LONG_S).is_confirmed
@@ -33,7 +33,7 @@ def test_a_confirmed_term_boots_sandboxes(path: Path) -> None:
 
 
 def test_a_new_term_boots_nothing_before_it_is_confirmed(path: Path) -> None:
-    """Others may still answer for the host; a boot is tried again."""
+    """Other workers may still answer for the host, so a boot is retried."""
     term = HostTerm(path, LONG_S)
     term.begin(3)
     with pytest.raises(RetryHere, match="boots no sandbox"):
@@ -44,7 +44,7 @@ def test_a_new_term_boots_nothing_before_it_is_confirmed(path: Path) -> None:
 
 
 def test_a_host_that_left_boots_nothing(path: Path) -> None:
-    """Its term lapses with its goodbye."""
+    """The term lapses when the host leaves."""
     term = HostTerm(path, LONG_S)
     term.confirm()
     term.lapse()
@@ -53,7 +53,7 @@ def test_a_host_that_left_boots_nothing(path: Path) -> None:
 
 
 async def test_the_store_knows_which_terms_are_over(tmp_path: Path) -> None:
-    """For each host by itself."""
+    """The store records this separately for each host."""
     store = LocalStore(tmp_path / "store")
     await end_terms_before(store, "host-1", 2)
 

@@ -1,4 +1,4 @@
-"""The agent stage's watch: which agents it ends before they end themselves."""
+"""The watch of the agent stage: which agents it stops before they end by themselves."""
 
 import signal
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ BUDGET_S = 1800.0
 
 
 class Sandbox:
-    """One whose agent ends by a signal, or by itself after some looks."""
+    """A sandbox whose agent ends by a signal, or by itself after some polls."""
 
     identity = "box"
 
@@ -47,7 +47,7 @@ class Sandbox:
 async def test_an_agent_without_hope_of_an_answer_is_ended(
     told: dict[str, Any], ended: bool
 ) -> None:
-    """It would ask for minutes. One refused side request, or an answer, keeps it alive."""
+    """The agent would retry for minutes. An answer, or too few refusals, keeps it alive."""
     sandbox = Sandbox(looks=3)
     await _watch(sandbox, told, told, told)
 
@@ -55,7 +55,7 @@ async def test_an_agent_without_hope_of_an_answer_is_ended(
 
 
 async def test_a_wait_for_an_engine_is_not_the_agents_time() -> None:
-    """Its limit moves by what it waited, and on while it waits; after that it stays."""
+    """The limit moves by the time waited, also during a wait, and stays after that."""
     sandbox = Sandbox(looks=5)
     now = Wait(since=0.0, reason="full")
     waits, over = {"waiting_seconds": 7.0, "waits": now}, {"waiting_seconds": 12.0}
@@ -65,7 +65,7 @@ async def test_a_wait_for_an_engine_is_not_the_agents_time() -> None:
 
 
 async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
-    """The agent stage looks at a session that tells this, one look after the other."""
+    """A session that reports these summaries, one per poll of the agent stage."""
     summaries = iter(told)
 
     async def look() -> SessionSummary:

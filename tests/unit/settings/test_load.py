@@ -16,7 +16,7 @@ SECRET = "do-not-show-me-0123456789"
 
 @pytest.fixture(autouse=True)
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working directory, and no variable of ours or of the documents."""
+    """An empty working directory, without Perdure's variables and aliases."""
     monkeypatch.chdir(tmp_path)
     known = {one.name for one in aliases.ALIASES}
     for name in list(environment.variables()):
@@ -27,7 +27,7 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_variable_comes_before_an_alias_and_that_before_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each place is used when those before it say nothing, and its name is told."""
+    """Each place is used if the places before it have no value, and its name is reported."""
     Path("perdure.toml").write_text("[gateway]\nport = 1\n")
     found = [load.load_settings()]
     origins = [str(load.origin("gateway.port", found[-1]))]
@@ -44,14 +44,14 @@ def test_a_variable_comes_before_an_alias_and_that_before_the_file(
 def test_an_alias_sets_what_its_row_names(
     alias: aliases.Alias, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every honoured variable of the documents arrives in its setting."""
+    """Every alias sets its setting."""
     monkeypatch.setenv(alias.name, "7")
 
     assert str(load.value(load.load_settings(), alias.stands_for)) == "7"
 
 
 def test_aliases_of_fields_name_fields_of_a_request() -> None:
-    """A field that was renamed would leave its alias without a target."""
+    """A renamed field would leave its alias without a target."""
     fields = {one.stands_for.partition(".")[0] for one in aliases.FIELDS}
 
     assert fields <= RolloutRequest.model_fields.keys()
@@ -76,7 +76,7 @@ def test_each_variable_is_either_honoured_or_refused() -> None:
     ],
 )
 def test_a_mistake_in_the_file_is_named_by_its_key(text: str, said: str) -> None:
-    """The message says the file, the key and what to write."""
+    """The message has the file, the key and what to write."""
     Path("perdure.toml").write_text(text)
 
     with pytest.raises(ConfigurationError) as refused:
@@ -86,7 +86,7 @@ def test_a_mistake_in_the_file_is_named_by_its_key(text: str, said: str) -> None
 
 
 def test_a_group_has_no_variable_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one way to write a setting."""
+    """There is only one way to write a setting."""
     monkeypatch.setenv("PERDURE_GATEWAY", '{"port": 1}')
 
     with pytest.raises(ConfigurationError, match="PERDURE_GATEWAY is not a setting"):
@@ -94,7 +94,8 @@ def test_a_group_has_no_variable_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_kubernetes_may_name_a_service_like_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables that a cluster adds for a service `perdure-gateway` are not misspelt settings."""
+    """The variables that a cluster adds for a service named `perdure-gateway` are not misspelled
+    settings."""
     monkeypatch.setenv("PERDURE_GATEWAY_PORT", "tcp://10.0.0.1:80")
     monkeypatch.setenv("PERDURE_GATEWAY_SERVICE_HOST", "10.0.0.1")
 
@@ -104,7 +105,7 @@ def test_kubernetes_may_name_a_service_like_us(monkeypatch: pytest.MonkeyPatch) 
 def test_a_child_process_has_the_same_settings_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What came from the file, an alias or a relative path arrives in another folder without them."""
+    """Values from the file, an alias or a relative path apply in another folder without them."""
     Path("perdure.toml").write_text(
         f'secret = "{SECRET}"\nstore = "results"\n[sandbox.caps.e2b]\nlive = 3\n'
         '[kubernetes]\npod_file = "pod.json"\n[metrics]\nport = 9\n'
@@ -128,7 +129,7 @@ def test_a_child_process_has_the_same_settings_anywhere(
 
 
 def test_the_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither `perdure settings`, nor the copy for run.json, nor a log of the object holds it."""
+    """Neither `perdure settings`, nor the copy in run.json, nor a log of the object contains it."""
     monkeypatch.setenv("PERDURE_SECRET", SECRET)
     resolved = Settings()
     printed = [CliRunner().invoke(cli, ["settings", *more]).output for more in ((), ("--json",))]
@@ -140,7 +141,7 @@ def test_the_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_secret_is_refused_without_its_value() -> None:
-    """A secret of another type is named by its key alone."""
+    """A secret of the wrong type is named by its key only."""
     Path("perdure.toml").write_text("secret = [12345]\n")
 
     with pytest.raises(ConfigurationError) as refused:
@@ -151,6 +152,6 @@ def test_a_wrong_secret_is_refused_without_its_value() -> None:
 
 
 def test_another_tools_variable_must_be_listed() -> None:
-    """One that the page does not list cannot be read."""
+    """A variable that the page does not list cannot be read."""
     with pytest.raises(LookupError, match="FOREIGN"):
         environment.foreign("SOME_TOOLS_VARIABLE")

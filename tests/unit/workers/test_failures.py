@@ -1,4 +1,4 @@
-"""What Temporal is told of an error: its type decides what happens next."""
+"""How errors are translated for Temporal: the type decides what happens next."""
 
 import errno
 import os
@@ -21,7 +21,8 @@ from perdure.sandboxes.guest.sandbox import DiskTooSmall
 async def test_a_kind_of_error_goes_by_the_name_that_is_known(
     error: PerdureError, name: str
 ) -> None:
-    """`retry_on` of a request names SandboxLost; a run pauses for a ConfigurationError by its name."""
+    """`retry_on` of a request names SandboxLost, and a run pauses for a ConfigurationError by
+    name."""
 
     async def work() -> None:
         raise error
@@ -36,7 +37,7 @@ async def test_a_kind_of_error_goes_by_the_name_that_is_known(
     "code", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO]
 )
 async def test_what_the_host_refuses_a_worker_is_tried_again(code: int) -> None:
-    """For as long as the stage may take, not only as often as a bug."""
+    """It is retried for as long as the stage may take, not only as often as a bug."""
 
     async def work() -> None:
         raise OSError(code, os.strerror(code))

@@ -1,4 +1,4 @@
-"""What a worker does for its host goes on after an error that was not foreseen."""
+"""A worker's background tasks for its host continue after an unforeseen error."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from workers.host import housekeeping
 
 
 async def test_an_unforeseen_error_ends_no_housekeeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next round comes; one that returns is not repeated."""
+    """The next round follows, and a task that returns is not repeated."""
     monkeypatch.setattr(process, "ASK_AGAIN_S", 0.0)
     rounds = []
 
@@ -29,7 +29,7 @@ async def test_an_unforeseen_error_ends_no_housekeeping(monkeypatch: pytest.Monk
 
 
 class RefusesOnce:
-    """A provider of a host that has no process to spare when it is asked first."""
+    """A provider whose host cannot start a process at the first check."""
 
     name = "bubblewrap"
     host_bound = True
@@ -50,7 +50,7 @@ class WithProvider:
 async def test_a_provider_that_a_busy_host_refuses_once_is_swept_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise its orphans would stay for as long as the worker runs."""
+    """Otherwise its orphans would stay until the worker ends."""
     swept: list[list[RefusesOnce]] = []
     enough = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The passage: a home without a gateway has a socket that leads to one elsewhere."""
+"""The forwarder: in a home without a gateway, the socket leads to a gateway elsewhere."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 async def test_bytes_go_to_the_first_gateway_that_answers(settings: Settings) -> None:
-    """One that takes no connection is left out."""
+    """A gateway that accepts no connection is skipped."""
     async with _gateway(b"far ") as url:
         gateways = _At(settings, "http://127.0.0.1:9", url)
         async with passage.opened(settings, gateways):
@@ -75,7 +75,8 @@ async def test_bytes_go_to_the_first_gateway_that_answers(settings: Settings) ->
 async def test_a_gateway_of_this_home_takes_over_and_the_link_comes_back(
     settings: Settings,
 ) -> None:
-    """Its own gateway serves while it lives; killed, it leaves a socket that nobody listens on."""
+    """The home's own gateway serves while it lives, and leaves a socket without a listener if
+    killed."""
     async with _gateway(b"far ") as url, passage.opened(settings, _At(settings, url)):
         before = await _ask(settings)
         own = bind_unix(settings.gateway_socket)

@@ -1,4 +1,4 @@
-"""What a host says of its seats to whoever scales by them."""
+"""The free seats that a host reports, by which hosts are scaled."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ MOST = 4
 async def test_a_seat_kept_for_the_next_boot_counts_as_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that asks Temporal for boots has reserved their seats, also while none comes."""
+    """A worker that polls for boots has reserved their seats, even if none arrives."""
     seats, told = Seats(tmp_path / "seats", MOST), asyncio.Queue[tuple[int, int]]()
     seats.take("p-1-agent-1")
     reserved = seats.reserve()

@@ -1,4 +1,4 @@
-"""Who is told that a run's budget is used up."""
+"""Which children are told that a run's budget is used up."""
 
 import asyncio
 from collections.abc import Generator
@@ -9,7 +9,7 @@ from workflows.children import Buyers, Child
 
 
 class Played:
-    """A child workflow that has started and ends when it is told to."""
+    """A child workflow that has started, and that ends when it is told to."""
 
     def __init__(self, name: str) -> None:
         self.id = name
@@ -27,7 +27,8 @@ class Played:
 
 
 async def test_open_children_and_those_whose_start_was_under_way_are_told() -> None:
-    """A start that was ordered before the budget was used up returns after it; the ended are left alone."""
+    """A start that was requested before the budget was used up returns after it. Ended children are
+    left alone."""
     buyers, ended, early, late = Buyers(), Played("ended"), Played("early"), Played("late")
     ended.ends.set()
     await buyers.result_of(cast(Child, ended))

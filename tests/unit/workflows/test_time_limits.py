@@ -1,4 +1,4 @@
-"""Temporal's limit of one try leaves a stage the time of all its parts."""
+"""Temporal's limit for one try leaves a stage enough time for all its parts."""
 
 import itertools
 from types import SimpleNamespace
@@ -52,7 +52,8 @@ async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
 async def test_a_grading_has_the_time_of_all_its_runs(
     monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """The last pair ends it, because no run of it can be read. Each such run costs a control too."""
+    """No run of the last pair can be parsed, which ends the grading. Each such run also costs a
+    control."""
     pair = Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
     monkeypatch.setattr(runs, "draw", lambda *_: [pair] * pairs)
     passes = itertools.cycle([grade(F, P), grade(P, F)])

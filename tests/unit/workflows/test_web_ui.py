@@ -1,4 +1,4 @@
-"""What the Web UI's details say, and that strangers' text in them stays text."""
+"""The details in the Web UI, and that untrusted text in them stays text."""
 
 import pytest
 from markdown_it import MarkdownIt
@@ -29,7 +29,7 @@ HOSTILE = [
 
 
 def _links(text: str) -> list[str]:
-    """Where a renderer that keeps HTML leads to: links; and "HTML" or "image" where it has one."""
+    """Where an HTML-preserving renderer leads to: links, and "HTML" or "image" if there is one."""
     found = []
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text)
     inline = [child for token in tokens for child in token.children or ()]
@@ -43,7 +43,8 @@ def _links(text: str) -> list[str]:
 
 @pytest.mark.parametrize("text", [*HOSTILE, *CORPUS])
 def test_text_of_strangers_is_shown_as_it_is(text: str) -> None:
-    """No link, image or HTML, alone, in a list or in a table; one line of bounded length."""
+    """It yields no link, image or HTML, alone, in a list or in a table, and its length is
+    limited."""
     shown = markdown.quoted(text)
 
     for around in ("{}", "- the agent's last line: {}", "| a |\n|---|\n| {} |"):
@@ -54,7 +55,7 @@ def test_text_of_strangers_is_shown_as_it_is(text: str) -> None:
 
 
 def test_names_with_markup_in_them_are_shown_as_they_are() -> None:
-    """`__init__` is no bold text."""
+    """`__init__` is not rendered in bold."""
     html = MarkdownIt().render(markdown.escaped("pallets__flask-4992 __init__ *x*"))
 
     assert html == "<p>pallets__flask-4992 __init__ *x*</p>\n"
@@ -79,13 +80,13 @@ def _episode(number: int, outcome: Outcome | None = Outcome.RESOLVED) -> Episode
 def _page(total: int, viewer: str = "") -> ChildrenPage:
     class Unshown(ChildrenPage):
         def show(self) -> None:
-            """Outside of a workflow there is nothing to show it on."""
+            """Outside of a workflow there are no current details."""
 
     return Unshown("r1", "**r1**", total, Links("default", viewer))
 
 
 def test_a_verdict_is_one_line() -> None:
-    """Outcome, reward, turns, tokens; a failure instead of a reward."""
+    """The line has outcome, reward, turns and tokens, or a failure instead of a reward."""
     assert endings.of_episode(_episode(1, Outcome.UNRESOLVED)) == (
         "unresolved · 0.0 · 12 turns · 31k tokens"
     )
@@ -95,7 +96,8 @@ def test_a_verdict_is_one_line() -> None:
 
 
 def test_a_run_of_5500_lists_the_worst_and_the_last() -> None:
-    """Counts of all, links to the ten worst and the ten last, in a few kilobytes."""
+    """It has total counts, and links to the ten worst and the ten last rollouts, in a few
+    kilobytes."""
     page = _page(5_500)
     for number in range(5_500):
         outcome = None if number == 7 else Outcome.UNRESOLVED if number % 2 else Outcome.RESOLVED
@@ -111,7 +113,8 @@ def test_a_run_of_5500_lists_the_worst_and_the_last() -> None:
 
 
 def test_a_small_run_lists_each_rollout_once() -> None:
-    """The worst first, in one table without a title; none before a rollout has ended."""
+    """One table without a title lists the worst first, and there is none before a rollout has
+    ended."""
     page = _page(3)
     assert "|" not in page.text()
     for number, outcome in enumerate((Outcome.RESOLVED, None, Outcome.UNRESOLVED)):
@@ -124,7 +127,7 @@ def test_a_small_run_lists_each_rollout_once() -> None:
 
 
 def test_a_failure_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt that failed says why, to the end of the sentence; the end of the rollout does not repeat it."""
+    """The failed attempt gives the full reason, and the end of the rollout does not repeat it."""
     shown: list[str] = []
     monkeypatch.setattr("workflows.web_ui.workflow.set_current_details", shown.append)
     for name in ("upsert_search_attributes", "upsert_memo"):
@@ -144,7 +147,7 @@ def test_a_failure_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_child_links_to_the_viewer_where_one_is_known() -> None:
-    """Beside the link to its own page."""
+    """The link is next to the one to the child's own page."""
     page = _page(1, "http://127.0.0.1:8700")
     page.add(_episode(1))
 
@@ -152,7 +155,7 @@ def test_a_child_links_to_the_viewer_where_one_is_known() -> None:
 
 
 def test_a_run_in_shards_lists_the_last_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16,500 rollouts in 132 shards: all counts, twenty lines."""
+    """16,500 rollouts in 132 shards give total counts and twenty lines."""
     shown: list[str] = []
     monkeypatch.setattr("workflows.web_ui.workflow.set_current_details", shown.append)
     report = RunStatus(run_id="r1", state="running", total=125, done=125)
