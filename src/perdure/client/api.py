@@ -80,8 +80,8 @@ BROKEN = "transport error", "h2 protocol error"
 UNAVAILABLE."""
 UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
-"""Message of a query error that waiting does not fix. Its status, FAILED_PRECONDITION, is also that
-of transient errors, so only the message distinguishes them."""
+"""Message of a query error that waiting does not fix. Transient errors have the same status,
+FAILED_PRECONDITION, so only the message distinguishes them."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
 NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
