@@ -223,8 +223,8 @@ def _try_runtime(name: str, root: str) -> str | None:
 
 
 def _variables() -> list[str]:
-    """The variables that podman needs to find this user's storage."""
-    names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF")
+    """The variables that podman needs to find this user's settings and storage."""
+    names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")
     return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
 
 
