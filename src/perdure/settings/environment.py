@@ -48,8 +48,8 @@ FOREIGN = (
     Foreign("Docker", ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"), "which engine to use"),
     Foreign(
         "Podman",
-        ("XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF"),
-        "location of the user's images and containers",
+        ("XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
+        "settings of the user's podman, and location of its images and containers",
     ),
     Foreign(
         "Apptainer",
