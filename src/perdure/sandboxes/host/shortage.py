@@ -4,9 +4,11 @@ The kernel counts refusals for each cgroup. It does not count refusals by limits
 cgroup (`kernel.pid_max`, a user's processes, memory overcommit), so this module misses them.
 """
 
-from collections.abc import Iterable
-from pathlib import Path
+import os
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from perdure.sandboxes.host import procfs
 
 MARGIN = 4 << 20
 """Bytes: the kernel charges memory in batches, so it may refuse one a little below the limit."""
@@ -25,11 +27,11 @@ class Refusals(NamedTuple):
     """Processes of the sandbox that were killed for lack of memory."""
 
     @classmethod
-    def of(cls, groups: Iterable[str]) -> "Refusals":
-        folders = [Path(group) for group in groups]
-        above = {parent for folder in folders for parent in folder.parents}
+    def of(cls, groups: Sequence[str]) -> "Refusals":
         return cls(
-            sum(map(_refused, above)), sum(map(_refused, folders)), sum(map(_killed, folders))
+            sum(map(_refused_above, groups)),
+            sum(_refused(group) or 0 for group in groups),
+            sum(map(_killed, groups)),
         )
 
     @classmethod
@@ -39,60 +41,69 @@ class Refusals(NamedTuple):
     def __str__(self) -> str:
         return "/".join(map(str, self))
 
-    def shortage(self, before: "Refusals", groups: Iterable[str]) -> Shortage:
+    def shortage(self, before: "Refusals", groups: Sequence[str]) -> Shortage:
         """What the host has refused since `before` to the sandbox with these groups."""
-        folders = [Path(group) for group in groups]
-        own = self.own > before.own and not any(map(_was_full, folders))
+        own = self.own > before.own and not any(map(_was_full, groups))
         if self.above > before.above or own:
             return "processes"
-        killed = self.kills > before.kills and not any(map(_reached_its_memory, folders))
+        killed = self.kills > before.kills and not any(map(_reached_its_memory, groups))
         return "memory" if killed else ""
 
 
 NONE_REFUSED = Refusals(0, 0, 0)
 
 
-def _refused(folder: Path) -> int:
+def _refused_above(group: str) -> int:
+    """Of the groups above. A hierarchy's root, and one without this controller, count nothing."""
+    total = 0
+    while (refused := _refused(group := os.path.dirname(group))) is not None:
+        total += refused
+    return total
+
+
+def _refused(group: str) -> int | None:
     """Since Linux 6.11 `pids.events` of cgroup v2 also counts groups below, `pids.events.local` does not.
 
     cgroup v1, and v2 before 6.11, count in the forking process's group, whichever group refused.
     """
-    local = _fields(folder / "pids.events.local")
-    return (local or _fields(folder / "pids.events")).get("max", 0)
+    events = _fields(f"{group}/pids.events.local") or _fields(f"{group}/pids.events")
+    return events.get("max")
 
 
-def _was_full(folder: Path) -> bool:
+def _was_full(group: str) -> bool:
     """Whether the group's own process limit may be the cause. An old kernel does not tell."""
-    if not (folder / "pids.events").exists():
+    if not _fields(f"{group}/pids.events"):
         return False
-    peak, limit = _number(folder / "pids.peak"), _number(folder / "pids.max")
+    peak, limit = _number(f"{group}/pids.peak"), _number(f"{group}/pids.max")
     return peak is None or (limit is not None and peak >= limit)
 
 
-def _killed(folder: Path) -> int:
-    events = _fields(folder / "memory.events") or _fields(folder / "memory.oom_control")
+def _killed(group: str) -> int:
+    events = _fields(f"{group}/memory.events") or _fields(f"{group}/memory.oom_control")
     return events.get("oom_kill", 0)
 
 
-def _reached_its_memory(folder: Path) -> bool:
-    if _fields(folder / "memory.events").get("oom", 0):
+def _reached_its_memory(group: str) -> bool:
+    if _fields(f"{group}/memory.events").get("oom", 0):
         return True
-    most = _number(folder / "memory.max_usage_in_bytes")
-    limit = _number(folder / "memory.limit_in_bytes")
+    most = _number(f"{group}/memory.max_usage_in_bytes")
+    limit = _number(f"{group}/memory.limit_in_bytes")
     return most is not None and limit is not None and most + MARGIN >= limit
 
 
-def _fields(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:  # another hierarchy, or the group is gone
-        return {}
-    pairs = (line.split() for line in lines)
+def _fields(path: str) -> dict[str, int]:
+    pairs = (line.split() for line in _text(path).splitlines())
     return {name: int(value) for name, value in pairs}
 
 
-def _number(path: Path) -> int | None:
+def _number(path: str) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # otherwise it is not there, or "max"
+
+
+def _text(path: str) -> str:
+    """Empty in another hierarchy, or if the group is gone."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # not there, or "max"
-        return None
+        return procfs.read(path).decode()
+    except OSError:
+        return ""
