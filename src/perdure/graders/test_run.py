@@ -173,7 +173,6 @@ refuse() {  # $1: the exit code if the row is not at fault
   fi
   exit "$1"
 }
-trap '[ $? = 0 ] || rm -rf "$dir"' EXIT
 tar -xmf - -C "${dir%/*}" || exit 91
 [ -d .git ] || { echo "no git repository at $PWD"; exit 92; }
 if [ -s "$dir/pre.sh" ]; then bash -e "$dir/pre.sh" </dev/null || exit 93; fi
@@ -202,7 +201,6 @@ if [ -n "$junit" ] && [ -f "$junit" ] && [ ! -L "$junit" ]; then
   printf '%s\n' "$dir" >&8
   cat "$junit" >&8
 fi
-rm -rf "$dir"
 exit $code
 """
 
