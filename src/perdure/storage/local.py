@@ -10,11 +10,11 @@ import fcntl
 import hashlib
 import itertools
 import os
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage.base import Stored, check_key
@@ -177,18 +177,17 @@ class LocalStore:
     @contextmanager
     def _written(self, data: bytes) -> Iterator[Path]:
         """A complete, synced file in `tmp`. On exit it is deleted unless it was renamed."""
-        descriptor, name = tempfile.mkstemp(dir=self._tmp)
+        path = self._tmp / uuid4().hex
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb", buffering=0) as file:
                 view = memoryview(data)
                 while view:
                     view = view[file.write(view) :]
-                os.fchmod(file.fileno(), 0o600)
                 os.fsync(file.fileno())
-            yield Path(name)
+            yield path
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(name)
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, key: str) -> Iterator[None]:
