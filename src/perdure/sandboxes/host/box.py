@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -140,7 +140,7 @@ class Box:
         for name in ("disk", "execs"):
             (draft / name).mkdir()
         os.mkfifo(draft / "requests", 0o600)
-        (draft / META).write_text(json.dumps(asdict(meta)))
+        (draft / META).write_text(json.dumps(vars(meta)))
         Box(draft).extend(ttl_s)
         draft.rename(self.path)
 

@@ -102,9 +102,10 @@ class HostProvider(SandboxProvider):
                     shutil.rmtree(path, ignore_errors=True)
 
     def _adopt(self, box: Box) -> HostSandbox:
-        if not box.alive:
+        sandbox = self._handle(box, box.meta())
+        if not sandbox.alive:
             raise SandboxLost(f"{self.name} sandbox {box.identity!r} is dead; boot a new one")
-        return self._handle(box, box.meta())
+        return sandbox
 
     def _info(self, box: Box) -> SandboxInfo | None:
         try:

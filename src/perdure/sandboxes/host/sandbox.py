@@ -74,8 +74,8 @@ class HostSandbox(Sandbox):
         self.meta = meta
         self.identity = box.identity
         self.workdir = meta.workdir
-        self._processes = box.processes  # they never change
         booted = box.booted
+        self._processes = box.keeper, *filter(None, [booted.holder])  # they never change
         self.gateway_url, self._user = booted.gateway_url, booted.user
 
     @property
@@ -113,7 +113,7 @@ class HostSandbox(Sandbox):
         pause = 0.0005
         while record.process is None and self.alive and pause < 1:
             await asyncio.sleep(pause)
-            pause *= 1.3
+            pause *= 1.6
         if record.process is None:
             self._check_alive()
 

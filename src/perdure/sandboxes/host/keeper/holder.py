@@ -8,7 +8,8 @@ import fcntl
 import os
 import signal
 
-from perdure.sandboxes.host.keeper import linux, seccomp
+from perdure.sandboxes.host.keeper import linux
+from perdure.sandboxes.host.keeper.launcher import FILTER
 from perdure.sandboxes.host.keeper.users import OwnUser
 
 
@@ -54,6 +55,6 @@ def _mount_disk(holder: dict[str, object], user: OwnUser | None) -> None:
 def _filter_file() -> int:
     """Pid 1 is filtered too: otherwise a process that traces it would escape the filter."""
     fd = os.memfd_create("filter")
-    os.write(fd, seccomp.program())
+    os.write(fd, FILTER)
     os.lseek(fd, 0, os.SEEK_SET)
     return fd

@@ -39,7 +39,7 @@ a node's mode for the whole host."""
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
-_FILTER = seccomp.program()  # assembled once, in the fork server
+FILTER = seccomp.program()  # assembled once, in the fork server
 
 
 class Launcher:
@@ -165,7 +165,7 @@ class Launcher:
             linux.drop_capabilities()
             if self._becomes_agent:
                 become_agent()
-            linux.refuse_calls(_FILTER)
+            linux.refuse_calls(FILTER)
         _execute(argv, env)
 
 
