@@ -456,7 +456,7 @@ async def test_calibration_refuses_a_fix_that_fixes_nothing(make_sandbox: MakeSa
         used.append(purpose)
         return await make_sandbox(purpose)
 
-    with pytest.raises(InstanceError, match="FAIL_TO_PASS is empty"):
+    with pytest.raises(InstanceError, match="FAIL_TO_PASS would be empty"):
         await calibrate(useless, make, runs=3)
     assert sorted(used) == ["gold-1", "nop-1"]
 

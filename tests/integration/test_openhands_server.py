@@ -93,7 +93,7 @@ async def test_a_restarted_server_loses_no_job(stack: Stack, serve: Servers) -> 
     waiting = asyncio.create_task(asyncio.to_thread(server.process, INSTANCE, {}, "mine"))
     await begun(server, "mine")
     server.stop()
-    with pytest.raises(Cancelled, match="job 'mine' goes on"):
+    with pytest.raises(Cancelled, match="job 'mine' continues"):
         await waiting
     again = serve()
     assert (await asyncio.to_thread(again.status))["total"] == 1
