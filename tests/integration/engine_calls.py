@@ -9,8 +9,8 @@ import httpx
 
 from perdure.engines.base import Completion
 from perdure.engines.pool.call import GenerateCall
+from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.roster import LoneRoster, SharedRoster

@@ -11,8 +11,8 @@ import pytest
 from perdure.engines.base import Completion, Wait
 from perdure.engines.clients.wire import new_client
 from perdure.engines.pool.call import GenerateCall
+from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.leases import Capacity
 from perdure.engines.pool.pool import EnginePool
 from perdure.engines.roster import LoneRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.state import EngineSpec

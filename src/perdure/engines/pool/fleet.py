@@ -22,7 +22,8 @@ from perdure.engines.clients.token_server import BreakKind, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_S, EngineControl
 from perdure.engines.clients.wire import engine_name
-from perdure.engines.pool.leases import MOST_AGENTS, Candidate, Capacity, Leases
+from perdure.engines.pool.capacity import MOST_AGENTS, Capacity
+from perdure.engines.pool.leases import Candidate, Leases
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.roster import Change, Roster, SharedRoster
 from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of, root_of
@@ -272,8 +273,6 @@ class Fleet:
                 reason=record.reason,
             )
         engine.become(record, self._options.hang_s)
-        if record.serves and not before.serves:
-            self._leases.rebalance(self.candidates(), record.name)
         engine.wake.set()
 
     # --- health checks -------------------------------------------------------------------------
@@ -299,8 +298,10 @@ class Fleet:
             return
         finding = await engine.health.look(record, engine.load())
         engine.checked = True
+        vitals = engine.health.vitals
+        engine.foreign = max(0.0, vitals.running + vitals.waiting - len(engine.running))
         engine.capacity.observe(
-            engine.health.vitals,
+            vitals,
             agents=self._leases.agents(record.name),
             mean_context=self._leases.mean_context(record.name),
         )

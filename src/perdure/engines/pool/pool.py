@@ -207,7 +207,7 @@ class EnginePool:
         candidates = [
             candidate
             for candidate in self.fleet.candidates()
-            if call.versions.include(self.engines[candidate.name].record.version)
+            if call.versions.include(self.engines[candidate.start.name].record.version)
         ]
         if not candidates:
             return False
@@ -219,7 +219,7 @@ class EnginePool:
         if lease is None:
             return False
         call.start = None
-        call.engine = self.engines[lease.engine]
+        call.engine = self.engines[lease.start.name]
         self.leases.use(call.session_id, call.length)
         return True
 

@@ -14,7 +14,8 @@ from perdure.engines.clients.token_server import BreakKind, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.health import HealthCheck, Load
-from perdure.engines.pool.leases import Candidate, Capacity
+from perdure.engines.pool.capacity import Capacity
+from perdure.engines.pool.leases import Candidate, EngineStart
 from perdure.engines.pool.salvage import Salvage
 from perdure.engines.pool.versions import Versions
 from perdure.engines.state import EngineRecord, EngineState
@@ -75,6 +76,8 @@ class PooledEngine:
     health: HealthCheck
     capacity: Capacity = field(default_factory=Capacity)
     running: set[RunningCall] = field(default_factory=set)
+    foreign: float = 0.0
+    """Other gateways' requests on it at the last health check."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to check its health now instead of after the polling interval."""
     refusals: int = 0
@@ -100,11 +103,14 @@ class PooledEngine:
         return Load(len(self.running), max(newest, oldest))
 
     def candidate(self) -> Candidate:
-        vitals, record = self.health.vitals, self.record
-        foreign = max(0.0, vitals.running + vitals.waiting - len(self.running))
-        most = self.capacity.agents
-        strict = self.capacity.lowered
-        return Candidate(record.name, record.generation, record.weight, most, foreign, strict)
+        record = self.record
+        return Candidate(
+            EngineStart(record.name, record.generation),
+            self.capacity.agents,
+            weight=record.weight,
+            foreign=self.foreign,
+            strict=self.capacity.lowered,
+        )
 
     def version_now(self, begun: EngineRecord) -> int | None:
         """The version loaded in the generation of `begun`. None: an update is changing it, or the
