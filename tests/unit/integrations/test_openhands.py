@@ -164,7 +164,7 @@ def test_llm_servers_are_added_with_weights_and_cleared(settings: Settings) -> N
 
     assert before == ["http://a:8000", "http://b:8000"]
     assert server.llm_servers() == []
-    with pytest.raises(ConfigurationError, match="no http"):
+    with pytest.raises(ConfigurationError, match="not an http"):
         server.add_llm_server("b:8000")
 
 
