@@ -290,10 +290,14 @@ class Sandbox(ABC):
         Raises: ConfigurationError for a user that the sandbox lacks.
         """
         self.check_user(user)
-        await self.put(path, content.encode() if isinstance(content, str) else content)
-        if user == "root":
-            copy = ["bash", "-c", 'cp -- "$1" "$1.root" && mv -f -- "$1.root" "$1"', "_", path]
-            await self.exec(copy, user=user, check=True)  # a file belongs to the user that makes it
+        data = content.encode() if isinstance(content, str) else content
+        await (self.put_as_root(path, data) if user == "root" else self.put(path, data))
+
+    async def put_as_root(self, path: str, data: bytes | Path) -> None:
+        """`put` a file that belongs to root, in a sandbox whose `users` include root."""
+        await self.put(path, data)
+        copy = ["bash", "-c", 'cp -- "$1" "$1.root" && mv -f -- "$1.root" "$1"', "_", path]
+        await self.exec(copy, user="root", check=True)  # a file belongs to the user that makes it
 
     async def read_file(self, path: str, user: str | None = None) -> bytes:
         """Raises: NotFound; ConfigurationError for a user that the sandbox lacks."""

@@ -51,7 +51,13 @@ def free_room() -> None:
 
 
 def place(
-    path: str, sha256: str, mode: int, data: str | None = None, staged: str | None = None
+    path: str,
+    sha256: str,
+    mode: int,
+    data: str | None = None,
+    staged: str | None = None,
+    *,
+    as_root: bool = False,
 ) -> Answer:
     """Put verified bytes at `path` by rename: the uploaded file `staged` or, without it, `data`."""
     path = os.path.join(meta()["workdir"] if os.path.exists(state("ready")) else "/", path)
@@ -68,7 +74,7 @@ def place(
         else:
             verify(staged, sha256)
             bring(staged, draft)
-        give(draft)
+        give(draft, as_root)
         os.chmod(draft, mode)
         os.replace(draft, path)
     except BaseException:
@@ -143,9 +149,10 @@ def owner() -> tuple[int, int]:
     return entry.pw_uid, entry.pw_gid
 
 
-def give(path: str) -> None:
+def give(path: str, as_root: bool = False) -> None:
+    """Make the agent, or root, the owner of a file."""
     if os.geteuid() == 0:
-        os.lchown(path, *owner())
+        os.lchown(path, *((0, 0) if as_root else owner()))
 
 
 def make_folder(path: str, agent_owned: bool) -> None:
