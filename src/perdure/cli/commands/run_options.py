@@ -160,7 +160,7 @@ OPTIONS = (
         multiple=True,
         type=click.Choice(FAILURES),
         metavar="T",
-        help="Do not retry after this failure.  [default: retry only after SandboxLost]",
+        help="Do not retry after this failure.  [default: retry only after SandboxLost and CallUnanswered]",
     ),
     click.option(
         "--start-jitter",
