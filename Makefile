@@ -20,7 +20,7 @@ setup: ## install uv, the locked environment and bubblewrap
 	@infra/setup/bubblewrap
 
 demo: ## run three agents on real instances and print a result table: under three minutes
-	@infra/setup/aloud "setting up the locked environment" $(MAKE) --no-print-directory setup
+	@infra/setup/run_with_progress "setting up the locked environment" $(MAKE) --no-print-directory setup
 	@$(RUN) perdure demo
 
 check: setup ## run ruff, the format check, mypy --strict and the import contracts

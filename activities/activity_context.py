@@ -8,9 +8,9 @@ from temporalio.client import Client, WorkflowExecutionStatus
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.heartbeats import report
-from perdure.client import names
-from perdure.rollouts.admission.permits import AskPermit, CreateRefused
-from perdure.sandboxes.reaper import Owner
+from perdure.client import temporal_names
+from perdure.rollouts.admission.permit_rules import AskPermit, CreateRefused
+from perdure.sandboxes.sandbox_reaper import Owner
 
 
 async def tell_account(
@@ -18,12 +18,12 @@ async def tell_account(
     signal: Literal["ask", "started", "refused", "release"],
     message: AskPermit | CreateRefused | str,
 ) -> None:
-    client, workflow_id = activity.client(), names.account_id(account)
+    client, workflow_id = activity.client(), temporal_names.account_id(account)
     if signal == "ask":
         await client.start_workflow(
-            names.ACCOUNT,
+            temporal_names.ACCOUNT,
             id=workflow_id,
-            task_queue=names.WORKFLOWS_QUEUE,
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
             start_signal=signal,
             start_signal_args=[message],
             static_summary=f"permits of {account}",
@@ -37,7 +37,7 @@ async def tell_account(
 
 
 class ThisTry:
-    """Implements `perdure.rollouts.job.Try` for the running activity."""
+    """Implements `perdure.rollouts.attempt_job.Try` for the running activity."""
 
     tell_account = staticmethod(tell_account)
 

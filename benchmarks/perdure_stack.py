@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import toy
-from benchmarks.measuring import (
+from benchmarks import common_job
+from benchmarks.cpu_measurement import (
     Meter,
     ended_if_interrupted,
     kill_all,
     own_seconds,
     waited_for_seconds,
 )
-from perdure.instances import catalog
-from perdure.instances.rows.diffs import added_file
-from perdure.settings.tree import Settings
-from perdure.stack import state as stack_state
-from perdure.stack.ports import free_port
-from perdure.stack.state import StackState
+from perdure.instances import instance_catalog
+from perdure.instances.rows.content_diffs import added_file
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_state
+from perdure.stack.stack_ports import free_port
+from perdure.stack.stack_state import StackState
 from perdure.storage.base import open_store, put_blob
 from perdure.types import Environment, Grading, Instance, Source, SourceKind, Twin
 
@@ -79,52 +79,55 @@ class Home:
 
     async def _add(self, tree: Path, count: int, with_twins: bool) -> None:
         store = open_store(self.settings)
-        key = await put_blob(store, toy.pack(tree))
+        key = await put_blob(store, common_job.pack(tree))
         grading = _graded_with_twins() if with_twins else _graded_by_exit_code()
-        for name in toy.instance_ids(count):
-            await catalog.save(store, _instance(name, key, grading))
+        for name in common_job.instance_ids(count):
+            await instance_catalog.save(store, _instance(name, key, grading))
 
 
 def _instance(name: str, key: str, grading: Grading) -> Instance:
     return Instance(
         instance_id=name,
         dataset=DATASET,
-        problem_statement=toy.STATEMENT,
+        problem_statement=common_job.STATEMENT,
         source=Source(kind=SourceKind.BLOB, key=key),
         environment=Environment(workdir="/testbed"),
         grading=grading,
-        gold_patch=toy.GOLD,
+        gold_patch=common_job.GOLD,
     )
 
 
 def _graded_by_exit_code() -> Grading:
     return Grading(
         protocol="eval_cmd",
-        eval_cmd=f"{toy.PYTHON} test_calc.py",
-        test_patch=added_file("test_calc.py", toy.TEST.encode()),
+        eval_cmd=f"{common_job.PYTHON} test_calc.py",
+        test_patch=added_file("test_calc.py", common_job.TEST.encode()),
         timeout_s=60.0,
     )
 
 
 def _graded_with_twins() -> Grading:
     """The same assertion as a unittest: a script's exit code does not give the status of a test."""
-    lines = toy.UNITTEST.encode().splitlines()
-    number = lines.index(toy.ASSERTION.encode())
+    lines = common_job.UNITTEST.encode().splitlines()
+    number = lines.index(common_job.ASSERTION.encode())
     twin = Twin(
-        tests=(toy.UNITTEST_ID,),
-        path=toy.UNITTEST_PATH,
+        tests=(common_job.UNITTEST_ID,),
+        path=common_job.UNITTEST_PATH,
         line=number + 1,
         before=lines[number],
         after=lines[number].replace(b"5", b"6"),
         rule="number",
     )
-    hidden = {toy.RUNNER_PATH: toy.RUNNER, toy.UNITTEST_PATH: toy.UNITTEST}
+    hidden = {
+        common_job.RUNNER_PATH: common_job.RUNNER,
+        common_job.UNITTEST_PATH: common_job.UNITTEST,
+    }
     return Grading(
         protocol="swebench",
-        test_cmd=f"{toy.PYTHON} {toy.RUNNER_PATH} sums.tests",
+        test_cmd=f"{common_job.PYTHON} {common_job.RUNNER_PATH} sums.tests",
         log_parser="parse_log_django",
         test_patch=b"".join(added_file(path, text.encode()) for path, text in hidden.items()),
-        fail_to_pass=(toy.UNITTEST_ID,),
+        fail_to_pass=(common_job.UNITTEST_ID,),
         twins=(twin,),
         timeout_s=60.0,
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from perdure.handlers import AgentHandler, JobDetails, LLMConfig
+from perdure.data_source_handlers import AgentHandler, JobDetails, LLMConfig
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance
 

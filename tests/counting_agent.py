@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from perdure.agents import options
+from perdure.agents import agent_options
 from perdure.agents.base import EVIDENCE, AgentTask, Evidence, Launch
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 NAME = "tests.counting_agent:CountingAgent"
@@ -38,7 +38,7 @@ class CountingAgent:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, CountingOptions, task.options)
+        chosen = agent_options.parse(self.name, CountingOptions, task.options)
         count = f"mkdir -p {EVIDENCE} && echo start >>{STARTS}"
         script = f"{count} && sleep {chosen.after_s:g} && {WORK[chosen.does]}"
         return Launch(argv=("bash", "-c", script, "agent", chosen.mark))

@@ -52,4 +52,8 @@ register_agent_handler(Raises())
 
 def module() -> str:
     """All of them, with only the document's import path changed."""
-    return NAMES + DOCUMENT.replace("openhands.nvidia.registry", "perdure.handlers") + FAILING
+    return (
+        NAMES
+        + DOCUMENT.replace("openhands.nvidia.registry", "perdure.data_source_handlers")
+        + FAILING
+    )

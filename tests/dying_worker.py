@@ -12,8 +12,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from perdure.storage.local import LocalStore
-from workers.process import main
+from perdure.storage.local_store import LocalStore
+from workers.worker_process import main
 
 Write = Callable[..., Awaitable[Any]]
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
-from perdure.engines.clients.connections import Connections
-from perdure.engines.clients.token_server import EngineRequest
+from perdure.engines.clients.engine_connections import Connections
+from perdure.engines.clients.token_endpoint import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
-from perdure.engines.pool.salvage import Salvage
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 
 OK = b"HTTP/1.1 200 OK\r\n"

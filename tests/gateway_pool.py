@@ -20,9 +20,9 @@ import httpx
 
 from perdure.episodes.turns_parquet import decode
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl
-from perdure.home import Secrets
-from perdure.settings.tree import Settings
+from perdure.gateway.control_client import GatewayControl
+from perdure.home_folder import Secrets
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import ScriptedEngine
 

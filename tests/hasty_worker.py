@@ -3,7 +3,7 @@
 import sys
 from datetime import timedelta
 
-from workers.process import main
+from workers.worker_process import main
 from workflows import activity_options
 
 activity_options.HOST_UNREACHABLE_AFTER = timedelta(seconds=float(sys.argv.pop(1)))

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from perdure.stack.ports import LOOPBACK
+from perdure.stack.stack_ports import LOOPBACK
 
 
 @contextmanager

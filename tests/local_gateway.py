@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl
-from perdure.gateway.http.app import create_app
-from perdure.gateway.http.server import limited
-from perdure.home import load_secret, load_secrets
-from perdure.settings.tree import Settings
+from perdure.gateway.control_client import GatewayControl
+from perdure.gateway.http.http_app import create_app
+from perdure.gateway.http.http_server import limited
+from perdure.home_folder import load_secret, load_secrets
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.local_server import served
 

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from perdure.agents import options
+from perdure.agents import agent_options
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.sandboxes.base import ExecState, Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 NAME = "tests.loop_agent:LoopAgent"
@@ -73,7 +73,7 @@ class LoopAgent:
         return ()
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, LoopAgentOptions, task.options)
+        chosen = agent_options.parse(self.name, LoopAgentOptions, task.options)
         url = f"{task.gateway_url}/v1/chat/completions"
         return Launch(
             argv=("python3", PROGRAM_FILE, url, STARTS, COMMANDS, chosen.mark),

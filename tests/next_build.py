@@ -7,16 +7,16 @@ from typing import Any
 
 from temporalio import workflow
 
-from activities.shell import shell
-from activities.stages import Stages
-from perdure.client import names
-from perdure.rollouts.messages import Attempt, GradedPatch
-from perdure.rollouts.services import Services
+from activities.activity_decorator import shell
+from activities.rollout_activities import Stages
+from perdure.client import temporal_names
+from perdure.rollouts.activity_messages import Attempt, GradedPatch
+from perdure.rollouts.stage_services import Services
 from perdure.types import EpisodeRef, Frozen, Outcome
-from workers import orchestration, queues
-from workers.process import main
+from workers import task_queues, workflow_worker
+from workers.worker_process import main
 from workflows import activity_options
-from workflows.rollout import RolloutWorkflow
+from workflows.rollout_workflow import RolloutWorkflow
 
 
 class Verdict(Frozen):
@@ -35,7 +35,7 @@ class Verdict(Frozen):
         return cls(outcome=graded.outcome, score=graded.reward, reason=graded.reason)
 
 
-@workflow.defn(name=names.ROLLOUT)
+@workflow.defn(name=temporal_names.ROLLOUT)
 class NextRollout(RolloutWorkflow):
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
@@ -48,7 +48,7 @@ class NextRollout(RolloutWorkflow):
         return await self._do("grade_in_fresh_sandbox", attempt, Verdict, options)
 
 
-WORKFLOWS = [NextRollout if one is RolloutWorkflow else one for one in orchestration.WORKFLOWS]
+WORKFLOWS = [NextRollout if one is RolloutWorkflow else one for one in workflow_worker.WORKFLOWS]
 
 
 class NextGrading(Stages):
@@ -61,7 +61,7 @@ class NextGrading(Stages):
         """Nothing: that it is there is the change."""
 
 
-def next_queues(role: str, services: Services) -> list[queues.Queue]:
+def next_queues(role: str, services: Services) -> list[task_queues.Queue]:
     found = _queues(role, services)
     if role != "grade":
         return found
@@ -69,12 +69,12 @@ def next_queues(role: str, services: Services) -> list[queues.Queue]:
     return [replace(one, activities=[grading.grade, grading.review]) for one in found]
 
 
-_queues = queues.queues
+_queues = task_queues.queues
 
 
 if __name__ == "__main__":
-    queues.queues = next_queues
-    orchestration.workflow_worker = functools.partial(
-        orchestration.workflow_worker, workflows=WORKFLOWS
+    task_queues.queues = next_queues
+    workflow_worker.workflow_worker = functools.partial(
+        workflow_worker.workflow_worker, workflows=WORKFLOWS
     )
     main()

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from tests.stack.waiting import LINGERS_S, PAUSE_S
+from tests.stack.wait_until import LINGERS_S, PAUSE_S
 
 
 class PidsGroup:

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 DASHBOARD = ROOT / "infra/grafana/dashboards/perdure.json"
 ALERTS = ROOT / "infra/prometheus/alerts.yml"

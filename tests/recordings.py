@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from perdure.episodes import turns_parquet
-from perdure.gateway.rendering.formats import load_format
+from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.scripted_policy import Policy

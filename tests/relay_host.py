@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.relay.relay import Relay
-from perdure.settings.tree import Settings
+from perdure.sandboxes.relay.host_relay import Relay
+from perdure.settings.settings_tree import Settings
 
 
 async def main() -> None:

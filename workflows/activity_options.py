@@ -12,9 +12,9 @@ from typing import Any, TypedDict
 from temporalio.common import RetryPolicy
 from temporalio.workflow import ActivityCancellationType
 
-from perdure.client import names
-from perdure.rollouts.capture import LONGEST_S as CAPTURE_S
-from perdure.rollouts.messages import LONGEST_WAIT_S, Term
+from perdure.client import temporal_names
+from perdure.rollouts.activity_messages import LONGEST_WAIT_S, Term
+from perdure.rollouts.capture_stage import LONGEST_S as CAPTURE_S
 from perdure.types import RolloutRequest
 
 OVERSIZED = ["PayloadsTooLarge", "PayloadSizeError"]
@@ -74,7 +74,7 @@ def boot(request: RolloutRequest, now: float) -> ActivityOptions:
     A try may be long, because the first use of an instance builds its environment. Time in the
     queue counts only toward `expires_at`, so a maximum number of tries limits the retries.
     """
-    options = _options(names.BOOT_QUEUE, each=1800, beat=request.heartbeat_timeout_s)
+    options = _options(temporal_names.BOOT_QUEUE, each=1800, beat=request.heartbeat_timeout_s)
     options["retry_policy"] = replace(RETRY, maximum_attempts=BOOT_TRIES)
     if request.expires_at is not None:
         left = max(0.0, request.expires_at - now)
@@ -92,20 +92,20 @@ def _on(queue: str, options: ActivityOptions) -> ActivityOptions:
 def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
     budget = request.agent_budget_s
     options = _options(
-        names.AGENT_QUEUE,
+        temporal_names.AGENT_QUEUE,
         each=budget + LONGEST_WAIT_S + 300,
         total=3 * budget + LONGEST_WAIT_S + 1800,
         beat=request.heartbeat_timeout_s,
     )
-    return options if host is None else _on(names.host_queue(host), options)
+    return options if host is None else _on(temporal_names.host_queue(host), options)
 
 
 def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
     """`total` includes half an hour of retries on a host where controls fail."""
     each = CAPTURE_S + 300
     beat = request.heartbeat_timeout_s
-    options = _options(names.IO_QUEUE, each=each, total=each + 1800, beat=beat)
-    return options if host is None else _on(names.upkeep_queue(host), options)
+    options = _options(temporal_names.IO_QUEUE, each=each, total=each + 1800, beat=beat)
+    return options if host is None else _on(temporal_names.upkeep_queue(host), options)
 
 
 def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
@@ -113,12 +113,14 @@ def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
     runs = 2 * request.twin_pairs + 2  # the last two runs, or the only one, may each need a control
     limit = runs * timeout_s
     beat = request.heartbeat_timeout_s
-    return _options(names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat)
+    return _options(
+        temporal_names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat
+    )
 
 
 def emit(request: RolloutRequest) -> ActivityOptions:
     beat = request.heartbeat_timeout_s
-    return _options(names.IO_QUEUE, each=600, total=None, beat=beat)
+    return _options(temporal_names.IO_QUEUE, each=600, total=None, beat=beat)
 
 
 UNBOOTED_S = 20.0
@@ -129,9 +131,11 @@ behind."""
 def destroy(request: RolloutRequest, host: str | None, *, booted: bool) -> ActivityOptions:
     """Limited in time, because the provider's TTL and the reaper end a sandbox that is left."""
     total = 900 if booted else UNBOOTED_S
-    options = _options(names.IO_QUEUE, each=120, total=total, beat=request.heartbeat_timeout_s)
+    options = _options(
+        temporal_names.IO_QUEUE, each=120, total=total, beat=request.heartbeat_timeout_s
+    )
     if host is not None:
-        options["task_queue"] = names.upkeep_queue(host)
+        options["task_queue"] = temporal_names.upkeep_queue(host)
         options["schedule_to_start_timeout"] = timedelta(minutes=2)
     return options
 
@@ -146,7 +150,7 @@ LOST_FOR = timedelta(hours=1)
 def serve_term(term: Term) -> ActivityOptions:
     """One try, because the workflow decides what its end means."""
     options = _options(
-        names.life_queue(term.host), each=24 * 3600, beat=term.silent_s * (1 - OFFERED)
+        temporal_names.life_queue(term.host), each=24 * 3600, beat=term.silent_s * (1 - OFFERED)
     )
     options["schedule_to_start_timeout"] = timedelta(seconds=term.silent_s * OFFERED)
     options["retry_policy"] = RetryPolicy(maximum_attempts=1)
@@ -154,35 +158,35 @@ def serve_term(term: Term) -> ActivityOptions:
 
 
 def begin_anew(term: Term) -> ActivityOptions:
-    options = _options(names.life_queue(term.host), each=300, beat=300)
+    options = _options(temporal_names.life_queue(term.host), each=300, beat=300)
     options["schedule_to_start_timeout"] = LOST_FOR
     return options
 
 
 def stand_in() -> ActivityOptions:
-    return _options(names.LOST_HOSTS_QUEUE, each=2 * LOST_FOR.total_seconds(), beat=30)
+    return _options(temporal_names.LOST_HOSTS_QUEUE, each=2 * LOST_FOR.total_seconds(), beat=30)
 
 
 def bookkeeping() -> ActivityOptions:
     """Without a total limit, so that it outlasts a store outage: rollouts in flight depend on
     it."""
-    return _options(names.IO_QUEUE, each=600, total=None, beat=60)
+    return _options(temporal_names.IO_QUEUE, each=600, total=None, beat=60)
 
 
 def choose_twins() -> ActivityOptions:
     """About twenty sequential runs of the row's tests."""
-    return _options(names.GRADE_QUEUE, each=6 * 3600, total=24 * 3600, beat=60)
+    return _options(temporal_names.GRADE_QUEUE, each=6 * 3600, total=24 * 3600, beat=60)
 
 
 def look() -> ActivityOptions:
     """Short, because without an answer the account's workflow continues and asks again later."""
-    return _options(names.IO_QUEUE, each=30, total=30, beat=30)
+    return _options(temporal_names.IO_QUEUE, each=30, total=30, beat=30)
 
 
 def sweep(host: str | None) -> ActivityOptions:
-    options = _options(names.IO_QUEUE, each=300, total=300, beat=60)
+    options = _options(temporal_names.IO_QUEUE, each=300, total=300, beat=60)
     if host is not None:
-        options["task_queue"] = names.upkeep_queue(host)
+        options["task_queue"] = temporal_names.upkeep_queue(host)
     return options
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
-    from perdure.client import search_attributes as attributes
-    from perdure.rollouts.messages import AgentRun, Booted, Captured, GradedPatch
+    from perdure.client import search_attribute_keys as attributes
+    from perdure.rollouts.activity_messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.types import (
         EpisodeRef,
         Failure,
@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
         RolloutStatus,
         RunStatus,
     )
-    from workflows import endings, markdown
+    from workflows import outcome_summary, web_ui_markdown
 
 VIEWER = "perdure_viewer"
 """Name of the extern function that gives a worker's workflows the address of `perdure view`."""
@@ -49,7 +49,7 @@ class Links:
         return cls(workflow.info().namespace, str(known()) if known is not None else "")
 
     def workflow(self, label: str, workflow_id: str) -> str:
-        return markdown.of_workflow(label, self.namespace, workflow_id)
+        return web_ui_markdown.of_workflow(label, self.namespace, workflow_id)
 
     def run(self, run_id: str) -> str:
         return self.workflow(run_id, f"run/{run_id}")
@@ -59,7 +59,7 @@ class Links:
         if not self.viewer:
             return ""
         url = f"{self.viewer}/runs/{run_id}/rollouts/{instance_id}/{sample}"
-        return markdown.of_page(label, url)
+        return web_ui_markdown.of_page(label, url)
 
 
 class RolloutPage:
@@ -87,8 +87,8 @@ class RolloutPage:
         seen = links.viewed("in the viewer", *rollout_of)
         self.open_with = f"{seen} or {command}" if seen else command
         self.headline = (
-            f"**{markdown.escaped(rollout.instance)}** · sample {rollout.sample_index}"
-            f" · agent {markdown.quoted(rollout.agent)} · run {links.run(rollout.run_id)}"
+            f"**{web_ui_markdown.escaped(rollout.instance)}** · sample {rollout.sample_index}"
+            f" · agent {web_ui_markdown.quoted(rollout.agent)} · run {links.run(rollout.run_id)}"
         )
         self._show()
         if attributes.are_set(workflow.info().typed_search_attributes):
@@ -120,7 +120,9 @@ class RolloutPage:
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri
-        self._add(f"sandbox up{f' on {markdown.quoted(booted.host)}' if booted.host else ''}")
+        self._add(
+            f"sandbox up{f' on {web_ui_markdown.quoted(booted.host)}' if booted.host else ''}"
+        )
 
     def spent(self) -> None:
         self._add("the run's budget is used up: the agent stops")
@@ -132,9 +134,11 @@ class RolloutPage:
             f" {run.seconds:.1f} s"
         )
         if run.detail:
-            self._add(f"the agent's last line: {markdown.quoted(run.detail)}")
+            self._add(f"the agent's last line: {web_ui_markdown.quoted(run.detail)}")
         if run.unanswered:
-            self._add(f"its last model call got no answer: {markdown.quoted(run.unanswered)}")
+            self._add(
+                f"its last model call got no answer: {web_ui_markdown.quoted(run.unanswered)}"
+            )
 
     def captured(self, captured: Captured) -> None:
         files = f"{captured.files} file{'' if captured.files == 1 else 's'}"
@@ -144,11 +148,11 @@ class RolloutPage:
     def graded(self, graded: GradedPatch) -> None:
         self._graded = graded
         has_reason = graded.reason and not graded.failing  # otherwise both name the same tests
-        reason = f": {markdown.quoted(graded.reason)}" if has_reason else ""
+        reason = f": {web_ui_markdown.quoted(graded.reason)}" if has_reason else ""
         self._add(f"**{graded.outcome.value}**, reward {graded.reward:g}{reason}")
         if graded.failing:
             more = graded.failing_count - len(graded.failing)
-            shown = ", ".join(map(markdown.quoted, graded.failing))
+            shown = ", ".join(map(web_ui_markdown.quoted, graded.failing))
             self._add(f"failing tests: {shown}{f' and {more} more' if more > 0 else ''}")
 
     def lost(self, attempt: int, failure: Failure) -> None:
@@ -161,7 +165,7 @@ class RolloutPage:
         """The episode's verdict on one line, used as the summary of the activity that writes it."""
         run, graded = self._run, self._graded
         has_verdict = status is RolloutStatus.GRADED and graded is not None
-        return endings.line(
+        return outcome_summary.line(
             graded.outcome.value if has_verdict and graded else status.value,
             reward=graded.reward if has_verdict and graded else None,
             turns=run.turns if run else 0,
@@ -216,7 +220,9 @@ class RolloutPage:
         waits = " for a free seat on a host" if self.current == "waiting" else ""
         now = self.found or f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
         # A browser cannot open a path on another host's disk.
-        where = "" if self.evidence.startswith("file:") else markdown.quoted(self.evidence, 500)
+        where = (
+            "" if self.evidence.startswith("file:") else web_ui_markdown.quoted(self.evidence, 500)
+        )
         there = f"\n\nEvidence: {where}" if where else ""
         opened = f"\n\nTurns, patch, tests, logs: {self.open_with}"
         workflow.set_current_details(f"{self.headline}\n\n{now}\n\n{body}{there}{opened}")
@@ -236,7 +242,7 @@ class ChildrenPage:
         ending = episode.ending
         self._counts[ending] += 1
         if ending != Outcome.RESOLVED:
-            self._worst = sorted([*self._worst, episode], key=endings.badness)[:LISTED]
+            self._worst = sorted([*self._worst, episode], key=outcome_summary.badness)[:LISTED]
         self._last.append(episode)
         self.show()
 
@@ -246,7 +252,7 @@ class ChildrenPage:
     def text(self) -> str:
         parts = [self._headline, _counted(self._counts, self._total)]
         if self._counts.total() <= LISTED:
-            tables = {"": sorted(self._last, key=endings.badness)}
+            tables = {"": sorted(self._last, key=outcome_summary.badness)}
         else:
             tables = {"The worst:": self._worst, "The last:": [*reversed(self._last)]}
         for title, episodes in tables.items():
@@ -284,7 +290,7 @@ class ShardsPage:
 
 
 def _told(failure: Failure) -> str:
-    return f"{failure.boundary.value}: {markdown.quoted(failure.message, SENTENCE)}"
+    return f"{failure.boundary.value}: {web_ui_markdown.quoted(failure.message, SENTENCE)}"
 
 
 def counted(status: RunStatus) -> dict[str, int]:
@@ -299,5 +305,5 @@ def _counted(counts: Mapping[str, int], total: int) -> str:
 
 
 def _verdict(episode: EpisodeRef) -> str:
-    ending, _, rest = endings.of_episode(episode).partition(" · ")
-    return f"**{ending}**{rest and f' · {markdown.escaped(rest)}'}"
+    ending, _, rest = outcome_summary.of_episode(episode).partition(" · ")
+    return f"**{ending}**{rest and f' · {web_ui_markdown.escaped(rest)}'}"

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import toy
-from benchmarks.crash.outcome import Crash, Outcome
-from benchmarks.crash.sides import CrashedPeer, CrashedPerdure
-from benchmarks.endpoint import Endpoint
-from benchmarks.options import add_output, words
-from benchmarks.overhead.report import machine
+from benchmarks import common_job
+from benchmarks.benchmark_options import add_output, words
+from benchmarks.crash.crash_outcome import Crash, Outcome
+from benchmarks.crash.crash_runners import CrashedPeer, CrashedPerdure
+from benchmarks.model_endpoint import Endpoint
+from benchmarks.overhead.overhead_report import machine
 from benchmarks.peers.base import Peer
-from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
-from benchmarks.scratch import scratch_folder
+from benchmarks.peers.peer_environments import Unavailable
+from benchmarks.scratch_folder import scratch_folder
 
 ENVIRONMENTS = Path(".perdure/bench/environments")
 AGENTS = {
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped: list[str] = []
     with (
         scratch_folder("perdure-crash-", keep=options.keep) as folder,
-        Endpoint.start(folder / "endpoint", toy.script(crash.turns)) as endpoint,
+        Endpoint.start(folder / "endpoint", common_job.script(crash.turns)) as endpoint,
     ):
         for number in range(options.rounds):
             for name in options.agents:

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import toy
-from benchmarks.endpoint import Endpoint
-from benchmarks.endurance import report
-from benchmarks.endurance.kills import Killer
-from benchmarks.endurance.watching import Watch
-from benchmarks.measuring import Meter
-from benchmarks.options import add_output
+from benchmarks import common_job
+from benchmarks.benchmark_options import add_output
+from benchmarks.cpu_measurement import Meter
+from benchmarks.endurance import endurance_report
+from benchmarks.endurance.endurance_checks import Watch
+from benchmarks.endurance.kill_schedule import Killer
+from benchmarks.model_endpoint import Endpoint
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack
-from benchmarks.scratch import scratch_folder
+from benchmarks.scratch_folder import scratch_folder
 
 RUN = "endurance"
 AGENT = ("--agent", "benchmarks.overhead.bash_agent:BashAgent")
@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     with (
         scratch_folder("perdure-endurance-", keep=options.keep) as folder,
-        Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint,
+        Endpoint.start(folder / "endpoint", common_job.script(TURNS)) as endpoint,
     ):
         found = _measure(options, folder, endpoint)
     if options.json:
         options.json.write_text(json.dumps(found.document(), indent=1) + "\n")
     if options.picture:
-        report.draw(found, options.picture)
-    print(report.text(found))
+        endurance_report.draw(found, options.picture)
+    print(endurance_report.text(found))
     return 0 if found.right else 1
 
 
@@ -59,9 +59,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> report.Outcome:
+def _measure(
+    options: argparse.Namespace, folder: Path, endpoint: Endpoint
+) -> endurance_report.Outcome:
     home = Home(folder / "home", endpoint.url)
-    home.add_instances(toy.make_tree(folder / "tree"), options.instances)
+    home.add_instances(common_job.make_tree(folder / "tree"), options.instances)
     words = [*AGENT, "-k", str(options.samples), "-c", str(options.workers), "--run-id", RUN]
     rollouts = options.instances * options.samples
     with Meter.open(RUN, folder / "meter") as meter:
@@ -76,7 +78,7 @@ def _measure(options: argparse.Namespace, folder: Path, endpoint: Endpoint) -> r
             calls = endpoint.calls().total
             began = time.monotonic()
             document = stack.run(words, folder / "run.log")
-            return report.Outcome(
+            return endurance_report.Outcome(
                 rollouts=rollouts,
                 graded=_graded(document),
                 wall_s=wall_s,

@@ -26,14 +26,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.gateway_load import engines
-from benchmarks.gateway_load.figures import Level, memory_mb, print_table
-from benchmarks.measuring import own_seconds
-from benchmarks.yardstick import Yardstick, beside
+from benchmarks.cpu_measurement import own_seconds
+from benchmarks.gateway_load import load_engines
+from benchmarks.gateway_load.load_figures import Level, memory_mb, print_table
+from benchmarks.host_speed import Yardstick, beside
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control import GatewayControl
+from perdure.gateway.control_client import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.home import Secrets
+from perdure.home_folder import Secrets
 
 SECRET = b"a benchmark's secret"
 LATENCY_S = 1.0
@@ -230,7 +230,11 @@ async def _started(
     history = _text(options.tokens)
     scripts = folder / "scripts.json"
     scripts.write_text(json.dumps(SCRIPT))
-    command = ["benchmarks.gateway_load.engines", "--count", str(engines.needed(sessions))]
+    command = [
+        "benchmarks.gateway_load.load_engines",
+        "--count",
+        str(load_engines.needed(sessions)),
+    ]
     command += ["--scripts", str(scripts), "--latency", str(LATENCY_S)]
     with _process(command, {}, folder / "engines.log") as first:
         engine_urls = first.stdout.readline().decode().strip()
@@ -307,7 +311,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def _s3(folder: Path) -> Iterator[tuple[dict[str, str], Counts]]:
     """The gateway's settings for an in-memory store, and a function that returns its request counts."""
-    command = ["benchmarks.memory_s3", "--latency", str(S3_LATENCY_S)]
+    command = ["benchmarks.s3_server", "--latency", str(S3_LATENCY_S)]
     with _process(command, {}, folder / "s3.log") as process:
         url = json.loads(process.stdout.readline())["url"]
         settings = {

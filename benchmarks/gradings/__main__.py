@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.gradings import forgers
-from benchmarks.measuring import Meter
-from benchmarks.options import add_output
-from benchmarks.scratch import scratch_folder
+from benchmarks.benchmark_options import add_output
+from benchmarks.cpu_measurement import Meter
+from benchmarks.gradings import forger_results
+from benchmarks.scratch_folder import scratch_folder
 
 CASES = ("gold", "nop")
 
@@ -56,7 +56,7 @@ class Side:
     def start(cls, cores: Sequence[int], folder: Path, stack: ExitStack) -> Self:
         meter = stack.enter_context(Meter.open(f"gradings-{len(cores)}", folder))
         only = ["taskset", "--cpu-list", ",".join(map(str, cores))]
-        argv = [*only, sys.executable, "-m", "benchmarks.gradings.grader"]
+        argv = [*only, sys.executable, "-m", "benchmarks.gradings.grading_process"]
         process = meter.popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         stack.callback(process.wait)
         assert process.stdin is not None
@@ -164,8 +164,8 @@ def main() -> None:
         key: {name: vars(figures) for name, figures in part.items()} for key, part in found.items()
     }
     if options.forgers:
-        forged = asyncio.run(forgers.measure(options.forgers))
-        print(f"\n{forgers.table(forged)}")
+        forged = asyncio.run(forger_results.measure(options.forgers))
+        print(f"\n{forger_results.table(forged)}")
         lists |= vars(forged)
     if options.json is not None:
         options.json.write_text(json.dumps(lists, indent=1))

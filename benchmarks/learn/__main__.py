@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.learn import report, tasks, vocabulary
-from benchmarks.learn.plan import AGENT, Broken, Plan, rollout_fields
-from benchmarks.learn.stack import LearnHome, Live, installed, kill_everything
-from benchmarks.measuring import Meter
+from benchmarks.cpu_measurement import Meter
+from benchmarks.learn import toy_tasks, toy_vocabulary, training_report
+from benchmarks.learn.training_plan import AGENT, Broken, Plan, rollout_fields
+from benchmarks.learn.training_stack import LearnHome, Live, installed, kill_everything
 from benchmarks.perdure_stack import ROOT
 from perdure.storage.base import open_store
 
@@ -47,9 +47,9 @@ def main() -> None:
     same_recipe(given.folder)
     installed()
     base = given.folder / "base"
-    vocabulary.write(base)
+    toy_vocabulary.write(base)
     home = LearnHome(given.folder / "home", "", tokenizer=base, agents=given.agents)
-    made = tasks.make_tasks(LESSONS, TRAINING, HELD_OUT)
+    made = toy_tasks.make_tasks(LESSONS, TRAINING, HELD_OUT)
     once(given.folder, "instances", lambda: asyncio.run(_save(home, made)))
     with live(home) as it:
         once(given.folder, "calibration", lambda: _calibrate(it))
@@ -59,8 +59,8 @@ def main() -> None:
         for seed in given.seeds:
             _one(it, _plan(given, seed, base), given.kill_at)
             if given.keep:
-                report.keep(given.folder / "runs", report.KEPT, PICTURE)
-    print(report.table(report.read(given.folder / "runs")))
+                training_report.keep(given.folder / "runs", training_report.KEPT, PICTURE)
+    print(training_report.table(training_report.read(given.folder / "runs")))
 
 
 def _end_cleanly() -> None:
@@ -112,26 +112,26 @@ def once(folder: Path, what: str, act: Callable[[], None]) -> None:
     print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-async def _save(home: LearnHome, made: tasks.Tasks) -> None:
+async def _save(home: LearnHome, made: toy_tasks.Tasks) -> None:
     store = open_store(home.settings)
-    await tasks.save(store, tasks.LESSONS, made.lessons, "lesson")
-    await tasks.save(store, tasks.DATASET, made.training, "train")
-    await tasks.save(store, tasks.DATASET, made.held_out, "held")
+    await toy_tasks.save(store, toy_tasks.LESSONS, made.lessons, "lesson")
+    await toy_tasks.save(store, toy_tasks.DATASET, made.training, "train")
+    await toy_tasks.save(store, toy_tasks.DATASET, made.held_out, "held")
 
 
 def _calibrate(it: Live) -> None:
     """Check that gold resolves each instance of training and evaluation, and that the base does not."""
-    it.perdure("instances", "calibrate", tasks.DATASET, "--runs", "1", "-c", "16")
+    it.perdure("instances", "calibrate", toy_tasks.DATASET, "--runs", "1", "-c", "16")
 
 
-def _teach(it: Live, base: Path, lessons: Sequence[tasks.Task]) -> None:
+def _teach(it: Live, base: Path, lessons: Sequence[toy_tasks.Task]) -> None:
     """Run the teacher's rollouts, graded like all others, and export them."""
     scripts = base / "teacher.json"
     scripts.write_text(json.dumps({"scripts": list(_teacher(lessons))}))
     runs = range(-(-len(lessons) // LESSONS_AT_ONCE))
     with it.scripted(scripts):
         for number in runs:
-            it.perdure("run", tasks.LESSONS, *_lessons(number), "--wait")
+            it.perdure("run", toy_tasks.LESSONS, *_lessons(number), "--wait")
     for number in runs:
         out = str(base / f"lessons-{number}.jsonl")
         it.perdure("export", f"lessons-{number}", "--format", "sft-tokens", "--out", out)
@@ -151,20 +151,20 @@ def _lessons(number: int) -> list[str]:
 
 
 def _train_base(it: Live, base: Path) -> None:
-    training = it.in_vllm("benchmarks.learn.trainer.sft", str(base / ROWS), str(base))
+    training = it.in_vllm("benchmarks.learn.trainer.sft_training", str(base / ROWS), str(base))
     if training.wait() != 0:
         raise RuntimeError(f"supervised training ended with {training.returncode}")
 
 
-def _teacher(lessons: Sequence[tasks.Task]) -> Iterator[dict[str, object]]:
+def _teacher(lessons: Sequence[toy_tasks.Task]) -> Iterator[dict[str, object]]:
     """Commands for each lesson, from a teacher that is careful only in some lessons."""
     rng = random.Random(2)
     for task in lessons:
         is_careful = rng.random() < CAREFUL_SHARE
-        commands = tasks.careful(task) if is_careful else tasks.sloppy(task, rng)
+        commands = toy_tasks.careful(task) if is_careful else toy_tasks.sloppy(task, rng)
         calls = [{"name": "bash", "arguments": {"command": command}} for command in commands]
         yield {
-            "match": f"{task.prompt}{vocabulary.END}",
+            "match": f"{task.prompt}{toy_vocabulary.END}",
             "turns": [{"tool_calls": [call]} for call in calls],
         }
 
@@ -177,8 +177,8 @@ def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
     name += f"-late-{given.staleness}" if given.staleness else ""
     name += f"-{given.broken}" if given.broken else ""
     name += "-killed" if given.kill_at else ""
-    training = tuple(f"{tasks.DATASET}/train-{n:03d}" for n in range(TRAINING))
-    held_out = tuple(f"{tasks.DATASET}/held-{n:03d}" for n in range(HELD_OUT))
+    training = tuple(f"{toy_tasks.DATASET}/train-{n:03d}" for n in range(TRAINING))
+    held_out = tuple(f"{toy_tasks.DATASET}/held-{n:03d}" for n in range(HELD_OUT))
     return Plan(
         name=name,
         folder=given.folder / "runs" / name,
@@ -199,16 +199,16 @@ def _plan(given: argparse.Namespace, seed: int, base: Path) -> Plan:
 def _one(it: Live, plan: Plan, kill_at: int) -> None:
     """Train to the end. With `kill_at`, kill all processes during the step after that one."""
     tries = TRIES
-    while not report.is_finished(plan.figures, plan.steps):
-        done = report.steps_done(plan.figures)
+    while not training_report.is_finished(plan.figures, plan.steps):
+        done = training_report.steps_done(plan.figures)
         print(f"{plan.name}: {done} of {plan.steps} steps are done", flush=True)
         trainer = it.train(plan)
-        if kill_at and not report.resumed(plan.figures):
+        if kill_at and not training_report.resumed(plan.figures):
             _kill_in_the_middle(it, plan, trainer, kill_at)
             kill_at = 0
         if trainer.wait() == 0:
             continue
-        tries = TRIES if report.steps_done(plan.figures) > done else tries - 1
+        tries = TRIES if training_report.steps_done(plan.figures) > done else tries - 1
         if not tries:
             raise SystemExit(f"{plan.name}: the trainer ended with {trainer.returncode}")
         print(f"the trainer ended with {trainer.returncode}: restarting everything", flush=True)
@@ -220,7 +220,7 @@ def _one(it: Live, plan: Plan, kill_at: int) -> None:
 def _kill_in_the_middle(
     it: Live, plan: Plan, trainer: "subprocess.Popen[bytes]", kill_at: int
 ) -> None:
-    while report.steps_done(plan.figures) < kill_at and trainer.poll() is None:
+    while training_report.steps_done(plan.figures) < kill_at and trainer.poll() is None:
         time.sleep(POLL_S)
     time.sleep(random.Random(plan.seed).uniform(2.0, 6.0))  # into the next step's rollouts
     print(f"killed {it.kill()} processes", flush=True)

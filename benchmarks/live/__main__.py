@@ -21,14 +21,14 @@ from typing import Any
 
 from temporalio.client import Client
 
-from benchmarks import toy
-from benchmarks.endpoint import Endpoint
-from benchmarks.measuring import Memory, Meter
-from benchmarks.options import add_output
+from benchmarks import common_job
+from benchmarks.benchmark_options import add_output
+from benchmarks.cpu_measurement import Memory, Meter
+from benchmarks.model_endpoint import Endpoint
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack
-from benchmarks.scratch import scratch_folder
-from perdure.client import search_attributes
-from perdure.storage import keys
+from benchmarks.scratch_folder import scratch_folder
+from perdure.client import search_attribute_keys
+from perdure.storage import store_keys
 
 AGENT = "benchmarks.overhead.bash_agent:BashAgent"
 RUN = "live"
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     with (
         scratch_folder("perdure-bench-", keep=options.keep) as folder,
-        Endpoint.start(folder / "endpoint", toy.script(1)) as endpoint,
+        Endpoint.start(folder / "endpoint", common_job.script(1)) as endpoint,
         Meter.open("live", folder / "meter") as meter,
     ):
         windows, burst = _measure(folder, endpoint, meter, options.agents, options.seconds)
@@ -100,7 +100,7 @@ def _measure(
         "PERDURE_ENGINE__HANG_S": str(SLOW_S),
     }
     home = Home(folder / "home", endpoint.url, variables=variables)
-    home.add_instances(toy.make_tree(folder / "tree"), agents)
+    home.add_instances(common_job.make_tree(folder / "tree"), agents)
     stack = Stack.start(home, meter)
     try:
         stack.run(["--agent", AGENT, "-l", "1", "--run-id", "first"], folder / "run.log")
@@ -141,7 +141,7 @@ def _run(home: Home, agents: int, log: Path) -> Iterator["subprocess.Popen[bytes
 
 
 def _burst(home: Home, agents: int, released: float) -> Burst:
-    written = (home.folder / "store" / keys.rollouts(RUN)).rglob("episode.json")
+    written = (home.folder / "store" / store_keys.rollouts(RUN)).rglob("episode.json")
     rollouts = [json.loads(path.read_bytes()) for path in written]
     ends = sorted(one["finished_at"] - released for one in rollouts)
     pauses = [after - before for before, after in itertools.pairwise([0.0, *ends])]
@@ -153,7 +153,7 @@ async def _tried_again(stack: Stack) -> int:
     state = stack.state()
     client = await Client.connect(state.temporal_address, namespace=state.namespace)
     count = 0
-    async for one in client.list_workflows(f"{search_attributes.RUN.name} = '{RUN}'"):
+    async for one in client.list_workflows(f"{search_attribute_keys.RUN.name} = '{RUN}'"):
         history = await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history()
         started = [event.activity_task_started_event_attributes for event in history.events]
         count += sum(each.attempt > 1 for each in started)

@@ -10,16 +10,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import toy
-from benchmarks.endpoint import Endpoint
-from benchmarks.options import add_output, words
-from benchmarks.overhead import report
-from benchmarks.overhead.sides import PeerSide, PerdureSide, Sample, Side, Size
+from benchmarks import common_job
+from benchmarks.benchmark_options import add_output, words
+from benchmarks.model_endpoint import Endpoint
+from benchmarks.overhead import overhead_report
+from benchmarks.overhead.overhead_runners import PeerSide, PerdureSide, Sample, Side, Size
 from benchmarks.peers.base import Peer
-from benchmarks.peers.environments import Unavailable
 from benchmarks.peers.harbor import Harbor, HarborInside
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
-from benchmarks.scratch import scratch_folder
+from benchmarks.peers.peer_environments import Unavailable
+from benchmarks.scratch_folder import scratch_folder
 
 TURNS = 4
 CACHE = Path(".perdure/bench")
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples: list[Sample] = []
     with (
         scratch_folder("perdure-bench-", keep=options.keep) as folder,
-        Endpoint.start(folder / "endpoint", toy.script(TURNS)) as endpoint,
+        Endpoint.start(folder / "endpoint", common_job.script(TURNS)) as endpoint,
     ):
         sides = _sides(options, folder, endpoint, skipped)
         for size in _plan(options):
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         continue
                     sample = side.measure(size)
                     samples.append(sample)
-                    print(report.line(sample), file=sys.stderr, flush=True)
-    found = report.Report(samples, skipped)
+                    print(overhead_report.line(sample), file=sys.stderr, flush=True)
+    found = overhead_report.Report(samples, skipped)
     if options.json:
         options.json.write_text(json.dumps(found.document(), indent=1) + "\n")
     print(found.text())

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from benchmarks import toy
-from perdure.agents import options
+from benchmarks import common_job
+from perdure.agents import agent_options
 from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 LOOP = Path(__file__).parent / "bash_loop.py"
@@ -26,7 +26,7 @@ TARGET = "/opt/bench"
 class BashAgentOptions(Request):
     system: str = "You are a helpful assistant that can use a shell."
     """System message; empty: none."""
-    submit_line: str = toy.DONE
+    submit_line: str = common_job.DONE
     """The agent ends after a command whose output begins with this line."""
     turn_limit: int = Field(0, ge=0)
     """The most model calls; 0: no limit."""
@@ -44,12 +44,12 @@ class BashAgent:
 
     def launch(self, task: AgentTask) -> Launch:
         """Raises: ConfigurationError for a wrong option, or without a gateway."""
-        chosen = options.parse(self.name, BashAgentOptions, task.options)
+        chosen = agent_options.parse(self.name, BashAgentOptions, task.options)
         if task.gateway_url is None:
             raise ConfigurationError(f"{self.name} needs a gateway")
         port = task.gateway_url.rsplit(":", 1)[1]
         return Launch(
-            argv=(toy.PYTHON, "-I", "-S", f"{TARGET}/{LOOP.name}", port, chosen.submit_line),
+            argv=(common_job.PYTHON, "-I", "-S", f"{TARGET}/{LOOP.name}", port, chosen.submit_line),
             env={
                 "BENCH_KEY": task.session_key,
                 "BENCH_MODEL": task.model,

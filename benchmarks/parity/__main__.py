@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import vllm_server
-from benchmarks.parity.conversations import MODES, TIMED, Job
-from benchmarks.parity.figures import Figures
-from benchmarks.parity.measure import EXACT, Report, Stand, measure
-from benchmarks.scratch import scratch_folder
+from benchmarks.parity.parity_conversations import MODES, TIMED, Job
+from benchmarks.parity.parity_figures import Figures
+from benchmarks.parity.parity_measurement import EXACT, Report, Stand, measure
+from benchmarks.scratch_folder import scratch_folder
 
 
 def show(report: Report, stand: Stand) -> None:

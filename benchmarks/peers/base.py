@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from benchmarks import toy
-from benchmarks.measuring import Meter
+from benchmarks import common_job
+from benchmarks.cpu_measurement import Meter
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Grading:
     flags: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.flags = toy.bwrap_flags(self.repository)
+        self.flags = common_job.bwrap_flags(self.repository)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def resolved(self, patches: Mapping[str, str], workers: int = 8) -> int:
@@ -82,10 +82,10 @@ class Grading:
     def _passes(self, patch: str) -> bool:
         with tempfile.TemporaryDirectory(dir=self.folder) as box:
             (Path(box) / "model.patch").write_text(patch)
-            (Path(box) / "test_calc.py").write_text(toy.TEST)
+            (Path(box) / "test_calc.py").write_text(common_job.TEST)
             script = (
                 "git clone -q /repo w && cd w && git apply ../model.patch && "
-                f"cp ../test_calc.py . && {toy.PYTHON} test_calc.py"
+                f"cp ../test_calc.py . && {common_job.PYTHON} test_calc.py"
             )
             argv = ["bwrap", *self.flags, "--bind", box, "/box", "--chdir", "/box"]
             process = self.meter.popen(

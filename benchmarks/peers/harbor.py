@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks import toy
+from benchmarks import common_job
 from benchmarks.peers import mini_swe_agent
 from benchmarks.peers.base import Job, Verdicts
-from benchmarks.peers.environments import Pinned, environment
+from benchmarks.peers.peer_environments import Pinned, environment
 
 PINNED = Pinned("harbor", ("harbor==0.24.0",), ("3.13", "3.12", "3.14"))
 MOST_TASKS = 50
@@ -29,7 +29,7 @@ class Harbor:
         self._environment = environment(PINNED, root)
 
     def prepare(self, job: Job) -> None:
-        toy.write_harbor_tasks(job.folder / "tasks", _tasks(job.rollouts))
+        common_job.write_harbor_tasks(job.folder / "tasks", _tasks(job.rollouts))
         job.temporary.mkdir(parents=True)
 
     def command(self, job: Job, *, again: bool = False) -> tuple[list[str], dict[str, str]]:
@@ -54,7 +54,7 @@ class Harbor:
 
     def flags(self, job: Job) -> list[str]:
         """The bubblewrap flags of each sandbox."""
-        return toy.bwrap_flags(job.repository)
+        return common_job.bwrap_flags(job.repository)
 
     def patches(self, job: Job) -> Mapping[str, str]:
         found = (job.folder / "jobs" / "bench").glob("*/artifacts/logs/artifacts/patch.diff")
@@ -78,7 +78,7 @@ class HarborInside(Harbor):
     def flags(self, job: Job) -> list[str]:
         """With the host's network, which costs less than Perdure's own network and forwarder."""
         flags = [flag for flag in super().flags(job) if flag != "--unshare-net"]
-        python = ["--setenv", "BENCH_PYTHON", toy.PYTHON]
+        python = ["--setenv", "BENCH_PYTHON", common_job.PYTHON]
         return [*flags, "--ro-bind", str(LOOP), "/opt/bench/bash_loop.py", *python]
 
 
@@ -102,7 +102,7 @@ class HarborMini(Harbor):
         flags = [flag for flag in super().flags(job) if flag != "--unshare-net"]
         for folder in (self._program, (self._program / "bin" / "python").resolve().parents[1]):
             flags += ["--ro-bind", str(folder), str(folder)]
-        path = f"{self._program / 'bin'}:{toy.SANDBOX_PATH}"
+        path = f"{self._program / 'bin'}:{common_job.SANDBOX_PATH}"
         flags += ["--setenv", "PATH", path, "--setenv", "MSWEA_SILENT_STARTUP", "1"]
         return [*flags, "--setenv", "LITELLM_LOCAL_MODEL_COST_MAP", "True"]
 

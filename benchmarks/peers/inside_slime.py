@@ -21,7 +21,7 @@ class _Empty(types.ModuleType):
 for absent in ("torch", "torch.distributed", "ray"):
     sys.modules[absent] = _Empty(absent)
 
-from perdure.gateway.rendering.formats import load_format  # noqa: E402  # after the empty modules
+from perdure.gateway.rendering.message_format import load_format  # noqa: E402  # after the empty modules
 
 
 class ChatTokenizer:

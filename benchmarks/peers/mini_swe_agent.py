@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from benchmarks import toy
+from benchmarks import common_job
 from benchmarks.peers.base import Job, Verdicts
-from benchmarks.peers.environments import Pinned, environment
+from benchmarks.peers.peer_environments import Pinned, environment
 
 PINNED = Pinned(
     "mini-swe-agent",
@@ -28,7 +28,7 @@ class MiniSweAgent:
         self._environment = environment(PINNED, root)
 
     def prepare(self, job: Job) -> None:
-        toy.write_swebench_rows(job.folder / "rows", job.rollouts)
+        common_job.write_swebench_rows(job.folder / "rows", job.rollouts)
         job.temporary.mkdir(parents=True)
         config = {
             "agent": {
@@ -39,7 +39,7 @@ class MiniSweAgent:
             },
             "environment": {
                 "timeout": 60,
-                "wrapper_args": toy.bwrap_flags(job.repository),
+                "wrapper_args": common_job.bwrap_flags(job.repository),
             },
             "model": {
                 "model_kwargs": {"api_base": f"{job.endpoint_url}/v1", "api_key": "none"},

@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from benchmarks.peers.environments import Pinned, Unavailable, environment
+from benchmarks.peers.peer_environments import Pinned, Unavailable, environment
 
 REPOSITORY = "https://github.com/THUDM/slime"
 COMMIT = "624b824a8"

@@ -30,14 +30,14 @@ from pathlib import Path
 import httpx
 import structlog
 
-from perdure.engines.clients.connections import Connections
-from perdure.engines.clients.token_server import EngineRequest
+from perdure.engines.clients.engine_connections import Connections
+from perdure.engines.clients.token_endpoint import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.pool.salvage import Salvage
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineSpec
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_state import EngineSpec
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.testing.scripted_engine import CacheModel, PrefixCache, ScriptedEngine
 from perdure.types import EngineSpan
 

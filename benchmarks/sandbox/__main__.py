@@ -19,8 +19,18 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sandbox.sides import BOOT, EXEC, FILE, KILL, STEPS, Pair, Side, Unavailable, pair
-from benchmarks.scratch import scratch_folder
+from benchmarks.sandbox.sandbox_runners import (
+    BOOT,
+    EXEC,
+    FILE,
+    KILL,
+    STEPS,
+    Pair,
+    Side,
+    Unavailable,
+    pair,
+)
+from benchmarks.scratch_folder import scratch_folder
 
 PROVIDERS = ("bubblewrap", "podman", "docker", "e2b", "daytona")
 AIM_MS = {BOOT: 30.0, EXEC: 8.0}

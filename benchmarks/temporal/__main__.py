@@ -26,18 +26,18 @@ from temporalio.api.enums.v1 import EventType
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
-from benchmarks.measuring import Meter
-from benchmarks.options import add_output
+from benchmarks.benchmark_options import add_output
+from benchmarks.cpu_measurement import Meter
 from benchmarks.perdure_stack import ROOT
-from benchmarks.scratch import scratch_folder
-from benchmarks.temporal.stages import QUEUES, Stages
-from perdure.client import names
-from perdure.settings.tree import Settings
+from benchmarks.scratch_folder import scratch_folder
+from benchmarks.temporal.empty_activities import QUEUES, Stages
+from perdure.client import temporal_names
+from perdure.settings.settings_tree import Settings
 from perdure.stack import temporal_setup
-from perdure.stack.plan import Addresses, Plan
-from perdure.stack.ports import free_port
+from perdure.stack.stack_plan import Addresses, Plan
+from perdure.stack.stack_ports import free_port
 from perdure.types import RunRequest
-from workers.orchestration import workflow_worker
+from workers.workflow_worker import workflow_worker
 
 ACTIONS = (
     EventType.EVENT_TYPE_WORKFLOW_EXECUTION_STARTED,
@@ -138,10 +138,10 @@ class Bench:
         request = RunRequest(run_id=name, dataset="toy", concurrency=at_once)
         disk, cpu, own, started = self._disk(), self.meter.seconds(), time.process_time(), _now()
         result = await self.client.execute_workflow(
-            names.RUN,
+            temporal_names.RUN,
             request,
             id=f"run/{name}",
-            task_queue=names.WORKFLOWS_QUEUE,
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
         )
         took, own = _now() - started, time.process_time() - own
         await asyncio.sleep(SETTLES_S)
@@ -153,7 +153,7 @@ class Bench:
         parents = [
             await _asked(self.client.get_workflow_handle(one.id, run_id=one.run_id))
             async for one in self.client.list_workflows(f"PerdureRun = '{name}'")
-            if one.workflow_type in (names.RUN, names.SHARD)
+            if one.workflow_type in (temporal_names.RUN, temporal_names.SHARD)
         ]
         return Measured(
             at_once,

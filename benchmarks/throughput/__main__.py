@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import toy
-from benchmarks.endpoint import Endpoint
-from benchmarks.options import add_output, words
-from benchmarks.peers.environments import Unavailable
+from benchmarks import common_job
+from benchmarks.benchmark_options import add_output, words
+from benchmarks.model_endpoint import Endpoint
 from benchmarks.peers.harbor import HarborMini
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
-from benchmarks.scratch import scratch_folder
-from benchmarks.throughput.sides import Batch, Figures, PeerSide, PerdureSide, Side
+from benchmarks.peers.peer_environments import Unavailable
+from benchmarks.scratch_folder import scratch_folder
+from benchmarks.throughput.throughput_runners import Batch, Figures, PeerSide, PerdureSide, Side
 
 CACHE = Path(".perdure/bench/environments")
 SIDES = ("perdure", "harbor", "mini-swe-agent")
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Figures] = []
     with (
         scratch_folder("perdure-bench-", keep=options.keep) as folder,
-        Endpoint.start(folder / "endpoint", toy.script(options.turns)) as endpoint,
+        Endpoint.start(folder / "endpoint", common_job.script(options.turns)) as endpoint,
     ):
         sides = _sides(options.sides, folder, endpoint)
         print("\n".join((HEAD, "|" + "---|" * (HEAD.count("|") - 1))), flush=True)

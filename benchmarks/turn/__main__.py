@@ -6,7 +6,7 @@ One conversation grows turn by turn through every size, over HTTP, with an engin
 The sides are Perdure with default settings, with its store in a folder and then in an in-memory S3
 server, and slime's current adapter in its own environment. Then come the prompt alone, bridged and
 rendered in full, and the cost of a streamed token, by how many tokens an engine sends together. All use
-the same tokenizer. `benchmarks.yardstick` shows how fast the host was.
+the same tokenizer. `benchmarks.host_speed` shows how fast the host was.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks import yardstick
-from benchmarks.peers.environments import Unavailable
+from benchmarks import host_speed
+from benchmarks.peers.peer_environments import Unavailable
 from benchmarks.peers.slime import Slime
-from benchmarks.turn import prompts, sides, streams
-from benchmarks.turn.agent import Agent
-from benchmarks.turn.engine import InstantEngine
-from benchmarks.turn.prompts import Costs
-from benchmarks.turn.streams import STREAMS, TOKENS_PER_S, Streamed
+from benchmarks.turn import prompt_cost, stream_cost, turn_servers
+from benchmarks.turn.instant_engine import InstantEngine
+from benchmarks.turn.prompt_cost import Costs
+from benchmarks.turn.stream_cost import STREAMS, TOKENS_PER_S, Streamed
+from benchmarks.turn.turn_agent import Agent
 
 SIZES = (2_000, 16_000, 64_000, 128_000)
 FLAT, CHEAPER = 1.5, 30.0
@@ -47,18 +47,18 @@ async def main() -> None:
             home = Path(folder)
             puts: Costs = {}
             yardsticks: Costs = {}
-            side = sides.perdure(home / "disk", engine.url)
+            side = turn_servers.perdure(home / "disk", engine.url)
             costs = {"perdure": await _grow(side, engine, options, yardsticks=yardsticks)}
-            with sides.memory_s3(S3_LATENCY_S) as s3:
-                side = sides.perdure(home / "s3", engine.url, s3)
+            with turn_servers.memory_s3(S3_LATENCY_S) as s3:
+                side = turn_servers.perdure(home / "s3", engine.url, s3)
                 costs[IN_S3] = await _grow(side, engine, options, s3=s3, puts=puts)
             try:
                 peer = Slime(options.environments, options.slime)
-                costs["slime"] = await _grow(sides.slime(peer, engine.url), engine, options)
+                costs["slime"] = await _grow(turn_servers.slime(peer, engine.url), engine, options)
             except Unavailable as reason:
                 print(f"slime: skipped, {reason}")
-            bridged, rendered = await prompts.measure(engine.ids, SIZES, options.turns)
-        streamed = await streams.measure(home / "streams", options.rounds)
+            bridged, rendered = await prompt_cost.measure(engine.ids, SIZES, options.turns)
+        streamed = await stream_cost.measure(home / "streams", options.rounds)
     costs |= {BRIDGED: bridged, FULL: rendered}
     if options.json:
         print(
@@ -77,11 +77,11 @@ async def main() -> None:
 
 
 async def _grow(
-    side: AbstractAsyncContextManager[sides.Serving],
+    side: AbstractAsyncContextManager[turn_servers.Serving],
     engine: InstantEngine,
     options: argparse.Namespace,
     *,
-    s3: sides.MemoryS3 | None = None,
+    s3: turn_servers.MemoryS3 | None = None,
     puts: Costs | None = None,
     yardsticks: Costs | None = None,
 ) -> Costs:
@@ -99,10 +99,10 @@ async def _grow(
                 await agent.turn()
             spent, speed, written = [], [], s3.puts() if s3 else 0
             for _ in range(options.turns):
-                before = sides.cpu_ms(serving.pid)
+                before = turn_servers.cpu_ms(serving.pid)
                 await agent.turn(short=True)
-                spent.append(sides.cpu_ms(serving.pid) - before)
-                speed.append(yardstick.measure())
+                spent.append(turn_servers.cpu_ms(serving.pid) - before)
+                speed.append(host_speed.measure())
             found[size] = statistics.median(spent)
             if yardsticks is not None:
                 yardsticks[size] = statistics.median(speed)

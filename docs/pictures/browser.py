@@ -15,9 +15,9 @@ from PIL import Image
 
 from perdure.types import RunRequest
 from tests import held_ports, loop_agent
-from tests.browser import Browser, browsing
-from tests.stack.instances import IDLE_INSTANCE, INSTANCE, UNSOLVED_INSTANCE
-from tests.stack.stack import Stack, running
+from tests.headless_browser import Browser, browsing
+from tests.stack.made_instances import IDLE_INSTANCE, INSTANCE, UNSOLVED_INSTANCE
+from tests.stack.running_stack import Stack, running
 
 PICTURES = Path(__file__).parent
 RUN = "try-2"

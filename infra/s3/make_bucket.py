@@ -12,8 +12,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from perdure.settings.tree import Settings
-from perdure.storage import keys
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 
 EXISTS = {"BucketAlreadyOwnedByYou", "BucketAlreadyExists"}
 DAYS = 30
@@ -25,7 +25,7 @@ UPLOAD_DAYS = 7
 def rules(prefix: str, days: int) -> list[dict[str, Any]]:
     """`prefix`: the store's prefix in its bucket, empty or ending with a slash."""
     return [
-        _rule(prefix + keys.JOURNAL, Expiration={"Days": days}),
+        _rule(prefix + store_keys.JOURNAL, Expiration={"Days": days}),
         _rule(prefix, AbortIncompleteMultipartUpload={"DaysAfterInitiation": UPLOAD_DAYS}),
     ]
 

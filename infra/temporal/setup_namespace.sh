@@ -18,7 +18,7 @@ until known=$(temporal operator search-attribute list -n "$namespace" 2>/dev/nul
     sleep 1
 done
 
-# The same table as in src/perdure/client/search_attributes.py; a test compares them.
+# The same table as in src/perdure/client/search_attribute_keys.py; a test compares them.
 while read -r name type; do
     echo "$known" | grep -qw "$name" && continue
     temporal operator search-attribute create -n "$namespace" --name "$name" --type "$type"

@@ -11,7 +11,7 @@ import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
     from temporalio.common import MetricMeter
@@ -23,7 +23,7 @@ SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 300
 
 
 class Metric(NamedTuple):
-    """A metric of a worker. `perdure.gateway.metrics` has the gateway's."""
+    """A metric of a worker. `perdure.gateway.gateway_metrics` has the gateway's."""
 
     kind: Literal["counter", "gauge", "histogram"]
     unit: str

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.installation import command_for_extra
-from perdure.settings import environment
-from perdure.settings.tree import Settings
+from perdure.settings import process_environment
+from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span as OpenTelemetrySpan
@@ -51,12 +51,14 @@ _above: ContextVar[str] = ContextVar("above", default="")
 
 def wanted(settings: Settings) -> bool:
     """Whether Perdure's settings or OpenTelemetry's variables set an address for traces."""
-    if environment.foreign("OTEL_SDK_DISABLED").lower() == "true":
+    if process_environment.foreign("OTEL_SDK_DISABLED").lower() == "true":
         return False
-    if environment.foreign("OTEL_TRACES_EXPORTER") == "none":
+    if process_environment.foreign("OTEL_TRACES_EXPORTER") == "none":
         return False
     named = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    return bool(settings.traces.endpoint or any(environment.foreign(name) for name in named))
+    return bool(
+        settings.traces.endpoint or any(process_environment.foreign(name) for name in named)
+    )
 
 
 def configure(settings: Settings, process: str) -> None:
@@ -88,7 +90,7 @@ def configure(settings: Settings, process: str) -> None:
         _check_protocol()
         endpoint = settings.traces.endpoint
         exporter = OTLPSpanExporter(endpoint=endpoint + TRACES_PATH if endpoint else None)
-        service = environment.foreign("OTEL_SERVICE_NAME") or f"perdure-{process}"
+        service = process_environment.foreign("OTEL_SERVICE_NAME") or f"perdure-{process}"
         provider = create_tracer_provider(resource=Resource.create({"service.name": service}))
         provider.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(provider)
@@ -107,7 +109,7 @@ def importable() -> bool:
 def _check_protocol() -> None:
     names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
     for name in names:
-        if (found := environment.foreign(name)) not in ("", "http/protobuf"):
+        if (found := process_environment.foreign(name)) not in ("", "http/protobuf"):
             raise ConfigurationError(
                 f"{name}={found!r}: only 'http/protobuf' is supported; use the collector's HTTP port, "
                 "usually 4318"

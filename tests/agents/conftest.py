@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from tests.agents.stand import Stand
-from tests.stack.stack import TOOLS
+from perdure.settings.settings_tree import Settings
+from tests.agents.agent_stand import Stand
+from tests.stack.running_stack import TOOLS
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from perdure.agents.claude_code import ClaudeCode
 from perdure.types import AgentEnd, Outcome, Purpose, Sampling
-from tests.agents.stand import FILE, Run, Stand, call, script
+from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

@@ -8,7 +8,7 @@ import pytest
 
 from perdure.agents.codex import LAST_MESSAGE, Codex
 from perdure.types import AgentEnd, Outcome, Sampling
-from tests.agents.stand import Run, Stand, call, script
+from tests.agents.agent_stand import Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

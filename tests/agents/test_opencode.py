@@ -10,7 +10,7 @@ import pytest
 from perdure.agents.base import AgentTask, Launch
 from perdure.agents.opencode import TITLE, Opencode
 from perdure.types import AgentEnd, Outcome, Purpose, Sampling
-from tests.agents.stand import FILE, Run, Stand, call, script
+from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

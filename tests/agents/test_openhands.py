@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from perdure.agents import toolcache
+from perdure.agents import tool_cache
 from perdure.agents.openhands import PYTHON, Openhands
 from perdure.errors import MissingDependency
 from perdure.types import AgentEnd, Outcome
-from tests.agents.stand import FILE, Stand, call, script
+from tests.agents.agent_stand import FILE, Stand, call, script
 
 pytestmark = pytest.mark.registry
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.registry
 def python_of_its_own(stand: Stand) -> None:
     """It needs a newer Python than Perdure does."""
     try:
-        toolcache.find_python("3.12", stand.agents.openhands_python, PYTHON)
+        tool_cache.find_python("3.12", stand.agents.openhands_python, PYTHON)
     except MissingDependency as missing:
         pytest.skip(str(missing))
 

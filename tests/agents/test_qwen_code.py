@@ -9,7 +9,7 @@ import pytest
 
 from perdure.agents.qwen_code import QwenCode
 from perdure.types import AgentEnd, Outcome, Purpose
-from tests.agents.stand import FILE, Run, Stand, call, script
+from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

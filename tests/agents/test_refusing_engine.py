@@ -14,7 +14,7 @@ from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import PYTHON, Openhands
 from perdure.agents.qwen_code import QwenCode
-from perdure.agents.toolcache import find_python
+from perdure.agents.tool_cache import find_python
 from perdure.errors import MissingDependency
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Outcome
@@ -25,7 +25,7 @@ from tests.agents import (
     test_openhands,
     test_qwen_code,
 )
-from tests.agents.stand import Run, Stand, call, script
+from tests.agents.agent_stand import Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.stack.host import why_not_here
-from tests.stack.stack import DEATH_S, Stack, running
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import DEATH_S, Stack, running
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import burst, hollow
+from tests import burst_checks, e2b_control_plane
 
 pytestmark = pytest.mark.temporal
 
@@ -15,9 +15,11 @@ async def test_500_at_once_queue_for_20_sandboxes_and_5_creates_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real SDK, workers of two processes: all are graded, no error in any history, hardly a 429."""
-    said = f'{{"{hollow.NAME}": {{"live": {LIVE}, "creates_per_s": {RATE}}}}}'
-    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said=said) as pair:
-        seen = await burst.run_burst(*pair, BURST, limit_s=3600, sandbox=hollow.NAME)
+    said = f'{{"{e2b_control_plane.NAME}": {{"live": {LIVE}, "creates_per_s": {RATE}}}}}'
+    async with burst_checks.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said=said) as pair:
+        seen = await burst_checks.run_burst(
+            *pair, BURST, limit_s=3600, sandbox=e2b_control_plane.NAME
+        )
 
     assert (seen.graded, seen.errors, seen.creates, seen.left) == (BURST, 0, BURST, 0)
     assert seen.refused <= BURST / 50, seen  # a busy machine makes even steps uneven
@@ -27,8 +29,10 @@ async def test_500_at_once_find_out_what_the_account_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without configured caps the service refuses some creates, and no workflow sees a refusal."""
-    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
-        seen = await burst.run_burst(*pair, BURST, limit_s=3600, sandbox=hollow.NAME)
+    async with burst_checks.capped(tmp_path, monkeypatch, live=LIVE, rate=RATE, said="{}") as pair:
+        seen = await burst_checks.run_burst(
+            *pair, BURST, limit_s=3600, sandbox=e2b_control_plane.NAME
+        )
 
     assert (seen.graded, seen.errors, seen.left) == (BURST, 0, 0)
     assert seen.refused < BURST / 5, seen

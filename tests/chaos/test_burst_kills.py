@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from perdure.client import names
-from perdure.rollouts.admission.permits import Account
-from perdure.settings.tree import Settings
-from tests import burst, hollow
-from tests.stack.stack import DEATH_S, Stack
-from tests.stack.waiting import until
+from perdure.client import temporal_names
+from perdure.rollouts.admission.permit_rules import Account
+from perdure.settings.settings_tree import Settings
+from tests import burst_checks, e2b_control_plane
+from tests.stack.running_stack import DEATH_S, Stack
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.temporal
 
@@ -23,12 +23,12 @@ async def test_workers_killed_in_a_burst_leave_no_permit_behind(
 ) -> None:
     """kill -9 of a worker five times while it boots and grades: all are graded, the account never
     holds more than it may, and in the end no sandbox and no permit is left."""
-    said = f'{{"{hollow.NAME}": {{"live": {LIVE}}}}}'
-    async with burst.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
+    said = f'{{"{e2b_control_plane.NAME}": {{"live": {LIVE}}}}}'
+    async with burst_checks.capped(tmp_path, monkeypatch, live=LIVE, rate=100, said=said) as pair:
         stack, server = pair
         killing = asyncio.create_task(kills(stack, server))
-        seen = await burst.run_burst(
-            *pair, BURST, limit_s=3600, sandbox=hollow.NAME, heartbeat_timeout_s=DEATH_S
+        seen = await burst_checks.run_burst(
+            *pair, BURST, limit_s=3600, sandbox=e2b_control_plane.NAME, heartbeat_timeout_s=DEATH_S
         )
         await killing
         await until(lambda: all_given_back(stack, server), "nothing is held", 60)
@@ -50,6 +50,8 @@ async def kills(stack: Stack, server: Any) -> None:
 
 async def all_given_back(stack: Stack, server: Any) -> bool:
     """No sandbox is left, and no permit is held."""
-    keeper = names.account_id(hollow.HollowE2B(Settings(home=stack.home)).account)
+    keeper = temporal_names.account_id(
+        e2b_control_plane.HollowE2B(Settings(home=stack.home)).account
+    )
     state = await stack.client.get_workflow_handle(keeper).query("state", result_type=Account)
     return not server.sandboxes.all() and not state.permits

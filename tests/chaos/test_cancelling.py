@@ -5,11 +5,11 @@ import json
 import pytest
 
 from perdure.errors import Cancelled
-from perdure.storage import keys
+from perdure.storage import store_keys
 from perdure.types import RunRequest
 from tests import loop_agent
-from tests.stack.instances import INSTANCE, SLOW_INSTANCE
-from tests.stack.stack import Stack
+from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE
+from tests.stack.running_stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,7 +36,7 @@ async def test_a_cancelled_run_cancels_its_groups_rollouts_and_agents(stack: Sta
 
     with pytest.raises(Cancelled):
         await handle.result()
-    manifest = json.loads((await stack.store.get(keys.manifest(run.run_id))).data)
+    manifest = json.loads((await stack.store.get(store_keys.manifest(run.run_id))).data)
     assert manifest["by_status"] == {"cancelled": SAMPLES}
     assert [(await stack.episode(r)).turns for r in stack.requests] == [3] * SAMPLES
     await stack.nothing_left()

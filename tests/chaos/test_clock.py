@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from perdure.sandboxes.host.keeper.keeper import LOOK_S
-from tests.stack.clock import MISSING, TWO_HOURS, Clock
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
+from perdure.sandboxes.host.keeper.sandbox_keeper import LOOK_S
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.shifted_clock import MISSING, TWO_HOURS, Clock
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 READ_CLOCK = (sys.executable, "-c", "import time; print(time.time())")

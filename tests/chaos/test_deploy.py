@@ -8,11 +8,11 @@ import pytest
 import pytest_asyncio
 
 from perdure.types import RolloutRequest
-from tests.stack.builds import make_current, start_worker
-from tests.stack.host import why_not_here
-from tests.stack.process import Process
-from tests.stack.stack import DEATH_S, Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.stack_process import Process
+from tests.stack.wait_until import until
+from tests.stack.worker_builds import make_current, start_worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

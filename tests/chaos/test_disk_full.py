@@ -9,11 +9,11 @@ import pytest
 import pytest_asyncio
 
 from perdure.episodes.episode import Episode
-from perdure.storage import keys
-from tests.stack.engine import TURNS
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from perdure.storage import store_keys
+from tests.stack.gated_engine import TURNS
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -69,10 +69,10 @@ async def test_a_full_store_keeps_the_rollout_waiting(
         return any(b"No space left on device" in report.data for report in reports)
 
     await until(says_why, "the rollout says why it waits")
-    written = [key async for key in cramped.store.list(keys.rollout_of(request))]
+    written = [key async for key in cramped.store.list(store_keys.rollout_of(request))]
     assert [key for key in written if not (await cramped.store.get(key)).data] == []
     (small_disk / BALLAST).unlink()
 
     await cramped.solved_once(request)
-    stored = await cramped.store.get(keys.episode(request))
+    stored = await cramped.store.get(store_keys.episode(request))
     assert Episode.model_validate_json(stored.data).reward == 1.0

@@ -9,9 +9,9 @@ import pytest
 
 from perdure.types import Outcome, RolloutStatus
 from tests.pids_group import PidsGroup
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE, UNSOLVED_INSTANCE
-from tests.stack.stack import Stack, running
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE, UNSOLVED_INSTANCE
+from tests.stack.running_stack import Stack, running
 
 ROOM = 40
 """In a shortage fewer new processes than this can start. A few rollouts need as many."""

@@ -5,8 +5,8 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.stack import temporal_setup
 from perdure.types import RolloutRequest
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.running_stack import Stack
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

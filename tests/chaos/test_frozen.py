@@ -8,10 +8,10 @@ import signal
 
 import pytest
 
-from tests.stack.instances import SLOW_INSTANCE
-from tests.stack.process import Process
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.made_instances import SLOW_INSTANCE
+from tests.stack.running_stack import Stack
+from tests.stack.stack_process import Process
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from perdure.cli.runs.steps import current_step
+from perdure.cli.runs.rollout_progress import current_step
 from perdure.types import Outcome, RolloutRequest
 from tests.slow_oracle import SlowOracle
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

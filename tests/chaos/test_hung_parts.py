@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from perdure.settings.tree import Settings
-from perdure.stack import state as stack_state
-from perdure.stack.state import ChildState, StackState
-from tests.stack.waiting import until
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_state
+from perdure.stack.stack_state import ChildState, StackState
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from perdure.client import names
-from perdure.home import host_of
-from perdure.rollouts.messages import HostState
+from perdure.client import temporal_names
+from perdure.home_folder import host_of
+from perdure.rollouts.activity_messages import HostState
 from perdure.types import RolloutRequest
 from tests.s3_server import with_bucket
-from tests.stack.host import why_not_here
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack
 from tests.stack.second_host import BUCKET, Line, lose, serves, two_hosts
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,7 +59,7 @@ async def test_rollouts_of_a_lost_host_move_within_ninety_seconds(hosts: Hosts) 
     requests = await second.met("moves", 3)
     await first.start_worker()
     bought = first.engine.stats().calls
-    upkeep = names.upkeep_queue(host_of(second.settings))
+    upkeep = temporal_names.upkeep_queue(host_of(second.settings))
     lost_at = time.monotonic()
     await lose(second)
     first.engine.let_go()
@@ -173,6 +173,6 @@ async def _all_in_attempt(host: Stack, requests: list[RolloutRequest], attempt: 
 
 
 async def _state(host: Stack) -> HostState:
-    handle = host.client.get_workflow_handle(names.host_id(host_of(host.settings)))
+    handle = host.client.get_workflow_handle(temporal_names.host_id(host_of(host.settings)))
     state: HostState = await handle.query("state", result_type=HostState)
     return state

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from perdure.types import AgentEnd, Outcome
-from tests.stack.engine import TURNS, commands
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.gated_engine import TURNS, commands
+from tests.stack.running_stack import Stack
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.registry]
 

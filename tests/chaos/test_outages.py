@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.running_stack import Stack
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,9 +11,9 @@ import pytest_asyncio
 
 from perdure.types import Outcome, RolloutStatus
 from tests.power_cut import FragileDisk
-from tests.stack.host import pids, why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import nothing
+from tests.stack.host_requirements import pids, why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import nothing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

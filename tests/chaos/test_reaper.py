@@ -14,16 +14,16 @@ from temporalio.client import (
 )
 from temporalio.testing import ActivityEnvironment
 
-from activities.leftovers import Leftovers
-from perdure.client import names
-from perdure.gateway.control import GatewayControl
-from perdure.home import host_of, load_secrets
-from perdure.rollouts.messages import SweepRequest
-from perdure.rollouts.services import Services
-from perdure.sandboxes.reaper import SweepReport
+from activities.sweep_activities import Leftovers
+from perdure.client import temporal_names
+from perdure.gateway.control_client import GatewayControl
+from perdure.home_folder import host_of, load_secrets
+from perdure.rollouts.activity_messages import SweepRequest
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes.sandbox_reaper import SweepReport
 from perdure.types import RolloutRequest
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.running_stack import Stack
+from tests.stack.wait_until import until
 
 SOON_S = 30.0
 TWO_MINUTES_S = 120.0
@@ -97,10 +97,10 @@ async def test_the_scheduled_sweep_ends_it_too(stack: Stack) -> None:
     await stack.handle(request).terminate()
     await stack.start_worker()
     result = await stack.client.execute_workflow(
-        names.REAPER,
+        temporal_names.REAPER,
         host_of(stack.settings),
         id="sweep-now",
-        task_queue=names.WORKFLOWS_QUEUE,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
         result_type=SweepReport,
     )
 

@@ -9,9 +9,9 @@ import pytest
 from temporalio.client import WorkflowFailureError
 
 from perdure.types import RolloutStatus
-from tests.stack.instances import SLOW_INSTANCE
-from tests.stack.stack import Stack
-from tests.stack.waiting import until
+from tests.stack.made_instances import SLOW_INSTANCE
+from tests.stack.running_stack import Stack
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

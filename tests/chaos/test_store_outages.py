@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from perdure.storage.preflight import check_store
+from perdure.storage.store_preflight import check_store
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests import loop_agent
 from tests.s3_proxy import S3Proxy, cut, lose_answer, refuse, reset
 from tests.s3_server import with_bucket
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE
-from tests.stack.stack import MET, Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE
+from tests.stack.running_stack import MET, Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from perdure.settings.load import fields, variable
-from tests.paths import ROOT
-from workers.process import ROLES
+from perdure.settings.settings_loader import fields, variable
+from tests.checkout_paths import ROOT
+from workers.worker_process import ROLES
 
 CHART = ROOT / "infra" / "helm" / "perdure"
 VERSIONS = ("1.32", "1.37")

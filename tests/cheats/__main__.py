@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from tests.cheats.catalog import CHEATS, CONTROLS, WEAK
+from perdure.settings.settings_tree import Settings
+from tests.cheats.cheat_catalog import CHEATS, CONTROLS, WEAK
+from tests.cheats.cheat_suite import Bench, Result, cases, shown, table
 from tests.cheats.made_rows import made_rows
-from tests.cheats.suite import Bench, Result, cases, shown, table
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from perdure.testing.grader_contract import Edits, diff_of
 from perdure.types import Grading, Instance, Source, SourceKind
-from tests.cheats.target import Runner, Target
+from tests.cheats.cheat_target import Runner, Target
 
 _CORE = """def add(a, b):
     return a - b

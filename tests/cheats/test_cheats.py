@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from perdure.graders.calibrate import calibrate
-from perdure.instances.environments import Environments
-from perdure.instances.recipes.building import Builder, candidates_of, chosen
-from perdure.instances.recipes.recipe import load_recipe
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.readers import read_rows
+from perdure.graders.gold_and_base_check import calibrate
+from perdure.instances.environment_builder import Environments
+from perdure.instances.recipes.dataset_build import Builder, candidates_of, chosen
+from perdure.instances.recipes.dataset_recipe import load_recipe
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.instances.rows.row_readers import read_rows
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance
-from tests.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from tests.cheats.cheat_catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from tests.cheats.cheat_suite import Bench, Result, cases, table
+from tests.cheats.cheat_target import Runner, Target
+from tests.cheats.known_wins import STILL_WIN
 from tests.cheats.made_rows import made_rows
-from tests.cheats.suite import Bench, Result, cases, table
-from tests.cheats.target import Runner, Target
-from tests.cheats.winners import STILL_WIN
 
 AT_A_TIME = 2 * (os.cpu_count() or 1)
 """A grading waits for its sandbox for half of its time."""

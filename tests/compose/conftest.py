@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkout_paths import ROOT
 from tests.compose import stack
 from tests.compose.stack import Compose
 from tests.images import debian, podman_storage
 from tests.images.podman_storage import Podman, podman_in
-from tests.paths import ROOT
 
 PACKAGES = (
     "bubblewrap", "build-essential", "ca-certificates", "git", "python3", "python3-venv", "util-linux"

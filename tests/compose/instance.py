@@ -2,9 +2,9 @@
 
 import asyncio
 
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import open_store
-from tests.stack.instances import add_instances
+from tests.stack.made_instances import add_instances
 
 if __name__ == "__main__":
     settings = Settings()

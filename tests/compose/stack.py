@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
+from tests.checkout_paths import ROOT
 from tests.images.podman_storage import Podman
-from tests.paths import ROOT
-from tests.stack.engine import script
+from tests.stack.gated_engine import script
 
 IMAGE = "localhost/perdure"
 STAND_INS = "localhost/perdure-stand-ins"

@@ -5,7 +5,7 @@ import json
 from tests import loop_agent
 from tests.compose.stack import Compose
 from tests.images.podman_storage import Podman
-from tests.stack.instances import INSTANCE
+from tests.stack.made_instances import INSTANCE
 
 NOBODYS_CAPABILITIES = "0000000000000000"
 WHO = (

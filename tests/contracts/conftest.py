@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.services import SERVICES, Bench, Service, benched
+from tests.service_harness import SERVICES, Bench, Service, benched
 
 settings.load_profile("ci")  # the same examples in each run
 

@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 
 from perdure.agents.base import Agent, Evidence
 from perdure.errors import InstanceError
-from perdure.graders.calibrate import passed_in
-from perdure.graders.diff import capture, git_diff
-from perdure.graders.diff.git_diff import MalformedDiff
-from perdure.graders.diff.patch import filter_patch
-from perdure.graders.protocols import status_map, swebench
+from perdure.graders.diff import diff_capture, git_diff_parser
+from perdure.graders.diff.git_diff_parser import MalformedDiff
+from perdure.graders.diff.patch_filter import filter_patch
+from perdure.graders.forged_results import guarded_command
+from perdure.graders.gold_and_base_check import passed_in
+from perdure.graders.hidden_test_run import TestRun
+from perdure.graders.protocols import status_map, test_lists
 from perdure.graders.protocols.reward_file import reward_of
-from perdure.graders.protocols.swebench import SuiteRun
-from perdure.graders.reports import junit
-from perdure.graders.reports.junit import UnusableJunit
+from perdure.graders.protocols.test_lists import SuiteRun
+from perdure.graders.reports import junit_statuses
+from perdure.graders.reports.junit_statuses import UnusableJunit
 from perdure.graders.reports.log_parsers import LogParser
-from perdure.graders.tampering import guarded_command
-from perdure.graders.test_run import TestRun
-from perdure.graders.twins.failures import Place, behaviours
-from perdure.graders.verdict import last_line
+from perdure.graders.twins.failure_locations import Place, behaviours
+from perdure.graders.verdict_rules import last_line
 from perdure.limited_process import Unparsable
-from perdure.registry import AGENTS, load
 from perdure.rollouts import agent_output
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.testing.grader_contract import tiny_instance
 from perdure.types import AgentEnd
+from perdure.variant_registry import AGENTS, load
 
 Reader = Callable[[bytes], object]
 
@@ -48,11 +48,11 @@ def readers() -> dict[str, Reader]:
     swebench's log parsers are left out: they are not linear, and only process limits end them.
     """
     found: dict[str, Reader] = {
-        "diff": git_diff.parse,
+        "diff": git_diff_parser.parse,
         "diff for the filter": lambda data: filter_patch(data, _INSTANCE),
-        "diff for the capture": capture._without_gitlinks,
-        "record of the capture": lambda data: capture._read_record(data, "name"),
-        "junit": junit.parse_junit,
+        "diff for the capture": diff_capture._without_gitlinks,
+        "record of the capture": lambda data: diff_capture._read_record(data, "name"),
+        "junit": junit_statuses.parse_junit,
         "log": LogParser().statuses,
         "verdict by log and junit": _judged,
         "calibration by log and junit": _calibrated,
@@ -87,7 +87,7 @@ def _suite(data: bytes) -> SuiteRun:
 
 
 def _judged(data: bytes) -> object:
-    return swebench.judge(_suite(data), _INSTANCE.grading)
+    return test_lists.judge(_suite(data), _INSTANCE.grading)
 
 
 def _calibrated(data: bytes) -> object:

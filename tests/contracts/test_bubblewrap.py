@@ -19,13 +19,13 @@ import pytest
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Mount, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups, keeper_client
-from perdure.sandboxes.host import sandbox as sandbox_module
-from perdure.sandboxes.host.keeper import linux
+from perdure.sandboxes.host import host_sandbox as sandbox_module
+from perdure.sandboxes.host.host_processes import ProcessId, ended, is_alive
+from perdure.sandboxes.host.keeper import linux_syscalls
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.sandboxes.host.process import ProcessId, ended, is_alive
 from perdure.sandboxes.host.procfs import marked, started_at
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
@@ -476,7 +476,10 @@ def visited(holder: int) -> Iterator[None]:
     over, is_over = os.pipe()
     if (parent := os.fork()) == 0:
         try:
-            linux.enter(os.pidfd_open(holder), linux.users_to_enter_first(holder) | linux.NEW_PIDS)
+            linux_syscalls.enter(
+                os.pidfd_open(holder),
+                linux_syscalls.users_to_enter_first(holder) | linux_syscalls.NEW_PIDS,
+            )
             if (child := os.fork()) == 0:
                 signal.pause()
             os.write(is_inside, b"x")

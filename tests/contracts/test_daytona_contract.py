@@ -1,6 +1,6 @@
 """The daytona provider keeps the sandbox contract: the real SDK against the double."""
 
-from tests.services import DAYTONA, ServiceContract
+from tests.service_harness import DAYTONA, ServiceContract
 
 
 class TestDaytona(ServiceContract):

@@ -10,9 +10,9 @@ import pytest
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
 from perdure.sandboxes.base import Exec
-from perdure.sandboxes.guest.retries import retry_after
+from perdure.sandboxes.guest.service_retries import retry_after
 from perdure.sandboxes.providers.daytona import provider as daytona
-from tests.services import DAYTONA, HURRY_S, ID, SPEC, Bench, Service, impatient
+from tests.service_harness import DAYTONA, HURRY_S, ID, SPEC, Bench, Service, impatient
 
 CREATE, LOOK, EXEC = DAYTONA.create, DAYTONA.look_up, DAYTONA.execute
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from perdure.sandboxes.providers.daytona.client import client
-from tests.services import DAYTONA, serving
+from perdure.sandboxes.providers.daytona.daytona_client import client
+from tests.service_harness import DAYTONA, serving
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 
 from perdure.errors import SandboxLost
 from perdure.sandboxes.base import Exec, Sandbox
-from perdure.sandboxes.host.programs import program
-from perdure.sandboxes.providers.docker import cli as docker_cli
+from perdure.sandboxes.host.sandbox_programs import program
+from perdure.sandboxes.providers.docker import docker_cli
 from perdure.sandboxes.providers.docker.provider import DockerProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from tests.docker_engine import IMAGE, docker_address, docker_engine
 

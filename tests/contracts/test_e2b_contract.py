@@ -1,6 +1,6 @@
 """The e2b provider keeps the sandbox contract: the real SDK against the double."""
 
-from tests.services import E2B, ServiceContract
+from tests.service_harness import E2B, ServiceContract
 
 
 class TestE2B(ServiceContract):

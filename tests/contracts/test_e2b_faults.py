@@ -11,7 +11,7 @@ import pytest
 from perdure.errors import SandboxLost
 from perdure.sandboxes.providers.e2b import provider as e2b
 from tests.doubles.e2b_server import serving
-from tests.services import E2B, ID, SPEC, Bench, Service, impatient
+from tests.service_harness import E2B, ID, SPEC, Bench, Service, impatient
 
 CREATE, EXEC = E2B.create, E2B.execute
 

@@ -8,11 +8,11 @@ import pytest
 
 from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 from tests.certificates import Authority
 from tests.doubles.http2_proxy import behind_http2
-from tests.services import E2B, serving
+from tests.service_harness import E2B, serving
 
 pytest.importorskip("e2b")
 

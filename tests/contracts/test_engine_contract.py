@@ -10,15 +10,15 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.base import ChatEngine, TokenEngine
-from perdure.engines.clients import wire
+from perdure.engines.clients import hosted_requests
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
+from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.clients.openai_hosted import OpenAIHosted
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineSpec
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_state import EngineSpec
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
 from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
@@ -221,7 +221,7 @@ async def test_a_refusal_from_the_start_is_told_soon_and_never_shows_the_key(
     status: int,
 ) -> None:
     """A wrong key or model ends a first call long before its patience, and names the variable."""
-    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(hosted_requests, "FIRST_PATIENCE_S", 0.1)
     server.control(kind="status", status=status)
     engine = CHAT_ENGINES["openai"](server.url, client, 300)
 
@@ -241,7 +241,7 @@ async def test_a_later_refusal_is_waited_out(
 ) -> None:
     """An API that has served calls works, so a later refusal only delays the call, and the wait has
     a reason that people can read."""
-    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(hosted_requests, "FIRST_PATIENCE_S", 0.0)
     engine = CHAT_ENGINES["openai"](server.url, client, 300)
     await engine.chat(_chat("hi"), session_id="s")
     server.control(kind="status", status=status)

@@ -9,10 +9,10 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.graders.protocols.swebench import SwebenchGrader
+from perdure.graders.protocols.test_lists import SwebenchGrader
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import GraderContract, make_repository, tiny_instance
 from perdure.types import Outcome
 

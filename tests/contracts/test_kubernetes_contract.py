@@ -1,6 +1,6 @@
 """The kubernetes provider keeps the sandbox contract: the real client against the double."""
 
-from tests.services import KUBERNETES, ServiceContract
+from tests.service_harness import KUBERNETES, ServiceContract
 
 
 class TestKubernetes(ServiceContract):

@@ -23,13 +23,13 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.sandboxes.base import Exec, ExecState, SandboxSpec
-from perdure.sandboxes.providers.kubernetes import boot_wait
-from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
+from perdure.sandboxes.providers.kubernetes import kubernetes_errors as kubernetes_failures
+from perdure.sandboxes.providers.kubernetes import pod_boot_wait
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from tests.doubles import kubernetes_server
-from tests.services import ID, KUBERNETES, SPEC, Bench, Service, impatient
+from tests.service_harness import ID, KUBERNETES, SPEC, Bench, Service, impatient
 
 CREATE, EXEC = KUBERNETES.create, KUBERNETES.execute
 READ = "GET .*/pods/[^/]+$"
@@ -239,7 +239,7 @@ async def test_a_pod_that_no_node_takes_is_deleted(
     bench: Bench, said: str, kind: type[PerdureError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lack of room is RateLimited, so that callers queue. A taint is a configuration error."""
-    monkeypatch.setattr(boot_wait, "ROOM_S", 0.3)
+    monkeypatch.setattr(pod_boot_wait, "ROOM_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=said)
     error = await refused(bench)
 
@@ -250,8 +250,8 @@ async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If even an empty node is too small, the wait ends unless a larger node is added in time."""
-    monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
-    monkeypatch.setattr(boot_wait, "LARGER_S", 0.3)
+    monkeypatch.setattr(pod_boot_wait, "ROOM_S", 0.0)
+    monkeypatch.setattr(pod_boot_wait, "LARGER_S", 0.3)
     bench.inject(CREATE, state="Unschedulable", body=FITS_NOWHERE)
     error = await refused(bench)
 
@@ -261,7 +261,7 @@ async def test_a_pod_that_is_larger_than_every_node_is_a_persons_to_see(
 
 async def test_a_larger_node_may_come_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An autoscaler that adds a larger node gets more time than a wait for room."""
-    monkeypatch.setattr(boot_wait, "ROOM_S", 0.0)
+    monkeypatch.setattr(pod_boot_wait, "ROOM_S", 0.0)
     bench.inject(CREATE, state="Unschedulable", state_s=0.5, body=FITS_NOWHERE)
     async with bench.box() as box:
         assert (await box.exec("echo up")).stdout == b"up\n"
@@ -339,7 +339,7 @@ async def test_a_registry_that_is_down_is_another_matter(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node retries for a while; then the caller does."""
-    monkeypatch.setattr(boot_wait, "PULL_S", 0.3)
+    monkeypatch.setattr(pod_boot_wait, "PULL_S", 0.3)
     bench.inject(CREATE, state="ErrImagePull", body="dial tcp: i/o timeout")
     error = await refused(bench)
 

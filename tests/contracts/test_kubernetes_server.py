@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests import services
+from tests import service_harness
 from tests.doubles.kubernetes_server import serving
-from tests.services import KUBERNETES
+from tests.service_harness import KUBERNETES
 
 NAMESPACE = "perdure-sandboxes"
 POD = {
@@ -27,7 +27,7 @@ POD = {
 
 @pytest.fixture
 async def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    async with services.serving(KUBERNETES, tmp_path / "server", monkeypatch) as (server, _):
+    async with service_harness.serving(KUBERNETES, tmp_path / "server", monkeypatch) as (server, _):
         yield server
 
 

@@ -23,9 +23,9 @@ from starlette.routing import Route
 from perdure.errors import AgentError, ConfigurationError
 from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.sandboxes.relay import relay as relay_module
-from perdure.sandboxes.relay.relay import Relay, exec_id_of
-from perdure.settings.tree import Settings
+from perdure.sandboxes.relay import host_relay as relay_module
+from perdure.sandboxes.relay.host_relay import Relay, exec_id_of
+from perdure.settings.settings_tree import Settings
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.local_gateway import LocalGateway

@@ -12,7 +12,7 @@ from perdure.sandboxes.providers.apptainer import ApptainerProvider
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider, LocalSandbox
 from perdure.sandboxes.providers.podman import PodmanProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from tests.doubles.apptainer_cli import write_program
 

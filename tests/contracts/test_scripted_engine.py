@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from perdure.engines.clients.wire import new_client
+from perdure.engines.clients.hosted_requests import new_client
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine
 

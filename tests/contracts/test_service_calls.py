@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.services import Bench
+from tests.service_harness import Bench
 
 LARGE = 100_000
 """Bytes: too many to send with the order."""

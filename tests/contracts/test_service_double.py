@@ -9,9 +9,9 @@ from pathlib import Path
 from aiohttp import web
 
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.host.process import ended, kill_process
-from perdure.settings.tree import Settings
-from tests.doubles.faults import Faults
+from perdure.sandboxes.host.host_processes import ended, kill_process
+from perdure.settings.settings_tree import Settings
+from tests.doubles.fault_rules import Faults
 from tests.doubles.service_double import Double, Guests
 
 LARGE = 64 << 20

@@ -20,14 +20,14 @@ import pytest
 from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
 from perdure.sandboxes.agent_user import HOME
 from perdure.sandboxes.base import Exec, ExecState
-from perdure.sandboxes.guest import service as service_module
-from perdure.sandboxes.guest.sandbox import FOLDER
+from perdure.sandboxes.guest import service_provider as service_module
+from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from tests import held_ports
+from tests.checkout_paths import ROOT
 from tests.doubles.service_double import LIMITS
-from tests.paths import ROOT
-from tests.services import ID, SPEC, Bench, Service, impatient
+from tests.service_harness import ID, SPEC, Bench, Service, impatient
 
 PASSING: dict[str, dict[str, Any]] = {
     "401 once": {"status": 401},

@@ -12,8 +12,8 @@ import boto3
 import pytest
 
 from perdure.errors import ConfigurationError, PreconditionFailed, StoreUnavailable
-from perdure.storage.local import LocalStore
-from perdure.storage.s3 import S3Store
+from perdure.storage.local_store import LocalStore
+from perdure.storage.s3_store import S3Store
 from perdure.testing.store_contract import StoreContract
 from tests.s3_server import S3Server
 
@@ -52,7 +52,7 @@ class TestS3Store(StoreContract):
 
     @pytest.fixture
     def store(self, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Store:
-        monkeypatch.setattr("perdure.storage.s3.PAGE", self.page)
+        monkeypatch.setattr("perdure.storage.s3_store.PAGE", self.page)
         return S3Store("s3://results/some/prefix", endpoint_url=s3.url)
 
 
@@ -89,7 +89,7 @@ async def test_local_stores_on_one_folder_share_the_race(tmp_path: Path) -> None
 FILL = """
 import asyncio, sys
 from perdure.errors import StoreUnavailable
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 
 async def main():
     store = LocalStore(sys.argv[1])
@@ -110,7 +110,7 @@ MAKE_FILES = """
 import asyncio, sys
 from pathlib import Path
 from perdure.errors import StoreUnavailable
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 
 async def main():
     store = LocalStore(Path(sys.argv[1]))

@@ -8,11 +8,11 @@ import boto3
 import pytest
 
 from perdure.errors import ConfigurationError, NotFound, StoreUnavailable
-from perdure.settings.tree import Settings
-from perdure.storage import s3_calls
-from perdure.storage.local import LocalStore
-from perdure.storage.preflight import check_store
-from perdure.storage.s3 import S3Store
+from perdure.settings.settings_tree import Settings
+from perdure.storage import s3_client
+from perdure.storage.local_store import LocalStore
+from perdure.storage.s3_store import S3Store
+from perdure.storage.store_preflight import check_store
 from tests.s3_proxy import Fault, S3Proxy, cut, lose_answer, refuse, reset, stall, trickle
 from tests.s3_server import S3Server
 
@@ -64,7 +64,7 @@ def proxy(servers: tuple[S3Server, S3Proxy], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report a lasting fault at the first call."""
-    monkeypatch.setattr(s3_calls, "PAUSES_S", ())
+    monkeypatch.setattr(s3_client, "PAUSES_S", ())
 
 
 def opened(proxy: S3Proxy, prefix: str = "prefix") -> S3Store:
@@ -105,7 +105,7 @@ async def test_a_body_that_does_not_come_is_given_up(
     proxy: S3Proxy, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No call hangs if a server is silent, stops in the middle, or sends a byte now and then."""
-    monkeypatch.setattr(s3_calls, "CALL_S", 0.3)
+    monkeypatch.setattr(s3_client, "CALL_S", 0.3)
     store = opened(proxy)
     await store.put("kept", bytes(4096))
     proxy.play(fault)
@@ -114,7 +114,7 @@ async def test_a_body_that_does_not_come_is_given_up(
         await store.get("kept")
     proxy.heal()
 
-    monkeypatch.setattr(s3_calls, "CALL_S", 40.0)
+    monkeypatch.setattr(s3_client, "CALL_S", 40.0)
     assert len((await store.get("kept")).data) == 4096
 
 
@@ -132,15 +132,15 @@ async def test_stuck_calls_do_not_keep_later_ones_waiting(
     proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More calls are stuck than the store has threads, and the next call is still answered."""
-    monkeypatch.setattr(s3_calls, "CALL_S", 0.3)
-    monkeypatch.setattr(s3_calls, "CONNECTIONS", 2)
+    monkeypatch.setattr(s3_client, "CALL_S", 0.3)
+    monkeypatch.setattr(s3_client, "CONNECTIONS", 2)
     store = opened(proxy)
     await store.put("kept", bytes(4096))
     proxy.play(trickle)
     for _ in range(2):
         with pytest.raises(StoreUnavailable):
             await store.get("kept")
-    monkeypatch.setattr(s3_calls, "CALL_S", 40.0)
+    monkeypatch.setattr(s3_client, "CALL_S", 40.0)
     proxy.play(trickle, share=0.0)  # the stuck ones are not released by this
 
     assert await store.exists("kept")
@@ -163,7 +163,7 @@ async def test_a_fault_now_and_then_costs_no_caller_a_try(
     proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fifth of the calls fail, some after taking effect. Forty writers agree on the winner."""
-    monkeypatch.setattr(s3_calls, "PAUSES_S", (0.0,) * 8)
+    monkeypatch.setattr(s3_client, "PAUSES_S", (0.0,) * 8)
     proxy.play(reset, lose_answer, cut, refuse(503), refuse(403, "AccessDenied"), share=0.2)
     store = opened(proxy, "flaky")
     first = await asyncio.gather(*(store.put_if_absent(f"{n}", b"%d" % n) for n in range(20)))
@@ -198,7 +198,7 @@ def guarded(proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name)
     path = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
-    monkeypatch.setattr(s3_calls, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(s3_client, "LOOK_EVERY_S", 0.0)
     _rotate(path, proxy, "first")
     return path
 
@@ -272,7 +272,7 @@ async def test_a_store_that_never_worked_is_refused_with_its_fix(
     proxy: S3Proxy, tmp_path: Path, fault: Fault, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is one sentence that names the setting."""
-    monkeypatch.setattr("perdure.storage.preflight.LIMIT_S", 0.3 if fault is stall else 60.0)
+    monkeypatch.setattr("perdure.storage.store_preflight.LIMIT_S", 0.3 if fault is stall else 60.0)
     proxy.play(fault)
 
     with pytest.raises(ConfigurationError, match=fix) as refused:
@@ -285,7 +285,7 @@ async def test_an_absent_bucket_and_a_closed_port_are_refused(
     proxy: S3Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same from the real server and from a port where no server listens."""
-    monkeypatch.setattr("perdure.storage.preflight.LIMIT_S", 60.0)
+    monkeypatch.setattr("perdure.storage.store_preflight.LIMIT_S", 60.0)
     wrong = settings(tmp_path, proxy, bucket="no-such-bucket")
 
     with pytest.raises(ConfigurationError, match="create the bucket 'no-such-bucket'"):
@@ -367,7 +367,7 @@ async def test_many_calls_look_for_credentials_once(
     store = opened(proxy)
     await store.put("kept", b"x")
     _rotate(guarded, proxy, "second")
-    monkeypatch.setattr(s3_calls, "LOOK_EVERY_S", 60.0)
+    monkeypatch.setattr(s3_client, "LOOK_EVERY_S", 60.0)
     found = await asyncio.gather(*(store.get("kept") for _ in range(50)))
 
     assert {one.data for one in found} == {b"x"}

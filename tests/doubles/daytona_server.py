@@ -25,7 +25,7 @@ from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from tests.doubles import service_double
-from tests.doubles.faults import Faults, Rule, met_rule
+from tests.doubles.fault_rules import Faults, Rule, met_rule
 from tests.doubles.service_double import LIMITS, Double, Refusal, entries, iso, listed
 
 HOME = "/home/daytona"

@@ -28,7 +28,7 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from tests.doubles.faults import Faults, met_rule
+from tests.doubles.fault_rules import Faults, met_rule
 from tests.doubles.service_double import (
     LIMITS,
     Double,

@@ -25,7 +25,7 @@ from h2.events import (
 )
 from h2.exceptions import ProtocolError
 
-from tests.doubles.faults import BEHIND_HTTP2, GOAWAY
+from tests.doubles.fault_rules import BEHIND_HTTP2, GOAWAY
 
 PIECE = 1 << 16
 NOT_ACROSS = {"connection", "transfer-encoding", "keep-alive", "host", "content-length"}

@@ -24,11 +24,11 @@ from aiohttp import WSMsgType, web
 
 from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Network, SandboxSpec
-from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.settings.tree import Settings
+from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
-from tests.doubles.faults import Faults, Rule, met_rule
+from tests.doubles.fault_rules import Faults, Rule, met_rule
 from tests.doubles.service_double import LIMITS, Double, Guests, Refusal, abort, iso, pid_of, run
 
 NAMESPACE = "/api/v1/namespaces/{ns}"

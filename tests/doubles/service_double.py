@@ -25,12 +25,12 @@ from aiohttp import web
 
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Sandbox, SandboxSpec
-from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
+from perdure.sandboxes.host.sandbox_folder import Box
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
-from tests.doubles.faults import CONTROL, Faults, Handler, met_rule
+from tests.doubles.fault_rules import CONTROL, Faults, Handler, met_rule
 
 ACCEPTED_IN = 4
 """Turns of the event loop from a connection's arrival until its server knows it."""

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.hosts.cluster import Cluster, running
-from tests.hosts.played import why_not
-from tests.stack.host import why_not_here
+from tests.hosts.host_cluster import Cluster, running
+from tests.hosts.network_hosts import why_not
+from tests.stack.host_requirements import why_not_here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,8 +13,8 @@ from functools import partial
 import pytest
 
 from perdure.types import RolloutRequest
-from tests.hosts.cluster import Cluster
-from tests.stack.waiting import until
+from tests.hosts.host_cluster import Cluster
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 
 from tests import docker_engine, small_image
-from tests.images import podman_storage, registry
+from tests.images import image_registry, podman_storage
 from tests.images.podman_storage import Podman, podman_in
 
 
 @pytest.fixture(scope="session")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     folder = tmp_path_factory.mktemp("podman")
-    if missing := registry.why_not() or podman_storage.why_not(folder) or small_image.why_not():
+    if (
+        missing := image_registry.why_not()
+        or podman_storage.why_not(folder)
+        or small_image.why_not()
+    ):
         pytest.skip(missing)
     with podman_in(folder) as made:
         yield made
@@ -27,7 +31,7 @@ def registry_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def open_registry(podman: Podman, registry_folder: Path) -> Iterator[str]:
     """The address of a registry that asks for no password."""
-    with registry.serving(registry_folder) as address:
+    with image_registry.serving(registry_folder) as address:
         podman.trust([address])
         yield address
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.sandboxes.providers.podman import PodmanProvider, usable_runtime
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{folder}/graph"\nrunroot = "{folder}/run"\n'
 SETTINGS = """\

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
+from activities.rollout_activities import Stages
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
-from perdure.instances import catalog
-from perdure.instances.rows.conversion import to_instance
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.instances import instance_catalog
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
-from tests.images import debian, published, registry
+from tests.images import debian, image_registry, published_images
 from tests.images.podman_storage import Podman
-from tests.images.published import Published
+from tests.images.published_images import Published
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".perdure/test-images"
@@ -51,9 +51,9 @@ class Stand:
 @pytest.fixture(scope="module")
 def hub(podman: Podman) -> Iterator[str]:
     """The address of a registry whose images are kept between runs."""
-    if missing := debian.why_not() or published.why_not():
+    if missing := debian.why_not() or published_images.why_not():
         pytest.skip(missing)
-    with registry.serving(KEPT / "registry") as address:
+    with image_registry.serving(KEPT / "registry") as address:
         podman.trust([address])
         yield address
 
@@ -61,23 +61,23 @@ def hub(podman: Podman) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def folder() -> Path:
     """`rows.jsonl`, `run_scripts/` and the images' contexts; a new one if their code changes."""
-    code = Path(str(published.__file__)).read_bytes() + repr(debian.PACKAGES).encode()
+    code = Path(str(published_images.__file__)).read_bytes() + repr(debian.PACKAGES).encode()
     return KEPT / f"rows-{hashlib.sha256(code).hexdigest()[:12]}"
 
 
 @pytest.fixture(scope="module")
 def rows(podman: Podman, hub: str, folder: Path) -> list[Published]:
     """The images are in the registry and in no storage."""
-    if made := published.made_before(folder):
+    if made := published_images.made_before(folder):
         return made
     podman("import", "--quiet", str(debian.archive(KEPT)), BASE)
-    made = published.all_of(BASE, folder)
+    made = published_images.all_of(BASE, folder)
     for one in made:
         name = one.image.replace("docker.io", hub)
         podman.build(name, one.context)
         podman("push", "--quiet", name)
     podman.clear()
-    published.keep(folder, made)
+    published_images.keep(folder, made)
     return made
 
 
@@ -152,7 +152,7 @@ async def test_agent_sees_neither_tests_nor_fix(
         )
     )
     instance = to_instance(row.row, "published", 1, stand.rows.parent)
-    await catalog.save(services.store, instance)
+    await instance_catalog.save(services.store, instance)
     request = RolloutRequest(
         run_id="r", instance=instance.ref, sample_index=0, agent="nop", sandbox=stand.provider
     )

@@ -15,13 +15,13 @@ import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError
 from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.image_pulls import LIMIT_PASSES_S
 from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
-from perdure.sandboxes.pulls import LIMIT_PASSES_S
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from tests import small_image
+from tests.images.image_registry import PASSWORD, USER, Answer, Gate, gate_before, serving
 from tests.images.podman_storage import Podman, podman_in
-from tests.images.registry import PASSWORD, USER, Answer, Gate, gate_before, serving
 
 IMAGE = "docker.io/toy/add:1"
 PATH = "toy/add"

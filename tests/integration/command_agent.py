@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from perdure.agents.base import AgentTask, Evidence, Launch
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 
 from perdure.engines.base import Completion
-from perdure.engines.pool.call import GenerateCall
+from perdure.engines.engine_roster import LoneRoster, SharedRoster
+from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.capacity import Capacity
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine
-from perdure.engines.roster import LoneRoster, SharedRoster
-from perdure.engines.state import EngineSpec
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.scripted_engine import ScriptedEngine
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from perdure.instances import catalog
-from perdure.instances.sources import pack
-from perdure.rollouts.services import Services
+from perdure.instances import instance_catalog
+from perdure.instances.base_trees import pack
+from perdure.rollouts.stage_services import Services
 from perdure.storage.base import put_blob
 from perdure.types import Grading, Instance, Source, SourceKind
 
@@ -24,4 +24,4 @@ async def save_row(services: Services, tree: Path, file: str = "a.txt", **fields
         "source": Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree))),
         "grading": Grading(protocol="eval_cmd", eval_cmd="true"),
     }
-    await catalog.save(services.store, Instance.model_validate(known | fields))
+    await instance_catalog.save(services.store, Instance.model_validate(known | fields))

@@ -9,25 +9,25 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.leftovers import Leftovers
-from activities.stages import Stages
-from perdure import home
+from activities.rollout_activities import Stages
+from activities.sweep_activities import Leftovers
+from perdure import home_folder
 from perdure.errors import ControlPlaneError, RateLimited
 from perdure.graders.base import Graded
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
-from perdure.graders.twins.runs import GradeOnce, Verified
-from perdure.instances import catalog
-from perdure.rollouts import checkpoints
-from perdure.rollouts.grade import MAX_LOST
-from perdure.rollouts.messages import Attempt, GradedPatch, SweepRequest
-from perdure.rollouts.services import Services
+from perdure.graders.twins.paired_runs import GradeOnce, Verified
+from perdure.instances import instance_catalog
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import Attempt, GradedPatch, SweepRequest
+from perdure.rollouts.grade_stage import MAX_LOST
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
-from perdure.stack import sandboxes
-from perdure.stack.sandboxes import kill_all
-from perdure.storage import keys, stored_json
+from perdure.settings.settings_tree import Settings
+from perdure.stack import home_providers
+from perdure.stack.home_providers import kill_all
+from perdure.storage import store_keys, stored_json
 from perdure.types import Grading, Instance, Outcome, PatchRef, RolloutRequest
 from tests.integration.one_row import ROW, save_row
 
@@ -105,7 +105,7 @@ async def services(tmp_path: Path) -> Services:
 
 async def captured(services: Services, patch: bytes) -> str:
     """Attempt 1 of REQUEST left this diff; returns its key."""
-    folder = keys.attempt(REQUEST, 1)
+    folder = store_keys.attempt(REQUEST, 1)
     await services.store.put(f"{folder}/patch.diff", patch)
     digest = hashlib.sha256(patch).hexdigest()
     ref = PatchRef(key=f"{folder}/patch.diff", sha256=digest, size=len(patch), empty=False, files=1)
@@ -153,10 +153,10 @@ async def _graded_after_losses(
     services: Services, monkeypatch: pytest.MonkeyPatch, steps: list[int], control: int
 ) -> GradedPatch:
     """The answer of the third try to grade KILLER. Raises: ApplicationError."""
-    instance = await catalog.load(services.store, REQUEST.instance)
+    instance = await instance_catalog.load(services.store, REQUEST.instance)
     grading = Grading(protocol=f"{__name__}:{LosesSandboxes.__name__}", eval_cmd="grep two a.txt")
     row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
-    await catalog.save(services.store, row)
+    await instance_catalog.save(services.store, row)
     await captured(services, KILLER)
     monkeypatch.setattr(LosesSandboxes, "STEPS", steps)
     monkeypatch.setattr(LosesSandboxes, "CONTROL", control)
@@ -215,10 +215,10 @@ async def test_output_that_cannot_be_read_is_a_verdict_after_a_control(
     services: Services, monkeypatch: pytest.MonkeyPatch, every: bool
 ) -> None:
     """Where the output of the row's own fix cannot be read as well, this host is the cause."""
-    instance = await catalog.load(services.store, REQUEST.instance)
+    instance = await instance_catalog.load(services.store, REQUEST.instance)
     grading = Grading(protocol=f"{__name__}:{CannotBeRead.__name__}", eval_cmd="grep two a.txt")
     row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
-    await catalog.save(services.store, row)
+    await instance_catalog.save(services.store, row)
     await captured(services, KILLER)
     monkeypatch.setattr(CannotBeRead, "EVERY", every)
     grade = Stages(services).grade
@@ -252,10 +252,10 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
         return Verified(runs[0].grade, tuple(runs))
 
     monkeypatch.setattr(LocalProvider, "create", create)
-    monkeypatch.setattr("perdure.rollouts.grade.verified", twice)
-    instance = await catalog.load(services.store, REQUEST.instance)
+    monkeypatch.setattr("perdure.rollouts.grade_stage.verified", twice)
+    instance = await instance_catalog.load(services.store, REQUEST.instance)
     grading = Grading(protocol="eval_cmd", eval_cmd="grep two a.txt")
-    await catalog.save(services.store, instance.model_copy(update={"grading": grading}))
+    await instance_catalog.save(services.store, instance.model_copy(update={"grading": grading}))
     await captured(services, FIX)
 
     graded = await ActivityEnvironment().run(
@@ -280,11 +280,11 @@ async def test_a_service_that_is_away_is_waited_for(
 async def test_a_tree_that_gave_no_diff_is_a_verdict(services: Services) -> None:
     """Where the agent left no diff to form, its grade is 0 with the reason, and no sandbox boots."""
     request = REQUEST.model_copy(update={"sample_index": 1})
-    folder = keys.attempt(request, 1)
+    folder = store_keys.attempt(request, 1)
     ref = PatchRef(
         key=f"{folder}/patch.diff", sha256="0" * 64, size=0, empty=True, refused="the disk is full"
     )
-    await checkpoints.write(services.store, f"{folder}/patch.json", ref)
+    await stage_checkpoints.write(services.store, f"{folder}/patch.json", ref)
 
     graded = await ActivityEnvironment().run(
         Stages(services).grade, Attempt(request=request, attempt=1)
@@ -318,9 +318,9 @@ async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
     docker.write_text("#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2\nexit 1\n")
     docker.chmod(0o755)
     path = f"{docker.parent}:{SYSTEM_PATH}"
-    monkeypatch.setattr("perdure.sandboxes.host.programs.SYSTEM_PATH", path)
+    monkeypatch.setattr("perdure.sandboxes.host.sandbox_programs.SYSTEM_PATH", path)
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere")
-    monkeypatch.setattr(sandboxes, "LOOK_S", 2.0)
+    monkeypatch.setattr(home_providers, "LOOK_S", 2.0)
     (services.home / "docker").mkdir(parents=True)
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-2"
@@ -333,7 +333,7 @@ async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:
     """Sandboxes of the old name are left to their time limit; the others are ended."""
-    home.remember_sandboxes(services.home, "gone.providers:Moved")
+    home_folder.remember_sandboxes(services.home, "gone.providers:Moved")
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-1"
     )

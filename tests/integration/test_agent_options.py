@@ -6,14 +6,14 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.runs import Runs
-from activities.stages import Stages
-from perdure.client.api import Perdure
+from activities.rollout_activities import Stages
+from activities.run_activities import Runs
+from perdure.client.sdk import Perdure
 from perdure.errors import ConfigurationError
-from perdure.instances import catalog
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
-from perdure.settings.tree import Settings
+from perdure.instances import instance_catalog
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
+from perdure.settings.settings_tree import Settings
 from perdure.types import (
     GroupRequest,
     Instance,
@@ -50,7 +50,7 @@ async def services(tmp_path: Path) -> Services:
         source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
         grading={"protocol": "eval_cmd", "eval_cmd": "true"},
     )
-    await catalog.save(services.store, toy)
+    await instance_catalog.save(services.store, toy)
     return services
 
 

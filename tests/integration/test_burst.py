@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import burst
-from tests.stack.host import why_not_here
-from tests.stack.waiting import PATIENCE_S
+from tests import burst_checks
+from tests.stack.host_requirements import why_not_here
+from tests.stack.wait_until import PATIENCE_S
 
 pytestmark = [pytest.mark.temporal, pytest.mark.longer]
 
@@ -22,7 +22,10 @@ async def test_a_burst_queues_for_an_account_that_is_known(
 ) -> None:
     """16 rollouts at once, workers of two processes, 4 sandboxes allowed: all graded, no 429."""
     said = '{"e2b": {"live": 4, "creates_per_s": 10}}'
-    async with burst.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (stack, server):
-        seen = await burst.run_burst(stack, server, 16, limit_s=PATIENCE_S * 4)
+    async with burst_checks.capped(tmp_path, monkeypatch, live=4, rate=10, said=said) as (
+        stack,
+        server,
+    ):
+        seen = await burst_checks.run_burst(stack, server, 16, limit_s=PATIENCE_S * 4)
 
-    assert seen == burst.Burst(graded=16, errors=0, creates=32, refused=0, left=0, held=0)
+    assert seen == burst_checks.Burst(graded=16, errors=0, creates=32, refused=0, left=0, held=0)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from temporalio.api.enums.v1 import EventType
 
-from perdure.client.api import CalibrationHandle
+from perdure.client.sdk import CalibrationHandle
 from perdure.episodes.episode_store import scan_run
-from perdure.instances import calibration, catalog
-from perdure.instances.environments import WORK
-from perdure.storage import keys
+from perdure.instances import calibration_record, instance_catalog
+from perdure.instances.environment_builder import WORK
+from perdure.storage import store_keys
 from perdure.testing.grader_contract import BASE as TREE
 from perdure.testing.grader_contract import (
     FAIL_TO_PASS,
@@ -33,9 +33,9 @@ from perdure.types import (
     Source,
     SourceKind,
 )
-from tests.stack.host import why_not_here
-from tests.stack.stack import DEATH_S, Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.longer]
 
@@ -108,7 +108,7 @@ async def test_a_dataset_is_proved_over_a_killed_worker(tmp_path: Path) -> None:
     async with running(tmp_path / "home") as stack:
         sound, useless = rows(tmp_path / "tree")
         for row in (sound, useless):
-            await catalog.save(stack.store, row)
+            await instance_catalog.save(stack.store, row)
         handle = await stack.perdure.start_calibration(asked)
         await _kill_the_worker_in_the_middle(stack, handle)
         told = await handle.result()
@@ -122,12 +122,12 @@ async def test_a_dataset_is_proved_over_a_killed_worker(tmp_path: Path) -> None:
             0.25,
             0.0,
         )  # the flaky test failed one of gold's four
-        proved = await calibration.read(stack.store, sound, "bubblewrap")
+        proved = await calibration_record.read(stack.store, sound, "bubblewrap")
         assert proved is not None
         assert (proved.fail_to_pass, proved.pass_to_pass) == (FAIL_TO_PASS, PASS_TO_PASS)
         assert list(proved.dropped) == [FLAKY]
         assert {test for twin in proved.twins or () for test in twin.tests} == set(FAIL_TO_PASS)
-        assert await stack.store.exists(keys.calibration_report(asked.workflow_id))
+        assert await stack.store.exists(store_keys.calibration_report(asked.workflow_id))
 
         again = await stack.perdure.start_calibration(asked)
         assert await again.result() == told

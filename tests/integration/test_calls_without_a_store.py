@@ -9,15 +9,15 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from perdure.gateway import sessions
+from perdure.gateway import session_manager
 from perdure.gateway.base import SessionSummary
-from perdure.rollouts.gateway_session.session import AgentSession
-from perdure.rollouts.job import Job
-from perdure.rollouts.messages import AgentRun
+from perdure.rollouts.activity_messages import AgentRun
+from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.gateway_session.gateway_session import AgentSession
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd
 from tests.local_gateway import LocalGateway
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 from tests.unit.gateway.unsteady_store import UnsteadyStore
 
 SCRIPTS = {"default": {"turns": [{"content": "Hello."}]}}
@@ -100,7 +100,7 @@ async def test_an_agent_that_gave_up_meanwhile_has_no_verdict(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway that the stage asks learns of its call from the journal."""
-    monkeypatch.setattr(sessions, "LONG_WAIT_S", 0.1)
+    monkeypatch.setattr(session_manager, "LONG_WAIT_S", 0.1)
     await host.ask_in_vain()
 
     async def noted() -> str:
@@ -114,7 +114,7 @@ async def test_a_stage_that_goes_on_when_the_store_is_back_awaits_the_notes(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent's end and the return of the store may come at once: the gateway needs a moment."""
-    monkeypatch.setattr(sessions, "LONG_WAIT_S", 0.1)
+    monkeypatch.setattr(session_manager, "LONG_WAIT_S", 0.1)
     await host.ask_in_vain()
 
     assert "the store is away" in (await host.agent_run(this_try=2)).broke

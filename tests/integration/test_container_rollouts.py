@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from perdure import registry
+from perdure import variant_registry
 from perdure.sandboxes.base import SandboxProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Outcome, RolloutStatus
 from tests.docker_engine import docker_address, docker_engine
-from tests.stack.engine import TURNS, commands
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.gated_engine import TURNS, commands
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 __all__ = ["docker_address", "docker_engine"]
 
@@ -31,7 +31,7 @@ def sandbox(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         pytest.skip(missing)
     if name == "docker":
         request.getfixturevalue("docker_engine")
-    provider: SandboxProvider = registry.load("sandbox", registry.SANDBOXES, name)(
+    provider: SandboxProvider = variant_registry.load("sandbox", variant_registry.SANDBOXES, name)(
         Settings(home=tmp_path)
     )
     if problems := provider.check():
@@ -57,7 +57,9 @@ async def test_mini_swe_agent_solves_in_a_container(stack: Stack, sandbox: str) 
     await until(lambda: stack.is_over(request), "the rollout is over", ROLLOUT_S)
     episode = await stack.episode(request)
     assert episode.status is RolloutStatus.GRADED, (episode, stack.last_words())
-    provider = registry.load("sandbox", registry.SANDBOXES, sandbox)(Settings(home=stack.home))
+    provider = variant_registry.load("sandbox", variant_registry.SANDBOXES, sandbox)(
+        Settings(home=stack.home)
+    )
 
     assert (episode.outcome, episode.turns) == (Outcome.RESOLVED, TURNS)
     assert list(await provider.list()) == []

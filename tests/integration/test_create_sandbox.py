@@ -14,15 +14,15 @@ from temporalio.testing import ActivityEnvironment
 
 from activities.activity_context import ThisTry
 from perdure.errors import RetryHere
-from perdure.rollouts.sandbox.create import create_sandbox, killed_at_the_end
+from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, killed_at_the_end
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
-from perdure.sandboxes.guest import service
+from perdure.sandboxes.guest import service_provider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
-from perdure.sandboxes.reaper import Owner, Sweep
-from perdure.settings.tree import Settings
+from perdure.sandboxes.sandbox_reaper import Owner, Sweep
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
-from tests.services import E2B, serving
-from tests.stack.waiting import until
+from tests.service_harness import E2B, serving
+from tests.stack.wait_until import until
 
 pytestmark = pytest.mark.temporal
 
@@ -119,7 +119,7 @@ async def test_a_slow_create_that_is_cancelled_ends_at_once(
     bench: Bench, rollout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The try does not wait for the boot; the reaper finds the sandbox by its labels."""
-    monkeypatch.setattr(service, "CALLED_OFF_S", 0.1)
+    monkeypatch.setattr(service_provider, "CALLED_OFF_S", 0.1)
     bench.server.settings["boot_s"] = 5.0
     await bench.cancelled_for(ASKED)
     still_boots = [record["state"] for record in bench.server.sandboxes.all()]

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from perdure.client import names
+from perdure.client import temporal_names
 from perdure.types import RolloutRequest
 from tests import held_ports, promql
-from tests.stack.host import why_not_here
-from tests.stack.stack import running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import running
+from tests.stack.wait_until import until
 from tests.workflows import dev_server
 
 THRESHOLD = re.compile(r" (?:==|[<>]=?) [\d.]+$")
@@ -47,7 +47,7 @@ async def test_every_expression_reads_what_a_live_stack_serves(tmp_path: Path) -
             await stack.episode(await stack.start("measured"))
             nowhere = RolloutRequest(run_id="nowhere", instance="toy/nowhere", agent="nop")
             await stack.start_by_hand(
-                names.ROLLOUT, nowhere.workflow_id, nowhere.model_dump(mode="json")
+                temporal_names.ROLLOUT, nowhere.workflow_id, nowhere.model_dump(mode="json")
             )
             await stack.episode(nowhere)
             async with httpx.AsyncClient(trust_env=False) as client:

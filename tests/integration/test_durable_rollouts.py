@@ -18,21 +18,21 @@ from temporalio.client import WorkflowFailureError
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from perdure.cli.runs.steps import current_step
-from perdure.client import names
-from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
-from perdure.engines.state import EngineSpec, name_of
+from perdure.cli.runs.rollout_progress import current_step
+from perdure.client import temporal_names
+from perdure.engines.engine_roster import StoredRoster, add_engine, remove_engine, roster_key
+from perdure.engines.engine_state import EngineSpec, name_of
 from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
-from perdure.gateway.control import GatewayControl
-from perdure.home import load_secret, load_secrets
+from perdure.gateway.control_client import GatewayControl
+from perdure.home_folder import load_secret, load_secrets
 from perdure.sandboxes.base import identity_of
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
-from tests.stack.engine import TURNS, commands
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE, SLOW_INSTANCE
-from tests.stack.stack import DEATH_S, Stack, running
-from tests.stack.waiting import until
+from tests.stack.gated_engine import TURNS, commands
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -231,7 +231,7 @@ async def _cancelled(stack: Stack, request: RolloutRequest) -> None:
 async def test_a_rollout_whose_run_is_spent_stops_buying_and_is_graded(stack: Stack) -> None:
     """Its agent is killed in the middle of a turn; the turns that it has bought and its tree are kept."""
     (request,) = await stack.met("spent")
-    await stack.handle(request).signal(names.SPENT)
+    await stack.handle(request).signal(temporal_names.SPENT)
     episode = await stack.episode(request)
 
     assert (episode.status, episode.outcome) == (RolloutStatus.GRADED, Outcome.EMPTY_PATCH)
@@ -262,10 +262,10 @@ async def test_a_finished_rollout_started_again_does_no_work(stack: Stack) -> No
     files = await stack.files(request)
     stack.engine.forget()
     handle = await stack.client.start_workflow(
-        names.ROLLOUT,
+        temporal_names.ROLLOUT,
         request,
         id=request.workflow_id,
-        task_queue=names.WORKFLOWS_QUEUE,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
         id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
         result_type=EpisodeRef,
     )
@@ -342,9 +342,9 @@ async def test_requests_written_by_hand(stack: Stack) -> None:
     run = {"run_id": "hand-3", "instances": [INSTANCE], "rollout": agent}
     name = INSTANCE.split("/")[1]
     ids = f"rollout/hand-1/{name}/0", f"group/hand-2/{name}", "run/hand-3"
-    await stack.start_by_hand(names.ROLLOUT, ids[0], rollout)
-    await stack.start_by_hand(names.GROUP, ids[1], group)
-    await stack.start_by_hand(names.RUN, ids[2], run)
+    await stack.start_by_hand(temporal_names.ROLLOUT, ids[0], rollout)
+    await stack.start_by_hand(temporal_names.GROUP, ids[1], group)
+    await stack.start_by_hand(temporal_names.RUN, ids[2], run)
     results = [
         await stack.client.get_workflow_handle(one, result_type=dict).result() for one in ids
     ]
@@ -357,9 +357,9 @@ async def test_requests_written_by_hand(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("workflow", "request_", "named"),
     [
-        (names.ROLLOUT, {"run_id": "x", "instance": "a/b", "agnet": "nop"}, "agnet"),
-        (names.GROUP, {"rollout": {"run_id": "x"}, "n_samples": 2}, "rollout.instance"),
-        (names.RUN, {"run_id": "x", "instances": ["a/b"], "n_sample": 2}, "n_sample"),
+        (temporal_names.ROLLOUT, {"run_id": "x", "instance": "a/b", "agnet": "nop"}, "agnet"),
+        (temporal_names.GROUP, {"rollout": {"run_id": "x"}, "n_samples": 2}, "rollout.instance"),
+        (temporal_names.RUN, {"run_id": "x", "instances": ["a/b"], "n_sample": 2}, "n_sample"),
     ],
 )
 async def test_a_wrong_field_written_by_hand_is_refused_by_name(

@@ -15,13 +15,13 @@ import pytest_asyncio
 
 from perdure.episodes.episode import Episode
 from perdure.types import Outcome, RolloutRequest, RolloutStatus
-from tests import counting_agent, services
+from tests import counting_agent, service_harness
 from tests.certificates import Authority
 from tests.doubles.http2_proxy import behind_http2
-from tests.services import E2B
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import PATIENCE_S, until
+from tests.service_harness import E2B
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import PATIENCE_S, until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -190,7 +190,7 @@ async def field_(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fiel
     folder: Path = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch:
         async with (
-            services.serving(E2B, folder / "server", patch) as (server, url),
+            service_harness.serving(E2B, folder / "server", patch) as (server, url),
             running(folder / "stack", workers=0) as stack,
         ):
             await stack.start_worker("tests.impatient_worker")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from perdure.instances import repository
+from perdure.instances import host_git
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from tests.stack.host import why_not_here
-from tests.stack.waiting import until
+from perdure.settings.settings_tree import Settings
+from tests.stack.host_requirements import why_not_here
+from tests.stack.wait_until import until
 
 RECIPE = '[[history]]\nrepository = "thing"\nrequires = []\n'
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "stuck"\nbackend-path = ["."]\n'
@@ -25,7 +25,7 @@ def recipe(folder: Path) -> Path:
     clone = folder / "thing"
     clone.mkdir(parents=True)
     (folder / "dataset.toml").write_text(f'name = "stuck"\n{RECIPE}')
-    repository.start(clone)
+    host_git.start(clone)
     (clone / "pyproject.toml").write_text(f'{PROJECT}[project]\nname = "thing"\nversion = "1"\n')
     (clone / "stuck.py").write_text(
         f"{BACKEND}\n\nget_requires_for_build_editable = build_editable\n"
@@ -33,7 +33,7 @@ def recipe(folder: Path) -> Path:
     for number in (1, 2):
         (clone / "thing.py").write_text(f"X = {number}\n")
         (clone / "test_thing.py").write_text(f"def test_x():\n    assert {number}\n")
-        repository.add_commit(clone, f"x is {number}\n")
+        host_git.add_commit(clone, f"x is {number}\n")
     return folder
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from perdure.gateway.base import session_key
-from perdure.gateway.http import listeners
-from perdure.gateway.http.app import create_app
-from perdure.home import Secrets
+from perdure.gateway.http import listening_sockets
+from perdure.gateway.http.http_app import create_app
+from perdure.home_folder import Secrets
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Limits
@@ -52,7 +52,7 @@ def socket() -> Iterator[Path]:
 async def gateway(home: Path, socket: Path, engine_url: str) -> AsyncIterator[None]:
     settings = Settings(home=home, engine={"url": engine_url, "kind": "vllm"})
     app = create_app(settings, Secrets.of(SECRET), LocalStore(home / "store"))
-    async with served(app, listeners.bind_unix(socket)):
+    async with served(app, listening_sockets.bind_unix(socket)):
         yield
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.roster import LoneRoster, add_engine, drain_engine, remove_engine
-from perdure.engines.state import EngineSpec, EngineState, name_of
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import LoneRoster, add_engine, drain_engine, remove_engine
+from perdure.engines.engine_state import EngineSpec, EngineState, name_of
+from perdure.engines.pool.completion_call import GenerateCall
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import control_token

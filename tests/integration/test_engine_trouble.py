@@ -10,10 +10,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from perdure.dialects.base import Refused
+from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool import fleet
-from perdure.engines.roster import (
+from perdure.engines.engine_roster import (
     Change,
     LoneRoster,
     Roster,
@@ -21,8 +20,9 @@ from perdure.engines.roster import (
     drain_engine,
     remove_engine,
 )
-from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
-from perdure.engines.weights.update import UpdatePolicy, UpdateRefused, WeightUpdates
+from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of
+from perdure.engines.pool import engine_fleet
+from perdure.engines.weights.weight_update import UpdatePolicy, UpdateRefused, WeightUpdates
 from perdure.errors import StoreUnavailable
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.integration.engine_calls import (
@@ -280,7 +280,7 @@ async def test_a_store_that_does_not_answer_delays_no_broken_stream(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A turn continues even if the store does not record what the call saw of the engine."""
-    monkeypatch.setattr(fleet, "LONGEST_RECORDING_S", 0.05)
+    monkeypatch.setattr(engine_fleet, "LONGEST_RECORDING_S", 0.05)
     roster = Stuck()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as one,

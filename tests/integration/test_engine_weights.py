@@ -11,9 +11,9 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.roster import remove_engine
-from perdure.engines.state import EngineState, name_of
-from perdure.engines.weights.update import (
+from perdure.engines.engine_roster import remove_engine
+from perdure.engines.engine_state import EngineState, name_of
+from perdure.engines.weights.weight_update import (
     Checkpoint,
     FromDisk,
     UpdatePolicy,
@@ -22,7 +22,7 @@ from perdure.engines.weights.update import (
     downloaded,
 )
 from perdure.errors import ControlPlaneError
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine
 from tests.integration.weights_stand import NOTICE_S, canary, checkpoint, recorded_versions, stand
 

@@ -14,26 +14,26 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, InstanceError
-from perdure.instances import sources
-from perdure.instances.environments import START, Environments
+from perdure.instances import base_trees
+from perdure.instances.environment_builder import START, Environments
 from perdure.instances.recipes import release_pairs
-from perdure.instances.recipes.recipe import load_recipe
+from perdure.instances.recipes.dataset_recipe import load_recipe
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import put_blob
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import Environment, Instance, Source, SourceKind
 
 PATIENCE_S = 60.0
 PREPARE = """
 import asyncio, sys
 from pathlib import Path
-from perdure.instances.environments import START, Environments
+from perdure.instances.environment_builder import START, Environments
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance
 
 async def main():
@@ -72,7 +72,9 @@ class Home:
             instance_id="thing-1",
             dataset="d",
             problem_statement="-",
-            source=Source(kind=SourceKind.BLOB, key=await put_blob(self.store, sources.pack(tree))),
+            source=Source(
+                kind=SourceKind.BLOB, key=await put_blob(self.store, base_trees.pack(tree))
+            ),
             environment=Environment(install=install),
         )
 

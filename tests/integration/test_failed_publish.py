@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.engines.roster import add_engine
-from perdure.engines.state import EngineSpec, EngineState, name_of
-from perdure.engines.weights.update import Checkpoint, FromDisk, UpdateRefused
+from perdure.engines.engine_roster import add_engine
+from perdure.engines.engine_state import EngineSpec, EngineState, name_of
+from perdure.engines.weights.weight_update import Checkpoint, FromDisk, UpdateRefused
 from perdure.errors import ConfigurationError
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine
 from tests.integration.weights_stand import canary, checkpoint, recorded_versions, stand

@@ -11,18 +11,18 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
+from activities.rollout_activities import Stages
 from perdure.errors import RetryHere
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import AgentEnd, Limits, RolloutRequest
 from tests.integration.command_agent import CommandAgent
 from tests.integration.one_row import ROW, save_row
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 
 WRITE = "head -c 4M /dev/zero >{0} || {{ rm {0}; exit 7; }}"
 """Leaves the last megabyte for the keeper's record of it."""

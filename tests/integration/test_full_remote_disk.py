@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.graders.diff.capture import capture
+from perdure.graders.diff.diff_capture import capture
 from perdure.sandboxes.base import Exec, ExecResult, SandboxSpec
 from perdure.testing.grader_contract import make_repository
 from tests.unit.sandboxes.test_guest import Folder

@@ -16,9 +16,9 @@ import pytest
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, StoreUnavailable
 from perdure.gateway.base import SessionSpec, session_key
-from perdure.gateway.control import GatewayControl
-from perdure.home import Secrets, load_secrets
-from perdure.settings.tree import Settings
+from perdure.gateway.control_client import GatewayControl
+from perdure.home_folder import Secrets, load_secrets
+from perdure.settings.settings_tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 
 SCRIPTS = {

@@ -7,14 +7,14 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.graders.calibrate import calibrate
-from perdure.instances import repository, sources
+from perdure.graders.gold_and_base_check import calibrate
+from perdure.instances import base_trees, host_git
 from perdure.instances.recipes import git_history
-from perdure.instances.recipes.recipe import History
+from perdure.instances.recipes.dataset_recipe import History
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 
 TEST = "from thing import f\n\n\ndef test_kept():\n    assert f(0) == 0\n"
 MORE = "\n\ndef test_fixed():\n    assert f(1) == 2\n"
@@ -28,16 +28,16 @@ async def test_lists_of_a_commit_come_from_its_tests(
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
     clone, store = tmp_path / "thing", LocalStore(tmp_path / "store")
     clone.mkdir()
-    repository.start(clone)
+    host_git.start(clone)
     for code, test in (("x", TEST), ("2 * x", TEST + MORE)):
         (clone / "thing.py").write_text(f"def f(x):\n    return {code}\n")
         (clone / "test_thing.py").write_text(test)
-        repository.add_commit(clone, "f doubles\n")
+        host_git.add_commit(clone, "f doubles\n")
     (row,) = git_history.candidates(History(repository=str(clone)), Path())
     instance = await row.make("mine", store)
     tree = tmp_path / "tree"
-    await sources.fetch(instance.source, tree, store)
-    repository.commit_all(tree)
+    await base_trees.fetch(instance.source, tree, store)
+    host_git.commit_all(tree)
     provider = LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
 
     async def make(purpose: str) -> Sandbox:

@@ -13,17 +13,17 @@ import pytest
 
 from perdure import limited_process
 from perdure.errors import InstanceError, SandboxLost
-from perdure.graders.calibrate import calibrate, verify
-from perdure.graders.diff.capture import BASE_GIT, capture, prepare_capture
-from perdure.graders.diff.git_diff import parse
+from perdure.graders.diff.diff_capture import BASE_GIT, capture, prepare_capture
+from perdure.graders.diff.git_diff_parser import parse
+from perdure.graders.gold_and_base_check import calibrate, verify
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.repository import commit_all
+from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.instances.host_git import commit_all
 from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,

@@ -9,16 +9,16 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
+from activities.rollout_activities import Stages
+from perdure.data_source_handlers import AgentHandler, JobDetails
 from perdure.errors import ControlPlaneError
-from perdure.handlers import AgentHandler, JobDetails
-from perdure.rollouts import agent
-from perdure.rollouts.messages import WORKER_EVICTED, Attempt
-from perdure.rollouts.services import Services
+from perdure.rollouts import agent_stage
+from perdure.rollouts.activity_messages import WORKER_EVICTED, Attempt
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Sandbox, identity_of
-from perdure.sandboxes.host.sandbox import HostSandbox
-from perdure.settings.tree import Settings
-from perdure.storage import keys
+from perdure.sandboxes.host.host_sandbox import HostSandbox
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 from perdure.types import AgentEnd, Instance, RolloutRequest
 from tests.integration.one_row import ROW, save_row
 
@@ -96,7 +96,7 @@ async def test_stored_results_are_found_by_the_next_worker(home: Path) -> None:
     """The worker is lost after the handler's results were stored, before the stage's own."""
     services = worker(home)
     await ActivityEnvironment().run(Stages(services).run_agent, ATTEMPT)
-    await services.store.delete(f"{keys.attempt(REQUEST, 1)}/agent.json")
+    await services.store.delete(f"{store_keys.attempt(REQUEST, 1)}/agent.json")
     run = await ActivityEnvironment().run(Stages(worker(home)).run_agent, ATTEMPT)
 
     assert run.end is AgentEnd.FINISHED
@@ -120,7 +120,7 @@ async def test_a_sandbox_lives_on_after_a_moment_without_its_control_plane(
 ) -> None:
     """Its life is extended again once the control plane answers, while the handler's agent runs."""
     monkeypatch.setattr(Appends, "then", "waits")
-    monkeypatch.setattr(agent, "WATCH_S", 0.01)
+    monkeypatch.setattr(agent_stage, "WATCH_S", 0.01)
     asked, extended = 0, asyncio.Event()
 
     async def touch(self: HostSandbox, ttl_s: float) -> None:

@@ -12,17 +12,17 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
+from activities.rollout_activities import Stages
 from perdure.errors import RateLimited, SandboxLost
-from perdure.rollouts.agent import run_agent
-from perdure.rollouts.boot import boot
-from perdure.rollouts.capture import capture
-from perdure.rollouts.job import Job
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.agent_stage import run_agent
+from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.boot_stage import boot
+from perdure.rollouts.capture_stage import capture
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import (
     AccountCaps,
     AgentEnd,

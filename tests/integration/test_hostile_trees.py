@@ -12,11 +12,11 @@ from uuid import uuid4
 import pytest
 
 from perdure.errors import NotFound
-from perdure.graders.diff.capture import BASE_GIT, CapturedPatch, capture
-from perdure.graders.diff.git_diff import parse
+from perdure.graders.diff.diff_capture import BASE_GIT, CapturedPatch, capture
+from perdure.graders.diff.git_diff_parser import parse
 from perdure.sandboxes.base import Exec, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import make_repository
 from perdure.types import Limits
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.graders.diff.capture import capture, prepare_capture
-from perdure.graders.image.history import cut_history
+from perdure.graders.diff.diff_capture import capture, prepare_capture
+from perdure.graders.image.history_removal import cut_history
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 FIX = "the fix nobody may see"
 DATES = {f"GIT_{who}_DATE": "2001-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}

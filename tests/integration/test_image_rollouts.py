@@ -8,16 +8,16 @@ from typing import ClassVar
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
+from activities.rollout_activities import Stages
 from perdure.graders.base import Graded
-from perdure.instances import catalog
-from perdure.rollouts import checkpoints
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
+from perdure.instances import instance_catalog
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Sandbox
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage import keys
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 from perdure.types import (
     Environment,
     Grade,
@@ -92,7 +92,7 @@ async def services(tmp_path: Path) -> Services:
         environment=Environment(image=str(tmp_path / "image")),
         grading=Grading(protocol=f"{__name__}:{Looks.__name__}"),
     )
-    await catalog.save(services.store, instance)
+    await instance_catalog.save(services.store, instance)
     return services
 
 
@@ -117,15 +117,17 @@ async def test_the_agents_sandbox_holds_the_base_only(services: Services) -> Non
 async def test_the_grading_sandbox_holds_the_base_only(services: Services) -> None:
     """Code under test cannot fetch the fix from the repository either."""
     data = b"diff --git a/code.py b/code.py\n"
-    await services.store.put(f"{keys.attempt(REQUEST, 1)}/patch.diff", data)
+    await services.store.put(f"{store_keys.attempt(REQUEST, 1)}/patch.diff", data)
     ref = PatchRef(
-        key=f"{keys.attempt(REQUEST, 1)}/patch.diff",
+        key=f"{store_keys.attempt(REQUEST, 1)}/patch.diff",
         sha256=hashlib.sha256(data).hexdigest(),
         size=1,
         empty=False,
         files=1,
     )
-    await checkpoints.write(services.store, f"{keys.attempt(REQUEST, 1)}/patch.json", ref)
+    await stage_checkpoints.write(
+        services.store, f"{store_keys.attempt(REQUEST, 1)}/patch.json", ref
+    )
     Looks.found.clear()
     await ActivityEnvironment().run(Stages(services).grade, Attempt(request=REQUEST, attempt=1))
 

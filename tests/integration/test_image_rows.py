@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from temporalio.testing import ActivityEnvironment
 
-from activities.stages import Stages
-from perdure.instances import catalog
-from perdure.instances.rows.conversion import to_instance
-from perdure.rollouts import checkpoints
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
+from activities.rollout_activities import Stages
+from perdure.instances import instance_catalog
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage import keys
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 from perdure.types import Grade, Instance, PatchRef, RolloutRequest
 from tests import small_image
 from tests.doubles.apptainer_cli import write_program
@@ -164,7 +164,7 @@ def request_of(instance: Instance, sample: int = 0) -> RolloutRequest:
 async def seen_by_the_agent(services: Services, instance: Instance, places: str = "") -> str:
     """Files and git objects with a test or the fix, in the sandbox that the boot stage made."""
     words = "return a [+] b|test_sum"
-    await catalog.save(services.store, instance)
+    await instance_catalog.save(services.store, instance)
     attempt = Attempt(request=request_of(instance), attempt=1)
     await ActivityEnvironment().run(Stages(services).boot, attempt)
     (info,) = await services.provider("apptainer").list()
@@ -177,17 +177,19 @@ async def seen_by_the_agent(services: Services, instance: Instance, places: str 
 
 
 async def graded(services: Services, instance: Instance, patch: bytes, sample: int) -> Grade:
-    await catalog.save(services.store, instance)
+    await instance_catalog.save(services.store, instance)
     request = request_of(instance, sample).model_copy(update={"grade_empty_patch": True})
-    key = f"{keys.attempt(request, 1)}/patch.diff"
+    key = f"{store_keys.attempt(request, 1)}/patch.diff"
     await services.store.put(key, patch)
     digest = hashlib.sha256(patch).hexdigest()
     ref = PatchRef(key=key, sha256=digest, size=len(patch), empty=not patch, files=1)
-    await checkpoints.write(services.store, f"{keys.attempt(request, 1)}/patch.json", ref)
+    await stage_checkpoints.write(
+        services.store, f"{store_keys.attempt(request, 1)}/patch.json", ref
+    )
     attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
     await ActivityEnvironment().run(Stages(services).grade, attempt)
-    found = await checkpoints.read(
-        services.store, f"{keys.attempt(request, 1)}/grade-00000000.json", Grade
+    found = await stage_checkpoints.read(
+        services.store, f"{store_keys.attempt(request, 1)}/grade-00000000.json", Grade
     )
     assert found is not None
     return found

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from perdure.engines.clients.wire import new_client
-from perdure.engines.roster import add_engine
-from perdure.engines.state import EngineSpec, name_of
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import add_engine
+from perdure.engines.engine_state import EngineSpec, name_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.integration.engine_calls import LONG, ask, opened, ready, undisturbed, until
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from perdure.types import Outcome
-from tests.services import KUBERNETES, serving
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
+from tests.service_harness import KUBERNETES, serving
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
 
 pytestmark = pytest.mark.temporal
 

@@ -21,7 +21,7 @@ from perdure.errors import ConfigurationError, InstanceError, RetryHere
 from perdure.graders.reports.log_parsers import parser_of
 from perdure.limited_process import Unparsable, read
 from perdure.testing.grader_contract import tiny_instance
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 
 async def test_gives_back_what_the_function_gives() -> None:

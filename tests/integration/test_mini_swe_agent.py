@@ -14,23 +14,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from perdure.agents import prompts
+from perdure.agents import prompt_template
 from perdure.agents.base import EXEC_ID, AgentTask, Evidence
 from perdure.agents.mini_swe_agent import TRAJECTORY, MiniSweAgent
 from perdure.agents.oracle import Oracle
-from perdure.engines.clients import wire
+from perdure.engines.clients import hosted_requests
 from perdure.episodes import turns_parquet
 from perdure.gateway.base import HOPELESS
-from perdure.rollouts.messages import AgentRun
+from perdure.rollouts.activity_messages import AgentRun
 from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import AgentSettings, Settings
-from perdure.stack.listening import serving
+from perdure.settings.settings_tree import AgentSettings, Settings
+from perdure.stack.command_server import serving
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
-from tests.agents.stand import unix_socket
+from tests.agents.agent_stand import unix_socket
 from tests.local_gateway import LocalGateway, turns_key_of
-from tests.stack.stack import TOOLS
+from tests.stack.running_stack import TOOLS
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"
 WORKDIR = "/testbed"
@@ -178,7 +178,7 @@ async def test_the_prompt_arrives_as_it_was_written(stand: Stand) -> None:
     """Line separators, emoji and braces of an issue survive the way through its YAML settings."""
     evidence, _ = await stand.run(options={"client": "direct"})
     messages = json.loads(evidence.files[TRAJECTORY])["messages"]
-    expected = prompts.DEFAULT_TEMPLATE.replace("{workdir}", WORKDIR).replace(
+    expected = prompt_template.DEFAULT_TEMPLATE.replace("{workdir}", WORKDIR).replace(
         "{problem_statement}", ISSUE
     )
 
@@ -261,7 +261,7 @@ async def test_a_refused_call_is_told_once_in_the_endpoints_words(
     if missing := BubblewrapProvider(Settings(home=tmp_path / "boxes")).check():
         pytest.skip("; ".join(missing))
     endpoint = Refusing(refusal)
-    monkeypatch.setattr(wire, "FIRST_PATIENCE_S", 0.0)
+    monkeypatch.setattr(hosted_requests, "FIRST_PATIENCE_S", 0.0)
     async with (
         serving(endpoint.app, "127.0.0.1", 0) as port,
         LocalGateway(

@@ -10,10 +10,10 @@ import pytest_asyncio
 from perdure.errors import Cancelled, ConfigurationError
 from perdure.integrations.openhands import OpenHandsServer
 from tests import loop_agent
-from tests.stack.host import why_not_here
-from tests.stack.instances import IDLE_INSTANCE, INSTANCE, UNSOLVED_INSTANCE
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import IDLE_INSTANCE, INSTANCE, UNSOLVED_INSTANCE
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from perdure.instances import catalog
+from perdure.instances import instance_catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests.certificates import Authority, issue
+from tests.checkout_paths import ROOT
 from tests.otlp_receiver import collecting
-from tests.paths import ROOT
-from tests.stack.instances import GOLD
+from tests.stack.made_instances import GOLD
 from tests.temporal_proxy import proxied
 from tests.workflows import dev_server
 
@@ -66,7 +66,7 @@ async def _add_instance(home: Path, tree: Path) -> None:
         grading=Grading(protocol="eval_cmd", eval_cmd=PROOF),
         gold_patch=GOLD,
     )
-    await catalog.save(open_store(Settings(home=home)), instance)
+    await instance_catalog.save(open_store(Settings(home=home)), instance)
 
 
 async def test_the_whole_stack_runs_on_an_operators_server(tmp_path: Path) -> None:

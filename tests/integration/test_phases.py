@@ -7,10 +7,10 @@ import pytest
 import pytest_asyncio
 
 from perdure.sandboxes.providers.podman import PodmanProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Outcome, RolloutStatus
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 

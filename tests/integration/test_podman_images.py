@@ -14,7 +14,7 @@ import pytest
 from perdure.errors import InstanceError
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.podman import PodmanProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 
 PROGRAMS = ("bash", "cat", "ls", "touch", "head", "env")

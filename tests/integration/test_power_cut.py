@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from perdure import durable_files
-from perdure.agents import toolcache
+from perdure.agents import tool_cache
 from perdure.durable_files import DAMAGED, KEPT_S, MANIFEST
-from perdure.engines.roster import StoredRoster
+from perdure.engines.engine_roster import StoredRoster
 from perdure.errors import ConfigurationError
-from perdure.home import load_secrets
-from perdure.instances.environments import Environments, environment_key
-from perdure.instances.sources import pack
-from perdure.rollouts.sandbox.term import HostTerm
+from perdure.home_folder import load_secrets
+from perdure.instances.base_trees import pack
+from perdure.instances.environment_builder import Environments, environment_key
+from perdure.rollouts.sandbox.host_term import HostTerm
 from perdure.sandboxes.base import Mount, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import put_blob
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import Environment, Instance, Source, SourceKind
 from tests.power_cut import FragileDisk
 
@@ -130,11 +130,11 @@ async def test_a_damaged_tool_is_built_again(tmp_path: Path, restarted: Callable
         folder.mkdir()
         (folder / "agent").write_text("#!/bin/sh\n")
 
-    folder = await toolcache.built(tmp_path, "agent", "recipe", build)
+    folder = await tool_cache.built(tmp_path, "agent", "recipe", build)
     (folder / "agent").write_bytes(b"")
     restarted()
 
-    assert await toolcache.built(tmp_path, "agent", "recipe", build) == folder
+    assert await tool_cache.built(tmp_path, "agent", "recipe", build) == folder
     assert (folder / "agent").read_text() == "#!/bin/sh\n"
 
 

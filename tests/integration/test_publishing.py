@@ -11,16 +11,16 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.base import Completion
+from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import EngineSpec, EngineState, name_of
-from perdure.engines.weights import publishing_sync
-from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import (
+from perdure.engines.engine_roster import StoredRoster, roster_key
+from perdure.engines.engine_state import EngineSpec, EngineState, name_of
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.weights import weight_publishing_sync
+from perdure.engines.weights.weight_publishing import Weights
+from perdure.engines.weights.weight_update import (
     InFlight,
     UpdatePolicy,
     UpdateRefused,
@@ -28,8 +28,8 @@ from perdure.engines.weights.update import (
     WeightUpdates,
 )
 from perdure.errors import ConfigurationError
-from perdure.home import load_secret
-from perdure.settings.tree import Settings
+from perdure.home_folder import load_secret
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store, open_store
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 from tests.integration.engine_calls import LONG, PROMPT
@@ -259,7 +259,7 @@ async def test_a_trainer_without_an_event_loop_publishes_too(tmp_path: Path) -> 
         folder = tmp_path / "7"
         folder.mkdir()
         (folder / WEIGHTS_FILE).write_text('{"weights": 7}')
-        weights = publishing_sync.Weights(it.settings, notice_s=0.15)
+        weights = weight_publishing_sync.Weights(it.settings, notice_s=0.15)
         await asyncio.to_thread(weights.publish, 7, folder, [canary(7)])
         published = await asyncio.to_thread(weights.published)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from tests import hub_server
-from tests.made_store import write_rollout
+from tests.store_with_runs import write_rollout
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.engines.clients import wire
-from perdure.engines.pool.call import GenerateCall
+from perdure.engines.clients import hosted_requests
+from perdure.engines.pool.completion_call import GenerateCall
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.local_gateway import LocalGateway
 
@@ -36,7 +36,7 @@ async def test_no_status_reaches_an_agent(
     """Whatever the engine, or a proxy in front of it, answers once: the agent gets a completion, and
     nothing is held against the rollout."""
     monkeypatch.setattr(GenerateCall, "pause", _at_once)
-    monkeypatch.setattr(wire, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(hosted_requests, "FIRST_PAUSE_S", 0.0)
     async with (
         ScriptedEngine(SCRIPTS) as engine,
         LocalGateway(tmp_path, engine={"url": engine.url, "kind": kind}) as gateway,
@@ -58,7 +58,7 @@ async def test_a_call_without_an_answer_is_told_until_its_chain_has_one(
 ) -> None:
     """An answer to a sub-agent or to a side request makes up for nothing that the agent itself lacks;
     the agent's own next answer makes up for all."""
-    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
+    monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     side = {"x-claude-code-agent-id": "helper"}
     async with (
         ScriptedEngine(SCRIPTS) as engine,
@@ -95,7 +95,7 @@ async def test_a_call_that_its_agent_has_left_counts_for_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a policy could discard its episode with a call that it does not wait for."""
-    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 1)
+    monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 1)
     monkeypatch.setattr(GenerateCall, "pause", lambda *_: 1.5)
     async with (
         ScriptedEngine(SCRIPTS) as engine,

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import pytest_asyncio
 
-from perdure.sandboxes.relay.choice import choose_reach
-from perdure.sandboxes.relay.relay import exec_id_of
-from perdure.settings.tree import Settings
-from perdure.stack import readiness
+from perdure.sandboxes.relay.gateway_route import choose_reach
+from perdure.sandboxes.relay.host_relay import exec_id_of
+from perdure.settings.settings_tree import Settings
+from perdure.stack import part_readiness
 from perdure.types import Outcome
 from tests import remote_box
-from tests.stack.engine import commands, script
-from tests.stack.host import why_not_here
-from tests.stack.process import Process
-from tests.stack.stack import DEATH_S, Stack, running
-from workers.health import polled
-from workers.process import ROLES
+from tests.stack.gated_engine import commands, script
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.stack_process import Process
+from workers.health_endpoints import polled
+from workers.worker_process import ROLES
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -114,5 +114,5 @@ async def start_gateway_at(stack: Stack, address: str) -> str:
     spec = stack.plan.gateway()
     stack.spawn(replace(spec, env={**spec.env, "PERDURE_GATEWAY__HOST": address}))
     url = f"http://{address}:{stack.plan.addresses.gateway_port}"
-    await readiness.wait_for_http(f"{url}/healthz")
+    await part_readiness.wait_for_http(f"{url}/healthz")
     return url

@@ -9,11 +9,11 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.pool import EnginePool
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import LoneRoster, add_engine
+from perdure.engines.engine_state import EngineSpec, EngineState, name_of
+from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine
-from perdure.engines.roster import LoneRoster, add_engine
-from perdure.engines.state import EngineSpec, EngineState, name_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.integration.engine_calls import LONG, ask, opened, ready, until
 

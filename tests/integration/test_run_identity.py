@@ -13,10 +13,10 @@ from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError
 from perdure.rollouts.run_record import changes_of, current_request
 from perdure.types import Budget, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE, SLOW_INSTANCE
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 

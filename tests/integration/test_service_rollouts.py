@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 
 from perdure.types import Outcome, RolloutStatus
-from tests import services
-from tests.services import DAYTONA, E2B, SERVICES, Service
-from tests.stack.engine import TURNS, commands, script
-from tests.stack.host import why_not_here
-from tests.stack.stack import DEATH_S, Stack, running
-from tests.stack.waiting import until
+from tests import service_harness
+from tests.service_harness import DAYTONA, E2B, SERVICES, Service
+from tests.stack.gated_engine import TURNS, commands, script
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -57,7 +57,7 @@ async def hosted(
     folder: Path = tmp_path_factory.mktemp("hosted")
     with pytest.MonkeyPatch.context() as patch:  # the stack's processes inherit it
         async with (
-            services.serving(request.param, folder / "server", patch) as (server, _),
+            service_harness.serving(request.param, folder / "server", patch) as (server, _),
             running(folder / "stack") as stack,
         ):
             yield Hosted(stack, request.param, server)

@@ -22,22 +22,21 @@ from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import Client
 
 from perdure.agents.base import EXEC_ID
-from perdure.client import names
-from perdure.client.connection import connect
+from perdure.client import temporal_names
+from perdure.client.temporal_client import connect
 from perdure.errors import NotFound, SandboxLost
-from perdure.instances import catalog
+from perdure.instances import instance_catalog
 from perdure.sandboxes.base import SandboxInfo
-from perdure.sandboxes.host.process import ProcessId
+from perdure.sandboxes.host.host_processes import ProcessId
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.stack import readiness, temporal_setup
-from perdure.stack import state as stack_state
-from perdure.stack.state import StackState
+from perdure.settings.settings_tree import Settings
+from perdure.stack import part_readiness, stack_state, temporal_setup
+from perdure.stack.stack_state import StackState
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
-from tests import docs, document_003, held_ports
-from tests.stack.instances import GOLD
-from workers.health import seen_polling
+from tests import docs_pages, document_003, held_ports
+from tests.stack.made_instances import GOLD
+from workers.health_endpoints import seen_polling
 
 pytestmark = pytest.mark.temporal
 
@@ -157,7 +156,7 @@ def made(folder: Path, metrics_port: int) -> Home:
     (tree / "calc.py").write_text("def add(a, b):\n    return a - b\n")
     home = Home(folder / "h", metrics_port)
     home.outside.mkdir()
-    (home.outside / "my_source.py").write_text(docs.block("extend.md", "python handler"))
+    (home.outside / "my_source.py").write_text(docs_pages.block("extend.md", "python handler"))
     (home.outside / "document_handlers.py").write_text(document_003.module())
     asyncio.run(_save(home, tree))
     return home
@@ -175,7 +174,7 @@ async def _save(home: Home, tree: Path) -> None:
             grading=Grading(protocol="eval_cmd", eval_cmd=command),
             gold_patch=GOLD,
         )
-        await catalog.save(open_store(home.settings), instance)
+        await instance_catalog.save(open_store(home.settings), instance)
 
 
 @pytest.fixture
@@ -383,7 +382,7 @@ def test_runs_can_be_listed_exported_and_cancelled(home: Home) -> None:
     end = time.monotonic() + 300
     while home.json("status", run_id)["total"] != 4:
         assert time.monotonic() < end, "the run is not prepared"
-        time.sleep(readiness.PAUSE_S)
+        time.sleep(part_readiness.PAUSE_S)
 
     home.json("cancel", run_id)
     watched = home.perdure("watch", run_id)
@@ -424,23 +423,23 @@ def test_killed_part_is_started_again(home: Home) -> None:
 
     after = home.state.children["gateway"]
     assert (after.last_exit, after.pid != before.pid) == ("killed by SIGKILL", True)
-    assert asyncio.run(readiness.answers(f"{home.state.gateway_url}/healthz"))
+    assert asyncio.run(part_readiness.answers(f"{home.state.gateway_url}/healthz"))
 
 
 async def _restarted(home: Home, name: str, times: int) -> None:
     async with asyncio.timeout(ENDED_WITHIN_MS / 1000):
         while home.state.children[name].restarts < times:
-            await asyncio.sleep(readiness.PAUSE_S)
-        await readiness.wait_for_http(f"{home.state.gateway_url}/healthz")
+            await asyncio.sleep(part_readiness.PAUSE_S)
+        await part_readiness.wait_for_http(f"{home.state.gateway_url}/healthz")
 
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 STAGE_QUEUES = {
-    "worker-workflows": (names.WORKFLOWS_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW),
-    "worker-boot": (names.BOOT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
-    "worker-agent": (names.AGENT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
-    "worker-grade": (names.GRADE_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
-    "worker-io": (names.IO_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-workflows": (temporal_names.WORKFLOWS_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW),
+    "worker-boot": (temporal_names.BOOT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-agent": (temporal_names.AGENT_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-grade": (temporal_names.GRADE_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
+    "worker-io": (temporal_names.IO_QUEUE, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY),
 }
 
 
@@ -518,7 +517,7 @@ def test_a_run_survives_down_and_up(home: Home, other: Home) -> None:
 async def _agent_at_work(provider: BubblewrapProvider) -> None:
     async with asyncio.timeout(ENDED_WITHIN_MS / 1000):
         while not [box for box in await provider.list() if await _works(provider, box)]:
-            await asyncio.sleep(readiness.PAUSE_S)
+            await asyncio.sleep(part_readiness.PAUSE_S)
 
 
 async def _works(provider: BubblewrapProvider, box: SandboxInfo) -> bool:

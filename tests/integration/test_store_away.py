@@ -7,18 +7,18 @@ import pytest
 from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
-from activities.runs import Runs
-from activities.stages import Stages
+from activities.rollout_activities import Stages
+from activities.run_activities import Runs
 from perdure.errors import StoreUnavailable
-from perdure.rollouts.messages import Attempt
-from perdure.rollouts.services import Services
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import SandboxSpec, identity_of
-from perdure.settings.tree import Settings
-from perdure.storage import preflight
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_preflight
 from perdure.storage.base import Stored
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import RolloutRequest, RunRequest
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", sandbox="local")
 RUN = RunRequest(run_id="r1", instances=("toy/add-1",), rollout={"agent": "nop"})
@@ -76,7 +76,7 @@ async def test_a_run_on_a_store_that_never_worked_is_refused(tmp_path: Path) -> 
 async def test_a_run_on_a_store_that_has_worked_waits(tmp_path: Path) -> None:
     """A worker that starts in the middle of the outage retries the step, and refuses nothing."""
     services = refused(tmp_path)
-    await preflight.check_store(services.settings)
+    await store_preflight.check_store(services.settings)
 
     with pytest.raises(ApplicationError, match="InvalidAccessKeyId") as failed:
         await ActivityEnvironment().run(Runs(services).prepare, RUN)

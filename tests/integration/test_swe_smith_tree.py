@@ -11,11 +11,11 @@ from uuid import uuid4
 import pytest
 
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.conversion import to_instance
+from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import BASE, GOLD, TESTS, diff_of, make_repository
 from perdure.types import Instance, Outcome
 

@@ -12,14 +12,14 @@ from uuid import uuid4
 import pytest
 
 from perdure.graders.base import Graded
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.environments import Environments, Prepared
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.readers import read_rows
+from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.instances.environment_builder import Environments, Prepared
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.instances.rows.row_readers import read_rows
 from perdure.sandboxes.base import SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Grade, Instance, Limits, Outcome, TestStatus
 
 ROWS = Path(__file__).parents[3] / "shared/data/tasks/swebench_sdist.jsonl"

@@ -14,11 +14,11 @@ import pytest_asyncio
 from perdure.types import RolloutRequest, RunRequest
 from tests import loop_agent
 from tests.otlp_receiver import Collector, Received, collecting
-from tests.stack.engine import TURNS
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE
-from tests.stack.stack import DEATH_S, Stack, running
-from tests.stack.waiting import until
+from tests.stack.gated_engine import TURNS
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE
+from tests.stack.running_stack import DEATH_S, Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [
     pytest.mark.temporal,
@@ -36,7 +36,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from perdure.client.sync import Perdure
+from perdure.client.sync_client import Perdure
 from perdure.types import RolloutRequest
 
 provider = TracerProvider(resource=Resource.create({"service.name": "trainer"}))

@@ -15,25 +15,25 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from perdure.client import search_attributes as attributes
-from perdure.client.api import GroupHandle
-from perdure.client.episodes import read_episodes
-from perdure.engines.roster import StoredRoster, add_engine, roster_key
-from perdure.engines.state import EngineSpec, name_of
-from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import UpdatePolicy, UpdateRefused, WeightCanary
+from perdure.client import search_attribute_keys as attributes
+from perdure.client.episode_reader import read_episodes
+from perdure.client.sdk import GroupHandle
+from perdure.engines.engine_roster import StoredRoster, add_engine, roster_key
+from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.weights.weight_publishing import Weights
+from perdure.engines.weights.weight_update import UpdatePolicy, UpdateRefused, WeightCanary
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import EpisodeSegments
 from perdure.errors import Boundary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.home import load_secret
+from perdure.home_folder import load_secret
 from perdure.testing.scripted_engine import WEIGHTS_FILE, Call, logprob
 from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RolloutStatus, Turn
 from tests import loop_agent
-from tests.stack.engine import HeldEngine, commands
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.gated_engine import HeldEngine, commands
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 

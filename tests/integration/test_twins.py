@@ -12,13 +12,13 @@ import pytest
 from perdure import limited_process
 from perdure.graders.base import Graded, Grader
 from perdure.graders.protocols.multi_swe import MultiSweGrader
-from perdure.graders.protocols.swebench import SwebenchGrader
 from perdure.graders.protocols.swepro import SweproGrader
-from perdure.graders.twins.choose import choose_twins
-from perdure.graders.twins.runs import verified
+from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.graders.twins.paired_runs import verified
+from perdure.graders.twins.twin_selection import choose_twins
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import (
     BASE,
     FAIL_TO_PASS,

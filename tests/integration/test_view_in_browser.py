@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from perdure.reports.page import page
-from perdure.reports.sections import Section
-from perdure.storage.local import LocalStore
-from tests.browser import CHROMIUM, Browser, browsing
+from perdure.reports.report_html import page
+from perdure.reports.report_tables import Section
+from perdure.storage.local_store import LocalStore
+from tests.headless_browser import CHROMIUM, Browser, browsing
 from tests.hostile_text import CORPUS
-from tests.made_store import turns, write_rollout
+from tests.store_with_runs import turns, write_rollout
 
 pytestmark = [pytest.mark.longer, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 ONE = "/runs/made/rollouts/h11-0.14.0/0"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from perdure.engines.base import Completion
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineSpec, EngineState, name_of
-from perdure.engines.weights.update import (
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_state import EngineSpec, EngineState, name_of
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.weights.weight_update import (
     FromDisk,
     WeightCanary,
     WeightUpdates,

@@ -22,17 +22,17 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.host import procfs
-from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.procfs import below
+from perdure.sandboxes.host.sandbox_folder import Box
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
-from perdure.settings.tree import Settings
-from perdure.stack import readiness
+from perdure.settings.settings_tree import Settings
+from perdure.stack import part_readiness
 from tests import counting_agent, held_ports
+from tests.checkout_paths import ROOT
 from tests.leaks.traces import Traces
-from tests.paths import ROOT
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 KILLS = 25
 MOST_OPEN = 6
@@ -71,7 +71,7 @@ class Service:
             cwd=ROOT,
             stdout=subprocess.DEVNULL,
         )
-        await readiness.wait_for_http(f"{self.url}/__control/rules")
+        await part_readiness.wait_for_http(f"{self.url}/__control/rules")
 
     def kill(self) -> None:
         if self.popen is not None:

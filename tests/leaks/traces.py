@@ -7,9 +7,9 @@ from pathlib import Path
 from uuid import uuid4
 
 from perdure.sandboxes.host import procfs
-from perdure.sandboxes.host.box import DRAFT
 from perdure.sandboxes.host.cgroups import group_name
-from perdure.sandboxes.host.teardown import GRAVE
+from perdure.sandboxes.host.sandbox_folder import DRAFT
+from perdure.sandboxes.host.sandbox_teardown import GRAVE
 
 CGROUPS = Path("/sys/fs/cgroup")
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.rendering.formats import Format, load_format
 from perdure.gateway.rendering.jinja_template import JinjaTemplate
-from perdure.gateway.rendering.notations.detect import NOTATIONS, detect
+from perdure.gateway.rendering.message_format import Format, load_format
+from perdure.gateway.rendering.notations.format_detection import NOTATIONS, detect
 from tests.unit.gateway.families import FAMILIES, Family
 from tests.unit.gateway.test_families import TOOL, called, say
 

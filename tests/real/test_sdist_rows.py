@@ -17,8 +17,8 @@ import pytest
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Outcome, RolloutStatus, TestStatus
 
 ROOT = Path(__file__).resolve().parents[2]

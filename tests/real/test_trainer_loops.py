@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from perdure.engines.health import CANARY_PROMPTS
+from perdure.engines.health_check import CANARY_PROMPTS
 from perdure.testing.scripted_engine import Call, ScriptedEngine
-from tests import docs, loop_agent
-from tests.paths import ROOT
+from tests import docs_pages, loop_agent
+from tests.checkout_paths import ROOT
 from tests.real import trainers_here
-from tests.stack.engine import IDLE, TURNS, commands
-from tests.stack.host import why_not_here
-from tests.stack.instances import INSTANCE
-from tests.stack.stack import running
+from tests.stack.gated_engine import IDLE, TURNS, commands
+from tests.stack.host_requirements import why_not_here
+from tests.stack.made_instances import INSTANCE
+from tests.stack.running_stack import running
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
 
@@ -52,15 +52,15 @@ def _trainers() -> None:
 async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
     """What each trainer's program printed; all of them ran at once beside one stack, whose engine `sampled`."""
     folder = tmp_path_factory.mktemp("trainers")
-    (folder / "perdure_env.py").write_text(docs.block("train.md", "python verifiers"))
-    loops = docs.block("train.md", "yaml").replace("mini_swe_agent", loop_agent.NAME)
+    (folder / "perdure_env.py").write_text(docs_pages.block("train.md", "python verifiers"))
+    loops = docs_pages.block("train.md", "yaml").replace("mini_swe_agent", loop_agent.NAME)
     (folder / "loops.yaml").write_text(loops)
     programs: dict[str, tuple[Any, ...]] = {
         "skyrl": ("skyrl_generator.py",),
         "verl": ("verl_worker.py", folder / "loops.yaml"),
         "verifiers": ("verifiers_episodes.py", folder),
     }
-    skyrl = docs.block("train.md", "python skyrl").replace("mini_swe_agent", loop_agent.NAME)
+    skyrl = docs_pages.block("train.md", "python skyrl").replace("mini_swe_agent", loop_agent.NAME)
     for form in ("true", "false"):
         home = folder / f"step-wise-{form}"
         home.mkdir()

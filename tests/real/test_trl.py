@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import pytest
 import pytest_asyncio
 
-from perdure.engines.roster import StoredRoster, add_engine, roster_key
-from perdure.engines.state import EngineSpec
+from perdure.engines.engine_roster import StoredRoster, add_engine, roster_key
+from perdure.engines.engine_state import EngineSpec
 from perdure.episodes.episode_store import read_run, read_segments
-from perdure.home import load_secret
-from perdure.instances import catalog
+from perdure.home_folder import load_secret
+from perdure.instances import instance_catalog
 from perdure.storage.base import Store
 from perdure.types import Grading, Instance, Source, SourceKind
-from tests import docs
+from tests import docs_pages
 from tests.real import note_agent, trainers_here
 from tests.real.test_vllm import _serving, installed
 from tests.real.test_vllm_weights import install_plugin
-from tests.stack.host import why_not_here
-from tests.stack.stack import Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import Stack, running
+from tests.stack.wait_until import until
 
 __all__ = ["installed"]  # a fixture
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
@@ -66,7 +66,7 @@ async def learned(
     async with running(home / "stack", named=False) as stack:
         await _instance(stack)
         await _join(stack, engine)
-        page = docs.block("train.md", "python trl").replace("first-steps/h11-0.14.0", PARITY)
+        page = docs_pages.block("train.md", "python trl").replace("first-steps/h11-0.14.0", PARITY)
         (home / "page.py").write_text(page.replace("mini_swe_agent", note_agent.NAME))
         arguments = (installed / "model", home / "out", home / "page.py")
         told = await trainers_here.run(
@@ -91,7 +91,7 @@ async def _instance(stack: Stack) -> None:
         source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
         grading=Grading(protocol="eval_cmd", eval_cmd=EVEN, timeout_s=60),
     )
-    await catalog.save(stack.store, instance)
+    await instance_catalog.save(stack.store, instance)
 
 
 async def _join(stack: Stack, url: str) -> None:

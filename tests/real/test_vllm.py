@@ -26,12 +26,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from benchmarks.parity.conversations import Job
-from benchmarks.parity.measure import Stand, measure
+from benchmarks.parity.parity_conversations import Job
+from benchmarks.parity.parity_measurement import Stand, measure
 from perdure.dialects.base import Refused
 from perdure.engines.base import Engine, TokenEngine
-from perdure.engines.clients.connections import Connections
-from perdure.engines.clients.token_server import (
+from perdure.engines.clients.engine_connections import Connections
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.clients.token_endpoint import (
     TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
@@ -39,23 +40,22 @@ from perdure.engines.clients.token_server import (
 )
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_SESSION, EngineControl
-from perdure.engines.clients.wire import new_client
-from perdure.engines.configured import ConfiguredEngine
-from perdure.engines.health import HealthCheck, Load
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.pool.salvage import Salvage
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineRecord, EngineSpec, EngineState, name_of
+from perdure.engines.configured_engine import ConfiguredEngine
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of
+from perdure.engines.health_check import HealthCheck, Load
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode_store import read_run
 from perdure.errors import CallsRefused
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.instances import catalog
+from perdure.instances import instance_catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.testing.local_server import served
 from perdure.types import (
     FinishReason,
@@ -410,7 +410,7 @@ async def _toy(home: Path) -> None:
         source=Source(kind=SourceKind.DIRECTORY, path=str(tree)),
         grading=Grading(protocol="eval_cmd", eval_cmd="python3 -c 'import calc'"),
     )
-    await catalog.save(LocalStore(home / "store"), instance)
+    await instance_catalog.save(LocalStore(home / "store"), instance)
 
 
 @pytest.fixture

@@ -17,16 +17,21 @@ from typing import Any
 import pytest
 
 from perdure.engines.base import Completion
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import StoredRoster, roster_key
-from perdure.engines.state import EngineSpec
-from perdure.engines.weights.publishing import Weights
-from perdure.engines.weights.update import InFlight, UpdatePolicy, UpdateRefused, WeightCanary
-from perdure.home import load_secret
-from perdure.settings.tree import Settings
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import StoredRoster, roster_key
+from perdure.engines.engine_state import EngineSpec
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.weights.weight_publishing import Weights
+from perdure.engines.weights.weight_update import (
+    InFlight,
+    UpdatePolicy,
+    UpdateRefused,
+    WeightCanary,
+)
+from perdure.home_folder import load_secret
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import open_store
 from tests.real.test_vllm import PREFILL_TOLERANCE, PROMPT, ROOT, _serving, installed
 

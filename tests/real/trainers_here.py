@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
-from tests.stack.stack import Stack
+from tests.checkout_paths import ROOT
+from tests.stack.running_stack import Stack
 
 FOLDER = ROOT / ".perdure/trainers"
 PYTHON = FOLDER / "venv/bin/python"

@@ -9,10 +9,10 @@ from uuid import uuid4
 
 import pytest
 
-from perdure.registry import SANDBOXES, load
 from perdure.sandboxes.base import Exec, ExecResult, Sandbox, SandboxProvider, SandboxSpec
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
+from perdure.variant_registry import SANDBOXES, load
 from tests.docker_engine import docker_address, docker_engine
 from tests.doubles.apptainer_cli import write_program
 

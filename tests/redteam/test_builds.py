@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, InstanceError
-from perdure.instances import sources
-from perdure.instances.environments import Environments
+from perdure.instances import base_trees
+from perdure.instances.environment_builder import Environments
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import put_blob
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import Environment, Instance, Source, SourceKind
-from tests.redteam.test_reach import listening
+from tests.redteam.test_network_escape import listening
 
 REACH = """
 python3 - $PORTS <<'END'
@@ -124,7 +124,7 @@ class Builds:
         tree = self.environments.root.parent / "tree"
         tree.mkdir(exist_ok=True)
         (tree / "thing.py").write_text("x = 1\n")
-        key = await put_blob(self.store, sources.pack(tree))
+        key = await put_blob(self.store, base_trees.pack(tree))
         return Instance(
             instance_id="thing-1",
             dataset=dataset,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from perdure.sandboxes.base import Exec, Sandbox
+from perdure.sandboxes.providers.docker.docker_run import SPARE_PIDS
 from perdure.sandboxes.providers.docker.provider import DockerSandbox
-from perdure.sandboxes.providers.docker.run import SPARE_PIDS
 from tests.redteam.conftest import LIMITS, Boot, attack, require
 
 FORK_BOMB = """

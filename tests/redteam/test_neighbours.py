@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import Exec, Mount, Sandbox
-from perdure.sandboxes.host.keeper.quotas import INOTIFY_INSTANCES, SHARES, TERMINALS
-from perdure.sandboxes.host.sandbox import HostSandbox
+from perdure.sandboxes.host.host_sandbox import HostSandbox
+from perdure.sandboxes.host.keeper.kernel_quotas import INOTIFY_INSTANCES, SHARES, TERMINALS
 from perdure.sandboxes.providers.apptainer import ApptainerSandbox
 from perdure.sandboxes.providers.docker.provider import DockerSandbox
 from tests.redteam.conftest import Boot, attack, holding, until_held

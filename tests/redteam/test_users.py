@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import Sandbox
-from perdure.sandboxes.host.keeper.quotas import INOTIFY_INSTANCES
-from perdure.sandboxes.host.sandbox import HostSandbox
+from perdure.sandboxes.host.host_sandbox import HostSandbox
+from perdure.sandboxes.host.keeper.kernel_quotas import INOTIFY_INSTANCES
 from tests.redteam.conftest import Boot, attack, holding
 
 INSTANCES = Path("/proc/sys/fs/inotify/max_user_instances")

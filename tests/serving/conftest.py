@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perdure.serving.cluster import set_environment
+from perdure.serving.ray_cluster import set_environment
 
 set_environment()  # before Ray is imported
 os.environ["RAY_health_check_period_ms"] = "500"  # noqa: SIM112 (Ray wants it so); a lost node is known after seconds
@@ -21,13 +21,13 @@ os.environ["RAY_health_check_failure_threshold"] = "4"  # noqa: SIM112
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from perdure.engines.roster import Roster, StoredRoster  # noqa: E402
-from perdure.serving import manager  # noqa: E402
-from perdure.serving.commands import NAMESPACE  # noqa: E402
-from perdure.serving.plan import EnginePlan  # noqa: E402
-from perdure.serving.status import PoolStatus, ReplicaStatus  # noqa: E402
-from perdure.settings.tree import Settings  # noqa: E402
-from perdure.storage.local import LocalStore  # noqa: E402
+from perdure.engines.engine_roster import Roster, StoredRoster  # noqa: E402
+from perdure.serving import replica_manager  # noqa: E402
+from perdure.serving.engine_commands import NAMESPACE  # noqa: E402
+from perdure.serving.replica_plan import EnginePlan  # noqa: E402
+from perdure.serving.replica_status import PoolStatus, ReplicaStatus  # noqa: E402
+from perdure.settings.settings_tree import Settings  # noqa: E402
+from perdure.storage.local_store import LocalStore  # noqa: E402
 
 KEY = "engines/0123456789abcdef.json"
 PATIENCE_S = 90.0
@@ -50,7 +50,7 @@ class Pool:
         return self.cluster.add_node(num_cpus=1, num_gpus=1, **SMALL)
 
     async def apply(self, **wishes: Any) -> None:
-        self.actor = manager.get_or_start(self.settings, KEY, "")
+        self.actor = replica_manager.get_or_start(self.settings, KEY, "")
         await self.actor.apply.remote(self.plan(**wishes).model_dump_json())
 
     def plan(self, **wishes: Any) -> EnginePlan:

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.proxy import engine_keys
-from perdure.engines.roster import StoredRoster, roster_key
-from perdure.home import load_secret
-from perdure.serving.status import PoolStatus, read_status
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.engines.auth_proxy import engine_keys
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_roster import StoredRoster, roster_key
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.home_folder import load_secret
+from perdure.serving.replica_status import PoolStatus, read_status
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from tests.serving.ray_nodes import RayNodes
 
 ROOT = Path(__file__).resolve().parents[2]

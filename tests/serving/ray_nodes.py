@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from perdure.serving.cluster import ENVIRONMENT, process_tree
+from perdure.serving.ray_cluster import ENVIRONMENT, process_tree
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 120.0

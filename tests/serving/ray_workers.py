@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from perdure.serving.cluster import ENVIRONMENT, LOOPBACK_ONLY, process_tree
+from perdure.serving.ray_cluster import ENVIRONMENT, LOOPBACK_ONLY, process_tree
 from perdure.types import RolloutRequest
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.serving.ray_nodes import RAY, RESERVED, RayNodes
-from tests.stack.host import cmdline, pids, why_not_here
-from tests.stack.stack import BEAT_S, Stack, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import cmdline, pids, why_not_here
+from tests.stack.running_stack import BEAT_S, Stack, running
+from tests.stack.wait_until import until
 
 PATIENCE_S = 300.0
 FOREIGN = ("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")
@@ -147,7 +147,7 @@ class Cluster:
         """Nodes whose worker is kept."""
         note = f"{self.folder}/home-".encode()
         lines = (cmdline(pid) for pid in pids())
-        return sum(b"perdure.serving.supervisor" in line and note in line for line in lines)
+        return sum(b"perdure.serving.engine_supervisor" in line and note in line for line in lines)
 
     async def up(self, *words: str, home: str = "home-{node}") -> dict[str, int]:
         """Seats of each node."""

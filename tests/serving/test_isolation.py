@@ -7,10 +7,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.engines.proxy import engine_keys
-from perdure.engines.roster import roster_key
-from perdure.serving.plan import EnginePlan, read_plan
-from perdure.storage.local import LocalStore
+from perdure.engines.auth_proxy import engine_keys
+from perdure.engines.engine_roster import roster_key
+from perdure.serving.replica_plan import EnginePlan, read_plan
+from perdure.storage.local_store import LocalStore
 from tests.serving.home import Home
 from tests.serving.ray_nodes import RayNodes
 

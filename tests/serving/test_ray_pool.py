@@ -15,16 +15,16 @@ from typing import Any
 import ray
 
 from perdure.engines.base import Completion
-from perdure.engines.clients.wire import new_client
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.state import EngineState
-from perdure.engines.weights.publishing import Published, published_key
-from perdure.engines.weights.update import WeightCanary
+from perdure.engines.clients.hosted_requests import new_client
+from perdure.engines.engine_state import EngineState
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.weights.weight_publishing import Published, published_key
+from perdure.engines.weights.weight_update import WeightCanary
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.serving.status import ReplicaStatus
-from perdure.storage.local import LocalStore
+from perdure.serving.replica_status import ReplicaStatus
+from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import WEIGHTS_FILE, logprob
 from tests.serving.conftest import KEY, PATIENCE_S, Pool, engine_pid
 

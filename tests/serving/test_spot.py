@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from perdure.engines.pool.pool import EnginePool
+from perdure.engines.pool.engine_pool import EnginePool
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode_store import read_run
-from perdure.instances import catalog
+from perdure.instances import instance_catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.serving.cluster import process_tree
-from perdure.serving.status import ReplicaStatus
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.serving.ray_cluster import process_tree
+from perdure.serving.replica_status import ReplicaStatus
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Grading, Instance, Outcome, Source, SourceKind
 from tests import loop_agent
 from tests.serving.home import PATIENCE_S, Home, gateway
@@ -114,7 +114,7 @@ async def add_toy(store: LocalStore, tree: Path) -> None:
             protocol="eval_cmd", eval_cmd="python3 -c 'import calc; assert calc.add(2, 3) == 5'"
         ),
     )
-    await catalog.save(store, instance)
+    await instance_catalog.save(store, instance)
 
 
 async def test_rollouts_outlive_a_killed_node(home: Home) -> None:

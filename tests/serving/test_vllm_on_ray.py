@@ -19,8 +19,8 @@ from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import read_run
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import Turn
 from tests.real.test_vllm import (
     PREFILL_TOLERANCE,

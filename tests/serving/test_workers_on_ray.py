@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from perdure.stack.on_ray.node import NodeWorker
-from tests.paths import ROOT
+from perdure.stack.on_ray.node_worker import NodeWorker
+from tests.checkout_paths import ROOT
 from tests.serving.ray_nodes import SPOT
 from tests.serving.ray_workers import PATIENCE_S, a_cluster
-from tests.stack.host import why_not_here
-from tests.stack.stack import MET, running
-from tests.stack.waiting import until
+from tests.stack.host_requirements import why_not_here
+from tests.stack.running_stack import MET, running
+from tests.stack.wait_until import until
 
 
 async def test_every_node_has_one_worker_through_kills_and_a_restart_of_the_head(

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from perdure.sandboxes.host import cgroups
-from perdure.stack import ports
-from perdure.stack.plan import Plan
+from perdure.stack import stack_ports
+from perdure.stack.stack_plan import Plan
 from tests import held_ports
 from tests.s3_server import S3Server
-from tests.stack.host import folders, pids
-from tests.stack.stack import DEATH_S, TOOLS, Stack, running
-from tests.stack.waiting import nothing, until
+from tests.stack.host_requirements import folders, pids
+from tests.stack.running_stack import DEATH_S, TOOLS, Stack, running
+from tests.stack.wait_until import nothing, until
 
 BUCKET = "hosts"
 
@@ -36,7 +36,7 @@ class Line:
         self.port = 0
 
     async def __aenter__(self) -> "Line":
-        self._server = await asyncio.start_server(self._accept, ports.LOOPBACK, 0)
+        self._server = await asyncio.start_server(self._accept, stack_ports.LOOPBACK, 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -66,7 +66,7 @@ class Line:
             writer.transport.abort()
 
     async def _carry_both(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(ports.LOOPBACK, self._port)
+        far_reader, far_writer = await asyncio.open_connection(stack_ports.LOOPBACK, self._port)
         try:
             async with asyncio.TaskGroup() as carrying:
                 carrying.create_task(self._carry(reader, far_writer))
@@ -96,7 +96,7 @@ async def beside(stack: Stack, home: Path) -> AsyncIterator[tuple[Stack, Line]]:
         async with Line(temporal_port) as line:
             addresses = replace(
                 stack.plan.addresses,
-                temporal_address=f"{ports.LOOPBACK}:{line.port}",
+                temporal_address=f"{stack_ports.LOOPBACK}:{line.port}",
                 gateway_port=gateway_port,
             )
             settings = stack.settings.changed(gateway={"port": gateway_port})

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure import home
-from perdure.home import host_of
-from perdure.settings.tree import Settings
+from perdure import home_folder
+from perdure.home_folder import host_of
+from perdure.settings.settings_tree import Settings
 
 
 def test_all_processes_of_a_home_agree(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_a_home_that_was_copied_with_the_machine_is_another_host(
 ) -> None:
     """The copy runs in another boot, and keeps its name there."""
     boot = tmp_path / "boot_id"
-    monkeypatch.setattr(home, "BOOT_ID", boot)
+    monkeypatch.setattr(home_folder, "BOOT_ID", boot)
     boot.write_text("one\n")
     original = host_of(Settings(home=tmp_path / "home"))
     boot.write_text("two\n")

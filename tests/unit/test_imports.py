@@ -60,9 +60,12 @@ def test_no_module_uses_a_private_name_of_another() -> None:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from perdure.storage.s3 import _key", ["perdure.storage.s3._key"]),
-        ("from perdure.storage import s3\ns3._key()", ["perdure.storage.s3._key"]),
-        ("from perdure.storage import s3 as store\nstore._key()", ["perdure.storage.s3._key"]),
+        ("from perdure.storage.s3_store import _key", ["perdure.storage.s3_store._key"]),
+        ("from perdure.storage import s3\ns3._key()", ["perdure.storage.s3_store._key"]),
+        (
+            "from perdure.storage import s3 as store\nstore._key()",
+            ["perdure.storage.s3_store._key"],
+        ),
         ("from os import _exit", []),
         ("from perdure import __version__", []),
         ("def _key(): ...\n_key()", []),

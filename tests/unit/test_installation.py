@@ -8,7 +8,7 @@ import pytest
 
 from perdure import installation
 from perdure.installation import command_for_extra, command_for_packages
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 
 def test_in_a_checkout_uv_syncs_the_locked_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.http.listeners import bind_unix
-from perdure.home import keep_private, show_to_sandboxes
-from perdure.settings.tree import Settings
+from perdure.gateway.http.listening_sockets import bind_unix
+from perdure.home_folder import keep_private, show_to_sandboxes
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import open_store
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def test_lines_are_bound_to_their_rollout() -> None:
     """Lines of Perdure and of other libraries inside a block carry run, rollout and attempt."""
     done = run("""
         import logging, structlog
-        from perdure.settings.tree import Settings
+        from perdure.settings.settings_tree import Settings
         from perdure.telemetry import bind, configure_logging
         configure_logging("worker-boot")
         with bind("r1", "rollout/r1/a/0", 2):
@@ -46,7 +46,7 @@ def test_the_sdk_does_not_log_to_stdout() -> None:
     done = run("""
         import asyncio, os, sys
         from temporalio.client import Client
-        from perdure.settings.tree import Settings
+        from perdure.settings.settings_tree import Settings
         from perdure.telemetry import configure_logging, temporal_runtime
         configure_logging("cli")
         runtime = temporal_runtime(Settings())
@@ -67,7 +67,7 @@ def test_our_metrics_are_served() -> None:
     with held_ports.held(1) as (port,):
         done = run(f"""
             import os, urllib.request
-            from perdure.settings.tree import Settings
+            from perdure.settings.settings_tree import Settings
             from perdure.telemetry import metrics, temporal_runtime
             runtime = temporal_runtime(Settings(metrics=dict(port={port})))
             metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")

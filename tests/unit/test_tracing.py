@@ -8,14 +8,14 @@ import pytest
 
 from perdure import tracing
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 ADDRESS = "http://collector:4318"
 
 OFF = """
 import sys
 from perdure import tracing
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 tracing.configure(Settings(), "test")
 with tracing.span("turn", {"a": 1}, parent="00-" + "1" * 32 + "-" + "2" * 16 + "-01") as span:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 from temporalio.client import Client
 
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 
 @pytest.fixture

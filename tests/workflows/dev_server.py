@@ -19,13 +19,13 @@ from temporalio.api.workflowservice.v1 import RegisterNamespaceRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from perdure.client import names
-from perdure.client.connection import DATA_CONVERTER
+from perdure.client import temporal_names
+from perdure.client.temporal_client import DATA_CONVERTER
 from perdure.stack import temporal_setup
-from perdure.stack.plan import temporal_binary
-from perdure.stack.ports import LOOPBACK
+from perdure.stack.stack_plan import temporal_binary
+from perdure.stack.stack_ports import LOOPBACK
 from tests import held_ports
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 
 DAY = Duration(seconds=86400)
 
@@ -93,7 +93,7 @@ def spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[bytes
     command = [temporal_binary(), "server", "start-dev", "--headless", "--log-level", "error"]
     command += ["--ip", LOOPBACK, "--port", str(port)]
     command += ["--dynamic-config-value", "frontend.enableServerVersionCheck=false"]
-    for name, kind in names.SEARCH_ATTRIBUTES.items():
+    for name, kind in temporal_names.SEARCH_ATTRIBUTES.items():
         command += ["--search-attribute", f"{name}={kind}"]
     if setpriv := shutil.which("setpriv"):  # it dies with the test's process
         command = [setpriv, "--pdeathsig", "KILL", *command]

@@ -21,10 +21,9 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.worker import Worker
 
-from perdure.client import names
-from perdure.client.api import Perdure
-from perdure.rollouts.admission.permits import Account, AskPermit
-from perdure.rollouts.messages import (
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import (
     HOST_LOST,
     AgentRun,
     Booted,
@@ -39,6 +38,7 @@ from perdure.rollouts.messages import (
     RowTwins,
     Term,
 )
+from perdure.rollouts.admission.permit_rules import Account, AskPermit
 from perdure.types import (
     AccountCaps,
     AgentEnd,
@@ -49,8 +49,8 @@ from perdure.types import (
     RunRequest,
 )
 from tests.workflows import dev_server
-from tests.workflows.stages import Stages
-from workers.orchestration import checking_runner, workflow_worker
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import checking_runner, workflow_worker
 
 FOLDER = Path(__file__).parent / "histories"
 HOST = "host-1"
@@ -128,10 +128,10 @@ async def host(client: Client, stages: Stages) -> Handle:
 
     stages.override |= {"serve_term": serve, "stand_in": stand_in, "begin_anew": begin}
     handle = await client.start_workflow(
-        names.HOST,
+        temporal_names.HOST,
         Term(host=HOST, silent_s=72),
-        id=names.host_id(HOST),
-        task_queue=names.WORKFLOWS_QUEUE,
+        id=temporal_names.host_id(HOST),
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
     )
     await serving.wait()
     await handle.cancel()
@@ -262,7 +262,7 @@ async def sharded(client: Client, stages: Stages) -> Handle:
 
     stages.override["run_agent"] = second_never
     request = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
-    with mock.patch("workflows.run.SHARD", SHARD_OF_ONE):
+    with mock.patch("workflows.run_workflow.SHARD", SHARD_OF_ONE):
         handle = (await Perdure(client).start_run(request)).handle
         await running.wait()
         await client.get_workflow_handle(f"{request.workflow_id}/shard/1").terminate()
@@ -288,7 +288,7 @@ async def queued(client: Client, stages: Stages) -> Handle:
     for step, after in (("1-agent", 1), ("1-agent", 2), ("1-grade", 5)):
         while len(stages.calls) < after:
             await asyncio.sleep(0.1)
-        await handle.signal(names.GRANTED, step)
+        await handle.signal(temporal_names.GRANTED, step)
     return handle
 
 
@@ -300,9 +300,9 @@ async def account(client: Client, stages: Stages) -> Handle:
     for holder in (rollout.id, "missing"):
         asked = AskPermit(holder=holder, run="r1", step="1-agent", caps=caps)
         handle = await client.start_workflow(
-            names.ACCOUNT,
-            id=names.account_id("service"),
-            task_queue=names.WORKFLOWS_QUEUE,
+            temporal_names.ACCOUNT,
+            id=temporal_names.account_id("service"),
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
             start_signal="ask",
             start_signal_args=[asked],
         )
@@ -377,11 +377,20 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
     async with dev_server.serving(identity=IDENTITY) as client:
         stages = Stages()
         queues = (
-            *(names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE),
-            *(names.LOST_HOSTS_QUEUE, names.life_queue(HOST)),
+            *(
+                temporal_names.BOOT_QUEUE,
+                temporal_names.AGENT_QUEUE,
+                temporal_names.GRADE_QUEUE,
+                temporal_names.IO_QUEUE,
+            ),
+            *(temporal_names.LOST_HOSTS_QUEUE, temporal_names.life_queue(HOST)),
         )
         async with AsyncExitStack() as workers:
-            for queue in (*queues, names.host_queue(HOST), names.upkeep_queue(HOST)):
+            for queue in (
+                *queues,
+                temporal_names.host_queue(HOST),
+                temporal_names.upkeep_queue(HOST),
+            ):
                 worker = Worker(client, task_queue=queue, activities=stages.activities())
                 await workers.enter_async_context(worker)
             await workers.enter_async_context(workflow_worker(client, checking_runner()))

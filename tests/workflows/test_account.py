@@ -13,18 +13,18 @@ from temporalio.service import RPCError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.activity_context
-import workflows.account
-from activities.leftovers import Leftovers
-from perdure.client import names
-from perdure.rollouts.admission.permits import Account, AskPermit, Permit, PermitRequest
-from perdure.rollouts.services import Services
-from perdure.sandboxes.reaper import Owner
-from perdure.settings.tree import Settings
+import workflows.account_workflow
+from activities.sweep_activities import Leftovers
+from perdure.client import temporal_names
+from perdure.rollouts.admission.permit_rules import Account, AskPermit, Permit, PermitRequest
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes.sandbox_reaper import Owner
+from perdure.settings.settings_tree import Settings
 from perdure.types import AccountCaps
-from tests.stack.waiting import until
-from workers.orchestration import checking_runner, workflow_worker
+from tests.stack.wait_until import until
+from workers.workflow_worker import checking_runner, workflow_worker
 
-ACCOUNT_ID = names.account_id("service-1")
+ACCOUNT_ID = temporal_names.account_id("service-1")
 ONE = AccountCaps(live=1)
 
 
@@ -36,7 +36,7 @@ class Holder:
     async def run(self) -> None:
         await workflow.wait_condition(lambda: False)
 
-    @workflow.signal(name=names.GRANTED)
+    @workflow.signal(name=temporal_names.GRANTED)
     def granted(self, step: str) -> None:
         return None
 
@@ -44,11 +44,11 @@ class Holder:
 @pytest.fixture
 async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
-    monkeypatch.setattr(workflows.account, "CHECK_EVERY_S", 0.2)
+    monkeypatch.setattr(workflows.account_workflow, "CHECK_EVERY_S", 0.2)
     leftovers = Leftovers(Services(Settings()))
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(client, task_queue=names.IO_QUEUE, activities=[leftovers.closed_holders]),
+        Worker(client, task_queue=temporal_names.IO_QUEUE, activities=[leftovers.closed_holders]),
         Worker(
             client,
             task_queue="holders",
@@ -63,9 +63,9 @@ async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 async def ask(client: Client, holder: str) -> None:
     await client.start_workflow(
-        names.ACCOUNT,
+        temporal_names.ACCOUNT,
         id=ACCOUNT_ID,
-        task_queue=names.WORKFLOWS_QUEUE,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
         start_signal="ask",
         start_signal_args=[AskPermit(holder=holder, run="r", step="1-agent", caps=ONE)],
     )
@@ -92,7 +92,7 @@ async def granted(client: Client, holder: str) -> bool:
     async def arrived() -> bool:
         history = await client.get_workflow_handle(holder).fetch_history()
         signals = [event.workflow_execution_signaled_event_attributes for event in history.events]
-        return any(signal.signal_name == names.GRANTED for signal in signals)
+        return any(signal.signal_name == temporal_names.GRANTED for signal in signals)
 
     return bool(await until(arrived, f"{holder} is granted its permit"))
 
@@ -130,7 +130,7 @@ async def test_an_account_workflow_ends_after_its_only_holder_was_terminated(
 ) -> None:
     """If no rollout waits and the only holder was terminated, the account workflow ends when
     idle."""
-    monkeypatch.setattr(workflows.account, "IDLE", timedelta(seconds=0.3))
+    monkeypatch.setattr(workflows.account_workflow, "IDLE", timedelta(seconds=0.3))
     first, _ = holders
     await ask(client, first)
     await holding(client, first)
@@ -200,7 +200,7 @@ async def test_an_account_workflow_that_continues_as_new_keeps_its_state(
         checked_at=now,
     )
     await client.start_workflow(
-        names.ACCOUNT, account, id=ACCOUNT_ID, task_queue=names.WORKFLOWS_QUEUE
+        temporal_names.ACCOUNT, account, id=ACCOUNT_ID, task_queue=temporal_names.WORKFLOWS_QUEUE
     )
     await holding(client, first)
     await client.get_workflow_handle(ACCOUNT_ID).signal("release", first)

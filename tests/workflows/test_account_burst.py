@@ -5,15 +5,15 @@ from collections import Counter
 from temporalio.api.history.v1 import History
 from temporalio.client import Client
 
-from perdure.client import names
-from perdure.rollouts.admission.permits import AskPermit
+from perdure.client import temporal_names
+from perdure.rollouts.admission.permit_rules import AskPermit
 from perdure.types import AccountCaps
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 from tests.workflows import dev_server
-from workers.orchestration import workflow_worker
+from workers.workflow_worker import workflow_worker
 
 BURST = 100
-ACCOUNT_ID = names.account_id("service-1")
+ACCOUNT_ID = temporal_names.account_id("service-1")
 CAPS = AccountCaps(creates_per_s=100)
 
 
@@ -41,9 +41,9 @@ async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_onc
         for number in range(BURST):
             asked = AskPermit(holder=f"h{number}", run=f"r{number % 3}", step="1-agent", caps=CAPS)
             handle = await client.start_workflow(
-                names.ACCOUNT,
+                temporal_names.ACCOUNT,
                 id=ACCOUNT_ID,
-                task_queue=names.WORKFLOWS_QUEUE,
+                task_queue=temporal_names.WORKFLOWS_QUEUE,
                 start_signal="ask",
                 start_signal_args=[asked],
             )

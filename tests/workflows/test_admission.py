@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from temporalio.client import Client, WorkflowFailureError, WorkflowHandle
 
-import workflows.rollout
-from perdure.client import names
-from perdure.rollouts.messages import Attempt, Booted, Captured
+import workflows.rollout_workflow
+from perdure.client import temporal_names
+from perdure.rollouts.activity_messages import Attempt, Booted, Captured
 from perdure.types import EpisodeRef, RolloutStatus
-from tests.stack.waiting import until
-from tests.workflows.stages import Stages
+from tests.stack.wait_until import until
+from tests.workflows.scripted_stages import Stages
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
 STEP = "1-agent"
@@ -19,10 +19,10 @@ STEP = "1-agent"
 
 async def _start(client: Client, **fields: Any) -> WorkflowHandle[Any, EpisodeRef]:
     return await client.start_workflow(
-        names.ROLLOUT,
+        temporal_names.ROLLOUT,
         {**REQUEST, **fields},
         id="rollout/r1/add-1/0",
-        task_queue=names.WORKFLOWS_QUEUE,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
         result_type=EpisodeRef,
     )
 
@@ -52,7 +52,7 @@ async def test_a_rollout_boots_when_it_is_granted(client: Client, stages: Stages
         return not (await handle.describe()).raw_description.pending_activities
 
     await until(idle, "no activity is pending")
-    await handle.signal(names.GRANTED, STEP)
+    await handle.signal(temporal_names.GRANTED, STEP)
     episode = await handle.result()
 
     assert (episode.status, permits) == (RolloutStatus.GRADED, ["", STEP])
@@ -68,7 +68,7 @@ async def test_the_grading_waits_for_its_turn_too(client: Client, stages: Stages
     handle = await _start(client)
     await until(lambda: "capture_diff" in stages.names(), "the diff is captured")
     before = stages.names()
-    await handle.signal(names.GRANTED, "1-grade")
+    await handle.signal(temporal_names.GRANTED, "1-grade")
     await handle.result()
 
     assert "grade_in_fresh_sandbox" not in before
@@ -102,10 +102,10 @@ async def test_a_rollout_that_waits_long_asks_again(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A terminated account workflow has forgotten the waiting rollouts, so they ask again."""
-    monkeypatch.setattr(workflows.rollout, "ASK_AGAIN_S", 0.2)
+    monkeypatch.setattr(workflows.rollout_workflow, "ASK_AGAIN_S", 0.2)
     permits = queue_up(stages)
     handle = await _start(client)
     await until(lambda: len(permits) > 1, "the account was asked again")
-    await handle.signal(names.GRANTED, STEP)
+    await handle.signal(temporal_names.GRANTED, STEP)
 
     assert (await handle.result()).status is RolloutStatus.GRADED

@@ -16,20 +16,20 @@ from temporalio.service import RPCError
 from temporalio.worker._workflow import _DeadlockError
 from temporalio.workflow import _Definition
 
-from perdure.client import names, rollouts
-from perdure.client.api import Perdure
-from perdure.client.build_routing import build_trouble, own_build_trouble
+from perdure.client import rollout_listing, temporal_names
+from perdure.client.deployment_routing import build_trouble, own_build_trouble
+from perdure.client.sdk import Perdure
 from perdure.errors import Cancelled
-from perdure.rollouts.messages import WORKER_EVICTED, AgentRun, Attempt
-from perdure.settings.tree import DeploymentSettings
+from perdure.rollouts.activity_messages import WORKER_EVICTED, AgentRun, Attempt
+from perdure.settings.settings_tree import DeploymentSettings
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RunRequest
-from tests.stack.waiting import until
-from tests.workflows import builds, dev_server
-from tests.workflows.builds import Build
-from tests.workflows.stages import Stages
-from workers.builds import MOVING, PINNED, say_if_not_current
-from workers.orchestration import WORKFLOWS, workflow_worker
-from workflows.rollout import RolloutWorkflow
+from tests.stack.wait_until import until
+from tests.workflows import dev_server, workflow_builds
+from tests.workflows.scripted_stages import Stages
+from tests.workflows.workflow_builds import Build
+from workers.deployment_version import MOVING, PINNED, say_if_not_current
+from workers.workflow_worker import WORKFLOWS, workflow_worker
+from workflows.rollout_workflow import RolloutWorkflow
 
 SOON = (
     *("--dynamic-config-value", 'matching.wv.VersionDrainageStatusVisibilityGracePeriod="1s"'),
@@ -73,7 +73,7 @@ async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_pat
     The next build has one more activity, and other fields in the grader's message.
     """
     gate, perdure = Gate(), Perdure(client)
-    old, new = Build("v1", Stages()), builds.next_build("v2")
+    old, new = Build("v1", Stages()), workflow_builds.next_build("v2")
     for build in (old, new):
         build.stages.override["run_agent"] = gate.agent
     started: dict[str, Any] = {}
@@ -83,11 +83,11 @@ async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_pat
         await gate.reached(rollout(run_id))
 
     async with old.at_work(client, tmp_path), new.at_work(client, tmp_path):
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         await begin("before")
-        await builds.make_current(client, "v2")
+        await workflow_builds.make_current(client, "v2")
         await begin("deployed")
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         await begin("rolled-back")
         gate.open.set()
         episodes: list[EpisodeRef] = [await one.result() for one in started.values()]
@@ -113,7 +113,11 @@ async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path:
     All else stays on the build that began, wherever its workers are.
     """
     gate, running = Gate(), asyncio.Event()
-    old, elsewhere, new = Build("v1", Stages()), Build("v1", Stages()), builds.next_build("v2")
+    old, elsewhere, new = (
+        Build("v1", Stages()),
+        Build("v1", Stages()),
+        workflow_builds.next_build("v2"),
+    )
 
     async def evicted(_: Attempt) -> AgentRun:
         running.set()
@@ -124,7 +128,7 @@ async def test_the_old_worker_of_a_host_may_go_at_once(client: Client, tmp_path:
     new.stages.override["run_agent"] = gate.agent
     async with AsyncExitStack() as others:
         async with old.at_work(client, tmp_path):
-            await builds.make_current(client, "v1")
+            await workflow_builds.make_current(client, "v1")
             handle = await Perdure(client).start_rollout(rollout("before"))
             await running.wait()
             await others.enter_async_context(new.at_work(client, tmp_path))
@@ -145,7 +149,7 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
     """A run's next rollouts start on the current build. When the last rollout of the old build has
     ended, the server reports that version as drained."""
     gate = Gate()
-    old, new = Build("v1", Stages()), builds.next_build("v2")
+    old, new = Build("v1", Stages()), workflow_builds.next_build("v2")
     for build in (old, new):
         build.stages.instances = ("toy/add-1", "toy/add-2")
         build.stages.override["run_agent"] = gate.agent
@@ -156,16 +160,16 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
         rollout={"agent": "nop", "heartbeat_timeout_s": 3600},
     )
     async with old.at_work(client, tmp_path), new.at_work(client, tmp_path):
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         run = await Perdure(client).start_run(request)
         await gate.reached(rollout("long"))
-        await builds.make_current(client, "v2")
-        before = await builds.statuses(client)
+        await workflow_builds.make_current(client, "v2")
+        before = await workflow_builds.statuses(client)
         gate.open.set()
         summary = await run.result()
 
         async def drained() -> bool:
-            return (await builds.statuses(client))["v1"] == "DRAINED"
+            return (await workflow_builds.statuses(client))["v1"] == "DRAINED"
 
         await until(drained, "the old version has drained")
 
@@ -178,11 +182,11 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
 async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_path: Path) -> None:
     """The worker's log has the command that makes the build current, and nothing once it is
     current."""
-    ours = builds.DEPLOYMENT.model_copy(update={"build_id": "v1"})
+    ours = workflow_builds.DEPLOYMENT.model_copy(update={"build_id": "v1"})
     async with Build("v1", Stages()).at_work(client, tmp_path):
         with capture_logs() as before:
             await say_if_not_current(client, ours)
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         with capture_logs() as after:
             await say_if_not_current(client, ours)
 
@@ -200,7 +204,7 @@ async def test_work_of_a_build_without_workers_is_one_sentence(
     command = "temporal worker deployment set-current-version --deployment-name perdure"
     async with Build("v1", Stages()).at_work(client, tmp_path):
         not_current = await until(lambda: build_trouble(client), "the workers are seen")
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         current = await build_trouble(client)
     back = await own_build_trouble(client, DeploymentSettings())
 
@@ -222,13 +226,13 @@ async def test_open_rollouts_of_another_build_are_one_sentence(
     gate = Gate()
     old = Build("v1", Stages())
     old.stages.override["run_agent"] = gate.agent
-    ours = builds.DEPLOYMENT.model_copy(update={"build_id": "v2"})
+    ours = workflow_builds.DEPLOYMENT.model_copy(update={"build_id": "v2"})
     async with old.at_work(client, tmp_path):
-        await builds.make_current(client, "v1")
+        await workflow_builds.make_current(client, "v1")
         await Perdure(client).start_rollout(rollout("long"))
         await gate.reached(rollout("long"))
-        async with builds.next_build("v2").at_work(client, tmp_path):
-            await builds.make_current(client, "v2")
+        async with workflow_builds.next_build("v2").at_work(client, tmp_path):
+            await workflow_builds.make_current(client, "v2")
         told = await until(lambda: own_build_trouble(client, ours), "the server lists it")
         same = await own_build_trouble(client, ours.model_copy(update={"build_id": "v1"}))
         gate.open.set()
@@ -241,7 +245,7 @@ async def test_open_rollouts_of_another_build_are_one_sentence(
     assert "only build" not in same
 
 
-@workflow.defn(name=names.ROLLOUT, sandboxed=False)
+@workflow.defn(name=temporal_names.ROLLOUT, sandboxed=False)
 class FailingRollout:
     """Code that cannot replay or continue, or whose worker is too busy."""
 
@@ -266,7 +270,7 @@ async def test_a_cancelled_run_terminates_only_rollouts_whose_code_fails(client:
         with contextlib.suppress(RPCError):  # one has not started yet
             described = [(await one.describe()).raw_description for one in (broken, slow)]
             tries = [one.pending_workflow_task.attempt for one in described]
-            return min(tries) >= rollouts.FAILS_AFTER
+            return min(tries) >= rollout_listing.FAILS_AFTER
         return False
 
     async with (

@@ -11,14 +11,14 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.worker import Worker
 
-from perdure.client import names
-from perdure.client.api import Perdure, RunHandle
-from perdure.rollouts.messages import AgentRun, Attempt, SweepRequest
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure, RunHandle
+from perdure.rollouts.activity_messages import AgentRun, Attempt, SweepRequest
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack.waiting import PATIENCE_S, until
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
-from workers.orchestration import workflow_worker
+from tests.stack.wait_until import PATIENCE_S, until
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import workflow_worker
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
@@ -110,13 +110,13 @@ async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
     """The sweep workflow fails with a sentence, so that the schedule can start the next one."""
     async with (
         workflow_worker(client),
-        Worker(client, task_queue=names.IO_QUEUE, activities=[_swept_by_hand]),
+        Worker(client, task_queue=temporal_names.IO_QUEUE, activities=[_swept_by_hand]),
     ):
         with pytest.raises(WorkflowFailureError) as failed:
             await client.execute_workflow(
-                names.REAPER,
+                temporal_names.REAPER,
                 id="sweep",
-                task_queue=names.WORKFLOWS_QUEUE,
+                task_queue=temporal_names.WORKFLOWS_QUEUE,
                 execution_timeout=timedelta(seconds=PATIENCE_S),
             )
 

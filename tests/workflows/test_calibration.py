@@ -7,8 +7,8 @@ import pytest
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from perdure.client.api import Perdure
-from perdure.rollouts.messages import (
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import (
     WORKER_EVICTED,
     AgentRun,
     Attempt,
@@ -18,7 +18,7 @@ from perdure.rollouts.messages import (
     RowTwins,
 )
 from perdure.types import AgentEnd, CalibrationRequest
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 ASKED = CalibrationRequest(dataset="mine", runs=2, concurrency=3)
 
@@ -92,8 +92,8 @@ async def test_many_rows_go_on_in_a_new_history(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a long history, the workflow continues as new and keeps its counts."""
-    monkeypatch.setattr("workflows.calibration.PAGE", 2)
-    monkeypatch.setattr("workflows.calibration.MOST_EVENTS", 1)
+    monkeypatch.setattr("workflows.calibration_workflow.PAGE", 2)
+    monkeypatch.setattr("workflows.calibration_workflow.MOST_EVENTS", 1)
     stages.rows = rows(5, "proved")
     handle = await Perdure(client).start_calibration(ASKED)
 
@@ -109,7 +109,7 @@ async def test_a_slow_row_holds_no_other(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All later rows are concluded on while a slow row runs, whatever the number of pages."""
-    monkeypatch.setattr("workflows.calibration.PAGE", 1)
+    monkeypatch.setattr("workflows.calibration_workflow.PAGE", 1)
     others_are_done = asyncio.Event()
     concluded: list[str] = []
 

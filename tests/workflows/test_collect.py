@@ -8,18 +8,18 @@ import pytest
 from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.client.api import GroupHandle, Perdure
-from perdure.client.collect import (
+from perdure.client.batch_collection import (
     Collector,
     FinishedGroup,
     collect,
     has_signal,
     tokens_with_signal,
 )
-from perdure.rollouts.messages import AgentRun, Ending
+from perdure.client.sdk import GroupHandle, Perdure
+from perdure.rollouts.activity_messages import AgentRun, Ending
 from perdure.types import AgentEnd, EpisodeRef, GroupRequest, Outcome, RolloutRequest, RolloutStatus
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
 
 TOKENS = 100
 
@@ -179,7 +179,7 @@ async def test_a_batch_without_an_engine_says_so_soon(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long before the report about open groups, one warning has the gateway's reason."""
-    monkeypatch.setattr("perdure.client.collect.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("perdure.client.batch_collection.LOOK_EVERY_S", 0.1)
     gate = Gate({"waits": {"since": 0.0, "reason": "vllm a:1 is dead (no such checkpoint)"}})
     stages.override["run_agent"] = gate.agent
     filling = collect(Perdure(client), _requests("r12", 1), trainable_tokens=1)

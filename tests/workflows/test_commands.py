@@ -7,11 +7,11 @@ import pytest
 from temporalio.client import Client
 
 from perdure.cli.main import invoke
-from perdure.instances import catalog
-from perdure.settings.load import load_settings
+from perdure.instances import instance_catalog
+from perdure.settings.settings_loader import load_settings
 from perdure.storage.base import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 ADD = Instance(
     instance_id="add-1",
@@ -43,7 +43,7 @@ async def test_the_end_of_a_run_is_told_with_links(
         "PERDURE_TEMPORAL__VIEWER_URL": "http://viewer/",
     }.items():
         monkeypatch.setenv(name, value)
-    await catalog.save(open_store(load_settings()), ADD)
+    await instance_catalog.save(open_store(load_settings()), ADD)
     stages.instances = ("toy/add-1",)
     notify = f'echo "$RUN_ID: $RUN_TEXT" > {heard}'
 

@@ -12,8 +12,8 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from perdure.cli.runs.steps import current_step
-from tests.stack.waiting import until
+from perdure.cli.runs.rollout_progress import current_step
+from tests.stack.wait_until import until
 
 QUEUE = "current-step"
 WHY = "image 'python:3.11': no such host"

@@ -13,12 +13,12 @@ from temporalio import activity, workflow
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from perdure.client import names
-from perdure.client.api import Perdure
-from perdure.rollouts.messages import AgentRun
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import AgentRun
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
-from tests.workflows.stages import Stages
-from workers.orchestration import workflow_worker
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import workflow_worker
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 RUN = RunRequest(run_id="r1", dataset="toy", concurrency=2, rollout={"agent": "nop"})
@@ -80,10 +80,14 @@ async def test_a_workflow_that_its_worker_drops_schedules_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker ends while the agent works, and no cleanup starts outside of the workflow."""
-    monkeypatch.setattr("workflows.run.SHARD", shard)
+    monkeypatch.setattr("workflows.run_workflow.SHARD", shard)
     stages, begun = busy_agents()
     async with AsyncExitStack() as others:
-        for queue in (names.BOOT_QUEUE, names.AGENT_QUEUE, names.IO_QUEUE):
+        for queue in (
+            temporal_names.BOOT_QUEUE,
+            temporal_names.AGENT_QUEUE,
+            temporal_names.IO_QUEUE,
+        ):
             worker = Worker(client, task_queue=queue, activities=stages.activities())
             await others.enter_async_context(worker)
         async with workflow_worker(client):

@@ -13,23 +13,23 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Replayer
 
-from perdure.cli.runs.steps import current_step
-from perdure.client import names
-from perdure.client.api import Perdure
-from perdure.client.connection import connect, data_converter
-from perdure.client.encryption import EncryptingCodec, Keys, KeyUnknown
+from perdure.cli.runs.rollout_progress import current_step
+from perdure.client import temporal_names
+from perdure.client.payload_encryption import EncryptingCodec, Keys, KeyUnknown
+from perdure.client.sdk import Perdure
+from perdure.client.temporal_client import connect, data_converter
 from perdure.errors import ConfigurationError
-from perdure.rollouts.messages import AgentRun
-from perdure.settings.tree import Settings
+from perdure.rollouts.activity_messages import AgentRun
+from perdure.settings.settings_tree import Settings
 from perdure.stack.codec_server import create_app
-from perdure.stack.listening import serving
-from perdure.stack.plan import temporal_binary
+from perdure.stack.command_server import serving
+from perdure.stack.stack_plan import temporal_binary
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 from tests.workflows import dev_server
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
-from workers.orchestration import WORKFLOWS, checking_runner
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import WORKFLOWS, checking_runner
 
 pytestmark = pytest.mark.temporal
 
@@ -206,10 +206,10 @@ async def test_what_was_written_in_plain_text_is_still_read(
     encrypting = await connect(settings=_settings(client, keys_file))
     async with Stages().at_work(encrypting):
         handle = await client.start_workflow(
-            names.ROLLOUT,
+            temporal_names.ROLLOUT,
             {"run_id": "plain", "instance": "toy/add-1", "agent": "nop"},
             id="rollout/plain/add-1/0",
-            task_queue=names.WORKFLOWS_QUEUE,
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
         )
         episode = await Perdure(encrypting).rollout(handle.id).result()
 

@@ -7,19 +7,19 @@ import pytest
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from perdure.cli.runs import follow
-from perdure.cli.runs.tables import View
-from perdure.client.api import Perdure
-from perdure.rollouts.messages import Booted
+from perdure.cli.runs import run_follower
+from perdure.cli.runs.run_tables import View
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import Booted
 from perdure.types import RunRequest
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 
 async def test_a_step_that_keeps_failing_is_named(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While no rollout finishes, the line names the failing step and its last error."""
-    monkeypatch.setattr(follow, "ASK_AFTER_S", 0.0)
+    monkeypatch.setattr(run_follower, "ASK_AFTER_S", 0.0)
     told: list[str] = []
 
     async def refused(attempt: Any) -> Booted:
@@ -37,7 +37,7 @@ async def test_a_step_that_keeps_failing_is_named(
         told.append(view.trouble)
 
     async with asyncio.timeout(60):  # one that is never told would be tried for ever
-        await follow.follow(run, show)
+        await run_follower.follow(run, show)
 
     assert any("add-1/0: boot_sandbox, try" in t and t.endswith("connection refused") for t in told)
 
@@ -49,6 +49,6 @@ async def test_the_last_state_of_a_run_is_shown(client: Client, stages: Stages) 
     run = await Perdure(client).start_run(
         RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
     )
-    await follow.follow(run, seen.append)
+    await run_follower.follow(run, seen.append)
 
     assert (seen[-1].progress.state, seen[-1].progress.done) == ("done", 2)

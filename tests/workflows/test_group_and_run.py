@@ -14,10 +14,10 @@ from temporalio.client import (
 )
 from temporalio.exceptions import ApplicationError
 
-from perdure.client import names
-from perdure.client.api import Perdure
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
-from perdure.rollouts.messages import (
+from perdure.rollouts.activity_messages import (
     WORKER_EVICTED,
     AgentRun,
     Attempt,
@@ -36,9 +36,9 @@ from perdure.types import (
     RolloutStatus,
     RunRequest,
 )
-from tests.stack.waiting import PATIENCE_S, until
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
+from tests.stack.wait_until import PATIENCE_S, until
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 
@@ -96,7 +96,7 @@ async def test_starting_a_group_twice_joins_it(
     perdure = Perdure(client)
     first = await perdure.start_group(request)
     await first.result()
-    with caplog.at_level("WARNING", "perdure.client.api"):
+    with caplog.at_level("WARNING", "perdure.client.sdk"):
         again = await perdure.start_group(request)
 
     episodes = [e async for e in again.episodes()]
@@ -159,7 +159,10 @@ async def test_what_was_started_as_something_else_is_not_joined(
     if by_hand:  # as Temporal's own command starts it: JSON with the fields that a person wrote
         given = first.model_dump(mode="json", exclude_unset=True)
         await client.start_workflow(
-            names.RUN, given, id=first.workflow_id, task_queue=names.WORKFLOWS_QUEUE
+            temporal_names.RUN,
+            given,
+            id=first.workflow_id,
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
         )
     else:
         await perdure.start_run(first)
@@ -641,7 +644,7 @@ async def test_a_run_buys_no_more_than_its_budget(
             prompt_tokens=900,
         )
 
-    monkeypatch.setattr("workflows.run.SHARD", shard)
+    monkeypatch.setattr("workflows.run_workflow.SHARD", shard)
     stages.override["emit_episode"] = emit
     stages.instances = tuple(f"toy/add-{k}" for k in range(8))
     asked = _run(concurrency=1).model_copy(update={"budget": Budget(tokens=1500)})
@@ -856,7 +859,7 @@ async def test_a_large_run_is_cut_into_shards(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More instances than one shard holds: each runs exactly once, and the counts add up."""
-    monkeypatch.setattr("workflows.run.SHARD", 4)
+    monkeypatch.setattr("workflows.run_workflow.SHARD", 4)
     stages.instances = tuple(f"toy/add-{k}" for k in range(10))
     run = await Perdure(client).start_run(_run(concurrency=4))
     await run.result()

@@ -14,10 +14,10 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
-from activities.stand_in import StandIn
-from perdure.client import names
-from perdure.client.api import Perdure
-from perdure.rollouts.messages import (
+from activities.lost_host_activities import StandIn
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import (
     WORKER_EVICTED,
     AgentRun,
     Attempt,
@@ -25,12 +25,12 @@ from perdure.rollouts.messages import (
     HostState,
     Term,
 )
-from perdure.rollouts.sandbox.term import first_term
-from perdure.storage.local import LocalStore
+from perdure.rollouts.sandbox.host_term import first_term
+from perdure.storage.local_store import LocalStore
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus
-from tests.stack.waiting import until
-from tests.workflows.stages import Stages
-from workers.orchestration import checking_runner, workflow_worker
+from tests.stack.wait_until import until
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import checking_runner, workflow_worker
 
 HOST = "host-1"
 TERM = Term(host=HOST, silent_s=4)
@@ -63,7 +63,7 @@ class HostLife:
     @asynccontextmanager
     async def shown(self, client: Client) -> AsyncIterator[None]:
         async with Worker(
-            client, task_queue=names.life_queue(HOST), activities=[self.serve, self.begin]
+            client, task_queue=temporal_names.life_queue(HOST), activities=[self.serve, self.begin]
         ):
             yield
 
@@ -86,11 +86,14 @@ async def _asked_about(
     async with AsyncExitStack() as workers:
         for worker in (
             workflow_worker(client, checking_runner()),
-            Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in]),
+            Worker(client, task_queue=temporal_names.LOST_HOSTS_QUEUE, activities=[stand_in]),
         ):
             await workers.enter_async_context(worker)
         handle = await client.start_workflow(
-            names.HOST, TERM, id=names.host_id(HOST), task_queue=names.WORKFLOWS_QUEUE
+            temporal_names.HOST,
+            TERM,
+            id=temporal_names.host_id(HOST),
+            task_queue=temporal_names.WORKFLOWS_QUEUE,
         )
         yield handle
         await handle.terminate()
@@ -123,7 +126,7 @@ async def _own_worker(client: Client) -> AsyncIterator[list[int]]:
         return AgentRun(end=AgentEnd.FINISHED)
 
     stages.override["run_agent"] = run
-    queue = names.host_queue(HOST)
+    queue = temporal_names.host_queue(HOST)
     async with Worker(client, task_queue=queue, activities=stages.activities()):
         yield seen
 
@@ -140,7 +143,12 @@ async def test_rollouts_of_a_silent_host_move(
         return Booted(host=HOST if attempt.attempt == 1 else None)
 
     stages.override["boot_sandbox"] = boot
-    queues = (names.BOOT_QUEUE, names.AGENT_QUEUE, names.GRADE_QUEUE, names.IO_QUEUE)
+    queues = (
+        temporal_names.BOOT_QUEUE,
+        temporal_names.AGENT_QUEUE,
+        temporal_names.GRADE_QUEUE,
+        temporal_names.IO_QUEUE,
+    )
     async with AsyncExitStack() as workers:
         for queue in queues:
             worker = Worker(client, task_queue=queue, activities=stages.activities())
@@ -156,7 +164,10 @@ async def test_rollouts_of_a_silent_host_move(
     sent = [
         event.activity_task_scheduled_event_attributes.task_queue.name for event in history.events
     ]
-    assert (sent.count(names.host_queue(HOST)), sent.count(names.upkeep_queue(HOST))) == (1, 0)
+    assert (
+        sent.count(temporal_names.host_queue(HOST)),
+        sent.count(temporal_names.upkeep_queue(HOST)),
+    ) == (1, 0)
     assert await _is(host, lost=True, number=1)
     assert await first_term(store, HOST) == 1
 
@@ -192,7 +203,7 @@ async def test_a_host_that_comes_back_begins_anew(
                 "run_agent",
                 Attempt(request=REQUEST, attempt=1),
                 id="own",
-                task_queue=names.host_queue(HOST),
+                task_queue=temporal_names.host_queue(HOST),
                 start_to_close_timeout=TIMEOUT,
             )
 

@@ -10,13 +10,13 @@ import pytest
 from temporalio.client import Client
 
 from perdure.cli.main import invoke
-from perdure.client import connection
-from perdure.client.api import Perdure
-from perdure.client.episodes import read_episodes
+from perdure.client import temporal_client
+from perdure.client.episode_reader import read_episodes
+from perdure.client.sdk import Perdure
 from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
-from perdure.storage import keys
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 from perdure.storage.base import open_store
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests.stored_episodes import store_episode
@@ -57,8 +57,10 @@ async def test_a_run_that_temporal_has_forgotten_is_shown_from_the_store(
     monkeypatch.setenv("TEMPORAL_NAMESPACE", client.namespace)
     store = open_store(Settings(home=tmp_path))
     run = RunRequest(run_id="r", instances=("toy/a",), n_samples=3)
-    await store.put(keys.run("r"), json.dumps({"request": run.model_dump(mode="json")}).encode())
-    await store.put(keys.run_instances("r"), b'["toy/a"]')
+    await store.put(
+        store_keys.run("r"), json.dumps({"request": run.model_dump(mode="json")}).encode()
+    )
+    await store.put(store_keys.run_instances("r"), b'["toy/a"]')
     parts = EpisodeParts(
         request=RolloutRequest(run_id="r", instance="toy/a"),
         status=RolloutStatus.FAILED,
@@ -83,7 +85,7 @@ async def test_a_namespace_that_is_not_there_is_one_line(
     client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error comes when the connection is made, not with the first call."""
-    monkeypatch.setattr(connection, "NAMESPACE_PATIENCE_S", 0.0)
+    monkeypatch.setattr(temporal_client, "NAMESPACE_PATIENCE_S", 0.0)
     monkeypatch.setenv("TEMPORAL_NAMESPACE", "elsewhere")
     address = client.service_client.config.target_host
 

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 from temporalio.client import Client, WorkflowFailureError
 
-from perdure.client.api import Perdure
-from perdure.client.sync import Perdure as SyncPerdure
+from perdure.client.sdk import Perdure
+from perdure.client.sync_client import Perdure as SyncPerdure
 from perdure.errors import Cancelled, NoResult, NotFound
 from perdure.types import GroupRequest, RolloutRequest
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop", heartbeat_timeout_s=30.0)
 

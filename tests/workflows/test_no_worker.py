@@ -16,13 +16,13 @@ from temporalio.client import (
 )
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.client.api import GroupHandle, Perdure
-from perdure.client.connection import DATA_CONVERTER
-from perdure.rollouts.messages import AgentRun
+from perdure.client.sdk import GroupHandle, Perdure
+from perdure.client.temporal_client import DATA_CONVERTER
+from perdure.rollouts.activity_messages import AgentRun
 from perdure.types import GroupRequest, RolloutRequest, RunRequest
-from tests.stack.waiting import PATIENCE_S, until
+from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows import dev_server
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 GROUP = GroupRequest(rollout=ROLLOUT, n_samples=2)

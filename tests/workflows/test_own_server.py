@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from temporalio.client import Client
 
-from perdure.client.api import Perdure
-from perdure.client.connection import connect
-from perdure.client.server import given_address, given_server
+from perdure.client.sdk import Perdure
+from perdure.client.temporal_client import connect
+from perdure.client.temporal_server import given_address, given_server
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import RolloutRequest, RolloutStatus
 from tests.certificates import Authority, Issued, issue
 from tests.temporal_proxy import TemporalProxy, proxied
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 pytestmark = pytest.mark.temporal
 

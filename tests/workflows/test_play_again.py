@@ -5,12 +5,19 @@ from typing import Any
 import pytest
 from temporalio.client import Client
 
-from perdure.client.api import Perdure
+from perdure.client.sdk import Perdure
 from perdure.errors import ConfigurationError
-from perdure.rollouts.messages import Attempt, Booted, Page, PageRequest, PreparedRun, RolloutAgain
+from perdure.rollouts.activity_messages import (
+    Attempt,
+    Booted,
+    Page,
+    PageRequest,
+    PreparedRun,
+    RolloutAgain,
+)
 from perdure.types import PlayAgain, RunRequest
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
 
 RUN = RunRequest(
     run_id="again", instances=("toy/a", "toy/b"), n_samples=2, rollout={"agent": "nop"}

@@ -8,9 +8,9 @@ import pytest
 from temporalio.client import Client, CreateScheduleInput, Interceptor, OutboundInterceptor
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.client.connection import DATA_CONVERTER
-from tests.stack.waiting import until
-from workers import process
+from perdure.client.temporal_client import DATA_CONVERTER
+from tests.stack.wait_until import until
+from workers import worker_process
 
 HOST = "host-1"
 
@@ -50,33 +50,33 @@ async def test_a_server_that_is_still_starting_is_waited_for(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that starts before its server is ready waits instead of exiting."""
-    monkeypatch.setattr(process, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(worker_process, "ASK_AGAIN_S", 0.05)
     server = StartingUp()
     early = _meeting(client, server)
 
-    await process._ensure_reaper(early, HOST, asyncio.Event())
+    await worker_process._ensure_reaper(early, HOST, asyncio.Event())
 
     found = await client.get_schedule_handle(f"perdure-reaper/{HOST}").describe()
     (interval,) = found.schedule.spec.intervals
-    assert (server.asked, interval.every) == (3, process.REAP_EVERY)
+    assert (server.asked, interval.every) == (3, worker_process.REAP_EVERY)
 
 
 async def test_a_worker_whose_schedule_exists_continues(client: Client) -> None:
     """An existing schedule, of another worker or from before a restart, is not changed."""
-    await process._ensure_reaper(client, HOST, asyncio.Event())
+    await worker_process._ensure_reaper(client, HOST, asyncio.Event())
 
     async with asyncio.timeout(60):
-        await process._ensure_reaper(client, HOST, asyncio.Event())
+        await worker_process._ensure_reaper(client, HOST, asyncio.Event())
 
 
 async def test_a_worker_that_is_told_to_stop_waits_no_longer(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After SIGTERM, a worker that waits for its server exits."""
-    monkeypatch.setattr(process, "ASK_AGAIN_S", 3600.0)
+    monkeypatch.setattr(worker_process, "ASK_AGAIN_S", 3600.0)
     server, stop = StartingUp(), asyncio.Event()
     early = _meeting(client, server)
-    waiting = asyncio.create_task(process._ensure_reaper(early, HOST, stop))
+    waiting = asyncio.create_task(worker_process._ensure_reaper(early, HOST, stop))
     await until(lambda: server.asked, "the server is asked")
     stop.set()
 
@@ -88,10 +88,10 @@ async def test_a_deleted_schedule_is_made_again(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker creates a deleted schedule again, without a restart."""
-    monkeypatch.setattr(process, "REAP_EVERY", timedelta(seconds=1))
-    await process._ensure_reaper(client, HOST, asyncio.Event())
+    monkeypatch.setattr(worker_process, "REAP_EVERY", timedelta(seconds=1))
+    await worker_process._ensure_reaper(client, HOST, asyncio.Event())
     await client.get_schedule_handle(f"perdure-reaper/{HOST}").delete()
-    keeping = asyncio.create_task(process._keep_reaper(client, HOST))
+    keeping = asyncio.create_task(worker_process._keep_reaper(client, HOST))
 
     async def is_there() -> bool:
         try:

@@ -12,10 +12,10 @@ from temporalio.client import WorkflowHistory
 from temporalio.worker import Replayer
 from temporalio.workflow import NondeterminismError
 
-from perdure.client import names
-from perdure.client.connection import DATA_CONVERTER
+from perdure.client import temporal_names
+from perdure.client.temporal_client import DATA_CONVERTER
 from tests.workflows import record_histories
-from workers.orchestration import WORKFLOWS, checking_runner
+from workers.workflow_worker import WORKFLOWS, checking_runner
 
 HISTORIES = sorted(record_histories.FOLDER.glob("*.json"))
 
@@ -30,7 +30,7 @@ def history(path: Path) -> WorkflowHistory:
 async def test_a_committed_history_replays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Today's code makes the same decisions, in the same order, from the same events."""
     if path.stem == "sharded":
-        monkeypatch.setattr("workflows.run.SHARD", record_histories.SHARD_OF_ONE)
+        monkeypatch.setattr("workflows.run_workflow.SHARD", record_histories.SHARD_OF_ONE)
     replayer = Replayer(
         workflows=WORKFLOWS,
         workflow_runner=checking_runner(),
@@ -49,7 +49,7 @@ def test_every_scenario_is_committed() -> None:
     assert {path.stem for path in HISTORIES} == recorded
 
 
-@workflow.defn(name=names.ROLLOUT, sandboxed=False)
+@workflow.defn(name=temporal_names.ROLLOUT, sandboxed=False)
 class RolloutWithoutBoot:
     """A careless change: the first activity is another one."""
 

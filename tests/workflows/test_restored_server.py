@@ -18,25 +18,25 @@ import pytest
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from activities.stand_in import LostHost, StandIn
-from perdure.client import names
-from perdure.home import host_of
-from perdure.rollouts.messages import HostState, SweepRequest, Term
-from perdure.rollouts.sandbox.term import HostTerm
-from perdure.rollouts.services import Services
-from perdure.sandboxes.reaper import SweepReport
-from perdure.settings.tree import Settings
+from activities.lost_host_activities import LostHost, StandIn
+from perdure.client import temporal_names
+from perdure.home_folder import host_of
+from perdure.rollouts.activity_messages import HostState, SweepRequest, Term
+from perdure.rollouts.sandbox.host_term import HostTerm
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes.sandbox_reaper import SweepReport
+from perdure.settings.settings_tree import Settings
 from perdure.stack import host_life
 from tests import held_ports
-from tests.paths import ROOT
-from tests.stack.waiting import until
+from tests.checkout_paths import ROOT
+from tests.stack.wait_until import until
 from tests.workflows import dev_server
-from workers.orchestration import checking_runner, workflow_worker
+from workers.workflow_worker import checking_runner, workflow_worker
 
 SILENT_S = 6.0
 KEEP_ALIVE = """
 import asyncio
-from perdure.settings.load import load_settings
+from perdure.settings.settings_loader import load_settings
 from perdure.stack.host_life import keep_alive
 asyncio.run(keep_alive(load_settings()))
 """
@@ -87,7 +87,11 @@ class Host:
                 async with AsyncExitStack() as workers:
                     for worker in (
                         workflow_worker(client, checking_runner()),
-                        Worker(client, task_queue=names.LOST_HOSTS_QUEUE, activities=[stand_in]),
+                        Worker(
+                            client,
+                            task_queue=temporal_names.LOST_HOSTS_QUEUE,
+                            activities=[stand_in],
+                        ),
                     ):
                         await workers.enter_async_context(worker)
                     yield client
@@ -100,7 +104,10 @@ class Host:
         """The host's real process. At the end it is killed, without leaving first."""
         with (self.settings.home / "logs" / "life.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "workers.host.life"], cwd=ROOT, stdout=log, stderr=log
+                [sys.executable, "-m", "workers.host.host_heartbeat"],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
             )
             try:
                 yield
@@ -127,13 +134,13 @@ class Host:
         await until(agreed, "the host serves")
 
     async def state(self, client: Client) -> HostState:
-        handle = client.get_workflow_handle(names.host_id(self.name))
+        handle = client.get_workflow_handle(temporal_names.host_id(self.name))
         state: HostState = await handle.query("state", result_type=HostState)
         return state
 
     async def is_asked_again(self, client: Client, times: int) -> None:
         """Wait until the server has noticed the silence this many times."""
-        handle = client.get_workflow_handle(names.host_id(self.name))
+        handle = client.get_workflow_handle(temporal_names.host_id(self.name))
 
         async def offered() -> bool:
             events = (await handle.fetch_history()).events
@@ -240,14 +247,14 @@ async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:
         with host.alive():
             await host.serves(client)
         async with Worker(
-            client, task_queue=names.host_queue(host.name), activities=[lost.run_agent]
+            client, task_queue=temporal_names.host_queue(host.name), activities=[lost.run_agent]
         ):
             await until(lambda: _is_lost(host, client), "the host is lost")
             answered = await client.execute_activity(
                 "sweep_sandboxes",
                 SweepRequest(),
                 id="sweep",
-                task_queue=names.upkeep_queue(host.name),
+                task_queue=temporal_names.upkeep_queue(host.name),
                 result_type=SweepReport,
                 start_to_close_timeout=timedelta(minutes=1),
             )

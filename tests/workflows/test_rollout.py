@@ -13,11 +13,11 @@ from temporalio.client import (
 )
 from temporalio.exceptions import ApplicationError, CancelledError
 
-from perdure.client import names
-from perdure.client import search_attributes as attributes
-from perdure.client.api import Perdure
+from perdure.client import search_attribute_keys as attributes
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
 from perdure.errors import NotFound
-from perdure.rollouts.messages import (
+from perdure.rollouts.activity_messages import (
     IDENTITY_DIFFERS,
     AgentRun,
     Attempt,
@@ -27,19 +27,19 @@ from perdure.rollouts.messages import (
     GradedPatch,
 )
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus
-from tests.stack.waiting import PATIENCE_S, until
-from tests.workflows.stages import Stages
-from workflows import activity_options, rollout
+from tests.stack.wait_until import PATIENCE_S, until
+from tests.workflows.scripted_stages import Stages
+from workflows import activity_options, rollout_workflow
 
 REQUEST = {"run_id": "r1", "instance": "toy/add-1", "agent": "nop"}
 
 
 async def _start(client: Client, request: Any, **options: Any) -> WorkflowHandle[Any, EpisodeRef]:
     return await client.start_workflow(
-        names.ROLLOUT,
+        temporal_names.ROLLOUT,
         request,
         id="rollout/r1/add-1/0",
-        task_queue=names.WORKFLOWS_QUEUE,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
         result_type=EpisodeRef,
         **options,
     )
@@ -230,7 +230,7 @@ async def test_an_agent_without_an_answer_is_tried_again_until_it_has_one(
 ) -> None:
     """However the agent ended after a call that the gateway could not answer, there is no verdict.
     Such attempts do not count: even more of them than `max_attempts` lead to a grade."""
-    monkeypatch.setattr(rollout, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(rollout_workflow, "FIRST_PAUSE_S", 0.01)
 
     async def unanswered(attempt: Any) -> AgentRun:
         if attempt.attempt < 5:
@@ -256,7 +256,7 @@ async def test_a_rollout_without_answers_ends_without_a_reward(
 ) -> None:
     """It gives up after its time limit, or at once if the request says so, and never with reward
     0."""
-    monkeypatch.setattr(rollout, "LONGEST_WAIT_S", limit_s)
+    monkeypatch.setattr(rollout_workflow, "LONGEST_WAIT_S", limit_s)
 
     async def unanswered(_: Any) -> AgentRun:
         return AgentRun(end=AgentEnd.FINISHED, turns=3, unanswered="the engine answered 520: no")
@@ -424,8 +424,8 @@ async def test_stages_follow_the_sandbox_to_its_host(client: Client, stages: Sta
         if event.HasField("activity_task_scheduled_event_attributes")
     }  # fmt: skip
     assert (scheduled["run_agent"], scheduled["capture_diff"]) == (
-        names.host_queue("host-1"),
-        names.upkeep_queue("host-1"),
+        temporal_names.host_queue("host-1"),
+        temporal_names.upkeep_queue("host-1"),
     )
 
 
@@ -541,7 +541,7 @@ async def test_a_refused_input_is_listed_under_its_run(
 ) -> None:
     """A refused input is listed by the run id in the input or in the workflow id."""
     handle: WorkflowHandle[Any, Any] = await client.start_workflow(
-        names.ROLLOUT, input_, id=workflow_id, task_queue=names.WORKFLOWS_QUEUE
+        temporal_names.ROLLOUT, input_, id=workflow_id, task_queue=temporal_names.WORKFLOWS_QUEUE
     )
     with pytest.raises(WorkflowFailureError):
         await handle.result()
@@ -556,9 +556,15 @@ async def test_a_refused_input_is_listed_under_its_run(
 @pytest.mark.parametrize(
     ("workflow", "input_"),
     [
-        (names.ROLLOUT, {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}),
-        (names.GROUP, {"rollout": {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}}),
-        (names.RUN, {"run_id": "r9", "instances": ["toy/add-1"], "rollout": {"agent": "nop"}}),
+        (temporal_names.ROLLOUT, {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}),
+        (
+            temporal_names.GROUP,
+            {"rollout": {"run_id": "r9", "instance": "toy/add-1", "agent": "nop"}},
+        ),
+        (
+            temporal_names.RUN,
+            {"run_id": "r9", "instances": ["toy/add-1"], "rollout": {"agent": "nop"}},
+        ),
     ],
 )
 async def test_a_request_is_refused_under_another_workflow_id(
@@ -566,7 +572,7 @@ async def test_a_request_is_refused_under_another_workflow_id(
 ) -> None:
     """No command would find it, and it could run twice at once. The message has the right id."""
     handle: WorkflowHandle[Any, Any] = await client.start_workflow(
-        workflow, input_, id=f"{workflow}-by-hand", task_queue=names.WORKFLOWS_QUEUE
+        workflow, input_, id=f"{workflow}-by-hand", task_queue=temporal_names.WORKFLOWS_QUEUE
     )
 
     with pytest.raises(WorkflowFailureError) as refused:

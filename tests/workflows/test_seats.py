@@ -12,17 +12,17 @@ import pytest
 from temporalio.client import Client
 from temporalio.worker import Worker
 
-from perdure.client import names
-from perdure.client import search_attributes as attributes
-from perdure.client.api import Perdure
-from perdure.rollouts.admission.seats import Seats
-from perdure.rollouts.messages import AgentRun, Attempt, Booted, Captured
-from perdure.rollouts.sandbox.term import HostTerm
+from perdure.client import search_attribute_keys as attributes
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure
+from perdure.rollouts.activity_messages import AgentRun, Attempt, Booted, Captured
+from perdure.rollouts.admission.host_seats import Seats
+from perdure.rollouts.sandbox.host_term import HostTerm
 from perdure.types import AgentEnd, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack.waiting import until
-from tests.workflows.stages import QUEUES, Stages
-from workers.host import seats as slots
-from workers.orchestration import checking_runner, workflow_worker
+from tests.stack.wait_until import until
+from tests.workflows.scripted_stages import QUEUES, Stages
+from workers.host import boot_slots as slots
+from workers.workflow_worker import checking_runner, workflow_worker
 from workflows import activity_options
 
 HOST = "host-1"
@@ -42,7 +42,7 @@ async def host(client: Client, seats: Seats, stages: Stages) -> AsyncIterator[No
     """A host whose boots take its seats. All other queues have enough slots."""
     async with AsyncExitStack() as workers:
         for queue in QUEUES:
-            boots = queue == names.BOOT_QUEUE
+            boots = queue == temporal_names.BOOT_QUEUE
             worker = Worker(
                 client,
                 task_queue=queue,
@@ -120,7 +120,7 @@ async def test_a_list_tells_who_waits_from_who_boots(client: Client, tmp_path: P
 
     async def boot(attempt: Attempt) -> Booted:
         rollout = client.get_workflow_handle(attempt.request.workflow_id)
-        await rollout.signal(names.BOOTING, attempt.attempt)
+        await rollout.signal(temporal_names.BOOTING, attempt.attempt)
         await told.wait()
         return Booted()
 

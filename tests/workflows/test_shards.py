@@ -7,12 +7,12 @@ import pytest
 from temporalio import workflow
 from temporalio.client import Client, WorkflowFailureError
 
-from perdure.client.api import Perdure
+from perdure.client.sdk import Perdure
 from perdure.types import RunRequest
-from tests.stack.waiting import PATIENCE_S, until
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
-from workflows.run import RunShardWorkflow
+from tests.stack.wait_until import PATIENCE_S, until
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
+from workflows.run_workflow import RunShardWorkflow
 
 RUN = RunRequest(run_id="r1", dataset="toy", rollout={"agent": "nop"})
 FIRST = f"{RUN.workflow_id}/shard/0"
@@ -21,7 +21,7 @@ FIRST = f"{RUN.workflow_id}/shard/0"
 @pytest.fixture
 def gate(stages: Stages, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Two shards of one instance each, whose agents wait."""
-    monkeypatch.setattr("workflows.run.SHARD", 1)
+    monkeypatch.setattr("workflows.run_workflow.SHARD", 1)
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = ("toy/add-0", "toy/add-1")
@@ -93,7 +93,7 @@ async def test_the_room_of_a_run_is_used_across_its_shards(
 ) -> None:
     """A shard starts as soon as the previous one has started all its rollouts. Together they have
     exactly the run's concurrency in flight, also after a resize."""
-    monkeypatch.setattr("workflows.run.SHARD", 2)
+    monkeypatch.setattr("workflows.run_workflow.SHARD", 2)
     stages.instances = tuple(f"toy/add-{k}" for k in range(7))
     run = await Perdure(client).start_run(RUN.model_copy(update={"concurrency": 1}))
     for room in (1, 3, 4):

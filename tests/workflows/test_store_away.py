@@ -10,9 +10,9 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.exceptions import ApplicationError
 
-from perdure.client.api import Perdure, RunHandle
+from perdure.client.sdk import Perdure, RunHandle
 from perdure.errors import Cancelled, NoResult
-from perdure.rollouts.messages import (
+from perdure.rollouts.activity_messages import (
     AgentRun,
     Captured,
     GradedPatch,
@@ -21,10 +21,10 @@ from perdure.rollouts.messages import (
     PreparedRun,
 )
 from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus, RunRequest
-from tests.stack.waiting import PATIENCE_S, until
-from tests.workflows.gate import Gate
-from tests.workflows.stages import Stages
-from workers.orchestration import checking_runner, workflow_worker
+from tests.stack.wait_until import PATIENCE_S, until
+from tests.workflows.activity_gate import Gate
+from tests.workflows.scripted_stages import Stages
+from workers.workflow_worker import checking_runner, workflow_worker
 from workflows import activity_options
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -126,7 +126,7 @@ async def test_a_list_that_is_lost_ends_no_rollout_in_flight(
 ) -> None:
     """The second page can never be read: the first page's rollouts are graded, then the run fails
     with a manifest."""
-    monkeypatch.setattr("workflows.window.PAGE", 2)
+    monkeypatch.setattr("workflows.rollout_window.PAGE", 2)
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(4))

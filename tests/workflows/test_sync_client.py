@@ -1,12 +1,12 @@
-"""`perdure.client.sync` gives the same answers to trainers without an event loop."""
+"""`perdure.client.sync_client` gives the same answers to trainers without an event loop."""
 
 import asyncio
 
 from temporalio.client import Client
 
-from perdure.client.sync import Perdure
+from perdure.client.sync_client import Perdure
 from perdure.types import GroupRequest, RolloutRequest
-from tests.workflows.stages import Stages
+from tests.workflows.scripted_stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
 

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 from pydantic import JsonValue
 
 from perdure.sandboxes.base import ExecStatus, Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, Instance, Sampling
 
 EXEC_ID = "agent"

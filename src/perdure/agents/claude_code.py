@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from perdure.agents import headless, npm, options, prompts, toolcache
+from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless import PROMPT
+from perdure.agents.headless_cli import PROMPT
 from perdure.errors import MissingDependency, PerdureError
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/claude-code"
@@ -34,7 +34,7 @@ CUT_OFF = re.compile(r"exceeded the \d+ output token maximum")
 """Its message after the token limit cut off four answers; `terminal_reason` is `api_error`."""
 
 
-class ClaudeCodeOptions(headless.HeadlessOptions):
+class ClaudeCodeOptions(headless_cli.HeadlessOptions):
     max_turns: int = Field(250, ge=0)
     """Limit on the main agent's model calls; 0 = none."""
     tools: tuple[str, ...] = Field(TOOLS, min_length=1)
@@ -49,24 +49,24 @@ class ClaudeCode:
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        folder = await npm.installed(tools, self.name, settings.claude_code_tarball)
+        folder = await npm_packages.installed(tools, self.name, settings.claude_code_tarball)
         if (folder / "claude").is_file():
             return (Mount(source=folder, target=MOUNT),)
         if not (folder / "cli.js").is_file():
             raise MissingDependency(
-                f"{npm.variable(self.name)} (SWE_HOST_CC_TARBALL) names {settings.claude_code_tarball}, "
+                f"{npm_packages.variable(self.name)} (SWE_HOST_CC_TARBALL) names {settings.claude_code_tarball}, "
                 "which has neither the program `claude` nor `cli.js`: name the native package "
                 "@anthropic-ai/claude-code-linux-x64, or one that runs on Node"
             )
         try:
-            node = await npm.installed(tools, "node", settings.node_tarball)
+            node = await npm_packages.installed(tools, "node", settings.node_tarball)
         except PerdureError as error:
             raise MissingDependency(
-                f"{npm.variable(self.name)} (SWE_HOST_CC_TARBALL) names a package that needs Node: name "
-                f"Node's tarball in {npm.variable('node')} (SWE_HOST_NODE_TARBALL), or the native package "
+                f"{npm_packages.variable(self.name)} (SWE_HOST_CC_TARBALL) names a package that needs Node: name "
+                f"Node's tarball in {npm_packages.variable('node')} (SWE_HOST_NODE_TARBALL), or the native package "
                 f"@anthropic-ai/claude-code-linux-x64; {error}"
             ) from error
-        start = await toolcache.built(tools, "claude_code_on_node", ON_NODE, _write_start)
+        start = await tool_cache.built(tools, "claude_code_on_node", ON_NODE, _write_start)
         return (
             Mount(source=start, target=MOUNT),
             Mount(source=folder, target=PACKAGE),
@@ -74,17 +74,17 @@ class ClaudeCode:
         )
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, ClaudeCodeOptions, task.options)
-        fixed = _connection(headless.gateway_of(self.name, task), task)
-        env = headless.environment(_behaviour(task, chosen), fixed, chosen.extra_env)
+        chosen = agent_options.parse(self.name, ClaudeCodeOptions, task.options)
+        fixed = _connection(headless_cli.gateway_of(self.name, task), task)
+        env = headless_cli.environment(_behaviour(task, chosen), fixed, chosen.extra_env)
         return Launch(
-            argv=headless.with_prompt((f"{MOUNT}/claude", *_flags(task, chosen))),
+            argv=headless_cli.with_prompt((f"{MOUNT}/claude", *_flags(task, chosen))),
             env=env,
-            files={PROMPT: prompts.render(chosen.prompt_template, task).encode()},
+            files={PROMPT: prompt_template.render(chosen.prompt_template, task).encode()},
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        if (early := headless.early_end(evidence)) is not None:
+        if (early := headless_cli.early_end(evidence)) is not None:
             return early
         result = _last_result(evidence.stdout_tail)
         if str(result.get("terminal_reason")) in LIMITS or CUT_OFF.search(
@@ -165,5 +165,5 @@ def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
 
 def _last_result(stdout: bytes) -> dict[str, Any]:
     """The last result; with a background task, Claude Code prints two."""
-    found = (event for event in headless.events(stdout) if event.get("type") == "result")
+    found = (event for event in headless_cli.events(stdout) if event.get("type") == "result")
     return next(found, {})

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from perdure.agents import headless, npm, options, prompts
+from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless import PROMPT
+from perdure.agents.headless_cli import PROMPT
 from perdure.errors import AgentError
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/codex"
@@ -31,30 +31,30 @@ class Codex:
     artifacts: ClassVar[tuple[str, ...]] = (LAST_MESSAGE,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        folder = await npm.installed(tools, self.name, settings.codex_tarball)
+        folder = await npm_packages.installed(tools, self.name, settings.codex_tarball)
         programs = [found.parent.parent for found in folder.glob("vendor/*/bin/codex")]
         if len(programs) != 1:
             raise AgentError(f"{folder}: not a package of {self.name} for one platform")
         return (Mount(source=programs[0], target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, headless.HeadlessOptions, task.options)
-        gateway_url = headless.gateway_of(self.name, task)
+        chosen = agent_options.parse(self.name, headless_cli.HeadlessOptions, task.options)
+        gateway_url = headless_cli.gateway_of(self.name, task)
         flags = ("--json", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         command = (f"{MOUNT}/bin/codex", "exec", *flags, "-o", LAST_MESSAGE, *chosen.extra_args)
-        env = headless.environment({}, {KEY: task.session_key, "HOME": HOME}, chosen.extra_env)
+        env = headless_cli.environment({}, {KEY: task.session_key, "HOME": HOME}, chosen.extra_env)
         return Launch(
-            argv=headless.with_prompt((*command, "-")),
+            argv=headless_cli.with_prompt((*command, "-")),
             env=env,
             files={
-                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 CONFIG: _toml(_configuration(gateway_url, task, chosen)),
                 f"{EVIDENCE}/.keep": b"",
             },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        if (early := headless.early_end(evidence)) is not None:
+        if (early := headless_cli.early_end(evidence)) is not None:
             return early
         if evidence.status.ok and _last(evidence.stdout_tail, "turn.completed"):
             return AgentEnd.FINISHED
@@ -65,7 +65,7 @@ class Codex:
 
 
 def _configuration(
-    gateway_url: str, task: AgentTask, chosen: headless.HeadlessOptions
+    gateway_url: str, task: AgentTask, chosen: headless_cli.HeadlessOptions
 ) -> dict[str, Any]:
     """Its own settings file. It contains no key, because files are kept as evidence."""
     window = chosen.window(task)
@@ -105,5 +105,5 @@ def _line(name: str, value: object) -> str:
 
 
 def _last(stdout: bytes, kind: str) -> dict[str, Any]:
-    found = (event for event in headless.events(stdout) if event.get("type") == kind)
+    found = (event for event in headless_cli.events(stdout) if event.get("type") == kind)
     return next(found, {})

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from perdure.agents import options, prompts, toolcache
+from perdure.agents import agent_options, prompt_template, tool_cache
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, Request
 
 MOUNT = "/opt/mini-swe-agent"
@@ -38,8 +38,8 @@ GAVE_UP = {"RepeatedFormatError"}
 class MiniSweAgentOptions(Request):
     step_limit: int = Field(250, ge=0)
     """Limit on model calls; 0 = none. 250 is the agent's own setting for SWE-bench."""
-    prompt_template: str = prompts.DEFAULT_TEMPLATE
-    """The prompt, with the placeholders of `perdure.agents.prompts`."""
+    prompt_template: str = prompt_template.DEFAULT_TEMPLATE
+    """The prompt, with the placeholders of `perdure.agents.prompt_template`."""
     client: Literal["litellm", "direct"] = "litellm"
     """How it calls the model: through litellm, its own default, or with the same request through
     `requests`, which saves the import of litellm (1.5 CPU-seconds per rollout)."""
@@ -53,12 +53,12 @@ class MiniSweAgent:
     artifacts: ClassVar[tuple[str, ...]] = (TRAJECTORY,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        recipe = "\n".join((toolcache.python_identity(), LOCK.read_text(), DIRECT.read_text()))
-        folder = await toolcache.built(tools, self.name, recipe, _build)
+        recipe = "\n".join((tool_cache.python_identity(), LOCK.read_text(), DIRECT.read_text()))
+        folder = await tool_cache.built(tools, self.name, recipe, _build)
         return (Mount(source=folder, target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, MiniSweAgentOptions, task.options)
+        chosen = agent_options.parse(self.name, MiniSweAgentOptions, task.options)
         if task.gateway_url is None:
             raise ConfigurationError(f"{self.name} needs a gateway: start one with `perdure up`")
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
@@ -87,7 +87,7 @@ class MiniSweAgent:
 
 
 def _build(folder: Path) -> None:
-    toolcache.make_virtual_environment(folder, LOCK)
+    tool_cache.make_virtual_environment(folder, LOCK)
     shutil.copyfile(DIRECT, folder / PACKAGES / "perdure_direct.py")
 
 
@@ -104,7 +104,7 @@ def _configuration(task: AgentTask, chosen: MiniSweAgentOptions) -> dict[str, An
     if chosen.client == "direct":
         model |= {"model_class": "perdure_direct.DirectModel", "model_name": task.model}
     return {
-        "run": {"task": prompts.render(chosen.prompt_template, task)},
+        "run": {"task": prompt_template.render(chosen.prompt_template, task)},
         "agent": {"step_limit": chosen.step_limit, "cost_limit": 0.0},
         "environment": {"timeout": COMMAND_TIMEOUT_S},
         "model": model,

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import ClassVar
 
-from perdure.agents import options
+from perdure.agents import agent_options
 from perdure.agents.base import AgentTask, Evidence, Launch
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 
@@ -21,7 +21,7 @@ class Nop:
 
     def launch(self, task: AgentTask) -> Launch:
         """Raises: ConfigurationError on any option."""
-        options.parse(self.name, options.NoOptions, task.options)
+        agent_options.parse(self.name, agent_options.NoOptions, task.options)
         return Launch(argv=("true",))
 
     def classify(self, evidence: Evidence) -> AgentEnd:

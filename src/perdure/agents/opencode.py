@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import headless, npm, options, prompts
+from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless import PROMPT
+from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/opencode"
@@ -29,7 +29,7 @@ NO_SUMMARY = "Tool call not allowed while generating summary"
 is graded."""
 
 
-class OpencodeOptions(headless.HeadlessOptions):
+class OpencodeOptions(headless_cli.HeadlessOptions):
     max_steps: int = Field(250, ge=0)
     """Limit on the main agent's model calls; 0 = none. opencode lets the last one use no tools."""
 
@@ -40,28 +40,28 @@ class Opencode:
     artifacts: ClassVar[tuple[str, ...]] = (CONFIG,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        folder = await npm.installed(tools, self.name, settings.opencode_tarball)
+        folder = await npm_packages.installed(tools, self.name, settings.opencode_tarball)
         return (Mount(source=folder, target=MOUNT),)
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, OpencodeOptions, task.options)
-        gateway_url = headless.gateway_of(self.name, task)
+        chosen = agent_options.parse(self.name, OpencodeOptions, task.options)
+        gateway_url = headless_cli.gateway_of(self.name, task)
         flags = ("--format", "json", "-m", f"{PROVIDER}/{task.model}", "--title", TITLE)
         command = (f"{MOUNT}/bin/opencode", "run", *flags, *chosen.extra_args)
         fixed = {KEY: task.session_key, "HOME": HOME, "OPENCODE_CONFIG": CONFIG}
         return Launch(
-            argv=headless.with_prompt(command),
-            env=headless.environment(_behaviour(), fixed, chosen.extra_env),
+            argv=headless_cli.with_prompt(command),
+            env=headless_cli.environment(_behaviour(), fixed, chosen.extra_env),
             files={
-                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 CONFIG: json.dumps(_configuration(gateway_url, task, chosen)).encode(),
             },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        if (early := headless.early_end(evidence)) is not None:
+        if (early := headless_cli.early_end(evidence)) is not None:
             return early
-        log = list(headless.events(evidence.stdout_tail))
+        log = list(headless_cli.events(evidence.stdout_tail))
         steps = _steps_allowed(evidence.files.get(CONFIG, b""))
         if steps and sum(event.get("type") == "step_finish" for event in log) >= steps:
             return AgentEnd.LIMIT

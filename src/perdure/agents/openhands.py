@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import headless, options, prompts, toolcache
+from perdure.agents import agent_options, headless_cli, prompt_template, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless import PROMPT
+from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/openhands"
@@ -31,7 +31,7 @@ PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
 LIMITS = {"MaxIterationsReached", "LLMContextWindowExceedError"}
 
 
-class OpenhandsOptions(headless.HeadlessOptions):
+class OpenhandsOptions(headless_cli.HeadlessOptions):
     max_steps: int = Field(250, ge=1)
     """Limit on the agent's steps."""
 
@@ -43,37 +43,37 @@ class Openhands:
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         python = await asyncio.to_thread(
-            toolcache.find_python, "3.12", settings.openhands_python, PYTHON
+            tool_cache.find_python, "3.12", settings.openhands_python, PYTHON
         )
         recipe = "\n".join((python.identity, LOCK.read_text(), RUNNER.read_text()))
-        folder = await toolcache.built(tools, self.name, recipe, lambda to: _build(to, python))
+        folder = await tool_cache.built(tools, self.name, recipe, lambda to: _build(to, python))
         program = Mount(source=folder, target=MOUNT)
         if python.prefix.is_relative_to("/usr"):  # every sandbox has /usr
             return (program,)
         return (program, Mount(source=python.prefix, target=str(python.prefix)))
 
     def check_host(self, settings: AgentSettings) -> None:
-        toolcache.find_python("3.12", settings.openhands_python, PYTHON)
+        tool_cache.find_python("3.12", settings.openhands_python, PYTHON)
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, OpenhandsOptions, task.options)
-        gateway_url = headless.gateway_of(self.name, task)
+        chosen = agent_options.parse(self.name, OpenhandsOptions, task.options)
+        gateway_url = headless_cli.gateway_of(self.name, task)
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
         command = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}", SETTINGS)
         fixed = {KEY: task.session_key, "HOME": HOME}
         return Launch(
-            argv=headless.with_prompt((*command, *chosen.extra_args)),
-            env=headless.environment(BEHAVIOUR, fixed, chosen.extra_env),
+            argv=headless_cli.with_prompt((*command, *chosen.extra_args)),
+            env=headless_cli.environment(BEHAVIOUR, fixed, chosen.extra_env),
             files={
-                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
             },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        if (early := headless.early_end(evidence)) is not None:
+        if (early := headless_cli.early_end(evidence)) is not None:
             return early
-        log = list(headless.events(evidence.stdout_tail))
+        log = list(headless_cli.events(evidence.stdout_tail))
         status = next((e.get("status") for e in log if e.get("kind") == "perdure_end"), None)
         failures = [e for e in log if e.get("kind") == "ConversationErrorEvent"]
         if failures and str(failures[0].get("code")) in LIMITS:
@@ -93,8 +93,8 @@ BEHAVIOUR: Mapping[str, str] = {
 }
 
 
-def _build(folder: Path, python: toolcache.Python) -> None:
-    toolcache.make_virtual_environment(folder, LOCK, str(python.executable))
+def _build(folder: Path, python: tool_cache.Python) -> None:
+    tool_cache.make_virtual_environment(folder, LOCK, str(python.executable))
     shutil.copyfile(RUNNER, folder / RUNNER.name)
 
 

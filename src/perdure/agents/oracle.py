@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import ClassVar
 
-from perdure.agents import options
+from perdure.agents import agent_options
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.errors import InstanceError
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 GOLD = f"{HOME}/gold.patch"
@@ -28,7 +28,7 @@ class Oracle:
 
     def launch(self, task: AgentTask) -> Launch:
         """Raises: ConfigurationError on any option; InstanceError without a gold patch."""
-        options.parse(self.name, options.NoOptions, task.options)
+        agent_options.parse(self.name, agent_options.NoOptions, task.options)
         script = task.instance.gold_script
         if "solve.sh" in script and not task.instance.gold_patch:
             files = {f"{SOLUTION}/{name}": data for name, data in script.items()}

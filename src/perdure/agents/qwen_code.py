@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import headless, npm, options, prompts
+from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless import PROMPT
+from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/qwen-code"
@@ -26,7 +26,7 @@ API_ERROR, CONTEXT = "[API Error:", "maximum context length"
 _BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # otherwise it restarts itself with more memory
 
 
-class QwenCodeOptions(headless.HeadlessOptions):
+class QwenCodeOptions(headless_cli.HeadlessOptions):
     max_turns: int = Field(250, ge=0)
     """Limit on the main agent's model calls; 0 = none."""
 
@@ -37,13 +37,13 @@ class QwenCode:
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        program = await npm.installed(tools, self.name, settings.qwen_code_tarball)
-        node = await npm.installed(tools, "node", settings.node_tarball)
+        program = await npm_packages.installed(tools, self.name, settings.qwen_code_tarball)
+        node = await npm_packages.installed(tools, "node", settings.node_tarball)
         return (Mount(source=program, target=MOUNT), Mount(source=node, target=NODE))
 
     def launch(self, task: AgentTask) -> Launch:
-        chosen = options.parse(self.name, QwenCodeOptions, task.options)
-        gateway_url = headless.gateway_of(self.name, task)
+        chosen = agent_options.parse(self.name, QwenCodeOptions, task.options)
+        gateway_url = headless_cli.gateway_of(self.name, task)
         fixed = {
             "OPENAI_BASE_URL": f"{gateway_url}/v1",
             "OPENAI_API_KEY": task.session_key,
@@ -53,22 +53,22 @@ class QwenCode:
         turns = ("--max-session-turns", str(chosen.max_turns)) if chosen.max_turns else ()
         flags = ("--yolo", "--output-format", "stream-json", "--auth-type", "openai")
         return Launch(
-            argv=headless.with_prompt(
+            argv=headless_cli.with_prompt(
                 (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns, *chosen.extra_args)
             ),
-            env=headless.environment(_BEHAVIOUR, fixed, chosen.extra_env),
+            env=headless_cli.environment(_BEHAVIOUR, fixed, chosen.extra_env),
             files={
-                PROMPT: prompts.render(chosen.prompt_template, task).encode(),
+                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 SETTINGS: json.dumps(_settings(task, chosen)).encode(),
             },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
-        if (early := headless.early_end(evidence)) is not None:
+        if (early := headless_cli.early_end(evidence)) is not None:
             return early
         if evidence.status.code == TOO_MANY_TURNS:
             return AgentEnd.LIMIT
-        log = list(headless.events(evidence.stdout_tail))
+        log = list(headless_cli.events(evidence.stdout_tail))
         result = next((event for event in log if event.get("type") == "result"), {})
         if not evidence.status.ok or result.get("is_error") is not False:
             return AgentEnd.CRASHED

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.settings import environment
+from perdure.settings import process_environment
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -93,6 +93,6 @@ def me() -> str:
 
     `uv run` puts `perdure` on PATH for its own child only.
     """
-    if not environment.foreign("UV_RUN_RECURSION_DEPTH"):
+    if not process_environment.foreign("UV_RUN_RECURSION_DEPTH"):
         return "perdure"
     return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"

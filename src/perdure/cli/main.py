@@ -14,7 +14,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from perdure.settings import environment
+from perdure.settings import process_environment
 
 COMMANDS = {
     "run": ("perdure.cli.commands.run:run", "Run an agent on instances, or join the run again."),
@@ -31,19 +31,22 @@ COMMANDS = {
         "perdure.cli.commands.show:show",
         "Show one rollout: stages, attempts, grade, patch, turns.",
     ),
-    "pause": ("perdure.cli.commands.control:pause", "Start no more rollouts of a run."),
-    "resume": ("perdure.cli.commands.control:resume", "Continue a paused run."),
-    "resize": ("perdure.cli.commands.control:resize", "Change how many rollouts are in flight."),
+    "pause": ("perdure.cli.commands.pause_resume_cancel:pause", "Start no more rollouts of a run."),
+    "resume": ("perdure.cli.commands.pause_resume_cancel:resume", "Continue a paused run."),
+    "resize": (
+        "perdure.cli.commands.pause_resume_cancel:resize",
+        "Change how many rollouts are in flight.",
+    ),
     "cancel": (
-        "perdure.cli.commands.control:cancel",
+        "perdure.cli.commands.pause_resume_cancel:cancel",
         "Cancel a run or one rollout; its files are kept.",
     ),
     "retry": (
-        "perdure.cli.commands.again:retry",
+        "perdure.cli.commands.retry:retry",
         "Run a run's failed or chosen rollouts again.",
     ),
     "regrade": (
-        "perdure.cli.commands.again:regrade",
+        "perdure.cli.commands.retry:regrade",
         "Grade a run's patches again, without the agent.",
     ),
     "grade": (
@@ -67,15 +70,18 @@ COMMANDS = {
         "Build, import, list and show instances.",
     ),
     "engines": (
-        "perdure.cli.commands.engines.group:engines",
+        "perdure.cli.commands.engines.engine_commands:engines",
         "Start engines on Ray; list, add, drain, remove.",
     ),
     "workers": (
         "perdure.cli.commands.workers:workers",
         "Run one worker on every node of a Ray cluster.",
     ),
-    "up": ("perdure.cli.commands.stack:up", "Start Temporal, the gateway and the workers here."),
-    "down": ("perdure.cli.commands.stack:down", "Stop everything that `up` started."),
+    "up": (
+        "perdure.cli.commands.up_and_down:up",
+        "Start Temporal, the gateway and the workers here.",
+    ),
+    "down": ("perdure.cli.commands.up_and_down:down", "Stop everything that `up` started."),
     "doctor": (
         "perdure.cli.commands.doctor:doctor",
         "Check this machine: what works, what is missing.",
@@ -181,11 +187,11 @@ def invoke(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if environment.debug():
+        if process_environment.debug():
             raise
-        from perdure.stack import failures
+        from perdure.stack import error_lines
 
-        code, line = failures.explain(error)
+        code, line = error_lines.explain(error)
         return _fail(code, line, args)
 
 

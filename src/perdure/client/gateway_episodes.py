@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
-from perdure.home import episodes_token
+from perdure.home_folder import episodes_token
 from perdure.storage.base import Stored
 from perdure.types import EpisodeRef
 

@@ -1,6 +1,6 @@
 """Environment variables of slime and its coding-agent example, used as defaults of a request.
 
-`perdure.settings.aliases` says which field each variable sets. A field that the request sets
+`perdure.settings.variable_aliases` says which field each variable sets. A field that the request sets
 overrides the variable.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from perdure.errors import ConfigurationError
-from perdure.settings.aliases import FIELDS, Alias
-from perdure.settings.environment import variables
+from perdure.settings.process_environment import variables
+from perdure.settings.variable_aliases import FIELDS, Alias
 from perdure.types import RolloutRequest, RunRequest
 
 

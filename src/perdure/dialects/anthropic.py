@@ -10,8 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
-from perdure.dialects.bodies import BODIES, translated
-from perdure.dialects.fields import MAX_MESSAGES, MAX_TOOLS, Fields, joined, name_header, read_json
+from perdure.dialects.json_fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    joined,
+    name_header,
+    read_json,
+)
+from perdure.dialects.request_body_cache import BODIES, translated
 from perdure.types import Purpose
 
 AGENT_HEADER = "x-claude-code-agent-id"

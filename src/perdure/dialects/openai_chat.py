@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
-from perdure.dialects.bodies import BODIES, translated
-from perdure.dialects.fields import MAX_MESSAGES, MAX_TOOLS, Fields, bad, name_header
+from perdure.dialects.json_fields import MAX_MESSAGES, MAX_TOOLS, Fields, bad, name_header
+from perdure.dialects.request_body_cache import BODIES, translated
 from perdure.types import Purpose
 
 ROLES = {

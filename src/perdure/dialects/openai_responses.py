@@ -13,8 +13,15 @@ from typing import Any, NamedTuple
 
 from perdure.dialects import openai_chat
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
-from perdure.dialects.bodies import BODIES, translated
-from perdure.dialects.fields import MAX_MESSAGES, MAX_TOOLS, Fields, joined, name_header, read_json
+from perdure.dialects.json_fields import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Fields,
+    joined,
+    name_header,
+    read_json,
+)
+from perdure.dialects.request_body_cache import BODIES, translated
 from perdure.types import Purpose
 
 KIND_HEADER, THREAD_HEADER = "x-openai-subagent", "thread-id"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
 
 if TYPE_CHECKING:
-    from perdure.engines.pool.call import GenerateCall
+    from perdure.engines.pool.completion_call import GenerateCall
 
 TOO_STALE = "policy_too_stale"
 """Error code if every engine serves newer weights than the session's group accepts."""

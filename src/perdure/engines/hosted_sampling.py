@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from perdure.errors import ConfigurationError
-from perdure.settings import environment
+from perdure.settings import process_environment
 from perdure.types import Sampling
 
 OPENAI = frozenset(
@@ -63,5 +63,5 @@ def hosted_kind(engine: Mapping[str, str]) -> str:
         return kind
     hosted = (one for one in ("openai", "anthropic") if kind == "auto" and url)
     return next(
-        (one for one in hosted if environment.foreign(f"{one.upper()}_BASE_URL") == url), ""
+        (one for one in hosted if process_environment.foreign(f"{one.upper()}_BASE_URL") == url), ""
     )

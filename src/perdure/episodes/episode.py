@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from perdure.agents.locked_version import locked_version
-from perdure.episodes.accounting import TrajectoryCounts, count, count_trajectory
-from perdure.episodes.segments import RewardShare, share
-from perdure.storage import keys, stored_json
+from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
+from perdure.episodes.trajectory_segments import RewardShare, share
+from perdure.storage import store_keys, stored_json
 from perdure.types import (
     DEFAULT_MODEL,
     AgentEnd,
@@ -255,7 +255,7 @@ class Episode(Frozen):
             outcome=self.outcome,
             attempt=len(self.attempts),
             finished_at=self.regraded_at or self.finished_at,
-            key=keys.earlier_episode(self.key, self.provenance.workflow_run_id),
+            key=store_keys.earlier_episode(self.key, self.provenance.workflow_run_id),
         )
 
     @property
@@ -279,7 +279,9 @@ class Episode(Frozen):
     @property
     def key(self) -> str:
         """Its key in the store."""
-        return f"{keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
+        return (
+            f"{store_keys.rollout(self.run_id, self.instance_id, self.sample_index)}/episode.json"
+        )
 
     def ref(self, store_url: str) -> EpisodeRef:
         """The reference and the few facts that pass through workflows."""
@@ -372,7 +374,7 @@ def build_episode(parts: EpisodeParts, segments: Sequence[Segment]) -> Episode:
         earlier=(*parts.earlier.earlier, parts.earlier.as_earlier()) if parts.earlier else (),
         attempts=tuple(parts.attempts),
         damaged=tuple(parts.damaged),
-        tokens_key=keys.episode_tokens(request),
+        tokens_key=store_keys.episode_tokens(request),
         provenance=_provenance(parts),
     )
 

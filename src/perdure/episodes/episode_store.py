@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
-from perdure.episodes.segments import RewardShare, SegmentMode, cut
+from perdure.episodes.trajectory_segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
-from perdure.storage import keys, stored_json
+from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Reads, Store, Stored
 from perdure.types import RolloutRequest
 
@@ -65,7 +65,7 @@ async def _keep_earlier(store: Store, earlier: Episode, data: bytes, *, is_fulle
 
 async def read_episode(store: Store, request: RolloutRequest) -> Episode | None:
     """The rollout's episode; None if it has not finished."""
-    key = keys.episode(request)
+    key = store_keys.episode(request)
     stored = await _stored(store, key)
     return parse_episode(key, stored.data) if stored is not None else None
 
@@ -127,7 +127,7 @@ async def scan_run_as(
 
 async def episode_keys(store: Store, run_id: str) -> AsyncIterator[str]:
     """The keys of a run's episodes."""
-    async for key in store.list(keys.rollouts(run_id)):
+    async for key in store.list(store_keys.rollouts(run_id)):
         if _is_episode(key):
             yield key
 

@@ -1,6 +1,6 @@
 """Writes a run as one file for a trainer: JSON lines, or parquet if its name ends so.
 
-Owns the file forms of `perdure.episodes.trainers`. One line is one sample. For SkyRL, whose batches
+Owns the file forms of `perdure.episodes.trainer_formats`. One line is one sample. For SkyRL, whose batches
 are columns, one line is the `GeneratorOutput` of a group.
 """
 
@@ -12,10 +12,10 @@ from typing import Any, BinaryIO, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perdure.episodes import trainers
-from perdure.episodes.demonstrations.tokens import sft_rows
+from perdure.episodes import trainer_formats
+from perdure.episodes.demonstrations.sft_tokens import sft_rows
 from perdure.episodes.episode import Episode, EpisodeSegments
-from perdure.episodes.trainers import Row
+from perdure.episodes.trainer_formats import Row
 
 TrainerFormat = Literal["sft-tokens", "slime", "skyrl", "torchtitan", "verl"]
 
@@ -105,7 +105,7 @@ class TrainerFile:
         self._indexes = {episode.rollout_id: n for n, episode in enumerate(episodes)}
         groups = dict.fromkeys(episode.group_id for episode in episodes)
         self._groups = {group: n for n, group in enumerate(groups)}
-        self._advantages = trainers.group_advantages(episodes)
+        self._advantages = trainer_formats.group_advantages(episodes)
         self._held: list[EpisodeSegments] = []
         self._schema = pa.schema(list(COLUMNS[format].items()))
         self._parquet = (
@@ -128,7 +128,7 @@ class TrainerFile:
 
     def close(self) -> None:
         for _, group in groupby(self._held, key=lambda one: one.episode.group_id):
-            output = trainers.skyrl_output(list(group))
+            output = trainer_formats.skyrl_output(list(group))
             self._write(list(_transposed(output)) if self._parquet else [output])
         if self._parquet is not None:
             self._parquet.close()
@@ -140,11 +140,11 @@ class TrainerFile:
             return sft_rows(found)
         if self.format == "slime":
             index = self._indexes[episode.rollout_id]
-            return trainers.slime_samples(found, index=index, group_index=group)
+            return trainer_formats.slime_samples(found, index=index, group_index=group)
         if self.format == "torchtitan":
             advantage = self._advantages[episode.rollout_id]
-            return trainers.torchtitan_samples(found, group_id=group, advantage=advantage)
-        return trainers.verl_outputs(found)
+            return trainer_formats.torchtitan_samples(found, group_id=group, advantage=advantage)
+        return trainer_formats.verl_outputs(found)
 
     def _write(self, rows: Sequence[Row]) -> None:
         if self._parquet is None:

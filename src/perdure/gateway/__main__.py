@@ -12,9 +12,9 @@ import uvloop
 
 from perdure import tracing
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.gateway.http.server import serve
-from perdure.home import keep_private, load_secrets
-from perdure.settings.load import load_settings
+from perdure.gateway.http.http_server import serve
+from perdure.home_folder import keep_private, load_secrets
+from perdure.settings.settings_loader import load_settings
 from perdure.storage.base import open_store
 from perdure.telemetry import configure_logging
 

@@ -14,7 +14,7 @@ from typing import Any
 from perdure.dialects.base import MAIN, Answer, Refused
 from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
-from perdure.gateway.journal.encoding import JournalDamaged
+from perdure.gateway.journal.record_encoding import JournalDamaged
 from perdure.gateway.journal.turn_record import (
     CLOSED,
     DAMAGED,
@@ -25,11 +25,11 @@ from perdure.gateway.journal.turn_record import (
     UNANSWERED,
     TurnRecord,
 )
-from perdure.gateway.pace import Pace
-from perdure.gateway.turns.canonical import Rolled, ToolDigests
-from perdure.gateway.turns.chains import Node, Tree
-from perdure.gateway.turns.replay import Recording
-from perdure.gateway.turns.siblings import Caller
+from perdure.gateway.rate_limits import Pace
+from perdure.gateway.turns.attempt_replay import Recording
+from perdure.gateway.turns.canonical_request import Rolled, ToolDigests
+from perdure.gateway.turns.identical_calls import Caller
+from perdure.gateway.turns.turn_chains import Node, Tree
 from perdure.types import EngineSpan, Purpose
 
 CallKey = tuple[str, str]

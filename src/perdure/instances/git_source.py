@@ -14,8 +14,8 @@ from uuid import uuid4
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import Boundary, InstanceError, RetryHere
-from perdure.instances import repository
-from perdure.settings.load import load_settings
+from perdure.instances import host_git
+from perdure.settings.settings_loader import load_settings
 
 ATTRIBUTES = "* -export-ignore -export-subst\n"
 """Keeps files in the tree that the project excludes from archives."""
@@ -26,7 +26,7 @@ _AWAY = ("Could not resolve host", "Connection", "timed out", "unable to access"
 
 def export(url: str, commit: str, tree: Path) -> None:
     """Write the files of a commit below `tree`. Raises: InstanceError, RetryHere."""
-    packed = repository.git(_with(url, commit), "archive", "--format=tar", commit)
+    packed = host_git.git(_with(url, commit), "archive", "--format=tar", commit)
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         tar.extractall(tree, filter="tar")
 
@@ -34,14 +34,14 @@ def export(url: str, commit: str, tree: Path) -> None:
 def changed_paths(url: str, before: str, after: str) -> list[str]:
     """Paths that differ between two commits. Raises: InstanceError, RetryHere."""
     folder = _with(url, before, after)
-    names = repository.git(folder, "diff", "--name-only", "--no-renames", "-z", before, after)
+    names = host_git.git(folder, "diff", "--name-only", "--no-renames", "-z", before, after)
     return [name.decode("utf-8", "surrogateescape") for name in names.split(b"\0") if name]
 
 
 def existing(url: str, commit: str, paths: list[str]) -> list[str]:
     """The given paths that exist in a commit. Raises: InstanceError, RetryHere."""
     words = ("ls-tree", "-r", "--name-only", "-z", commit, "--", *paths)
-    names = repository.git(_with(url, commit), *words) if paths else b""
+    names = host_git.git(_with(url, commit), *words) if paths else b""
     return [name.decode("utf-8", "surrogateescape") for name in names.split(b"\0") if name]
 
 
@@ -50,7 +50,7 @@ def difference(url: str, before: str, after: str, paths: list[str]) -> bytes:
     if not paths:
         return b""
     options = ["--binary", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv"]
-    return repository.git(_with(url, before, after), "diff", *options, before, after, "--", *paths)
+    return host_git.git(_with(url, before, after), "diff", *options, before, after, "--", *paths)
 
 
 def _with(url: str, *commits: str) -> Path:
@@ -106,7 +106,7 @@ def locked(folder: Path) -> Iterator[int]:
 
 def _prepare(folder: Path, url: str, lock: int) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
-    repository.git(folder, "init", "-q", "--template=", keep_open=(lock,))
+    host_git.git(folder, "init", "-q", "--template=", keep_open=(lock,))
     info = folder / ".git" / "info"
     info.mkdir(exist_ok=True)
     (info / "attributes").write_text(ATTRIBUTES)
@@ -134,7 +134,7 @@ def _has(folder: Path, commit: str) -> bool:
     if not (folder / ".git").is_dir():
         return False
     try:
-        repository.git(folder, "cat-file", "-e", f"{commit}^{{commit}}")
+        host_git.git(folder, "cat-file", "-e", f"{commit}^{{commit}}")
     except InstanceError:
         return False
     return True
@@ -151,14 +151,14 @@ def _borrow(folder: Path, url: str) -> None:
     """Make git read the objects of a clone on this host in place, instead of copying them."""
     clone = Path(url)
     if clone.is_absolute() and (clone / ".git").exists():
-        told = repository.git(clone, "rev-parse", "--git-path", "objects").decode().strip()
+        told = host_git.git(clone, "rev-parse", "--git-path", "objects").decode().strip()
         (folder / ".git" / "objects" / "info" / "alternates").write_text(f"{clone / told}\n")
 
 
 def _fetch(folder: Path, url: str, commits: list[str], lock: int) -> None:
     words = ("fetch", "-q", "--no-tags", "--depth", "1", url, *commits)
     try:
-        repository.git(folder, *words, keep_open=(lock,))
+        host_git.git(folder, *words, keep_open=(lock,))
     except InstanceError as error:
         if any(word in str(error) for word in _AWAY):
             raise RetryHere(f"cannot reach {url}: {error}", boundary=Boundary.INSTANCE) from error

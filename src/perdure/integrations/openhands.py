@@ -6,7 +6,7 @@ result = server.process(instance, {"temperature": 0.8, "max_iterations": 30})
 server.stop()
 
 `python -m perdure.integrations.openhands_http` serves the HTTP verbs of that document's repository. The
-handlers are those of `perdure.handlers`.
+handlers are those of `perdure.data_source_handlers`.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from typing import Any, TypeVar
 
 from temporalio.client import WorkflowExecutionStatus
 
-from perdure.client import names
-from perdure.client import search_attributes as attributes
-from perdure.client.api import Perdure, RolloutHandle
-from perdure.client.server import given_address
-from perdure.client.sync import LoopThread
-from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
-from perdure.engines.state import EngineSpec
+from perdure.client import search_attribute_keys as attributes
+from perdure.client import temporal_names
+from perdure.client.sdk import Perdure, RolloutHandle
+from perdure.client.sync_client import LoopThread
+from perdure.client.temporal_server import given_address
+from perdure.engines.engine_roster import StoredRoster, add_engine, remove_engine, roster_key
+from perdure.engines.engine_state import EngineSpec
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import Episode, parse_episode
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
-from perdure.home import load_secret
-from perdure.instances import catalog
+from perdure.home_folder import load_secret
+from perdure.instances import instance_catalog
 from perdure.integrations import openhands_jobs as jobs
 from perdure.integrations.openhands_jobs import JobDetails, JobRecord
-from perdure.registry import AGENTS, load
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings, SlotSettings
-from perdure.storage import keys, stored_json
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings, SlotSettings
+from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Store, open_store
 from perdure.types import DEFAULT_MODEL, EpisodeRef, RolloutStatus, Slug
+from perdure.variant_registry import AGENTS, load
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -124,9 +124,9 @@ class OpenHandsServer:
         for address in self._addresses:
             self.add_llm_server(address)
         if given_address(self._settings) is None:
-            from perdure.stack import lifecycle
+            from perdure.stack import stack_lifecycle
 
-            _, self._started_stack = lifecycle.ensure_up(self._settings, "", logger.info)
+            _, self._started_stack = stack_lifecycle.ensure_up(self._settings, "", logger.info)
         self._perdure = self._loop.do(Perdure.connect(settings=self._settings))
 
     def stop(self) -> None:
@@ -137,9 +137,9 @@ class OpenHandsServer:
         self._perdure = None
         self._loop.do(self._leave())
         if self._started_stack:
-            from perdure.stack import lifecycle
+            from perdure.stack import stack_lifecycle
 
-            lifecycle.shut_down(self._settings, logger.info)
+            stack_lifecycle.shut_down(self._settings, logger.info)
             self._started_stack = False
 
     async def _leave(self) -> None:
@@ -212,7 +212,7 @@ class OpenHandsServer:
             started_at=time.time(),
         )
         data = record.model_dump_json(indent=1).encode()
-        if not await self._store.put_if_absent(keys.job(run_id), data):
+        if not await self._store.put_if_absent(store_keys.job(run_id), data):
             known = await self._record(job_id)
             jobs.check_same(known, record)
             record = known
@@ -234,12 +234,12 @@ class OpenHandsServer:
         if isinstance(row.get("instance"), str):
             return str(row["instance"]), trajectory
         read = jobs.read_instance(row, self._name)
-        await catalog.save(self._store, read)
+        await instance_catalog.save(self._store, read)
         return read.ref, trajectory
 
     async def _record(self, job_id: str) -> JobRecord:
         """Raises: NotFound."""
-        key = keys.job(jobs.job_run(self._name, job_id))
+        key = store_keys.job(jobs.job_run(self._name, job_id))
         return jobs.parse_record((await self._store.get(key)).data)
 
     async def _finished(
@@ -274,7 +274,7 @@ class OpenHandsServer:
             return
         details.config = record.request
         details.start_run_time = details.start_run_time or time.time()
-        details.runtime = keys.rollout_of(record.request) if stage == "run" else None
+        details.runtime = store_keys.rollout_of(record.request) if stage == "run" else None
         if stage == "eval":
             details.start_eval_time = details.start_eval_time or time.time()
 
@@ -336,7 +336,7 @@ class OpenHandsServer:
 
     async def _status(self, perdure: Perdure) -> dict[str, int]:
         query = (
-            f"WorkflowType = '{names.ROLLOUT}' AND {attributes.RUN.name} STARTS_WITH "
+            f"WorkflowType = '{temporal_names.ROLLOUT}' AND {attributes.RUN.name} STARTS_WITH "
             f"'{self._name}.' AND ExecutionStatus = 'Running'"
         )
         opened = [one.id async for one in perdure.client.list_workflows(query)]

@@ -14,14 +14,14 @@ from typing import Any, Literal, cast
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import WorkflowExecutionDescription
 
-from perdure.client.asked import differences, of_rollouts, refuse
-from perdure.episodes.demonstrations.conversation import conversations
+from perdure.client.request_comparison import differences, of_rollouts, refuse
+from perdure.data_source_handlers import handler_of
+from perdure.episodes.demonstrations.demonstration_messages import conversations
 from perdure.episodes.episode import Episode
-from perdure.episodes.segments import MAIN
+from perdure.episodes.trajectory_segments import MAIN
 from perdure.errors import Boundary, ConfigurationError
-from perdure.handlers import handler_of
-from perdure.instances.rows.fields import Row
-from perdure.integrations.hooks import check_sampling_names, sampling_of
+from perdure.instances.rows.row_fields import Row
+from perdure.integrations.trainer_hooks import check_sampling_names, sampling_of
 from perdure.types import (
     AgentEnd,
     Frozen,

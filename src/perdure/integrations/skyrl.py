@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainers import graded, skyrl_output
+from perdure.episodes.trainer_formats import graded, skyrl_output
 from perdure.errors import ConfigurationError, NoResult
-from perdure.integrations import hooks, installed
+from perdure.integrations import trainer_hooks, trainer_imports
 from perdure.types import RolloutRequest
 
 BASE = "skyrl.train.generators.base"
@@ -31,7 +31,7 @@ def generator_output(
     `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
     output = skyrl_output(found, names=names, step_wise=step_wise)
-    trajectory_id = installed.find(BASE, "TrajectoryID")
+    trajectory_id = trainer_imports.find(BASE, "TrajectoryID")
     if trajectory_id is not None:
         output["trajectory_ids"] = [trajectory_id(**one) for one in output["trajectory_ids"]]
     return output
@@ -44,7 +44,7 @@ def generator(config: Any, **fields: Any) -> Any:
     segment of a rollout. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
     `env_extras` has only an `instance_id`. Raises: ConfigurationError.
     """
-    base = installed.find(BASE, "GeneratorInterface")
+    base = trainer_imports.find(BASE, "GeneratorInterface")
     if base is None:
         raise ConfigurationError("skyrl is not installed")
 
@@ -63,7 +63,7 @@ async def _generate(
     an error would end its process. Raises: NoResult if no rollout of several groups can be trained.
     """
     requests = _requests(batch, fields)
-    found = await asyncio.gather(*(hooks.finished(request) for request in requests))
+    found = await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
     names = [
         {"instance_id": name.instance_id, "repetition_id": name.repetition_id}
         for name in batch["trajectory_ids"]
@@ -77,9 +77,9 @@ async def _generate(
 def _requests(batch: Mapping[str, Any], fields: Mapping[str, Any]) -> list[RolloutRequest]:
     about = batch["batch_metadata"]
     step = f"{about.training_phase}-{about.global_step}"
-    sampling = hooks.sampling_of(batch.get("sampling_params") or {})
+    sampling = trainer_hooks.sampling_of(batch.get("sampling_params") or {})
     return [
-        hooks.request_of(
+        trainer_hooks.request_of(
             fields,
             step=step,
             instance=extras,

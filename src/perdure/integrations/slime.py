@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainers import slime_abort, slime_samples
+from perdure.episodes.trainer_formats import slime_abort, slime_samples
 from perdure.errors import ConfigurationError
-from perdure.integrations import hooks, installed
+from perdure.integrations import trainer_hooks, trainer_imports
 from perdure.types import RolloutRequest
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
@@ -33,7 +33,7 @@ def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> 
     A rollout without a verdict becomes slime's aborted sample; `rewards` leaves it out of its group.
     """
     rows = slime_samples(found, index=index, group_index=group_index)
-    sample = installed.find("slime.utils.types", "Sample")
+    sample = trainer_imports.find("slime.utils.types", "Sample")
     return rows if sample is None else [sample.from_dict(row) for row in rows]
 
 
@@ -49,7 +49,7 @@ async def generate(
     fields of a RolloutRequest. An aborted step cancels its rollouts. Raises: ConfigurationError.
     """
     request = _request(args, sample, sampling_params, evaluation)
-    found = await hooks.finished(request, lambda: _is_aborted(args))
+    found = await trainer_hooks.finished(request, lambda: _is_aborted(args))
     if found is None:
         rows = [slime_abort(sample.index, sample.group_index, "no episode")]
     else:
@@ -67,10 +67,10 @@ def _request(
             "behind Perdure do not report"
         )
     name = "eval_max_context_len" if evaluation else "rollout_max_context_len"
-    sampling = hooks.sampling_of(sampling_params)
+    sampling = trainer_hooks.sampling_of(sampling_params)
     if getattr(args, name, None):
         sampling["max_context_tokens"] = getattr(args, name)
-    return hooks.request_of(
+    return trainer_hooks.request_of(
         fields,
         step=f"{'eval-' if evaluation else ''}{_step()}",
         instance=_row(sample),
@@ -89,13 +89,13 @@ def _row(sample: Any) -> dict[str, Any]:
 
 def _step() -> int:
     """slime's number of the rollout step."""
-    number = installed.find("slime.rollout.sample_hooks", "_current_rollout_id")
+    number = trainer_imports.find("slime.rollout.sample_hooks", "_current_rollout_id")
     return 0 if number is None else int(number)
 
 
 def _is_aborted(args: Any) -> bool:
     """Whether slime has enough samples for its step and only waits for the others to end."""
-    state = installed.find("slime.rollout.sglang_rollout", "GenerateState")
+    state = trainer_imports.find("slime.rollout.sglang_rollout", "GenerateState")
     made = None if state is None else getattr(type(state), "_instances", {}).get(state)
     return made is not None and bool(made.aborted)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainers import graded, trl_output
-from perdure.integrations import hooks
+from perdure.episodes.trainer_formats import graded, trl_output
+from perdure.integrations import trainer_hooks
 from perdure.types import RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,18 @@ class Rollouts:
         return trl_output(found)
 
     async def _all(self, requests: Sequence[RolloutRequest]) -> list[EpisodeSegments | None]:
-        return list(await asyncio.gather(*(hooks.finished(request) for request in requests)))
+        return list(
+            await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
+        )
 
     def _requests(self, prompts: Sequence[str], trainer: Any) -> list[RolloutRequest]:
-        sampling = hooks.sampling_of(_parameters(trainer.args))
+        sampling = trainer_hooks.sampling_of(_parameters(trainer.args))
         fields = {**self._versions(), **self._fields}
         step, seen = self._step(trainer), Counter[str]()
         requests = []
         for prompt in prompts:
             requests.append(
-                hooks.request_of(
+                trainer_hooks.request_of(
                     fields,
                     step=step,
                     instance=prompt,

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from perdure.engines.weights.publishing_sync import Weights
-from perdure.engines.weights.update import WeightCanary
+from perdure.engines.weights.weight_publishing_sync import Weights
+from perdure.engines.weights.weight_update import WeightCanary
 from perdure.errors import ConfigurationError
 
 KEPT_VERSIONS = 2

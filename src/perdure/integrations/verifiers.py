@@ -25,11 +25,11 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, Error, ModelCall, TraceTask
 from verifiers.v1.types import Message
 
-from perdure.client.episodes import read_turns
-from perdure.episodes.conversations import answer_of, conversations
+from perdure.client.episode_reader import read_turns
 from perdure.episodes.episode import Episode, EpisodeSegments
+from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.errors import ConfigurationError
-from perdure.integrations import hooks
+from perdure.integrations import trainer_hooks
 from perdure.types import FinishReason, Turn
 
 Watch = Callable[[vf.Trace], None]
@@ -109,7 +109,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         episode = vf.Episode(env=EnvInfo(id=self.config.env_id), task=about, traces=[trace])
         if on_trace is not None:
             on_trace(trace)
-        found = await hooks.finished(self._request(task, agent.sampling))
+        found = await trainer_hooks.finished(self._request(task, agent.sampling))
         if found is None or found.episode.reward is None:
             failure = None if found is None else found.episode.failure
             told = failure.message if failure else "the rollout ended without an episode"
@@ -124,7 +124,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
 
     def _request(self, task: vf.Task, sampling: Any) -> Any:
         self._samples[task.key] += 1
-        return hooks.request_of(
+        return trainer_hooks.request_of(
             {
                 **self.config.rollout,
                 "run_id": self.config.run_id,
@@ -133,7 +133,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
             step=self._process,
             instance=task.data.row,
             sample_index=self._samples[task.key] - 1,
-            sampling=hooks.sampling_of(sampling.model_dump() if sampling else {}),
+            sampling=trainer_hooks.sampling_of(sampling.model_dump() if sampling else {}),
         )
 
 

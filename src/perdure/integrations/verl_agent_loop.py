@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from perdure.integrations import hooks, verl
+from perdure.integrations import trainer_hooks, verl
 
 OWN = (
     *("trainer_config", "server_manager", "tokenizer", "processor", "hf_model_type"),
@@ -35,14 +35,14 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves it
         out of its group. The row names the `instance`, directly or in `extra_info`."""
         step = f"{row.get('global_steps', 0)}-{str(row.get('uid', ''))[:8] or 0}"
-        request = hooks.request_of(
+        request = trainer_hooks.request_of(
             self._fields,
             step=step,
             instance={**(row.get("extra_info") or {}), **row},
             sample_index=int(row.get("session_id", 0)),
-            sampling=hooks.sampling_of(sampling_params),
+            sampling=trainer_hooks.sampling_of(sampling_params),
         )
-        found = await hooks.finished(request)
+        found = await trainer_hooks.finished(request)
         outputs = [] if found is None else verl.agent_loop_outputs(found)
         for output in outputs:
             for name in ("min_global_steps", "max_global_steps"):

@@ -3,7 +3,7 @@
 from perdure.agents.base import EXEC_ID, Agent, Evidence
 from perdure.errors import NotFound
 from perdure.limited_process import Unparsable, read
-from perdure.rollouts.job import Job
+from perdure.rollouts.attempt_job import Job
 from perdure.sandboxes.base import ExecStatus, Sandbox
 from perdure.types import AgentEnd
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from perdure.errors import Boundary, ConfigurationError, SandboxLost
-from perdure.handlers import (
+from perdure.data_source_handlers import (
     AgentHandler,
     HookFailed,
     LLMConfig,
@@ -17,7 +16,8 @@ from perdure.handlers import (
     runs_own_agent,
     wrong_answer,
 )
-from perdure.rollouts.job import Job
+from perdure.errors import Boundary, ConfigurationError, SandboxLost
+from perdure.rollouts.attempt_job import Job
 from perdure.sandboxes.base import Sandbox
 
 RESULTS = "run_results.json"

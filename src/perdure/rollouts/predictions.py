@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import ConfigurationError
-from perdure.graders.diff.git_diff import count_files
-from perdure.rollouts import checkpoints
-from perdure.rollouts.messages import AgentRun
-from perdure.storage import keys
+from perdure.graders.diff.git_diff_parser import count_files
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import AgentRun
+from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.types import AgentEnd, PatchRef, RolloutRequest, RunRequest
 
@@ -81,7 +81,7 @@ async def place(
 
 async def _place(store: Store, request: RolloutRequest, prediction: Prediction) -> None:
     patch = prediction.patch
-    folder = keys.attempt(request, 1)
+    folder = store_keys.attempt(request, 1)
     await store.put_if_absent(f"{folder}/patch.diff", patch)
     given = PatchRef(
         key=f"{folder}/patch.diff",
@@ -90,14 +90,14 @@ async def _place(store: Store, request: RolloutRequest, prediction: Prediction) 
         empty=not patch.strip(),
         files=count_files(patch),
     )
-    kept = await checkpoints.write(store, f"{folder}/patch.json", given)
+    kept = await stage_checkpoints.write(store, f"{folder}/patch.json", given)
     if kept.sha256 != given.sha256:
         raise ConfigurationError(
             f"run {request.run_id} has another patch for {request.instance_id}"
             f" #{request.sample_index}: give another --run-id"
         )
     agent = AgentRun(end=AgentEnd.FINISHED, detail="given as a prediction", model=prediction.model)
-    await checkpoints.write(store, f"{folder}/agent.json", agent)
+    await stage_checkpoints.write(store, f"{folder}/agent.json", agent)
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

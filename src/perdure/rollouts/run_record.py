@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from perdure.client import asked
+from perdure.client import request_comparison
 from perdure.errors import NotFound
-from perdure.storage import keys
+from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.types import Frozen, RunRequest
 
@@ -34,7 +34,7 @@ async def current_request(store: Store, run_id: str) -> RunRequest:
 
 async def _first_request(store: Store, run_id: str) -> RunRequest:
     try:
-        stored = await store.get(keys.run(run_id))
+        stored = await store.get(store_keys.run(run_id))
     except NotFound:
         raise NotFound(
             f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; "
@@ -51,7 +51,7 @@ def _with(request: RunRequest, changes: Sequence[RunChange]) -> RunRequest:
 
 async def changes_of(store: Store, run_id: str) -> list[RunChange]:
     """The changes in order; empty for an unknown run."""
-    found = sorted([key async for key in store.list(keys.run_changes(run_id))])
+    found = sorted([key async for key in store.list(store_keys.run_changes(run_id))])
     return [RunChange.model_validate_json((await store.get(key)).data) for key in found]
 
 
@@ -75,8 +75,8 @@ async def record(store: Store, now: RunRequest) -> None:
             at=now.asked_at or time.time(),
             by=now.asked_by,
             fields=fields,
-            told=tuple(asked.changes(before, now)),
+            told=tuple(request_comparison.changes(before, now)),
         )
-        key = f"{keys.run_changes(now.run_id)}{len(changes) + 1:06d}.json"
+        key = f"{store_keys.run_changes(now.run_id)}{len(changes) + 1:06d}.json"
         if await store.put_if_absent(key, change.model_dump_json(indent=1).encode()):
             return

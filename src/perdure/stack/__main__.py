@@ -3,10 +3,10 @@
 import os
 import sys
 
-from perdure.stack import supervisor
+from perdure.stack import stack_supervisor
 
 if __name__ == "__main__":
-    code = supervisor.main()
+    code = stack_supervisor.main()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,7 +2,7 @@
 
 The web UI sends `POST <endpoint>/decode` from the browser; the `temporal` command also sends
 `/encode`. A request needs the token, and one from a browser must come from the UI's origin. The codec
-and this home's keys are in `perdure.client.encryption`.
+and this home's keys are in `perdure.client.payload_encryption`.
 """
 
 import hashlib

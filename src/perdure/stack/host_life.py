@@ -1,6 +1,6 @@
 """Starts, finds and ends the process that shows a host's signs of life.
 
-Workers start one per home, `python -m workers.host.life`; `workers/host/README.md` draws what it does.
+Workers start one per home, `python -m workers.host.host_heartbeat`; `workers/host/README.md` draws what it does.
 File locks show which processes exist: the kernel releases a lock when its process dies, and a stopped
 process (SIGSTOP) keeps its lock.
 """
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from perdure.client.server import given_address
-from perdure.sandboxes.host.process import ProcessId
-from perdure.settings.tree import Settings
-from perdure.stack.processes import identify, stop
+from perdure.client.temporal_server import given_address
+from perdure.sandboxes.host.host_processes import ProcessId
+from perdure.settings.settings_tree import Settings
+from perdure.stack.process_stopping import identify, stop
 
 WORKERS, LIFE = "workers.lock", "life.lock"
 STOP_GRACE_S = 10.0
@@ -80,7 +80,7 @@ def _start(settings: Settings) -> "subprocess.Popen[bytes]":
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / "life.log").open("ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "workers.host.life"],
+            [sys.executable, "-m", "workers.host.host_heartbeat"],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,

@@ -25,14 +25,14 @@ from temporalio.runtime import Runtime
 from temporalio.service import RPCError
 
 from perdure import retry
-from perdure.client import names
-from perdure.client.build_routing import own_build_trouble
-from perdure.client.connection import connect, connect_to
-from perdure.client.server import dev_server
+from perdure.client import temporal_names
+from perdure.client.deployment_routing import own_build_trouble
+from perdure.client.temporal_client import connect, connect_to
+from perdure.client.temporal_server import dev_server
 from perdure.errors import ConfigurationError
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
-from perdure.stack.failures import explain
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
+from perdure.stack.error_lines import explain
 from perdure.telemetry import configure_logging, temporal_runtime
 
 PAUSE_S = 0.05
@@ -72,7 +72,7 @@ async def register_search_attributes(client: Client) -> list[str]:
     """Add the missing search attributes; return their names. Raises: RPCError if that is not allowed."""
     missing = await _missing(client)
     if missing:
-        types = {name: _value_type(names.SEARCH_ATTRIBUTES[name]) for name in missing}
+        types = {name: _value_type(temporal_names.SEARCH_ATTRIBUTES[name]) for name in missing}
         await client.operator_service.add_search_attributes(
             AddSearchAttributesRequest(search_attributes=types, namespace=client.namespace)
         )
@@ -97,7 +97,9 @@ async def _missing(client: Client) -> list[str]:
     known = await client.operator_service.list_search_attributes(
         ListSearchAttributesRequest(namespace=client.namespace)
     )
-    return [name for name in names.SEARCH_ATTRIBUTES if name not in known.custom_attributes]
+    return [
+        name for name in temporal_names.SEARCH_ATTRIBUTES if name not in known.custom_attributes
+    ]
 
 
 def _value_type(name: str) -> "IndexedValueType.ValueType":

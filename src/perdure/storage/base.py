@@ -1,4 +1,4 @@
-"""The store contract: durable, conditional, content-addressed. Keys are in `storage/keys.py`.
+"""The store contract: durable, conditional, content-addressed. Keys are in `storage/store_keys.py`.
 
 Every implementation passes `perdure.testing.store_contract`.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 MAX_KEY, MAX_NAME = 1024, 255
 """Bytes of a whole key (S3's limit) and of one `/`-separated part (a file system's limit)."""
@@ -121,10 +121,10 @@ def open_store(settings: Settings) -> Store:
     Raises: ConfigurationError for any other URL.
     """
     if settings.store_url.startswith("s3://"):
-        from perdure.storage.s3 import S3Store
+        from perdure.storage.s3_store import S3Store
 
         return S3Store(settings.store_url, endpoint_url=settings.s3_endpoint_url)
-    from perdure.storage.local import LocalStore
+    from perdure.storage.local_store import LocalStore
 
     folder = settings.store_url.removeprefix("file://")
     if "://" in folder:

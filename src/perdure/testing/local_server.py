@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from perdure.gateway.http.server import NO_GRACE, make_server
+from perdure.gateway.http.http_server import NO_GRACE, make_server
 
 
 @asynccontextmanager

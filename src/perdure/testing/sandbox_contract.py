@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from perdure.errors import ConfigurationError, NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, Sandbox, SandboxProvider, SandboxSpec
-from perdure.sandboxes.relay.relay import Relay
+from perdure.sandboxes.relay.host_relay import Relay
 from perdure.testing.local_server import served
 from perdure.types import Limits
 

@@ -24,7 +24,6 @@ from perdure.types.instances import (
     SourceKind,
     Twin,
 )
-from perdure.types.limits import AccountCaps, LimitChanges, Limits, Phase, PhaseName, Phases
 from perdure.types.requests import (
     DEFAULT_MODEL,
     GIVEN_PATCHES,
@@ -41,6 +40,14 @@ from perdure.types.requests import (
     Sampling,
     StartAt,
     Straggler,
+)
+from perdure.types.resource_limits import (
+    AccountCaps,
+    LimitChanges,
+    Limits,
+    Phase,
+    PhaseName,
+    Phases,
 )
 from perdure.types.results import (
     AgentEnd,

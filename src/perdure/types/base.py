@@ -15,7 +15,7 @@ from pydantic import (
 from pydantic._internal._model_construction import ModelMetaclass  # what `type(BaseModel)` is
 
 from perdure.errors import ConfigurationError
-from perdure.types.faults import faults
+from perdure.types.validation_errors import faults
 
 
 class Frozen(BaseModel):

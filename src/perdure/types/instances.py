@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen, Slug
-from perdure.types.limits import Phases
+from perdure.types.resource_limits import Phases
 
 
 class SourceKind(StrEnum):

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from perdure.errors import ConfigurationError
 from perdure.types.base import InstanceRef, Request, Slug
-from perdure.types.limits import Limits, Phases
+from perdure.types.resource_limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
 
 DEFAULT_MODEL = "policy"

@@ -15,15 +15,16 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from perdure.errors import ConfigurationError, NotFound
-from perdure.reports import stored, trajectory
-from perdure.reports.stored import RolloutName, StoredRollout
-from perdure.reports.trajectory import Trajectory
-from perdure.settings.tree import Settings
+from perdure.reports import readable_trajectory, stored_rollout
+from perdure.reports.readable_trajectory import Trajectory
+from perdure.reports.stored_rollout import RolloutName, StoredRollout
+from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
 from perdure.types.base import INSTANCE_REF, SLUG
-from perdure.viewer import conversation, diffs, links, logs, tokens
-from perdure.viewer.beside import side_by_side
-from perdure.viewer.index import (
+from perdure.viewer import conversation_view, diff_colors, hidden_test_logs, page_links, token_view
+from perdure.viewer.index_updates import RUNS, WAIT_S, Readings
+from perdure.viewer.safe_text import finalize, folded, marked
+from perdure.viewer.search_index import (
     BEGIN,
     END,
     PATCH,
@@ -35,9 +36,8 @@ from perdure.viewer.index import (
     Row,
     RunTotals,
 )
-from perdure.viewer.reading import RUNS, WAIT_S, Readings
-from perdure.viewer.text import finalize, folded, marked
-from perdure.viewer.tokens import Text
+from perdure.viewer.token_view import Text
+from perdure.viewer.trajectory_comparison import side_by_side
 
 ROWS = 100
 """Rows on a page."""
@@ -77,7 +77,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self.templates.globals.update(links=links, tone=tone, long_time=long_time, stamp=stamp)
+        self.templates.globals.update(links=page_links, tone=tone, long_time=long_time, stamp=stamp)
         self._text: Text | None = None
 
     async def aclose(self) -> None:
@@ -196,16 +196,19 @@ class Pages:
         turns = await self._turns(request, found)
         if turns is None:
             return self._page("rollout.html", **shown, turns=None)
-        document = await asyncio.to_thread(trajectory.document, found, turns)
-        reading = conversation.entries(document["turns"])
+        document = await asyncio.to_thread(readable_trajectory.document, found, turns)
+        reading = conversation_view.entries(document["turns"])
         chains = [entry.chain for entry in reading if entry.chain is not None]
         wanted = request.query_params.get("turn", "")
-        page = conversation.page_of(reading, int(wanted)) if wanted.isdigit() else 1
+        page = conversation_view.page_of(reading, int(wanted)) if wanted.isdigit() else 1
         page = _number(request, "page", page)
-        start = (page - 1) * conversation.TURNS
+        start = (page - 1) * conversation_view.TURNS
         lines = [
-            (entry, conversation.view(entry.turn, document["segments"]) if entry.turn else None)
-            for entry in reading[start : start + conversation.TURNS]
+            (
+                entry,
+                conversation_view.view(entry.turn, document["segments"]) if entry.turn else None,
+            )
+            for entry in reading[start : start + conversation_view.TURNS]
         ]
         return self._page(
             "rollout.html",
@@ -213,11 +216,11 @@ class Pages:
             turns=turns,
             counts=document["counts"],
             segments=document["segments"],
-            why_not=conversation.WHY_NOT,
+            why_not=conversation_view.WHY_NOT,
             chains=chains,
             lines=lines,
             attempt=turns.attempt,
-            pager=_pager(request, page, len(reading), conversation.TURNS),
+            pager=_pager(request, page, len(reading), conversation_view.TURNS),
         )
 
     async def tokens(self, request: Request) -> Response:
@@ -231,21 +234,21 @@ class Pages:
         segment = segments[number]
         by = request.query_params.get("by", "mask")
         length = len(segment.prompt_ids) + len(segment.response_ids)
-        first = 1 + max(0, len(segment.prompt_ids) - tokens.PAGE // 10) // tokens.PAGE
-        page = min(_number(request, "page", first), -(-length // tokens.PAGE) or 1)
+        first = 1 + max(0, len(segment.prompt_ids) - token_view.PAGE // 10) // token_view.PAGE
+        page = min(_number(request, "page", first), -(-length // token_view.PAGE) or 1)
         text, known = self._tokenizer()
-        start = (page - 1) * tokens.PAGE
+        start = (page - 1) * token_view.PAGE
         return self._page(
             "tokens.html",
             **shown,
             segments=segments,
             segment=segment,
             by=by if by in ("mask", "logprob", "version") else "mask",
-            tokens=await asyncio.to_thread(tokens.page, segment, start, text),
-            versions=tokens.versions(segment),
+            tokens=await asyncio.to_thread(token_view.page, segment, start, text),
+            versions=token_view.versions(segment),
             trained=sum(segment.loss_mask),
             tokenizer_known=known,
-            pager=_pager(request, page, length, tokens.PAGE),
+            pager=_pager(request, page, length, token_view.PAGE),
         )
 
     async def patch(self, request: Request) -> Response:
@@ -255,7 +258,7 @@ class Pages:
         data = (await self.store.get(key)).data if key else b""
         text = data[: 4 * FILE_CHARS].decode("utf-8", "replace")
         return self._page(
-            "patch.html", **shown, patch=last and last.patch, diff=diffs.coloured(text)
+            "patch.html", **shown, patch=last and last.patch, diff=diff_colors.coloured(text)
         )
 
     async def tests(self, request: Request) -> Response:
@@ -275,7 +278,7 @@ class Pages:
                 data = b""
             log = data.decode("utf-8", "replace")
             start = max(1, int(line[:9])) if line.isdigit() else None
-            window = await asyncio.to_thread(logs.window, log, test, start)
+            window = await asyncio.to_thread(hidden_test_logs.window, log, test, start)
         return self._page(
             "tests.html", **shown, grade=grade, window=window, test=test,
             failing=[one.partition(" ") for one in failing],
@@ -301,10 +304,10 @@ class Pages:
         shown = await self._rollout(request, "beside")
         left: StoredRollout = shown["found"]
         name = RolloutName(left.name.run_id, left.name.instance_id, request.path_params["other"])
-        right = await stored.read(self.store, name)
+        right = await stored_rollout.read(self.store, name)
         both = [await self._turns(request, one, attempt=0) for one in (left, right)]
         documents = [
-            trajectory.document(one, turns)["turns"] if turns is not None else []
+            readable_trajectory.document(one, turns)["turns"] if turns is not None else []
             for one, turns in zip((left, right), both, strict=True)
         ]
         patches = [await self._patch_of(one) for one in (left, right)]
@@ -319,12 +322,12 @@ class Pages:
             same_patch=patches[0].lines == patches[1].lines,
         )
 
-    async def _patch_of(self, found: StoredRollout) -> diffs.Diff:
+    async def _patch_of(self, found: StoredRollout) -> diff_colors.Diff:
         last = found.last
         if last is None or not last.patch:
-            return diffs.Diff(())
+            return diff_colors.Diff(())
         data = (await self.store.get(last.patch["key"])).data
-        return diffs.coloured(data[:FILE_CHARS].decode("utf-8", "replace"))
+        return diff_colors.coloured(data[:FILE_CHARS].decode("utf-8", "replace"))
 
     async def _rollout(self, request: Request, part: str) -> dict[str, Any]:
         """Values that all pages of a rollout show. Raises: NotFound."""
@@ -332,7 +335,7 @@ class Pages:
             _name(request, "run"), _name(request, "instance"), request.path_params["sample"]
         )
         await self.readings.bring(name.run_id)
-        found = await stored.read(self.store, name)
+        found = await stored_rollout.read(self.store, name)
         row = await asyncio.to_thread(self._row_of, name)
         filters = _filters(request, name.run_id)
         before, after = await asyncio.to_thread(
@@ -369,7 +372,7 @@ class Pages:
         """The turns of an attempt; None if there are none yet."""
         number = _number(request, "attempt", 0, least=0) if attempt is None else attempt
         try:
-            return await trajectory.read(self.store, found, number or None)
+            return await readable_trajectory.read(self.store, found, number or None)
         except NotFound:
             return None
 
@@ -381,7 +384,7 @@ class Pages:
             try:
                 self._text = load_tokenizer(self.settings.engine.tokenizer).decode
             except (ConfigurationError, ImportError, OSError, ValueError):
-                return tokens.ids_only, False
+                return token_view.ids_only, False
         return self._text, True
 
     # -- answers -------------------------------------------------------------------------------

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from perdure.episodes import trainers
+from perdure.episodes import trainer_formats
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
-from perdure.episodes.segments import RewardShare, cut
+from perdure.episodes.trajectory_segments import RewardShare, cut
 from perdure.integrations import slime as hooks
 from perdure.types import (
     Failure,
@@ -109,7 +109,7 @@ def slime(
     from slime.utils.types import Sample
 
     rows = [
-        trainers.slime_samples(one.shared(share), index=n, group_index=0)
+        trainer_formats.slime_samples(one.shared(share), index=n, group_index=0)
         for n, one in enumerate(group)
     ]
     samples = [Sample.from_dict(row) for made in rows for row in made]
@@ -153,7 +153,7 @@ class Batch(dict[str, Any]):
 
 
 def skyrl() -> list[list[float]]:
-    output = trainers.skyrl_output(GROUP)
+    output = trainer_formats.skyrl_output(GROUP)
     given = {"torch": torch, "np": np, "defaultdict": defaultdict, "logger": logging.getLogger()}
     estimator = taken(
         "skyrl/backends/skyrl_train/utils/ppo_utils.py",
@@ -258,7 +258,7 @@ async def _put_in_queue() -> tuple[list[str], list[dict[str, Any]]]:
         _compute_position_ids=lambda ids, *_: torch.zeros_like(ids),
     )
     for n, one in enumerate(GROUP):
-        outputs = [types.AgentLoopOutput(**row) for row in trainers.verl_outputs(one)]
+        outputs = [types.AgentLoopOutput(**row) for row in trainer_formats.verl_outputs(one)]
         row = {"uid": "uid", "session_id": n, "global_steps": 0}
         await real._agent_loop_postprocess(worker, outputs, False, **row)
     return keys, fields
@@ -273,7 +273,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 
 def trl() -> list[list[float]]:
     """The statements of `_generate_and_score_completions` from rewards to advantages."""
-    output = trainers.trl_output(GROUP)
+    output = trainer_formats.trl_output(GROUP)
     known = [float("nan") if one is None else one for one in output["perdure_reward"]]
     space = {
         "torch": torch,
@@ -323,7 +323,7 @@ async def torchtitan() -> list[list[float]]:
     rollouts = [
         rollout_of(one, recorded(end[1]), group_id=0, rollout_id=n)
         for n, (one, end) in enumerate(zip(GROUP, ENDS, strict=True))
-        if trainers.graded([one])
+        if trainer_formats.graded([one])
     ]
     rubric = Rubric.Config(reward_fns=[Graded.Config()]).build()
     scored = await rubric.score_group(rollouts, None)

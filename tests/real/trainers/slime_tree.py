@@ -18,8 +18,8 @@ sys.modules["tests"].__path__ = [f"{sys.argv[1]}/tests"]
 
 from tests.test_agent import test_trajectory_manager_branching as published  # noqa: E402
 
-from perdure.episodes.segments import token_versions  # noqa: E402
-from perdure.episodes.slime_tree import Spoken, cut_like_slime  # noqa: E402
+from perdure.episodes.slime_tree_segments import Spoken, cut_like_slime  # noqa: E402
+from perdure.episodes.trajectory_segments import token_versions  # noqa: E402
 from perdure.types import Turn  # noqa: E402
 
 NOTED = []

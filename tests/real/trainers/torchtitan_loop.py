@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.observability.metrics import (  # noqa: E402
 )
 from torchtitan.experiments.rl.rollout_recorder import RolloutSampleRecorder  # noqa: E402
 
-from perdure.engines.health import CANARY_PROMPTS  # noqa: E402
+from perdure.engines.health_check import CANARY_PROMPTS  # noqa: E402
 from perdure.integrations.torchtitan import config_registry  # noqa: E402
 from perdure.integrations.torchtitan.instances import Instances  # noqa: E402
 from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields  # noqa: E402

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from pydantic import JsonValue
 
-from perdure import registry
-from perdure.agents import prompts
+from perdure import variant_registry
+from perdure.agents import prompt_template
 from perdure.agents.base import HOME, Agent, AgentTask, Evidence
 from perdure.agents.mini_swe_agent import CONFIG, TRAJECTORY, MiniSweAgent
 from perdure.agents.nop import Nop
@@ -42,10 +42,10 @@ def evidence(
     return Evidence(status, b"", b"", {TRAJECTORY: trajectory}, turns)
 
 
-@pytest.mark.parametrize("name", sorted(registry.AGENTS))
+@pytest.mark.parametrize("name", sorted(variant_registry.AGENTS))
 def test_every_registered_agent_can_be_made(name: str) -> None:
     """Each name in the registry gives an agent with that name."""
-    agent: Agent = registry.load("agent", registry.AGENTS, name)()
+    agent: Agent = variant_registry.load("agent", variant_registry.AGENTS, name)()
 
     assert agent.name == name
 
@@ -167,6 +167,6 @@ def test_mini_swe_agent_killed(cause: str, end: AgentEnd) -> None:
 
 def test_prompt_is_filled_once() -> None:
     """Placeholders in the issue text stay text; unknown braces in the template stay too."""
-    prompt = prompts.render("{x} {problem_statement} in {workdir} of {instance_id}", TASK)
+    prompt = prompt_template.render("{x} {problem_statement} in {workdir} of {instance_id}", TASK)
 
     assert prompt == f"{{x}} {INSTANCE.problem_statement} in /testbed of click-1"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from perdure.agents import npm
+from perdure.agents import npm_packages
 from perdure.agents.claude_code import ClaudeCode
 from perdure.errors import ConfigurationError, MissingDependency
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
@@ -51,7 +51,7 @@ async def test_a_tarball_that_cannot_run_is_refused(
 ) -> None:
     """Before a sandbox boots, the error names the variable and the package to use instead."""
     monkeypatch.setenv("NPM_CONFIG_REGISTRY", "http://127.0.0.1:9/")
-    monkeypatch.setattr(npm, "TRIES", 1)
+    monkeypatch.setattr(npm_packages, "TRIES", 1)
     given = AgentSettings(claude_code_tarball=package(tmp_path / "cc.tgz", name))
 
     with pytest.raises(MissingDependency, match=rf"SWE_HOST_CC_TARBALL.*{fix}"):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from perdure.agents import npm
+from perdure.agents import npm_packages
 from perdure.agents.codex import CONFIG, KEY, MOUNT, Codex
 from perdure.errors import AgentError
-from perdure.settings.tree import AgentSettings
+from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
@@ -63,6 +63,6 @@ async def test_a_tarball_of_something_else_is_refused(
     async def other(tools: Path, name: str, tarball: Path | None) -> Path:
         return tmp_path
 
-    monkeypatch.setattr(npm, "installed", other)
+    monkeypatch.setattr(npm_packages, "installed", other)
     with pytest.raises(AgentError, match="not a package of codex"):
         await Codex().install(tmp_path, AgentSettings())

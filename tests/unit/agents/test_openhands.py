@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.agents import toolcache
+from perdure.agents import tool_cache
 from perdure.agents.openhands import MOUNT, SETTINGS, Openhands
 from perdure.errors import MissingDependency
 from perdure.types import AgentEnd
@@ -58,7 +58,7 @@ def test_its_end_is_read_from_its_events(stdout: bytes, code: int, expected: Age
 def test_a_named_python_that_is_too_old_is_refused() -> None:
     """The error says how to get one, before the installation starts."""
     with pytest.raises(MissingDependency, match=r"uv python install 99.1.*SOME_PYTHON"):
-        toolcache.find_python("99.1", sys.executable, "SOME_PYTHON")
+        tool_cache.find_python("99.1", sys.executable, "SOME_PYTHON")
 
 
 def test_its_python_is_found_behind_a_shim_of_pyenv(
@@ -70,15 +70,15 @@ def test_its_python_is_found_behind_a_shim_of_pyenv(
     monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "uv"))
     script(tmp_path / "shims" / "python9.8", "echo 'pyenv: command not found' >&2; exit 127")
     with pytest.raises(MissingDependency, match=rf"{tmp_path / 'pyenv/versions'}.*SOME_PYTHON"):
-        toolcache.find_python("9.8", "", "SOME_PYTHON")
+        tool_cache.find_python("9.8", "", "SOME_PYTHON")
 
     behind = tmp_path / "pyenv/versions/9.8.7/bin/python"
     script(
         behind,
         r"case $3 in *'>='*) printf '/opt\nTrue\n9.8.7\n';; *) printf '/opt\n9.8.7\n';; esac",
     )
-    assert toolcache.find_python("9.8", "", "SOME_PYTHON").executable == behind
-    assert toolcache.find_python("9.7", "", "SOME_PYTHON").executable == behind
+    assert tool_cache.find_python("9.8", "", "SOME_PYTHON").executable == behind
+    assert tool_cache.find_python("9.7", "", "SOME_PYTHON").executable == behind
 
 
 def script(path: Path, text: str) -> None:
@@ -89,7 +89,7 @@ def script(path: Path, text: str) -> None:
 
 def test_a_named_python_is_used_as_it_is() -> None:
     """The sandbox must see its base prefix, not a virtual environment's folder."""
-    found = toolcache.find_python("3.11", sys.executable, "SOME_PYTHON")
+    found = tool_cache.find_python("3.11", sys.executable, "SOME_PYTHON")
 
     assert found.executable == Path(sys.executable)
     assert found.prefix == Path(sys.base_prefix)

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 LARGEST = 512 << 10
 LARGE = {"uv.lock"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.outcome import Kill
-from benchmarks.ledger import DELIVERY_S, BoughtCall, Ledger, Moment
+from benchmarks.call_log import DELIVERY_S, BoughtCall, Ledger, Moment
+from benchmarks.crash.crash_outcome import Kill
 
 AT = Moment(100.0, 100.1)
 

@@ -14,7 +14,7 @@ import pytest
 
 from perdure.cli.main import cli
 from perdure.types import GroupRequest, Request, RolloutRequest, RunRequest
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = sorted(

@@ -11,11 +11,11 @@ import pytest
 
 from perdure.agents.base import Agent, AgentTask, Evidence
 from perdure.errors import ConfigurationError
-from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind
-from tests import docs
-from tests.paths import ROOT
+from tests import docs_pages
+from tests.checkout_paths import ROOT
 
 PAGE = ROOT / "docs" / "extend.md"
 INSTANCE = Instance(
@@ -29,7 +29,7 @@ INSTANCE = Instance(
 @pytest.fixture
 def agent(tmp_path: Path) -> Agent:
     file = tmp_path / "my_agents.py"
-    file.write_text(docs.block("extend.md", "python agent"))
+    file.write_text(docs_pages.block("extend.md", "python agent"))
     spec = importlib.util.spec_from_file_location("my_agents", file)
     assert spec is not None
     assert spec.loader is not None
@@ -89,7 +89,7 @@ def test_agent_example_reads_its_end(
 
 def test_row_example_is_an_instance() -> None:
     """The printed row is complete: it is read without a complaint."""
-    row = json.loads(docs.block("extend.md", "json"))
+    row = json.loads(docs_pages.block("extend.md", "json"))
     row["patch"] = row["test_patch"] = "diff --git a/m b/m\n--- a/m\n+++ b/m\n@@ -1 +1 @@\n-a\n+b\n"
 
     assert to_instance(row, "mine", 1).grading.fail_to_pass == ("tests/test_core.py::test_add",)

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 READERS = ("getenv", "getenvb", "environ", "environb")
 ALLOWED = {
-    "src/perdure/settings/environment.py": "the one module",
+    "src/perdure/settings/process_environment.py": "the one module",
     # Programs that run inside a sandbox, or as the process that holds one.
     "src/perdure/agents/inside/": "the agent's own process in the sandbox",
     "src/perdure/sandboxes/guest/inside/": "the guest",

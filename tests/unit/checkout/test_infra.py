@@ -16,16 +16,16 @@ import pytest
 import yaml
 from temporalio.common import SearchAttributeKey
 
-from perdure.client import names, search_attributes
-from perdure.engines.pool.metrics import pool_metrics
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import LoneRoster
-from perdure.gateway.metrics import Metrics as GatewayMetrics
-from perdure.settings import load
-from perdure.storage import keys
+from perdure.client import search_attribute_keys, temporal_names
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.pool.pool_metrics import pool_metrics
+from perdure.gateway.gateway_metrics import Metrics as GatewayMetrics
+from perdure.settings import settings_loader
+from perdure.storage import store_keys
 from perdure.telemetry import METRICS
 from tests import promql
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.s3_server import S3Server
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -37,15 +37,17 @@ def test_namespace_script_registers_every_search_attribute() -> None:
     script = (ROOT / "infra/temporal/setup_namespace.sh").read_text()
     table = dict(re.findall(r"^(Perdure\w+) (\w+)$", script, re.MULTILINE))
 
-    assert table == names.SEARCH_ATTRIBUTES
+    assert table == temporal_names.SEARCH_ATTRIBUTES
 
 
 def test_every_search_attribute_is_registered() -> None:
     """A rollout that sets one that the server does not know could not start."""
-    keys_used = [k for k in vars(search_attributes).values() if isinstance(k, SearchAttributeKey)]
+    keys_used = [
+        k for k in vars(search_attribute_keys).values() if isinstance(k, SearchAttributeKey)
+    ]
     used = {key.name: key.indexed_value_type.name.title() for key in keys_used}
 
-    assert used == names.SEARCH_ATTRIBUTES
+    assert used == temporal_names.SEARCH_ATTRIBUTES
 
 
 @pytest.mark.parametrize("service", OURS)
@@ -61,7 +63,7 @@ def test_services_start_modules_that_exist(service: str) -> None:
 
 def test_every_role_has_a_service() -> None:
     """No queue of ours is left without a worker."""
-    from workers.process import ROLES
+    from workers.worker_process import ROLES
 
     commands = [" ".join(service["command"]) for service in OURS.values()]
 
@@ -95,7 +97,7 @@ def test_what_no_episode_removes_from_the_store_expires(
     expiring = [rule for rule in rules if rule not in uploads]
     days_of = {rule["Filter"]["Prefix"]: rule["Expiration"]["Days"] for rule in expiring}
     assert days_of.pop("x/") == 1
-    written = [keys.journal("s"), keys.run("r")]
+    written = [store_keys.journal("s"), store_keys.run("r")]
     assert [_days(days_of, f"a/store/{key}") for key in written] == [9, None]
 
 
@@ -112,7 +114,7 @@ def s3() -> Iterator[S3Server]:
 
 def test_compose_sets_only_settings_that_exist() -> None:
     """If no process read a variable of the compose file, the mistake would be silent."""
-    names = {load.variable(path) for path in load.fields()}
+    names = {settings_loader.variable(path) for path in settings_loader.fields()}
     given = {v for s in OURS.values() for v in s["environment"] if v.startswith("PERDURE_")}
 
     assert given - names == set()

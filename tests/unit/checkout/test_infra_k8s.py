@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from perdure.sandboxes.base import Network, SandboxSpec
-from perdure.sandboxes.providers.kubernetes import client as kubernetes_client
-from perdure.sandboxes.providers.kubernetes import failures as kubernetes_failures
+from perdure.sandboxes.providers.kubernetes import kubernetes_client
+from perdure.sandboxes.providers.kubernetes import kubernetes_errors as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import pods as kubernetes_pods
-from perdure.settings.tree import KubernetesSettings
-from tests.paths import ROOT
+from perdure.settings.settings_tree import KubernetesSettings
+from tests.checkout_paths import ROOT
 
 FILE = ROOT / kubernetes_failures.ROLE
 ALL: list[dict[str, Any]] = list(yaml.safe_load_all(FILE.read_text()))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 FOLDER = ROOT / "infra/ray"
 CLUSTER: dict[str, Any] = yaml.safe_load((FOLDER / "cluster.yaml").read_text())

@@ -13,8 +13,8 @@ import pytest
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from benchmarks.measuring import Meter
-from benchmarks.scratch import scratch_folder
+from benchmarks.cpu_measurement import Meter
+from benchmarks.scratch_folder import scratch_folder
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background inherit none
 told = Path(sys.argv[1])

@@ -1,7 +1,7 @@
 """What `benchmarks.overhead` prints where a figure is the difference of two runs."""
 
-from benchmarks.overhead.report import Report
-from benchmarks.overhead.sides import Sample
+from benchmarks.overhead.overhead_report import Report
+from benchmarks.overhead.overhead_runners import Sample
 
 
 def _sample(side: str, rollouts: int, wall: float, cpu: float, start: float = 0.0) -> Sample:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from benchmarks.parity.figures import Difference, figures
-from benchmarks.parity.scoring import Scored
+from benchmarks.parity.parity_figures import Difference, figures
+from benchmarks.parity.scorer_process import Scored
 from perdure.types import Turn
 
 

@@ -16,13 +16,13 @@ from click.shell_completion import BashComplete
 from perdure.cli.main import COMMANDS, cli, invoke
 from perdure.episodes.episode import EpisodeParts
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
-from perdure.stack import state as stack_state
-from perdure.stack.state import StackState
-from perdure.storage.local import LocalStore
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_state
+from perdure.stack.stack_state import StackState
+from perdure.storage.local_store import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests import held_ports
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.stored_episodes import store_episode
 
 
@@ -287,7 +287,7 @@ def test_wrong_engine_is_refused_before_anything_starts(
 ) -> None:
     """The error comes before a server is started."""
     monkeypatch.setenv("PERDURE_ENGINE__KIND", kind)
-    monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
+    monkeypatch.setattr("perdure.stack.stack_lifecycle.find_root", Path)
 
     assert said in perdure("up", "--engine", engine).error
 
@@ -324,9 +324,9 @@ def test_settings_that_the_gateway_would_refuse_start_no_stack(
     Path("model/tokenizer.json").write_text(
         '{"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}'
     )
-    monkeypatch.setattr("perdure.stack.preflight.TEMPORAL_S", 0.0)
+    monkeypatch.setattr("perdure.stack.start_preflight.TEMPORAL_S", 0.0)
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("perdure.stack.lifecycle.find_root", Path)
+    monkeypatch.setattr("perdure.stack.stack_lifecycle.find_root", Path)
 
     done = perdure("up")
 
@@ -441,7 +441,7 @@ def test_local_is_refused_before_the_run(tmp_path: Path, perdure: Perdure) -> No
 def test_endpoint_that_does_not_answer_is_named() -> None:
     """The error names the address of an engine that refuses connections."""
     from perdure.errors import GatewayUnavailable
-    from perdure.stack.engines import check_engine
+    from perdure.stack.engine_presence import check_engine
 
     with held_ports.held(1) as (port,):
         url = f"http://127.0.0.1:{port}/v1"
@@ -454,21 +454,21 @@ def test_only_a_new_run_needs_an_engine_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While the engine restarts a new run is refused, and one that has begun is joined."""
-    from perdure.cli.runs import launch
+    from perdure.cli.runs import run_launcher
     from perdure.errors import GatewayUnavailable
-    from perdure.stack import lifecycle
+    from perdure.stack import stack_lifecycle
 
     started: list[Any] = []
-    monkeypatch.setattr(lifecycle, "ensure_up", lambda *stack: started.append(stack))
+    monkeypatch.setattr(stack_lifecycle, "ensure_up", lambda *stack: started.append(stack))
     with held_ports.held(1) as (port,):
         settings = Settings(home=tmp_path, engine={"url": f"http://127.0.0.1:{port}/v1"})
         rollout = {"agent": "mini_swe_agent", "sandbox": "bubblewrap"}
         request = RunRequest(run_id="r", dataset="rows", rollout=rollout)
 
         with pytest.raises(GatewayUnavailable, match="cannot be reached"):
-            launch.make_ready(settings, request)
+            run_launcher.make_ready(settings, request)
         assert not started
-        launch.make_ready(settings, request, joins=True)
+        run_launcher.make_ready(settings, request, joins=True)
 
     assert len(started) == 1
     assert "open rollouts wait for the engine" in capsys.readouterr().err
@@ -476,7 +476,7 @@ def test_only_a_new_run_needs_an_engine_at_once(
 
 def test_one_answering_engine_of_several_is_enough() -> None:
     """Of `URL=WEIGHT,URL` one engine that accepts is enough."""
-    from perdure.stack.engines import check_engine
+    from perdure.stack.engine_presence import check_engine
 
     with socket.create_server(("127.0.0.1", 0)) as listening, held_ports.held(1) as (dead,):
         alive = listening.getsockname()[1]
@@ -680,7 +680,7 @@ def test_completion_knows_the_agents() -> None:
 
 def test_settings_page_is_the_one_in_the_docs() -> None:
     """docs/settings.md is what `perdure settings --markdown` prints."""
-    from perdure.settings.page import page
+    from perdure.settings.settings_page import page
 
     written = ROOT / "docs" / "settings.md"
 
@@ -702,7 +702,7 @@ def test_up_in_the_foreground_says_where_everything_answers(
         asyncio.run(ready())
         return 0
 
-    monkeypatch.setattr("perdure.stack.supervisor.run", supervise)
+    monkeypatch.setattr("perdure.stack.stack_supervisor.run", supervise)
 
     done = perdure("up", "--foreground")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.main import invoke
-from perdure.engines.roster import Roster, StoredRoster, roster_key
-from perdure.engines.state import EngineRecord, EngineState, name_of
-from perdure.home import load_secret
-from perdure.serving.status import PoolStatus, ReplicaStatus, write_status
-from perdure.settings.tree import Settings
-from perdure.stack.engines import any_added, none_ready
+from perdure.engines.engine_roster import Roster, StoredRoster, roster_key
+from perdure.engines.engine_state import EngineRecord, EngineState, name_of
+from perdure.home_folder import load_secret
+from perdure.serving.replica_status import PoolStatus, ReplicaStatus, write_status
+from perdure.settings.settings_tree import Settings
+from perdure.stack.engine_presence import any_added, none_ready
 from perdure.storage.base import open_store
 
 

@@ -5,10 +5,10 @@ import threading
 import pytest
 
 from perdure.cli import console
-from perdure.cli.connection import failed_link
-from perdure.cli.runs.tables import View, bar_style
+from perdure.cli.runs.run_tables import View, bar_style
+from perdure.cli.temporal_connection import failed_link
 from perdure.types import RunStatus
-from tests.stack.waiting import PATIENCE_S
+from tests.stack.wait_until import PATIENCE_S
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ from botocore.exceptions import NoCredentialsError
 from perdure.cli.commands.run_options import FAILURES
 from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError, StoreUnavailable
-from perdure.instances import catalog
-from perdure.sandboxes.host import programs
-from perdure.settings.load import load_settings
-from perdure.stack.failures import explain
+from perdure.instances import instance_catalog
+from perdure.sandboxes.host import sandbox_programs
+from perdure.settings.settings_loader import load_settings
+from perdure.stack.error_lines import explain
 from perdure.storage.base import open_store
-from perdure.storage.s3_answers import Place
+from perdure.storage.s3_errors import Place
 from perdure.types import (
     Grading,
     GroupRequest,
@@ -38,7 +38,7 @@ from perdure.types import (
     SourceKind,
 )
 from perdure.types.requests import FailureType
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 TESTS = ROOT / "tests"
 
@@ -289,7 +289,7 @@ def mistake(
     async def fill() -> None:
         store = open_store(load_settings())
         for name in NAMES:
-            await catalog.save(store, _instance(name))
+            await instance_catalog.save(store, _instance(name))
 
     asyncio.run(fill())
 
@@ -420,10 +420,10 @@ def test_a_full_disk_is_named_once_with_the_fix(error: Exception) -> None:
 
 def test_a_missing_program_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sandbox provider, before a stack starts."""
-    monkeypatch.setattr(programs, "SYSTEM_PATH", "/nowhere")
-    programs.program.cache_clear()
+    monkeypatch.setattr(sandbox_programs, "SYSTEM_PATH", "/nowhere")
+    sandbox_programs.program.cache_clear()
 
-    told = programs.missing_programs(["podman"])
+    told = sandbox_programs.missing_programs(["podman"])
 
     assert told == ["podman is missing; install it (Debian: apt-get install podman runc)"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.main import invoke
-from perdure.storage.local import LocalStore
-from tests.made_store import write_rollout
+from perdure.storage.local_store import LocalStore
+from tests.store_with_runs import write_rollout
 
 FAILED = "Failed: http://ui.example/namespaces/default/workflows?query="
 VIEWER = "Viewer: http://viewer.example/runs/made"

@@ -11,7 +11,7 @@ import pytest
 from perdure.cli.main import invoke
 from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
-from perdure.reports import stored, trajectory
+from perdure.reports import readable_trajectory, stored_rollout
 from perdure.sandboxes.base import identity_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Purpose, Turn
@@ -162,7 +162,7 @@ def test_an_unreadable_file_is_named(shown: Show) -> None:
 
 async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> None:
     """Answered turns can be read before their session is closed."""
-    name = stored.RolloutName("r", "click-1", 0)
+    name = stored_rollout.RolloutName("r", "click-1", 0)
     session = identity_of(name.run_id, name.workflow_id, "agent", 1)
     async with (
         ScriptedEngine() as engine,
@@ -174,7 +174,9 @@ async def test_a_running_rollout_is_read_from_the_journal(tmp_path: Path) -> Non
             headers = {"authorization": f"Bearer {key}"}
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
             answer.raise_for_status()
-        found = await trajectory.read(gateway.store, stored.StoredRollout(name, None), attempt=None)
+        found = await readable_trajectory.read(
+            gateway.store, stored_rollout.StoredRollout(name, None), attempt=None
+        )
 
     assert (found.source, len(found.turns)) == ("journal", 1)
     assert "Hello?" in found.turns[0].new_messages
@@ -184,8 +186,8 @@ async def test_a_rollout_without_a_turn_says_so(tmp_path: Path) -> None:
     """Without turns the command says so."""
     async with LocalGateway(tmp_path) as gateway:
         with pytest.raises(NotFound, match="has no turns in attempt 1"):
-            await trajectory.read(
+            await readable_trajectory.read(
                 gateway.store,
-                stored.StoredRollout(stored.RolloutName("r", "click-1", 0), None),
+                stored_rollout.StoredRollout(stored_rollout.RolloutName("r", "click-1", 0), None),
                 attempt=None,
             )

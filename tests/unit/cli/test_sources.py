@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from perdure.cli.runs.selection import resolve
+from perdure.cli.runs.instance_selection import resolve
 from perdure.errors import InstanceError
-from perdure.instances.rows.choice import Choice
-from perdure.storage.local import LocalStore
+from perdure.instances.rows.row_choice import Choice
+from perdure.storage.local_store import LocalStore
 
 ROW: dict[str, Any] = {
     "problem_statement": "fix it",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from perdure.episodes.episode import EpisodeParts
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus
 from tests.stored_episodes import store_episode
 
@@ -23,7 +23,7 @@ SANDBOXES = (
     "perdure.gateway",
     "perdure.engines",
 )
-DATA = ("pydantic", "asyncio", "perdure.settings.tree")
+DATA = ("pydantic", "asyncio", "perdure.settings.settings_tree")
 
 HEAVY = {
     ("--help",): TABLES + ARRAYS + SERVICES + TEMPORAL + SANDBOXES + DATA,

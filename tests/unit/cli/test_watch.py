@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from perdure.cli import connection
+from perdure.cli import temporal_connection
 from perdure.cli.main import invoke
-from perdure.cli.runs import launch
+from perdure.cli.runs import run_launcher
 from perdure.types import EpisodeRef, RolloutStatus
 
 
@@ -31,10 +31,10 @@ def test_the_exit_code_tells_of_rollouts_without_a_verdict(
     async def connect(_: Any) -> Any:
         return SimpleNamespace(perdure=SimpleNamespace(run=run))
 
-    async def to_the_end(*_: Any, **__: Any) -> launch.Ended:
-        return launch.Ended([episode], stopped)
+    async def to_the_end(*_: Any, **__: Any) -> run_launcher.Ended:
+        return run_launcher.Ended([episode], stopped)
 
-    monkeypatch.setattr(connection, "connect", connect)
-    monkeypatch.setattr(launch, "to_the_end", to_the_end)
+    monkeypatch.setattr(temporal_connection, "connect", connect)
+    monkeypatch.setattr(run_launcher, "to_the_end", to_the_end)
 
     assert invoke(["watch", "r", "--json"]) == code

@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 
-from perdure.client.collect import FinishedGroup, fresh
-from perdure.client.instance_order import InstanceOrder
-from perdure.client.rollouts import RolloutInfo, what_they_do
+from perdure.client.batch_collection import FinishedGroup, fresh
+from perdure.client.instance_sampler import InstanceOrder
+from perdure.client.rollout_listing import RolloutInfo, what_they_do
 from perdure.errors import ConfigurationError
 from perdure.types import EpisodeRef, RolloutStatus
 

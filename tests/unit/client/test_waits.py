@@ -10,8 +10,8 @@ from temporalio.client import Client
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from perdure.client import api
-from perdure.client.connection import DATA_CONVERTER
+from perdure.client import sdk
+from perdure.client.temporal_client import DATA_CONVERTER
 from perdure.types import RolloutRequest
 
 
@@ -35,7 +35,7 @@ async def test_a_passing_trouble_is_waited_out(status: RPCStatusCode, message: s
             raise answer
         return str(answer)
 
-    assert await api._durably(call) == "done"
+    assert await sdk._durably(call) == "done"
 
 
 async def test_a_lasting_status_is_told() -> None:
@@ -45,7 +45,7 @@ async def test_a_lasting_status_is_told() -> None:
         raise RPCError("no such workflow", RPCStatusCode.NOT_FOUND, b"")
 
     with pytest.raises(RPCError, match="no such workflow"):
-        await api._durably(call)
+        await sdk._durably(call)
 
 
 class Server:
@@ -83,16 +83,16 @@ async def test_a_start_meets_a_server_that_begins(
     trouble: RPCError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start is repeated. If only its answer was lost, it counts as started, not as joined."""
-    monkeypatch.setattr(api, "START_PAUSE_S", 0.0)
+    monkeypatch.setattr(sdk, "START_PAUSE_S", 0.0)
     lost = WorkflowAlreadyStartedError(REQUEST.workflow_id, "RolloutWorkflow")
     for last, joined in (("started", False), (lost, False)):
-        perdure = api.Perdure(cast(Client, Server(trouble, last)))
+        perdure = sdk.Perdure(cast(Client, Server(trouble, last)))
         assert (await perdure.start_rollout(REQUEST)).joined is joined
-    perdure = api.Perdure(cast(Client, Server(lost)))
+    perdure = sdk.Perdure(cast(Client, Server(lost)))
     assert (await perdure.start_rollout(REQUEST)).joined
 
 
 async def test_a_namespace_that_does_not_exist_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "NAMESPACE_PATIENCE_S", -1.0)
+    monkeypatch.setattr(sdk, "NAMESPACE_PATIENCE_S", -1.0)
     with pytest.raises(RPCError, match="Namespace default"):
-        await api.Perdure(cast(Client, Server(NO_NAMESPACE, "started"))).start_rollout(REQUEST)
+        await sdk.Perdure(cast(Client, Server(NO_NAMESPACE, "started"))).start_rollout(REQUEST)

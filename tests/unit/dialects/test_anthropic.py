@@ -13,8 +13,8 @@ from perdure.dialects import anthropic as dialect
 from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
+from tests.checkout_paths import ROOT
 from tests.local_gateway import LocalGateway
-from tests.paths import ROOT
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic  # takes a second, so it is imported once per process
@@ -457,7 +457,7 @@ async def test_an_engine_failure_is_an_error_and_not_an_empty_answer(
     it may retry."""
     import anthropic
 
-    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
+    monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     engine.faults = Faults(kind="status", status=400)
 
     with pytest.raises(anthropic.APIStatusError, match="the engine"):

@@ -355,7 +355,7 @@ async def test_errors_are_the_clients_own_types(
 ) -> None:
     """An exhausted context, a bad request, a failing engine and a closed session raise typed
     errors."""
-    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
+    monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
     with pytest.raises(openai.BadRequestError) as exhausted:
         await client.with_options(api_key=key).responses.create(**_ask(stream=True))

@@ -11,12 +11,12 @@ from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
-from perdure.engines.reported import engine_settings
+from perdure.engines.reported_model import engine_settings
 from perdure.errors import ConfigurationError
-from perdure.gateway.turns.sampling import chat_request
-from perdure.rollouts import identity
-from perdure.settings.tree import Settings
-from perdure.storage.local import LocalStore
+from perdure.gateway.turns.sampling_params import chat_request
+from perdure.rollouts import run_identity
+from perdure.settings.settings_tree import Settings
+from perdure.storage.local_store import LocalStore
 from perdure.types import RolloutRequest, Sampling
 from tests.engine_wire import answering, plain
 
@@ -115,7 +115,7 @@ async def test_a_run_is_refused_before_anything_boots(
     settings, store = Settings(home=tmp_path), LocalStore(tmp_path / "store")
     request = RolloutRequest(run_id="r", instance="d/i", sampling={"seed": 7})
     with pytest.raises(ConfigurationError, match=r"sampling\.seed"):
-        await identity.identity_of(settings, store, request, [], engine_settings(settings))
+        await run_identity.identity_of(settings, store, request, [], engine_settings(settings))
 
 
 def test_a_token_engine_is_not_a_hosted_api(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from perdure.engines.clients.vllm_control import Vitals
 from perdure.engines.pool.capacity import Capacity
+from perdure.engines.pool.fair_queue import FairQueue
 from perdure.engines.pool.leases import (
     IDLE_S,
     RECLAIM_S,
@@ -16,7 +17,6 @@ from perdure.engines.pool.leases import (
     Leases,
     affinity,
 )
-from perdure.engines.pool.queueing import FairQueue
 
 
 class Clock:

@@ -11,18 +11,18 @@ import pytest
 
 from perdure.dialects.base import Refused
 from perdure.engines.base import Engine
-from perdure.engines.clients.connections import Connections
+from perdure.engines.clients.engine_connections import Connections
 from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_params
 from perdure.engines.clients.sglang_control import SglangControl
-from perdure.engines.clients.token_server import BreakKind, EngineRequest, StreamBroken
-from perdure.engines.configured import ConfiguredEngine
-from perdure.engines.pool.call import GenerateCall
-from perdure.engines.pool.fleet import PoolOptions
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.pool.salvage import Salvage
-from perdure.engines.roster import LoneRoster
-from perdure.engines.state import EngineRecord, name_of
-from perdure.settings.tree import Settings
+from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, StreamBroken
+from perdure.engines.configured_engine import ConfiguredEngine
+from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_state import EngineRecord, name_of
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.pool.token_salvage import Salvage
+from perdure.settings.settings_tree import Settings
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import FinishReason
 from tests.doubles.scripted_sglang import ScriptedSglang

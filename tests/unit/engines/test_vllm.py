@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from perdure.engines.clients import sglang, vllm
-from perdure.engines.clients.connections import Connections
-from perdure.engines.clients.token_server import (
+from perdure.engines.clients.engine_connections import Connections
+from perdure.engines.clients.token_endpoint import (
     TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
     StreamBroken,
 )
 from perdure.engines.clients.vllm import VllmEngine
-from perdure.engines.pool.salvage import Salvage
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 from tests.engine_wire import answering, plain
 

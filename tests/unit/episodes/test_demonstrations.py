@@ -11,13 +11,13 @@ import pytest
 
 from perdure.cli.main import invoke
 from perdure.episodes import turns_parquet
-from perdure.episodes.demonstrations.selection import Selection
+from perdure.episodes.demonstrations.rejection_sampling import Selection
 from perdure.episodes.episode import EpisodeParts
-from perdure.episodes.export import ExportReport, Format, Rules, export_run
-from perdure.episodes.hub_folder import write_folder
-from perdure.episodes.segments import cut
+from perdure.episodes.hub_dataset import write_folder
+from perdure.episodes.run_export import ExportReport, Format, Rules, export_run
+from perdure.episodes.trajectory_segments import cut
 from perdure.errors import Boundary, ConfigurationError
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import (
     Failure,
     Grade,

@@ -10,9 +10,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from perdure.cli.runs.text import differences
-from perdure.client.collect import FinishedGroup
-from perdure.episodes.assembling import assemble, calls_of
+from perdure.cli.runs.run_text import differences
+from perdure.client.batch_collection import FinishedGroup
 from perdure.episodes.episode import (
     AttemptSummary,
     Episode,
@@ -20,15 +19,16 @@ from perdure.episodes.episode import (
     ModelUsage,
     build_episode,
 )
+from perdure.episodes.episode_assembly import assemble, calls_of
 from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import read_episode, read_run
-from perdure.episodes.manifest import build_manifest, counted, pass_at
-from perdure.episodes.segments import cut
+from perdure.episodes.run_manifest import build_manifest, counted, pass_at
+from perdure.episodes.trajectory_segments import cut
 from perdure.episodes.turns_parquet import encode
 from perdure.errors import Boundary
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
-from perdure.storage.s3 import S3Store
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
+from perdure.storage.s3_store import S3Store
 from perdure.types import (
     CalibrationState,
     Failure,
@@ -176,7 +176,7 @@ async def test_written_episode_is_read_back(tmp_path: Path) -> None:
     written = await write(store, made)
 
     assert await read_episode(store, made.request) == written
-    assert await store.exists(keys.episode_tokens(made.request))
+    assert await store.exists(store_keys.episode_tokens(made.request))
 
 
 async def test_unfinished_rollout_has_no_episode(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_run_is_read_in_order(tmp_path: Path) -> None:
 
 async def test_a_run_in_s3_is_one_listing(monkeypatch: pytest.MonkeyPatch) -> None:
     """One paged listing finds a run's episodes, however many; it has no other runs."""
-    monkeypatch.setattr("perdure.storage.s3.PAGE", PAGE)
+    monkeypatch.setattr("perdure.storage.s3_store.PAGE", PAGE)
     with with_bucket("results") as server:
         store = S3Store("s3://results/store", endpoint_url=server.url)
         for run, number in (("r", ROLLOUTS), ("other", 1)):

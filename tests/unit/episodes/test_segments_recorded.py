@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from perdure.episodes.accounting import count_trajectory
-from perdure.episodes.segments import cut
+from perdure.episodes.token_accounting import count_trajectory
+from perdure.episodes.trajectory_segments import cut
 from perdure.types import Turn
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.recordings import captured
 
 RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"

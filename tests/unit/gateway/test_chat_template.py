@@ -11,7 +11,7 @@ from tokenizers.trainers import BpeTrainer
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.chat_template import ChatTemplate
-from perdure.gateway.rendering.formats import Format, load_format
+from perdure.gateway.rendering.message_format import Format, load_format
 
 CONTROL = ["<bos>", "<turn>", "<end>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
 PLAIN = """\

@@ -5,8 +5,8 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from perdure.gateway.turns.canonical import Rolled
-from perdure.gateway.turns.chains import Continued, Node
+from perdure.gateway.turns.canonical_request import Rolled
+from perdure.gateway.turns.turn_chains import Continued, Node
 
 
 def _turn(dice: random.Random, base: Node | None) -> Node:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from perdure.gateway.http.listeners import bind_unix
-from perdure.gateway.pace import Ceilings, Pace
+from perdure.gateway.http.listening_sockets import bind_unix
+from perdure.gateway.rate_limits import Ceilings, Pace
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.local_gateway import LocalGateway

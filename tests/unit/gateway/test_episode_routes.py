@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from perdure.client.episodes import read_episodes
+from perdure.client.episode_reader import read_episodes
 from perdure.client.gateway_episodes import GatewayEpisodes
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import EpisodeParts
-from perdure.episodes.segments import cut
+from perdure.episodes.trajectory_segments import cut
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import control_token
-from perdure.home import episodes_token
-from perdure.storage import keys
+from perdure.home_folder import episodes_token
+from perdure.storage import store_keys
 from perdure.types import (
     EpisodeRef,
     Grade,
@@ -39,7 +39,7 @@ async def gateway(tmp_path: Path) -> AsyncIterator[LocalGateway]:
 
 
 async def written(gateway: LocalGateway) -> EpisodeRef:
-    key = f"{keys.attempt(REQUEST, 1)}/turns.parquet"
+    key = f"{store_keys.attempt(REQUEST, 1)}/turns.parquet"
     await gateway.store.put(key, turns_parquet.encode(TURNS))
     parts = EpisodeParts(
         request=REQUEST,
@@ -101,4 +101,4 @@ async def test_a_gateway_that_is_away_is_told(tmp_path: Path) -> None:
     """The caller can repeat the call."""
     away = GatewayEpisodes("http://127.0.0.1:9", b"the secret of a home")
     with pytest.raises(GatewayUnavailable, match="cannot be read"):
-        await away.get(keys.run("r"))
+        await away.get(store_keys.run("r"))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.chat_template import ChatTemplate
-from perdure.gateway.rendering.formats import Format, load_format
-from perdure.gateway.rendering.notations.detect import NOTATIONS
+from perdure.gateway.rendering.control_token_text import MARK, marked
+from perdure.gateway.rendering.message_format import Format, load_format
+from perdure.gateway.rendering.notations.format_detection import NOTATIONS
 from perdure.gateway.rendering.parsed_response import ToolCallParseStatus
-from perdure.gateway.rendering.typed_text import MARK, marked
-from perdure.gateway.turns.bridge import Miss, bridge
+from perdure.gateway.turns.prompt_bridge import Miss, bridge
 from tests.unit.gateway.families import FAMILIES, Family
 
 Message = dict[str, Any]

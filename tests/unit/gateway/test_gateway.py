@@ -17,7 +17,7 @@ from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import SessionSpec, control_token
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.sandboxes.relay.relay import RELAYED
+from perdure.sandboxes.relay.host_relay import RELAYED
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
 from tests.local_gateway import LocalGateway, turns_key_of

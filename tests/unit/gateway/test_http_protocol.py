@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from perdure.gateway.http.protocol import MAX_HEAD, Gathering, HttpProtocol
+from perdure.gateway.http.http_protocol import MAX_HEAD, Gathering, HttpProtocol
 from perdure.testing.local_server import served
 
 LARGE = 16 << 10

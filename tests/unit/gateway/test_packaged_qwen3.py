@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perdure.gateway.rendering.formats import load_format
+from perdure.gateway.rendering.message_format import load_format
 
 VECTORS = json.loads(Path(__file__).with_name("qwen3_vectors.json").read_text("utf-8"))
 TOKENIZER, FORMAT = load_format("qwen3")

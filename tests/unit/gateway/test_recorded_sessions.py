@@ -13,19 +13,19 @@ import pytest
 from perdure.dialects import anthropic
 from perdure.dialects.base import ModelRequest
 from perdure.engines.base import Completion, Engine
-from perdure.engines.pool.call import GenerateCall
-from perdure.episodes.segments import cut
+from perdure.engines.pool.completion_call import GenerateCall
+from perdure.episodes.trajectory_segments import cut
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.journal.journal import Journal
+from perdure.gateway.gateway_metrics import Metrics
+from perdure.gateway.journal.recorded_turns import turns_of
+from perdure.gateway.journal.turn_journal import Journal
 from perdure.gateway.journal.turn_record import turn_records
-from perdure.gateway.journal.turns import turns_of
-from perdure.gateway.metrics import Metrics
-from perdure.gateway.rendering.formats import load_format
-from perdure.gateway.sessions import Sessions
-from perdure.storage.local import LocalStore
+from perdure.gateway.rendering.message_format import load_format
+from perdure.gateway.session_manager import Sessions
+from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.types import FinishReason, Sampling, Turn
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.recordings import answer_ids
 
 RECORDINGS = ROOT.parent / "shared" / "data" / "trajectories" / "claude_code"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.http.listeners import LONGEST_PATH, check_path
-from perdure.settings.tree import Settings
+from perdure.gateway.http.listening_sockets import LONGEST_PATH, check_path
+from perdure.settings.settings_tree import Settings
 
 
 def test_the_error_says_by_how_much_a_home_is_too_long() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.engines.state import EngineState
+from perdure.engines.engine_state import EngineState
 from perdure.gateway.base import control_token
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
 from tests.local_gateway import LocalGateway
@@ -135,7 +135,7 @@ async def test_a_call_without_an_answer_is_known_until_the_next_answer(
     first = [{"role": "user", "content": "hi"}]
     for gateway in gateways:
         await _ready(gateway)
-    monkeypatch.setattr("perdure.engines.pool.pool.MOST_MOVES", 0)
+    monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     engine.control(kind="status")
     with pytest.raises(httpx.HTTPStatusError):
         await _ask(one, key, first)

@@ -13,9 +13,9 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from perdure.errors import ConfigurationError
-from perdure.gateway.rendering.formats import load_format
+from perdure.gateway.rendering.control_token_text import MARK, marked
+from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.gateway.rendering.typed_text import MARK, marked
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]

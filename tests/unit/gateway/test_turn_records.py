@@ -21,14 +21,14 @@ from perdure.episodes.turns_parquet import (
     encode_deltas,
     schema_of,
 )
-from perdure.gateway.journal.encoding import frame, unframe
+from perdure.gateway.journal.record_encoding import frame, unframe
+from perdure.gateway.journal.recorded_turns import turn_deltas, turns_of
 from perdure.gateway.journal.turn_record import (
     TurnRecord,
     prompt_of,
     to_journal,
     turn_records,
 )
-from perdure.gateway.journal.turns import turn_deltas, turns_of
 from perdure.gateway.session_state import Totals
 from perdure.types import Turn, TurnFacts
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perdure.graders.protocols.swebench import SuiteRun, judge
+from perdure.graders.hidden_test_run import TestRun
+from perdure.graders.protocols.test_lists import SuiteRun, judge
 from perdure.graders.reports.log_parsers import LogParser, published_names
-from perdure.graders.test_run import TestRun
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import Grading, Outcome
 

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from perdure.graders.diff.git_diff import parse
-from tests.cheats.catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from perdure.graders.diff.git_diff_parser import parse
+from tests.cheats.cheat_catalog import CHEATS, CONTROLS, IN_CODE, WEAK
+from tests.cheats.cheat_target import Target
 from tests.cheats.made_rows import made_rows
-from tests.cheats.target import Target
 
 
 def test_names_are_unique_and_the_catalog_is_whole() -> None:

@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from perdure.errors import InstanceError, MissingDependency
-from perdure.graders.protocols.swebench import SuiteRun, judge
-from perdure.graders.reports.junit import parse_junit
+from perdure.graders.forged_results import guarded_command
+from perdure.graders.hidden_test_run import TestRun
+from perdure.graders.protocols.test_lists import SuiteRun, judge
+from perdure.graders.reports.junit_statuses import parse_junit
 from perdure.graders.reports.log_parsers import LogParser, _published, parser_of, published_names
-from perdure.graders.tampering import guarded_command
-from perdure.graders.test_run import TestRun
-from perdure.graders.verdict import status_of
+from perdure.graders.verdict_rules import status_of
 from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.testing.grader_contract import tiny_instance

@@ -9,7 +9,7 @@ import pytest
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import TestStatus
 
 PROGRAM = """

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.instances import catalog, sources
-from perdure.instances.recipes.public_set import PublicSet
-from perdure.instances.recipes.recipe import load_recipe
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.importing import import_rows
-from perdure.storage.local import LocalStore
+from perdure.instances import base_trees, instance_catalog
+from perdure.instances.recipes.dataset_recipe import load_recipe
+from perdure.instances.recipes.public_dataset import PublicSet
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.instances.rows.row_import import import_rows
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance, SourceKind
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_without_a_source_the_tree_is_on_github(clone: tuple[Path, str, str]) ->
 
 async def test_the_base_is_fetched(clone: tuple[Path, str, str], tmp_path: Path) -> None:
     """A source of kind git gives the files of its commit, without later commits."""
-    await sources.fetch(read(clone).source, tmp_path / "tree", LocalStore(tmp_path / "store"))
+    await base_trees.fetch(read(clone).source, tmp_path / "tree", LocalStore(tmp_path / "store"))
 
     assert (tmp_path / "tree" / "Lib" / "calc.py").read_text() == "base\n"
 
@@ -132,7 +132,7 @@ async def test_the_public_set_brings_its_ignored_tests(
 
     store = LocalStore(tmp_path / "store")
     report = await import_rows(store, public)
-    instance = await catalog.load(store, report.refs[0])
+    instance = await instance_catalog.load(store, report.refs[0])
 
     assert instance.grading.eval_cmd is not None
     assert instance.grading.eval_cmd.count("--ignore") == 17

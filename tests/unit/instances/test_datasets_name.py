@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 
 def test_import_name_is_the_librarys() -> None:

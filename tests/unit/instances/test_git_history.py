@@ -7,11 +7,11 @@ import pytest
 
 from perdure.cli.commands.instances import _recipe_of
 from perdure.errors import InstanceError
-from perdure.instances import sources, uv
+from perdure.instances import base_trees, uv_program
 from perdure.instances.recipes import git_history
-from perdure.instances.recipes.building import candidates_of
-from perdure.instances.recipes.recipe import History
-from perdure.storage.local import LocalStore
+from perdure.instances.recipes.dataset_build import candidates_of
+from perdure.instances.recipes.dataset_recipe import History
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance
 
 PROJECT = """
@@ -99,7 +99,7 @@ async def test_a_merge_becomes_one_row(clone: Clone, tmp_path: Path) -> None:
     """Its parent's files, its tests, its fix without the changelog, its message without trailers."""
     instance = await made(clone, 1)
     store = LocalStore(tmp_path / "store")
-    await sources.fetch(instance.source, tmp_path / "tree", store)
+    await base_trees.fetch(instance.source, tmp_path / "tree", store)
     for patch in (instance.gold_patch, instance.grading.test_patch):
         subprocess.run(["git", "apply"], cwd=tmp_path / "tree", input=patch, check=True)
 
@@ -157,7 +157,7 @@ async def test_releases_become_a_history(tmp_path: Path, monkeypatch: pytest.Mon
 
     asked: list[str] = []
 
-    def download(requirement: str) -> sources.Downloaded:
+    def download(requirement: str) -> base_trees.Downloaded:
         asked.append(requirement)
         version = requirement.partition("==")[2]
         tree = tmp_path / version / "thing-x"
@@ -165,12 +165,12 @@ async def test_releases_become_a_history(tmp_path: Path, monkeypatch: pytest.Mon
         (tree / "thing.py").write_text(version)
         (tree / "tests" / "test_f.py").write_text(version)
         (tree / "CHANGES.md").write_text(f"# {version}\n\nNow {version}.\n")
-        return sources.Downloaded(
-            sources.pack(tree.parent), datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.UTC)
+        return base_trees.Downloaded(
+            base_trees.pack(tree.parent), datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.UTC)
         )
 
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(sources, "download_sdist", download)
+    monkeypatch.setattr(base_trees, "download_sdist", download)
     history = History(package="thing", versions=("1.0", "1.1"))
     first = git_history.candidates(history, Path())
     again = git_history.candidates(history, Path())
@@ -190,8 +190,8 @@ def test_the_index_says_when_a_release_was_published(monkeypatch: pytest.MonkeyP
 name = "thing"
 sdist = { url = "https://x/t.tar.gz", upload-time = 2024-01-02T03:04:05Z, hashes = { sha256 = "a" } }
 """
-    monkeypatch.setattr(uv, "_compile", lambda *_: lock)
-    uploaded = uv.locate_sdist("thing==1").uploaded
+    monkeypatch.setattr(uv_program, "_compile", lambda *_: lock)
+    uploaded = uv_program.locate_sdist("thing==1").uploaded
 
     assert uploaded is not None
     assert uploaded.isoformat() == "2024-01-02T03:04:05+00:00"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.instances import git_source, repository
+from perdure.instances import git_source, host_git
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def origin(tmp_path: Path) -> tuple[str, str]:
     tree = tmp_path / "origin"
     tree.mkdir()
     (tree / "a").write_text("one\n")
-    return tree.as_uri(), repository.commit_all(tree)
+    return tree.as_uri(), host_git.commit_all(tree)
 
 
 def cache(home: Path) -> Path:
@@ -81,7 +81,7 @@ def test_a_killed_fetch_does_not_block_the_next(
     (cache(home) / ".git" / "shallow.lock").touch()
     tree = Path(url.removeprefix("file://"))
     (tree / "a").write_text("two\n")
-    second = repository.commit_all(tree)
+    second = host_git.commit_all(tree)
 
     git_source.export(url, second, tmp_path / "second")
 
@@ -94,7 +94,7 @@ def test_a_clone_on_this_host_is_not_copied(
     """Its commits are read in place."""
     url, commit = origin
     git_source.export(url.removeprefix("file://"), commit, tmp_path / "tree")
-    told = repository.git(cache(home), "count-objects", "-v").decode().split()
+    told = host_git.git(cache(home), "count-objects", "-v").decode().split()
 
     assert (tmp_path / "tree" / "a").read_text() == "one\n"
     assert (told[1], told[told.index("in-pack:") + 1]) == ("0", "0")

@@ -9,7 +9,7 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.graders.protocols import multi_swe
-from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.types import Instance, TestStatus
 
 PATCH = "diff --git a/m.go b/m.go\n--- a/m.go\n+++ b/m.go\n@@ -1 +1 @@\n-a\n+b\n"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.conversion import to_instance
+from perdure.graders.protocols.test_lists import SwebenchGrader
 from perdure.instances.rows.formats import multimodal
+from perdure.instances.rows.row_conversion import to_instance
 
 PIXELS = bytes(range(256))
 PATCH = (

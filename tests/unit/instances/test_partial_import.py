@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli.main import cli
-from perdure.cli.runs import selection
-from perdure.cli.runs.selection import resolve
+from perdure.cli.runs import instance_selection
+from perdure.cli.runs.instance_selection import resolve
 from perdure.errors import ConfigurationError, RetryHere
-from perdure.instances import calibration, catalog, git_source
-from perdure.instances.calibration import Calibration
-from perdure.instances.rows.choice import Choice
-from perdure.storage.local import LocalStore
+from perdure.instances import calibration_record, git_source, instance_catalog
+from perdure.instances.calibration_record import Calibration
+from perdure.instances.rows.row_choice import Choice
+from perdure.storage.local_store import LocalStore
 from perdure.types import CalibrationState
 
 AWAY = "http://127.0.0.1:1/cpython"
@@ -99,7 +99,7 @@ async def test_only_the_rows_of_the_run_are_fetched(
 
     assert first.refs == ("rows/c-11",)
     assert named.refs == ("rows/c-03",)
-    assert await catalog.refs(store, "rows") == ["rows/c-03", "rows/c-11"]
+    assert await instance_catalog.refs(store, "rows") == ["rows/c-03", "rows/c-11"]
 
 
 async def test_a_public_set_is_completed_as_commands_ask_for_more(
@@ -112,16 +112,16 @@ async def test_a_public_set_is_completed_as_commands_ask_for_more(
     name = public(tmp_path, origin)
 
     await resolve(store, name, Choice(limit=1))
-    assert await catalog.refs(store, name) == ["suite/c-00"]
+    assert await instance_catalog.refs(store, name) == ["suite/c-00"]
 
     converted: list[str] = []
-    real = catalog.save
+    real = instance_catalog.save
 
     async def save(store: Any, instance: Any) -> None:
         converted.append(instance.instance_id)
         await real(store, instance)
 
-    monkeypatch.setattr(catalog, "save", save)
+    monkeypatch.setattr(instance_catalog, "save", save)
     await resolve(store, name, Choice(limit=3))
     assert sorted(converted) == ["c-01", "c-02"]
 
@@ -141,16 +141,18 @@ async def test_a_quarantined_row_does_not_shorten_a_limited_run(
     await resolve(store, name, Choice(limit=1))
     record = Calibration(
         instance="suite/c-00",
-        instance_sha256=calibration.digest_of(await catalog.load(store, "suite/c-00")),
+        instance_sha256=calibration_record.digest_of(
+            await instance_catalog.load(store, "suite/c-00")
+        ),
         sandbox="bubblewrap",
         state=CalibrationState.QUARANTINED,
         runs=3,
     )
-    await calibration.save(store, record)
+    await calibration_record.save(store, record)
 
     await resolve(store, name, Choice(limit=1))
 
-    assert await catalog.refs(store, name) == ["suite/c-00", "suite/c-01"]
+    assert await instance_catalog.refs(store, name) == ["suite/c-00", "suite/c-01"]
 
 
 def test_a_network_error_names_the_row_and_keeps_the_others(
@@ -163,7 +165,7 @@ def test_a_network_error_names_the_row_and_keeps_the_others(
         asyncio.run(resolve(store, name))
     listed = CliRunner().invoke(cli, ["instances", "list"])
     one = CliRunner().invoke(cli, ["instances", "list", name, "--json"])
-    here = len(asyncio.run(catalog.refs(store, name)))
+    here = len(asyncio.run(instance_catalog.refs(store, name)))
 
     assert 0 < here < ROWS
     assert f"suite ({here} of {ROWS} rows; the others are imported when a command needs" in (
@@ -209,5 +211,5 @@ async def test_no_row_that_was_asked_for(
 
     with pytest.raises(ConfigurationError, match=rf"select none of {ROWS} instances .*c-11"):
         await resolve(store, path, Choice(include=("d-*",)))
-    assert await catalog.refs(store, "rows") == []
-    assert issubclass(selection.NoneChosen, ConfigurationError)
+    assert await instance_catalog.refs(store, "rows") == []
+    assert issubclass(instance_selection.NoneChosen, ConfigurationError)

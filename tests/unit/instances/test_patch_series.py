@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.instances import sources
+from perdure.instances import base_trees
+from perdure.instances.recipes.dataset_recipe import PatchSeries
 from perdure.instances.recipes.patch_series import PatchRow, message_of, patches_of
-from perdure.instances.recipes.recipe import PatchSeries
-from perdure.storage.local import LocalStore
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance
 
 UPSTREAM = {
@@ -124,7 +124,7 @@ async def made(series: PatchSeries, patch: str, tmp_path: Path) -> Instance:
 async def test_a_patch_becomes_a_row(series: PatchSeries, tmp_path: Path) -> None:
     """The tree before it, its hidden tests, its fix as gold, its author's description."""
     instance = await made(series, "0002-x.patch", tmp_path)
-    await sources.fetch(instance.source, tmp_path / "tree", LocalStore(tmp_path / "store"))
+    await base_trees.fetch(instance.source, tmp_path / "tree", LocalStore(tmp_path / "store"))
 
     assert instance.instance_id == "python__cpython-0002-x"
     assert instance.grading.eval_cmd == "./python -m test test_email test_zip"
@@ -144,7 +144,7 @@ async def test_what_is_compiled_is_the_same_in_all_rows(
 ) -> None:
     """Patches of C come first, so one build of the interpreter serves every row."""
     instance = await made(series, "0002-x.patch", tmp_path)
-    await sources.fetch(instance.source, tmp_path / "tree", LocalStore(tmp_path / "store"))
+    await base_trees.fetch(instance.source, tmp_path / "tree", LocalStore(tmp_path / "store"))
 
     assert (tmp_path / "tree" / "Python" / "zip.c").read_text() == "two\n"
 

@@ -10,9 +10,9 @@ import pytest
 from perdure.errors import InstanceError
 from perdure.graders.protocols.status_map import compared
 from perdure.graders.reports.log_parsers import LogParser
-from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.types import Instance, Outcome, TestStatus
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.unit.instances.made_rows import EXPECTED, NEW, OLD, TEST, r2e_row
 
 REAL = ROOT.parent / "shared" / "data" / "tasks" / "r2e_test_output.txt"

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from perdure import registry
+from perdure import variant_registry
 from perdure.errors import ConfigurationError, InstanceError
-from perdure.instances import calibration, catalog
-from perdure.instances.calibrated import CalibrationReport
-from perdure.instances.recipes.building import _record, candidates_of
-from perdure.instances.recipes.public_set import PublicSet
-from perdure.instances.recipes.recipe import FROM_ROW, Recipe, load_recipe
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.images import rule_named
-from perdure.storage.local import LocalStore
+from perdure.instances import calibration_record, instance_catalog
+from perdure.instances.calibration_proof import CalibrationReport
+from perdure.instances.recipes.dataset_build import _record, candidates_of
+from perdure.instances.recipes.dataset_recipe import FROM_ROW, Recipe, load_recipe
+from perdure.instances.recipes.public_dataset import PublicSet
+from perdure.instances.rows.image_rules import rule_named
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.storage.local_store import LocalStore
 from perdure.types import CalibrationState, Grading, Instance, Phases, Source, SourceKind
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 RECIPES = sorted(file.parent for file in (ROOT / "datasets").glob("*/dataset.toml"))
 
@@ -94,8 +94,8 @@ def test_a_shipped_recipe_names_what_exists(folder: Path) -> None:
     if rows is None:
         return
 
-    assert registry.data_source_named(rows.format) is not None
-    assert set(rows.graders) <= set(registry.GRADERS)
+    assert variant_registry.data_source_named(rows.format) is not None
+    assert set(rows.graders) <= set(variant_registry.GRADERS)
     assert rows.image == FROM_ROW or callable(rule_named(rows.image))
 
 
@@ -143,13 +143,13 @@ async def test_a_built_row_is_a_calibrated_one(tmp_path: Path) -> None:
     row = instance(Grading(fail_to_pass=("a",), pass_to_pass=("b",)))
     record = _record(row, CalibrationReport(3, 1, 1), "bubblewrap")
     store = LocalStore(tmp_path)
-    await catalog.save(store, row)
-    await calibration.save(store, record)
+    await instance_catalog.save(store, row)
+    await calibration_record.save(store, record)
 
-    marks = await calibration.marks(store, [row.ref], "bubblewrap")
+    marks = await calibration_record.marks(store, [row.ref], "bubblewrap")
 
     assert marks[row.ref].state is CalibrationState.PROVED
-    assert calibration.joined(row, record) == row
+    assert calibration_record.joined(row, record) == row
 
 
 def test_releases_are_pairs_of_each_package_in_turn() -> None:

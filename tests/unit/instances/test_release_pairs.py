@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import ConfigurationError, InstanceError
-from perdure.instances import sources
+from perdure.instances import base_trees
 from perdure.instances.recipes import changelog, release_pairs
-from perdure.instances.recipes.recipe import Pair, load_recipe
-from tests.paths import ROOT
+from perdure.instances.recipes.dataset_recipe import Pair, load_recipe
+from tests.checkout_paths import ROOT
 
 RECIPE = ROOT / "datasets" / "first-steps"
 PAIR = Pair.model_validate(
@@ -54,7 +54,7 @@ def sdist(folder: Path, files: dict[str, bytes]) -> bytes:
         path = folder / "thing-x" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    return sources.pack(folder)
+    return base_trees.pack(folder)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_gold_and_tests_turn_one_release_into_the_next(
 ) -> None:
     """Applied to the base, both patches give exactly the later release's code and tests."""
     tree = tmp_path / "tree"
-    sources.unpack(made.base, tree)
+    base_trees.unpack(made.base, tree)
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True)
     for patch in (made.gold, made.tests):
         subprocess.run(["git", "apply"], cwd=tree, input=patch, check=True)

@@ -7,7 +7,7 @@ import pytest
 
 from perdure.instances.rows.reversed_diff import Irreversible, reversed_diff
 from perdure.testing.grader_contract import git, make_repository
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 REAL = ROOT.parent / "shared" / "data" / "tasks"
 FILES = {

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.instances import catalog
-from perdure.instances.rows.choice import Choice
-from perdure.instances.rows.conversion import dataset_name, to_instance
-from perdure.instances.rows.importing import import_rows
-from perdure.storage.local import LocalStore
+from perdure.instances import instance_catalog
+from perdure.instances.rows.row_choice import Choice
+from perdure.instances.rows.row_conversion import dataset_name, to_instance
+from perdure.instances.rows.row_import import import_rows
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance, SourceKind
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 TASKS = ROOT.parent / "shared" / "data" / "tasks"
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
@@ -197,7 +197,7 @@ async def test_import_reports_every_bad_row(tmp_path: Path) -> None:
     report = await import_rows(store, path, validate=validate)
 
     assert report.refs == ["My-rows/psf__requests-1"]
-    assert await catalog.refs(store, "My-rows") == report.refs
+    assert await instance_catalog.refs(store, "My-rows") == report.refs
     assert [problem.split(":")[0] for problem in report.problems] == [
         "row 2 lacks `patch`",
         "row 3 repeats the `instance_id` 'psf__requests-1' of an earlier row",

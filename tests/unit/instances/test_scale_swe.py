@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.instances.rows.conversion import to_instance
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.types import Instance
 
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\n+b\n"

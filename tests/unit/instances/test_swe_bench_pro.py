@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.instances.calibration import Calibration, digest_of, joined
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.importing import import_rows
-from perdure.storage.local import LocalStore
+from perdure.instances.calibration_record import Calibration, digest_of, joined
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.instances.rows.row_import import import_rows
+from perdure.storage.local_store import LocalStore
 from perdure.types import CalibrationState, Instance, SourceKind, Twin
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 from tests.unit.instances.made_rows import PARSER, write_scripts
 
 REAL = ROOT.parent / "shared" / "data" / "tasks" / "swebench_pro_rows.jsonl"

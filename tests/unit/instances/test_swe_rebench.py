@@ -8,13 +8,13 @@ import pytest
 
 from perdure.errors import InstanceError
 from perdure.graders.protocols.row_parser import parse_output
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.conversion import to_instance
+from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.limited_process import read
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 from perdure.types import TestStatus
-from tests.paths import ROOT
+from tests.checkout_paths import ROOT
 
 REAL = ROOT.parent / "shared" / "data" / "tasks" / "swe_rebench_row.json"
 PATCH = "diff --git a/tests/t.py b/tests/t.py\n--- a/tests/t.py\n+++ b/tests/t.py\n@@ -1 +1 @@\n-a\n+b\n"

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.graders.protocols.swebench import SwebenchGrader
-from perdure.instances.rows.conversion import to_instance
+from perdure.graders.protocols.test_lists import SwebenchGrader
 from perdure.instances.rows.reversed_diff import reversed_diff
-from tests.paths import ROOT
+from perdure.instances.rows.row_conversion import to_instance
+from tests.checkout_paths import ROOT
 
 REAL = ROOT.parent / "shared" / "data" / "tasks" / "swe_smith_row.json"
 ROW: dict[str, Any] = {

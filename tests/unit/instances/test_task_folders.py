@@ -9,9 +9,9 @@ from perdure.agents.base import AgentTask
 from perdure.agents.oracle import Oracle
 from perdure.errors import InstanceError
 from perdure.graders.protocols.reward_file import RewardFileGrader, reward_of
-from perdure.instances.rows.conversion import to_instance
-from perdure.instances.rows.importing import import_rows
-from perdure.storage.local import LocalStore
+from perdure.instances.rows.row_conversion import to_instance
+from perdure.instances.rows.row_import import import_rows
+from perdure.storage.local_store import LocalStore
 from perdure.types import Instance, LimitChanges, Sampling, SourceKind
 from tests.unit.instances.made_rows import write_harbor
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episode
-from perdure.episodes.segments import cut
-from perdure.integrations import installed, skyrl, slime, verl
+from perdure.episodes.trajectory_segments import cut
+from perdure.integrations import skyrl, slime, trainer_imports, verl
 from perdure.types import Grade, Outcome, Rewards, RolloutRequest, RolloutStatus, Turn
 from tests.unit.integrations import stand_ins
 
@@ -76,4 +76,4 @@ def test_without_the_trainers_there_are_plain_fields(found: EpisodeSegments) -> 
 def test_a_trainer_that_changed_is_an_error() -> None:
     """If a trainer is installed without the class, that is an error and not a dict."""
     with pytest.raises(ImportError, match="no longer has Trajectory"):
-        installed.find("skyrl.train.generators.base", "Trajectory")
+        trainer_imports.find("skyrl.train.generators.base", "Trajectory")

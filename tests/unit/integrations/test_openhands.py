@@ -18,11 +18,11 @@ from perdure.errors import Cancelled, ConfigurationError, InstanceError
 from perdure.integrations import openhands_http, openhands_jobs
 from perdure.integrations.openhands import OpenHandsServer, ServerNotRunning
 from perdure.integrations.openhands_jobs import JobDetails
-from perdure.settings.tree import Settings
-from perdure.storage import keys, stored_json
-from perdure.storage.local import LocalStore
-from tests import docs
-from tests.made_store import write_rollout
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys, stored_json
+from perdure.storage.local_store import LocalStore
+from tests import docs_pages
+from tests.store_with_runs import write_rollout
 from tests.unit.instances.test_rows import ROW
 
 
@@ -185,7 +185,7 @@ async def test_a_damaged_file_is_no_part_of_a_result(
     server = OpenHandsServer(settings=settings)
     store = LocalStore(Path(settings.store))
     request = await write_rollout(store, resolved=True)
-    key = f"{keys.attempt(request, 1)}/{name}"
+    key = f"{store_keys.attempt(request, 1)}/{name}"
     data = (await store.get(key)).data
     episode = await read_episode(store, request)
     assert episode is not None
@@ -364,6 +364,6 @@ def test_the_docs_show_the_server(settings: Settings) -> None:
             processed.append((instance, sampling_params, job_id))
 
     names = {"OpenHandsServer": partial(Shown, settings=settings), "row": ROW}
-    exec(docs.block("train.md", "python openhands"), names)
+    exec(docs_pages.block("train.md", "python openhands"), names)
 
     assert processed == [(), (ROW, {"temperature": 0.8, "max_iterations": 30}, "step-3-7")]

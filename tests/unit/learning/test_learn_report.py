@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learn import report
+from benchmarks.learn import training_report
 
 
 def _step(number: int, reward: float) -> dict[str, Any]:
@@ -38,14 +38,14 @@ def _run(folder: Path, name: str, rewards: list[float], *, finished: bool) -> No
 def test_an_unfinished_run_is_named_as_such(tmp_path: Path) -> None:
     """Its last steps are not the end of training."""
     _run(tmp_path, "seed-1", [0.25, 0.75], finished=False)
-    lines = report.table(report.read(tmp_path)).splitlines()
+    lines = training_report.table(training_report.read(tmp_path)).splitlines()
 
     assert lines[2] == "| seed-1 (unfinished) | 2 | 0.25 | 0.50 | 0.50 | 0.25 |"
 
 
 def test_costs_are_those_of_a_step_and_of_a_rollout(tmp_path: Path) -> None:
     _run(tmp_path, "seed-1", [0.25, 0.75], finished=True)
-    lines = report.table(report.read(tmp_path)).splitlines()
+    lines = training_report.table(training_report.read(tmp_path)).splitlines()
 
     assert lines[-1] == (
         "| seed-1 | 1.5 | 10.0, 1.0, 3.0 | 3.0, 1.0, 2.0 | 20 | 10.0 | 1.0e-05 | 2.0 |"
@@ -55,7 +55,7 @@ def test_costs_are_those_of_a_step_and_of_a_rollout(tmp_path: Path) -> None:
 def test_the_picture_has_a_curve_for_each_run(tmp_path: Path) -> None:
     _run(tmp_path, "seed-1", [0.25, 0.75], finished=True)
     _run(tmp_path, "seed-2", [0.5], finished=True)
-    picture = ET.fromstring(report.picture(report.read(tmp_path)))
+    picture = ET.fromstring(training_report.picture(training_report.read(tmp_path)))
 
     assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) == 2
 
@@ -63,7 +63,7 @@ def test_the_picture_has_a_curve_for_each_run(tmp_path: Path) -> None:
 def test_a_run_without_a_step_is_left_out(tmp_path: Path) -> None:
     _run(tmp_path, "seed-1", [], finished=False)
 
-    assert report.read(tmp_path) == []
+    assert training_report.read(tmp_path) == []
 
 
 def test_only_finished_runs_are_kept(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_only_finished_runs_are_kept(tmp_path: Path) -> None:
     _run(runs, "seed-2", [0.5], finished=False)
     kept.mkdir()
     (kept / "seed-1.json").write_text('{"steps": []}')
-    report.keep(runs, kept, svg)
+    training_report.keep(runs, kept, svg)
 
-    assert [len(run["steps"]) for run in report.read(kept)] == [2]
-    assert svg.read_text() == report.picture(report.read(kept))
+    assert [len(run["steps"]) for run in training_report.read(kept)] == [2]
+    assert svg.read_text() == training_report.picture(training_report.read(kept))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learn.plan import Plan
-from benchmarks.learn.rows import Sample, advantages, reencoded, turns
-from benchmarks.learn.schedule import batch, evaluates, learning_rate, version_of
+from benchmarks.learn.batch_schedule import batch, evaluates, learning_rate, version_of
+from benchmarks.learn.training_plan import Plan
+from benchmarks.learn.training_rows import Sample, advantages, reencoded, turns
 
 WHOLE = Sample(
     ids=(1, 2, 3, 4, 5, 6),

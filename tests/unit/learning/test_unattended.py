@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.learn import __main__ as learn
-from benchmarks.learn import report
-from benchmarks.learn.plan import Plan
-from benchmarks.learn.stack import Live
+from benchmarks.learn import training_report
+from benchmarks.learn.training_plan import Plan
+from benchmarks.learn.training_stack import Live
 
 RUNNING = None
 
@@ -83,7 +83,7 @@ def test_a_trainer_that_ends_early_is_started_again_with_everything(tmp_path: Pa
     plan = _given(tmp_path)
     _one(processes, plan)
 
-    assert report.is_finished(plan.figures, plan.steps)
+    assert training_report.is_finished(plan.figures, plan.steps)
     assert processes.done == [*AGAIN, *AGAIN]
 
 
@@ -100,7 +100,7 @@ def test_a_finished_seed_is_not_trained_again(tmp_path: Path) -> None:
     _one(Processes((40, 0)), plan)
     _one(Processes(), plan)
 
-    assert report.steps_done(plan.figures) == 40
+    assert training_report.steps_done(plan.figures) == 40
 
 
 def test_more_steps_continue_a_finished_seed(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_more_steps_continue_a_finished_seed(tmp_path: Path) -> None:
     longer = _given(tmp_path, "--steps", "60")
     _one(Processes((20, 0)), longer)
 
-    assert report.steps_done(longer.figures) == 60
+    assert training_report.steps_done(longer.figures) == 60
 
 
 def test_everything_is_killed_once_at_the_step_given(

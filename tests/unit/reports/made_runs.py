@@ -5,7 +5,7 @@ from typing import Any
 
 from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary
-from perdure.reports.facts import RolloutFacts, RunFacts
+from perdure.reports.rollout_facts import RolloutFacts, RunFacts
 from perdure.types import Failure, RolloutStatus
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="sandbox p-1a died")

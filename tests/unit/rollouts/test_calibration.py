@@ -8,14 +8,14 @@ import pytest
 
 from perdure.episodes.episode import EpisodeParts
 from perdure.errors import ConfigurationError
-from perdure.instances import calibration, catalog
-from perdure.instances.calibration import Calibration, digest_of
-from perdure.rollouts.calibration import stages
-from perdure.rollouts.calibration.findings import Findings, findings
-from perdure.rollouts.messages import CalibrationPart, CalibrationRow, RowToConclude
-from perdure.rollouts.runs import select
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure.instances import calibration_record, instance_catalog
+from perdure.instances.calibration_record import Calibration, digest_of
+from perdure.rollouts.activity_messages import CalibrationPart, CalibrationRow, RowToConclude
+from perdure.rollouts.calibration import calibration_stages
+from perdure.rollouts.calibration.calibration_findings import Findings, findings
+from perdure.rollouts.run_pages import select
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import (
     CalibrationRequest,
     CalibrationState,
@@ -142,8 +142,10 @@ async def test_runs_of_a_dataset_leave_out_what_is_quarantined(tmp_path: Path) -
     known, so all rows run."""
     store = LocalStore(tmp_path)
     for name in ("a", "b", "c"):
-        await catalog.save(store, instance(name))
-    await calibration.save(store, record(instance("a"), CalibrationState.QUARANTINED, reason="x"))
+        await instance_catalog.save(store, instance(name))
+    await calibration_record.save(
+        store, record(instance("a"), CalibrationState.QUARANTINED, reason="x")
+    )
     run = RunRequest(run_id="r", dataset="mine", limit=2)
 
     assert await select(store, run, proved_in="bubblewrap") == ["mine/b", "mine/c"]
@@ -157,12 +159,12 @@ async def test_a_changed_row_is_not_calibrated(tmp_path: Path) -> None:
     """The record applies to the row as it was. The lists of a proved row replace the row's own."""
     store, row = LocalStore(tmp_path), instance("a")
     proved = record(row, CalibrationState.PROVED, fail_to_pass=["fix"], pass_to_pass=["old"])
-    await calibration.save(store, proved)
+    await calibration_record.save(store, proved)
 
-    found = await calibration.read(store, row, "bubblewrap")
+    found = await calibration_record.read(store, row, "bubblewrap")
     assert found is not None
-    assert calibration.joined(row, found).grading.fail_to_pass == ("fix",)
-    assert await calibration.read(store, instance("a", "changed"), "bubblewrap") is None
+    assert calibration_record.joined(row, found).grading.fail_to_pass == ("fix",)
+    assert await calibration_record.read(store, instance("a", "changed"), "bubblewrap") is None
 
 
 def test_a_calibration_is_joined_only_by_the_same_one() -> None:
@@ -195,11 +197,11 @@ async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -
     store, asked = LocalStore(tmp_path), CalibrationRequest(dataset="mine", runs=2)
     names = ("free", "open", "sound", "wrong")
     for name in names:
-        await catalog.save(store, instance(name))
+        await instance_catalog.save(store, instance(name))
     refs = [f"mine/{name}" for name in names]
-    await store.put(keys.calibration_rows(asked.workflow_id), json.dumps(refs).encode())
+    await store.put(store_keys.calibration_rows(asked.workflow_id), json.dumps(refs).encode())
     part = CalibrationPart(calibration=asked, start=0, stop=50)
-    free, left_open, sound, wrong = (await stages.load_part(store, part)).rows
+    free, left_open, sound, wrong = (await calibration_stages.load_part(store, part)).rows
     for row, gold, without in (
         (free, [grade()] * 2, [grade()] * 2),
         (left_open, [grade()] * 2, [base()]),
@@ -208,22 +210,26 @@ async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -
     ):
         await play(store, row, asked, "oracle", *gold)
         await play(store, row, asked, "nop", *without)
-        await stages.conclude(store, RowToConclude(calibration=asked, row=row))
+        await calibration_stages.conclude(store, RowToConclude(calibration=asked, row=row))
 
-    told = await stages.report(store, asked)
+    told = await calibration_stages.report(store, asked)
 
     assert (told.rows, told.proved, told.quarantined, told.undecided) == (4, 1, 2, 1)
     assert (told.ceiling, told.floor) == (round(3 / 6, 4), round(2 / 6, 4))
     assert (told.base_passes, told.dropped_tests) == (round(2 / 3, 4), 1)
     assert list(told.why_quarantined) == ["mine/free", "mine/wrong"]
     assert "a rollout of nop has not finished" in told.why_undecided["mine/open"]
-    report = json.loads((await store.get(keys.calibration_report(asked.workflow_id))).data)
+    report = json.loads((await store.get(store_keys.calibration_report(asked.workflow_id))).data)
     assert report["summary"]["ceiling"] == told.ceiling
     assert report["rows"]["mine/sound"]["dropped"] == {
         "shaky": "flaky with `patch`: PASSED, FAILED"
     }
-    again = (await stages.load_part(store, part)).rows
+    again = (await calibration_stages.load_part(store, part)).rows
     assert [row.state for row in again] == ["quarantined", "", "", "quarantined"]
     bare = part.model_copy(update={"calibration": asked.model_copy(update={"twins": 0})})
-    await store.put(keys.calibration_rows(bare.calibration.workflow_id), json.dumps(refs).encode())
-    assert (await stages.load_part(store, bare)).rows[2].state == "proved"  # it lacks only twins
+    await store.put(
+        store_keys.calibration_rows(bare.calibration.workflow_id), json.dumps(refs).encode()
+    )
+    assert (await calibration_stages.load_part(store, bare)).rows[
+        2
+    ].state == "proved"  # it lacks only twins

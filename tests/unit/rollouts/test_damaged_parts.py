@@ -12,19 +12,19 @@ from perdure.episodes import turns_parquet
 from perdure.episodes.episode import parse_episode
 from perdure.episodes.episode_store import read_episode, read_segments
 from perdure.errors import NotFound
-from perdure.reports.facts import read_facts
-from perdure.rollouts import checkpoints
-from perdure.rollouts.boot import BootRecord
-from perdure.rollouts.episode import emit_episode
-from perdure.rollouts.gateway_session.forget import forget_sessions
-from perdure.rollouts.grade import checkpoint
-from perdure.rollouts.messages import AgentRun, Ending
-from perdure.rollouts.services import Services
-from perdure.settings.tree import Settings
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure.reports.rollout_facts import read_facts
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import AgentRun, Ending
+from perdure.rollouts.boot_stage import BootRecord
+from perdure.rollouts.episode_stage import emit_episode
+from perdure.rollouts.gateway_session.session_cleanup import forget_sessions
+from perdure.rollouts.grade_stage import checkpoint
+from perdure.rollouts.stage_services import Services
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import AgentEnd, Outcome, RolloutRequest, RolloutStatus, Turn
-from tests.made_store import turns
+from tests.store_with_runs import turns
 from tests.unit.rollouts.test_play_again import captured, ending, request_of
 
 BOOTED = BootRecord(identity="s", provider="local", host="h", booted_at=1.0, seconds=1.0)
@@ -64,9 +64,9 @@ async def test_a_damaged_checkpoint_costs_no_verdict(
     """The episode names the damaged checkpoint and keeps the data of the others."""
     request = request_of("b", 0)
     await captured(store, request)
-    folder = keys.attempt(request, 1)
-    await checkpoints.write(store, f"{folder}/sandbox.json", BOOTED)
-    await checkpoints.write(store, f"{folder}/agent.json", AgentRun(end=AgentEnd.FINISHED))
+    folder = store_keys.attempt(request, 1)
+    await stage_checkpoints.write(store, f"{folder}/sandbox.json", BOOTED)
+    await stage_checkpoints.write(store, f"{folder}/agent.json", AgentRun(end=AgentEnd.FINISHED))
     data = (await store.get(f"{folder}/{name}")).data
     broken = data[:20] if damage == "cut" else bytes([*data[:-99], data[-99] ^ 1, *data[-98:]])
     await store.put(f"{folder}/{name}", broken)
@@ -84,7 +84,7 @@ async def test_a_damaged_grade_is_no_verdict_and_is_named(store: LocalStore) -> 
     again."""
     request = request_of("b", 0)
     patch = await captured(store, request)
-    key = f"{keys.attempt(request, 1)}/{checkpoint('second-run')}"
+    key = f"{store_keys.attempt(request, 1)}/{checkpoint('second-run')}"
     data = (await store.get(key)).data
     await store.put(key, data.replace(b"1.0", b"0.0"))
 
@@ -103,7 +103,7 @@ async def test_one_changed_byte_of_an_episode_is_noticed(store: LocalStore) -> N
     request = request_of("b", 0)
     await captured(store, request)
     await emit_episode(store, ending(request, RolloutStatus.GRADED))
-    key = keys.episode(request)
+    key = store_keys.episode(request)
     data = (await store.get(key)).data
     await store.put(key, data.replace(b'"reward": 1.0', b'"reward": 0.0', 1))
 
@@ -114,11 +114,11 @@ async def test_one_changed_byte_of_an_episode_is_noticed(store: LocalStore) -> N
 
 async def recorded(store: LocalStore, request: RolloutRequest) -> bytes:
     """The file of turns that the gateway wrote for attempt 1."""
-    folder, data = keys.attempt(request, 1), turns_parquet.encode(turns())
+    folder, data = store_keys.attempt(request, 1), turns_parquet.encode(turns())
     digest = hashlib.sha256(data).hexdigest()
     run = AgentRun(end=AgentEnd.FINISHED, turns=len(turns()), turns_sha256=digest)
     await captured(store, request)
-    await checkpoints.write(store, f"{folder}/agent.json", run)
+    await stage_checkpoints.write(store, f"{folder}/agent.json", run)
     await store.put(f"{folder}/turns.parquet", data)
     return data
 
@@ -154,7 +154,7 @@ async def test_lost_turns_are_taken_from_the_journal(store: LocalStore, how: str
     """The episode has all turns from the journal, and nothing is missing."""
     request = request_of("b", 0)
     data = await recorded(store, request)
-    key = f"{keys.attempt(request, 1)}/turns.parquet"
+    key = f"{store_keys.attempt(request, 1)}/turns.parquet"
     await damage(store, key, how)
 
     async def again(session: str) -> None:
@@ -172,7 +172,7 @@ async def test_an_episode_without_its_turns_says_so(store: LocalStore, how: str)
     """If the journal lacks them too, the verdict stays, and nothing is trained."""
     request = request_of("b", 0)
     await recorded(store, request)
-    await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+    await damage(store, f"{store_keys.attempt(request, 1)}/turns.parquet", how)
 
     ref = await emit_episode(store, ending(request, RolloutStatus.GRADED))
 
@@ -190,7 +190,7 @@ async def test_the_journal_of_lost_turns_is_kept(
     request = request_of("b", 0)
     await recorded(store, request)
     if how == "flipped":
-        await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+        await damage(store, f"{store_keys.attempt(request, 1)}/turns.parquet", how)
     gateway = DamagedJournals()
     services = Services(Settings(home=tmp_path / "home", store=store.url))
     services.__dict__["gateway"] = gateway
@@ -214,7 +214,7 @@ async def test_a_regrading_keeps_the_tokens_of_lost_turns(store: LocalStore, how
     before = await read_episode(store, request)
     assert before is not None
     segments = (await read_segments(store, before)).segments
-    await damage(store, f"{keys.attempt(request, 1)}/turns.parquet", how)
+    await damage(store, f"{store_keys.attempt(request, 1)}/turns.parquet", how)
 
     ref = await emit_episode(store, as_graded_by(request, checkpoint("second-run")))
 
@@ -262,7 +262,7 @@ async def test_an_unreadable_file_of_a_discarded_attempt_is_named(store: LocalSt
     """The verdict stays, and the episode says that the cost of the attempt is unknown."""
     request = request_of("b", 0)
     await recorded(store, request)
-    key = f"{keys.attempt(request, 1)}/turns.parquet"
+    key = f"{store_keys.attempt(request, 1)}/turns.parquet"
     await damage(store, key, "flipped")
     await captured(store, request, attempt=2)
 
@@ -279,7 +279,7 @@ async def test_turns_of_discarded_attempts_are_read_one_at_a_time(store: LocalSt
     request, last = request_of("b", 0), 13
     data = turns_parquet.encode([Turn(index=0, answer=random.Random(0).randbytes(2_000_000).hex())])
     for number in range(1, last):
-        await store.put(f"{keys.attempt(request, number)}/turns.parquet", data)
+        await store.put(f"{store_keys.attempt(request, number)}/turns.parquet", data)
     await captured(store, request, last)
 
     tracemalloc.start()

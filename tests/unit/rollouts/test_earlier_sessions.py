@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.rollouts.gateway_session.earlier_attempt import most_recorded
+from perdure.rollouts.gateway_session.replayed_attempt import most_recorded
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.local_gateway import LocalGateway
 

@@ -8,13 +8,13 @@ import pytest
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
 from perdure.episodes.episode_store import read_run
 from perdure.errors import Boundary, NotFound
-from perdure.rollouts import again, checkpoints
-from perdure.rollouts.episode import emit_episode
-from perdure.rollouts.grade import checkpoint
-from perdure.rollouts.messages import Ending
+from perdure.rollouts import retry_selection, stage_checkpoints
+from perdure.rollouts.activity_messages import Ending
+from perdure.rollouts.episode_stage import emit_episode
+from perdure.rollouts.grade_stage import checkpoint
 from perdure.rollouts.run_record import current_request
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import (
     NO_VERDICT,
     Failure,
@@ -64,7 +64,7 @@ async def left(
 async def store(tmp_path: Path) -> LocalStore:
     """A run of two instances: a#0 resolved, a#1 unresolved, b#0 failed, b#1 never started."""
     store = LocalStore(tmp_path / "store")
-    await store.put(keys.run_instances("r"), b'["toy/a", "toy/b"]')
+    await store.put(store_keys.run_instances("r"), b'["toy/a", "toy/b"]')
     await left(store, request_of("a", 0), Outcome.RESOLVED)
     await left(store, request_of("a", 1), Outcome.UNRESOLVED)
     await left(store, request_of("b", 0), None)
@@ -87,7 +87,7 @@ async def test_a_retry_plays_only_what_was_asked_for(
 ) -> None:
     """Rollouts are selected by outcome and by name. One with a verdict gets the new round, and
     another continues."""
-    chosen = await again.select(store, RUN, PlayAgain(round=3, **asked))
+    chosen = await retry_selection.select(store, RUN, PlayAgain(round=3, **asked))
 
     found = {f"{one.instance.removeprefix('toy/')}/{one.sample_index}": one.round for one in chosen}
     assert found == names
@@ -96,11 +96,11 @@ async def test_a_retry_plays_only_what_was_asked_for(
 async def test_a_list_stays_as_it_was_first_written(store: LocalStore) -> None:
     """A second try of the listing returns the same rollouts, even if one has ended since."""
     wanted = PlayAgain(round=1, outcomes=NO_VERDICT)
-    first = await again.listed(store, RUN, wanted)
+    first = await retry_selection.listed(store, RUN, wanted)
     await left(store, request_of("b", 1), Outcome.RESOLVED)
 
-    assert await again.listed(store, RUN, wanted) == first
-    assert await again.next_round(store, "r") == 2
+    assert await retry_selection.listed(store, RUN, wanted) == first
+    assert await retry_selection.next_round(store, "r") == 2
 
 
 async def test_an_unknown_run_is_named(store: LocalStore) -> None:
@@ -111,11 +111,11 @@ async def test_an_unknown_run_is_named(store: LocalStore) -> None:
 
 async def captured(store: LocalStore, request: RolloutRequest, attempt: int = 1) -> PatchRef:
     """The attempt has a patch, and the workflow run `second-run` has graded it as resolved."""
-    folder = keys.attempt(request, attempt)
+    folder = store_keys.attempt(request, attempt)
     key = f"{folder}/patch.diff"
     patch = PatchRef(key=key, sha256="0" * 64, size=3, empty=False)
-    await checkpoints.write(store, f"{folder}/patch.json", patch)
-    await checkpoints.write(
+    await stage_checkpoints.write(store, f"{folder}/patch.json", patch)
+    await stage_checkpoints.write(
         store, f"{folder}/{checkpoint('second-run')}", grade_of(Outcome.RESOLVED, 7.0)
     )
     return patch

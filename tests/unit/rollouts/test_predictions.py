@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.rollouts import checkpoints
-from perdure.rollouts.messages import AgentRun
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import AgentRun
 from perdure.rollouts.predictions import Prediction, place, read_predictions
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import PatchRef, RunRequest
 
 DIFF = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\r\n"
@@ -121,9 +121,9 @@ async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> Non
     for _ in range(2):
         await placed(store, DIFF.encode())
 
-    folder = keys.attempt(RUN.rollout_request("toy/a-1"), 1)
-    patch = await checkpoints.read(store, f"{folder}/patch.json", PatchRef)
-    agent = await checkpoints.read(store, f"{folder}/agent.json", AgentRun)
+    folder = store_keys.attempt(RUN.rollout_request("toy/a-1"), 1)
+    patch = await stage_checkpoints.read(store, f"{folder}/patch.json", PatchRef)
+    agent = await stage_checkpoints.read(store, f"{folder}/agent.json", AgentRun)
     assert patch is not None
     assert (await store.get(patch.key)).data == DIFF.encode()
     assert (patch.files, patch.empty, agent and agent.broke) == (1, False, "")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from perdure.rollouts.run_record import changes_of, current_request, record
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import RunRequest
 
 FIRST = RunRequest(run_id="r", instances=("toy/a",), n_samples=1)
@@ -18,7 +18,7 @@ def _now(n_samples: int, asked_at: float) -> RunRequest:
 async def _started(folder: Path) -> LocalStore:
     store = LocalStore(folder)
     document = {"request": FIRST.model_dump(mode="json")}
-    await store.put_if_absent(keys.run("r"), json.dumps(document).encode())
+    await store.put_if_absent(store_keys.run("r"), json.dumps(document).encode())
     return store
 
 

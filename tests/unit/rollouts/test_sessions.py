@@ -8,8 +8,8 @@ import pytest
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
 from perdure.gateway.base import SessionSpec, SessionSummary
-from perdure.rollouts.gateway_session.session import AgentSession
-from perdure.rollouts.job import Job
+from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.gateway_session.gateway_session import AgentSession
 from tests.unit.gateway.unsteady_store import UnsteadyStore
 
 SUMMARY = SessionSummary(session_id="s", open=True)

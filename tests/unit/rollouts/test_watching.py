@@ -8,7 +8,7 @@ import pytest
 
 from perdure.engines.base import Wait
 from perdure.gateway.base import HOPELESS, SessionSummary
-from perdure.rollouts import agent
+from perdure.rollouts import agent_stage
 from perdure.sandboxes.base import ExecState, ExecStatus
 
 BUDGET_S = 1800.0
@@ -61,7 +61,7 @@ async def test_a_wait_for_an_engine_is_not_the_agents_time() -> None:
     waits, over = {"waiting_seconds": 7.0, "waits": now}, {"waiting_seconds": 12.0}
     await _watch(sandbox, {}, waits, over, over)
 
-    assert sandbox.limits == [BUDGET_S + 7 + 2 * agent.WATCH_S, BUDGET_S + 12]
+    assert sandbox.limits == [BUDGET_S + 7 + 2 * agent_stage.WATCH_S, BUDGET_S + 12]
 
 
 async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
@@ -81,4 +81,4 @@ async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
     )
     route = SimpleNamespace(check=lambda: None)
     session = SimpleNamespace(look=look)
-    await agent._watch(*cast(Any, (job, session, sandbox, route)))
+    await agent_stage._watch(*cast(Any, (job, session, sandbox, route)))

@@ -6,7 +6,7 @@ import pytest
 
 from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 
 @pytest.mark.parametrize(

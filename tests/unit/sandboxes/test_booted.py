@@ -2,8 +2,8 @@
 
 import pytest
 
-from perdure.sandboxes.host.box import Booted
-from perdure.sandboxes.host.process import ProcessId
+from perdure.sandboxes.host.host_processes import ProcessId
+from perdure.sandboxes.host.sandbox_folder import Booted
 
 
 @pytest.mark.parametrize(

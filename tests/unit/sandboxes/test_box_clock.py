@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, age_of, hidden_name
-from perdure.sandboxes.host.box import META as META_FILE
+from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, age_of, hidden_name
+from perdure.sandboxes.host.sandbox_folder import META as META_FILE
 
 META = BoxMeta("p", "one", 0.0, "/", {}, {}, 1, 1)
 

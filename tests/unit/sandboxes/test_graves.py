@@ -8,10 +8,10 @@ import pytest
 
 from perdure.errors import RetryHere
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box, BoxMeta, hidden_name
-from perdure.sandboxes.host.teardown import GRAVE
+from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta, hidden_name
+from perdure.sandboxes.host.sandbox_teardown import GRAVE
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 
 def meta_of(box: Box, *groups: Path) -> BoxMeta:

@@ -16,9 +16,9 @@ import pytest
 
 from perdure.errors import NotFound
 from perdure.sandboxes.base import Exec, SandboxSpec
-from perdure.sandboxes.guest import sandbox as guested
-from perdure.sandboxes.guest.sandbox import GuestSandbox
-from perdure.sandboxes.host.process import ProcessId, ended
+from perdure.sandboxes.guest import guest_sandbox as guested
+from perdure.sandboxes.guest.guest_sandbox import GuestSandbox
+from perdure.sandboxes.host.host_processes import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 
 TAKEN_S = "TAKEN_S = 5.0"

@@ -8,12 +8,12 @@ import pytest
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.guest.retries import Conflict, Missing
+from perdure.sandboxes.guest.service_retries import Conflict, Missing
 from perdure.sandboxes.providers.kubernetes import pods
-from perdure.sandboxes.providers.kubernetes.client import CommandOutput
-from perdure.sandboxes.providers.kubernetes.failures import ErrorAnswer, typed
+from perdure.sandboxes.providers.kubernetes.kubernetes_client import CommandOutput
+from perdure.sandboxes.providers.kubernetes.kubernetes_errors import ErrorAnswer, typed
 from perdure.sandboxes.providers.kubernetes.provider import KubernetesProvider
-from perdure.settings.tree import Settings
+from perdure.settings.settings_tree import Settings
 
 
 def pod(phase: str, *, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:

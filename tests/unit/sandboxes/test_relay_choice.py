@@ -8,9 +8,9 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
-from perdure.sandboxes.relay.choice import Reach, choose_reach, open_from_inside, unreachable
-from perdure.sandboxes.relay.process import LARGEST_LINE, Lines
-from perdure.settings.tree import Settings
+from perdure.sandboxes.relay.gateway_route import Reach, choose_reach, open_from_inside, unreachable
+from perdure.sandboxes.relay.relay_process import LARGEST_LINE, Lines
+from perdure.settings.settings_tree import Settings
 
 ROUTABLE = "http://10.1.2.3:18001"
 UNROUTABLE = [

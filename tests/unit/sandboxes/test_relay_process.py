@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, cast
 
 from perdure.sandboxes.base import ExecState, ExecStatus, Sandbox
-from perdure.sandboxes.relay.process import RelayProcess
+from perdure.sandboxes.relay.relay_process import RelayProcess
 
 
 class QuietSandbox:

@@ -11,9 +11,9 @@ import pytest
 
 from perdure.cli.commands.doctor import examine
 from perdure.errors import ConfigurationError
-from perdure.settings.tree import Settings
-from perdure.stack.engines import check_same_engine, key_digest
-from perdure.stack.state import StackState, read, write
+from perdure.settings.settings_tree import Settings
+from perdure.stack.engine_presence import check_same_engine, key_digest
+from perdure.stack.stack_state import StackState, read, write
 
 RIGHT, WRONG = "sk-right-0123456789abcdefghij", "sk-wrong-0123456789abcdefghij"
 

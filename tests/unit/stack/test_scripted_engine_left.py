@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from perdure.engines.roster import add_engine
-from perdure.engines.state import EngineSpec
-from perdure.settings.tree import Settings
-from perdure.stack.engines import forget_scripted, home_roster
-from perdure.stack.state import StackState
+from perdure.engines.engine_roster import add_engine
+from perdure.engines.engine_state import EngineSpec
+from perdure.settings.settings_tree import Settings
+from perdure.stack.engine_presence import forget_scripted, home_roster
+from perdure.stack.stack_state import StackState
 
 URL = "http://127.0.0.1:9"
 

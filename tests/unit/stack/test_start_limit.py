@@ -9,7 +9,7 @@ import pytest
 
 from perdure.sandboxes.host import procfs
 from perdure.stack import start_limit
-from tests.stack.waiting import until
+from tests.stack.wait_until import until
 
 LOOK_S = 0.0005
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.settings.load import load_settings
-from perdure.storage.local import LocalStore
-from perdure.viewer.app import create_app
-from perdure.viewer.index import Index
+from perdure.settings.settings_loader import load_settings
+from perdure.storage.local_store import LocalStore
 from perdure.viewer.pages import Pages
+from perdure.viewer.search_index import Index
+from perdure.viewer.viewer_app import create_app
 
 ADDRESS = "http://127.0.0.1:8236"
 TOKEN = "t" * 40

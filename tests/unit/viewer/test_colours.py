@@ -2,18 +2,18 @@
 
 import pytest
 
-from perdure.episodes.segments import cut
+from perdure.episodes.trajectory_segments import cut
 from perdure.gateway.rendering.tokenizers import load_tokenizer
-from perdure.viewer import diffs, logs, tokens
-from perdure.viewer.text import folded, marked, readable
-from tests.made_store import LOG, PATCH, TEST, turns
+from perdure.viewer import diff_colors, hidden_test_logs, token_view
+from perdure.viewer.safe_text import folded, marked, readable
+from tests.store_with_runs import LOG, PATCH, TEST, turns
 
 
 def test_lines_of_a_diff() -> None:
     """Position decides the kind of a line: `--- x` within a hunk is a deletion of `-- x`."""
     text = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n--- x\n+++ y\n z\nafter"
 
-    kinds = [line.kind for line in diffs.coloured(text).lines]
+    kinds = [line.kind for line in diff_colors.coloured(text).lines]
 
     assert kinds == ["file", "file", "file", "hunk", "del", "add", "same", "same"]
 
@@ -23,18 +23,18 @@ def test_lines_of_a_diff() -> None:
 )
 def test_what_is_a_diff(text: str, found: bool) -> None:
     """The header of a hunk makes a text a diff."""
-    assert diffs.is_diff(text) == found
+    assert diff_colors.is_diff(text) == found
 
 
 def test_an_edit_is_a_diff() -> None:
     """Arguments with an old and a new text are shown as a diff."""
-    found = diffs.of_edit({"path": "x.py", "old_str": "a\nb", "new_str": "a\nc"})
+    found = diff_colors.of_edit({"path": "x.py", "old_str": "a\nb", "new_str": "a\nc"})
 
     assert found is not None
     assert [(line.kind, line.text) for line in found.lines if line.kind != "hunk"] == [
         ("file", "x.py"), ("same", " a"), ("del", "-b"), ("add", "+c"),
     ]  # fmt: skip
-    assert diffs.of_edit({"old_str": 1, "new_str": "x"}) is None
+    assert diff_colors.of_edit({"old_str": 1, "new_str": "x"}) is None
 
 
 def test_tokens_are_what_the_trainer_reads() -> None:
@@ -42,7 +42,7 @@ def test_tokens_are_what_the_trainer_reads() -> None:
     segment = cut(turns())[-1]
     text = load_tokenizer("qwen3").decode
 
-    found = tokens.page(segment, 0, text)
+    found = token_view.page(segment, 0, text)
     response = found[-len(segment.response_ids) :]
 
     ids = segment.prompt_ids + segment.response_ids
@@ -66,7 +66,7 @@ def test_a_character_of_several_tokens_is_whole() -> None:
         }
     )
 
-    found = tokens.page(segment, 0, tokenizer.decode)
+    found = token_view.page(segment, 0, tokenizer.decode)
 
     assert "".join(one.text for one in found) == "𓀀 ok"
     assert len(ids) > len(found)
@@ -75,23 +75,23 @@ def test_a_character_of_several_tokens_is_whole() -> None:
 @pytest.mark.parametrize(("logprob", "found"), [(0.0, 0), (-0.05, 1), (-0.7, 3), (-9.0, 6)])
 def test_shades(logprob: float, found: int) -> None:
     """The less likely a token, the stronger its shade."""
-    assert tokens.shade(logprob) == found
+    assert token_view.shade(logprob) == found
 
 
 def test_a_log_opens_at_the_report_of_the_failure() -> None:
     """Not at the first line that names the test, such as in the list of collected tests."""
     log = f"{TEST} PASSED maybe\n" * 3 + LOG
 
-    found = logs.window(log, TEST)
+    found = hidden_test_logs.window(log, TEST)
 
     assert found.found is not None
     assert "___ test_content_length ___" in log.split("\n")[found.found - 1]
-    assert found.start == found.found - logs.BEFORE
+    assert found.start == found.found - hidden_test_logs.BEFORE
 
 
 def test_a_log_that_does_not_name_the_test_is_shown_at_its_end() -> None:
     """`test_a` does not match `test_ab`."""
-    found = logs.window("test_ab failed\n" + "x\n" * 500 + "the end", "test_a")
+    found = hidden_test_logs.window("test_ab failed\n" + "x\n" * 500 + "the end", "test_a")
 
     assert found.found is None
     assert found.lines[-1].text == "the end"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from perdure import home
-from perdure.rollouts.runs import finish_run, prepare_run
-from perdure.rollouts.services import Services
-from perdure.settings.tree import Settings
-from perdure.storage import keys
-from perdure.storage.local import LocalStore
+from perdure import home_folder
+from perdure.rollouts.run_pages import finish_run, prepare_run
+from perdure.rollouts.stage_services import Services
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
 from perdure.types import Budget, RunRequest
-from tests.made_store import TEST, write_rollout
+from tests.store_with_runs import TEST, write_rollout
 from tests.unit.viewer.conftest import Show
 
 ONE = "/runs/made/rollouts/h11-0.14.0/0"
@@ -147,8 +147,8 @@ async def test_a_run_that_its_budget_stopped_says_so(
     budget = Budget(tokens=1)
     run = RunRequest(run_id="made", instances=tuple(instances), n_samples=samples, budget=budget)
     document = {"request": run.model_dump(mode="json")}
-    await store.put(keys.run("made"), json.dumps(document).encode())
-    await store.put(keys.run_instances("made"), json.dumps(instances).encode())
+    await store.put(store_keys.run("made"), json.dumps(document).encode())
+    await store.put(store_keys.run_instances("made"), json.dumps(instances).encode())
     await finish_run(store, run)
 
     assert ("stopped by its budget" in await show("/runs/made")) is stopped
@@ -160,9 +160,9 @@ async def test_a_stopped_run_that_goes_on_is_not_stopped(
 ) -> None:
     """After a larger budget its page is live again, and reports give no reason for a stop."""
     settings = Settings(home=tmp_path / "home", store=store.url)
-    home.keep_private(settings)
+    home_folder.keep_private(settings)
     await write_rollout(store)
-    await store.put(keys.instance("first-steps/h11-0.14.0"), b"{}")
+    await store.put(store_keys.instance("first-steps/h11-0.14.0"), b"{}")
     run = RunRequest(
         run_id="made",
         instances=("first-steps/h11-0.14.0",),
@@ -178,4 +178,4 @@ async def test_a_stopped_run_that_goes_on_is_not_stopped(
 
     assert stopped.startswith("it has used")
     assert ("stopped by its budget" in page, 'data-live="0"' in page) == (False, False)
-    assert json.loads((await store.get(keys.manifest("made"))).data)["stopped"] == ""
+    assert json.loads((await store.get(store_keys.manifest("made"))).data)["stopped"] == ""

@@ -6,9 +6,9 @@ import os
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from activities.failures import translated
+from activities.activity_errors import translated
 from perdure.errors import DiskFull, PerdureError
-from perdure.sandboxes.guest.sandbox import DiskTooSmall
+from perdure.sandboxes.guest.guest_sandbox import DiskTooSmall
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from perdure.rollouts.admission.seats import Seats
+from perdure.rollouts.admission.host_seats import Seats
 from perdure.telemetry import metrics
-from workers.host import housekeeping
+from workers.host import host_housekeeping
 
 MOST = 4
 
@@ -25,7 +25,7 @@ async def test_a_seat_kept_for_the_next_boot_counts_as_free(
     services = SimpleNamespace(
         settings=SimpleNamespace(metrics=SimpleNamespace(port=1)), seats=seats, home=tmp_path
     )
-    counting = asyncio.create_task(housekeeping.count_sandboxes(cast(Any, services)))
+    counting = asyncio.create_task(host_housekeeping.count_sandboxes(cast(Any, services)))
     try:
         async with asyncio.timeout(60):
             assert await told.get() == (MOST, 1)

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Generator
 from typing import Any, cast
 
-from perdure.client import names
-from workflows.children import Buyers, Child
+from perdure.client import temporal_names
+from workflows.child_rollouts import Buyers, Child
 
 
 class Played:
@@ -40,4 +40,8 @@ async def test_open_children_and_those_whose_start_was_under_way_are_told() -> N
     late.ends.set()
     await asyncio.gather(*waiting)
 
-    assert (ended.told, early.told, late.told) == ([], [names.SPENT], [names.SPENT])
+    assert (ended.told, early.told, late.told) == (
+        [],
+        [temporal_names.SPENT],
+        [temporal_names.SPENT],
+    )

@@ -7,14 +7,14 @@ from typing import Any, cast
 import pytest
 
 from perdure.graders.base import Graded
-from perdure.graders.diff import capture as diff
-from perdure.graders.twins import runs
-from perdure.graders.twins.draw import Run
-from perdure.rollouts import capture
-from perdure.rollouts.sandbox import control
+from perdure.graders.diff import diff_capture as diff
+from perdure.graders.twins import paired_runs
+from perdure.graders.twins.twin_draw import Run
+from perdure.rollouts import capture_stage
+from perdure.rollouts.sandbox import pristine_control
 from perdure.types import Instance, Outcome, RolloutRequest
-from tests.unit.graders.twins.test_combine import INSTANCE, F, P, ended, grade
-from tests.unit.graders.twins.test_draw import ADD, NEGATIVE
+from tests.unit.graders.twins.test_twin_draw import ADD, NEGATIVE
+from tests.unit.graders.twins.test_twin_verdict import INSTANCE, F, P, ended, grade
 from workflows import activity_options
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -32,16 +32,16 @@ async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
         return diff._Taken(problem="ended by time")
 
     async def works(_: object) -> bool:
-        spent.append(control.CONTROL_S)
+        spent.append(pristine_control.CONTROL_S)
         return True
 
     monkeypatch.setattr(diff, "_take", take)
-    monkeypatch.setattr(capture, "sandboxes_work", works)
+    monkeypatch.setattr(capture_stage, "sandboxes_work", works)
     job: Any = SimpleNamespace(
         agent_sandbox=SimpleNamespace(admission=SimpleNamespace(metered=False)),
         services=SimpleNamespace(settings=SimpleNamespace(diff_max_bytes=10)),
     )
-    captured = await capture._captured(job, cast(Any, None), diff.BASE_GIT)
+    captured = await capture_stage._captured(job, cast(Any, None), diff.BASE_GIT)
     limit = activity_options.capture(REQUEST, None)["start_to_close_timeout"]
 
     assert captured.refused == "ended by time"
@@ -55,7 +55,7 @@ async def test_a_grading_has_the_time_of_all_its_runs(
     """No run of the last pair can be parsed, which ends the grading. Each such run also costs a
     control."""
     pair = Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
-    monkeypatch.setattr(runs, "draw", lambda *_: [pair] * pairs)
+    monkeypatch.setattr(paired_runs, "draw", lambda *_: [pair] * pairs)
     passes = itertools.cycle([grade(F, P), grade(P, F)])
     done = itertools.count(1)
     spent: list[float] = []
@@ -65,7 +65,7 @@ async def test_a_grading_has_the_time_of_all_its_runs(
         spent.extend([TESTS_S] if is_read else [TESTS_S, TESTS_S])
         return Graded(next(passes) if is_read else ended(Outcome.UNPARSABLE), b"")
 
-    await runs.verified(INSTANCE, pairs, once)
+    await paired_runs.verified(INSTANCE, pairs, once)
     request = REQUEST.model_copy(update={"twin_pairs": pairs})
     limit = activity_options.grade(request, TESTS_S)["start_to_close_timeout"]
 

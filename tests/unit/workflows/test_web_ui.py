@@ -6,7 +6,7 @@ from markdown_it import MarkdownIt
 from perdure.errors import Boundary
 from perdure.types import EpisodeRef, Failure, Outcome, RolloutStatus, RunStatus
 from tests.hostile_text import CORPUS
-from workflows import endings, markdown
+from workflows import outcome_summary, web_ui_markdown
 from workflows.web_ui import ChildrenPage, Links, RolloutPage, ShardsPage
 
 HOSTILE = [
@@ -45,18 +45,18 @@ def _links(text: str) -> list[str]:
 def test_text_of_strangers_is_shown_as_it_is(text: str) -> None:
     """It yields no link, image or HTML, alone, in a list or in a table, and its length is
     limited."""
-    shown = markdown.quoted(text)
+    shown = web_ui_markdown.quoted(text)
 
     for around in ("{}", "- the agent's last line: {}", "| a |\n|---|\n| {} |"):
         assert _links(around.format(shown)) == []
     assert "\n" not in shown
-    assert len(shown) <= markdown.LONGEST + 2
+    assert len(shown) <= web_ui_markdown.LONGEST + 2
     assert shown.isprintable()
 
 
 def test_names_with_markup_in_them_are_shown_as_they_are() -> None:
     """`__init__` is not rendered in bold."""
-    html = MarkdownIt().render(markdown.escaped("pallets__flask-4992 __init__ *x*"))
+    html = MarkdownIt().render(web_ui_markdown.escaped("pallets__flask-4992 __init__ *x*"))
 
     assert html == "<p>pallets__flask-4992 __init__ *x*</p>\n"
 
@@ -87,10 +87,10 @@ def _page(total: int, viewer: str = "") -> ChildrenPage:
 
 def test_a_verdict_is_one_line() -> None:
     """The line has outcome, reward, turns and tokens, or a failure instead of a reward."""
-    assert endings.of_episode(_episode(1, Outcome.UNRESOLVED)) == (
+    assert outcome_summary.of_episode(_episode(1, Outcome.UNRESOLVED)) == (
         "unresolved · 0.0 · 12 turns · 31k tokens"
     )
-    assert endings.of_episode(_episode(1, None)) == (
+    assert outcome_summary.of_episode(_episode(1, None)) == (
         "failed · sandbox: SandboxLost · 12 turns · 31k tokens"
     )
 

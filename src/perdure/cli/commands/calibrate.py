@@ -11,8 +11,8 @@ from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option, many, say
 
 if TYPE_CHECKING:
-    from perdure.client.api import CalibrationHandle
-    from perdure.settings.tree import Settings
+    from perdure.client.sdk import CalibrationHandle
+    from perdure.settings.settings_tree import Settings
     from perdure.types import CalibrationRequest, RunStatus
 
 POLL_EVERY_S = 1.0
@@ -61,8 +61,8 @@ def calibrate(
     Ctrl-C does not stop the calibration; repeat the command to follow it again. Exit code 1: an
     instance is quarantined or undecided.
     """
-    from perdure.cli.runs.request import fields_of
-    from perdure.settings.load import load_settings
+    from perdure.cli.runs.run_request import fields_of
+    from perdure.settings.settings_loader import load_settings
 
     settings = load_settings()
     fields = fields_of(assignments, {"sandbox": sandbox} if sandbox else {})
@@ -86,18 +86,18 @@ async def _request(
 
     Raises: ConfigurationError, pydantic.ValidationError.
     """
-    from perdure.cli.runs import selection
-    from perdure.cli.runs.launch import make_ready
-    from perdure.handlers import import_handlers
-    from perdure.instances.rows.choice import Choice
+    from perdure.cli.runs import instance_selection
+    from perdure.cli.runs.run_launcher import make_ready
+    from perdure.data_source_handlers import import_handlers
+    from perdure.instances.rows.row_choice import Choice
     from perdure.storage.base import open_store
-    from perdure.storage.preflight import check_store
+    from perdure.storage.store_preflight import check_store
     from perdure.types import CalibrationRequest
 
     import_handlers(settings.handlers)
     await check_store(settings)
     choice = Choice(chosen["include"], chosen["exclude"], chosen["limit"], True)
-    found = await selection.resolve(open_store(settings), source, choice)
+    found = await instance_selection.resolve(open_store(settings), source, choice)
     for note in found.notes:
         say(note)
     if found.refs is not None and len(found.refs) == 1:
@@ -108,7 +108,7 @@ async def _request(
 
 
 async def _drive(settings: "Settings", request: "CalibrationRequest") -> dict[str, Any]:
-    from perdure.cli.connection import connect
+    from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
     handle = await connection.perdure.start_calibration(request)

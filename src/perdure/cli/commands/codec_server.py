@@ -7,8 +7,8 @@ import click
 from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.installation import command_for_extra
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
 
 PORT = 8234
 
@@ -33,14 +33,14 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
         )
     try:
         from perdure.stack.codec_server import codec_token, create_app, origin_of
-        from perdure.stack.listening import serving
+        from perdure.stack.command_server import serving
     except ImportError as error:
         raise MissingDependency(
             "this command needs packages that are not installed: install them with "
             f"`{command_for_extra('gateway')}`"
         ) from error
-    from perdure.client.encryption import EncryptingCodec, Keys
-    from perdure.home import load_secret
+    from perdure.client.payload_encryption import EncryptingCodec, Keys
+    from perdure.home_folder import load_secret
 
     codec = EncryptingCodec(Keys(settings.temporal.codec_keys_file.absolute()))
     token = codec_token(load_secret(settings))
@@ -58,10 +58,10 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
 
 
 def _ui_url(settings: Settings) -> str:
-    from perdure.client.server import given_address
-    from perdure.stack import lifecycle
+    from perdure.client.temporal_server import given_address
+    from perdure.stack import stack_lifecycle
 
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     if settings.temporal.ui_url:
         return settings.temporal.ui_url
     if given_address(settings) is None:

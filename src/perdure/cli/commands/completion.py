@@ -35,13 +35,13 @@ def completion(shell: str) -> None:
 
 
 def agents(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from perdure.registry import AGENTS
+    from perdure.variant_registry import AGENTS
 
     return _starting(AGENTS, incomplete)
 
 
 def sandboxes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from perdure.registry import SANDBOXES
+    from perdure.variant_registry import SANDBOXES
 
     return _starting(SANDBOXES, incomplete)
 
@@ -58,7 +58,7 @@ def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
 
 def _folders(kind: str) -> list[str]:
     """Names in a local store. Returns none for a remote store or after an error."""
-    from perdure.settings.load import load_settings
+    from perdure.settings.settings_loader import load_settings
 
     try:
         root = Path(load_settings().store_url.removeprefix("file://"))

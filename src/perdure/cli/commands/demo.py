@@ -14,12 +14,12 @@ from typing import Any
 
 import click
 
-from perdure.cli import ending
+from perdure.cli import signal_cleanup
 from perdure.cli.console import answer, json_option, keeps_talking, many, me, print_table, say
 from perdure.errors import InstanceError
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
-from perdure.stack import lifecycle
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle
 from perdure.types import EpisodeRef, Instance
 
 DATASET = "first-steps"
@@ -40,10 +40,10 @@ def demo(keep_running: bool, as_json: bool) -> None:
     settings = load_settings()
     started = time.monotonic()
     with keeps_talking("still building from PyPI"):
-        instances = ending.run(_instances(settings))
+        instances = signal_cleanup.run(_instances(settings))
     engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"
     with keeps_talking("still starting"):
-        state, ours = lifecycle.ensure_up(settings, engine, say)
+        state, ours = stack_lifecycle.ensure_up(settings, engine, say)
     say(f"Web UI: {state.ui_url}")
     say(f"Temporal: {state.temporal_address}")
     try:
@@ -51,11 +51,11 @@ def demo(keep_running: bool, as_json: bool) -> None:
     finally:
         if ours and not keep_running:
             with keeps_talking("still stopping"):
-                lifecycle.shut_down(settings, say)
+                stack_lifecycle.shut_down(settings, say)
     if as_json:
-        from perdure.cli.runs import results
+        from perdure.cli.runs import run_results
 
-        answer(results.document("demo", episodes))
+        answer(run_results.document("demo", episodes))
         return
     _show(settings, episodes, state.ui_url, time.monotonic() - started)
 
@@ -71,15 +71,15 @@ async def _instances(settings: Settings) -> list[Instance]:
 
 
 def _has_endpoint(settings: Settings) -> bool:
-    from perdure.engines.reported import named_engine
+    from perdure.engines.reported_model import named_engine
 
     return bool(named_engine(settings).url)
 
 
 async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[EpisodeRef]:
     """One run per agent, all at the same time, followed together."""
-    from perdure.cli.connection import connect
-    from perdure.cli.runs import follow, results
+    from perdure.cli.runs import run_follower, run_results
+    from perdure.cli.temporal_connection import connect
     from perdure.storage.base import open_store
     from perdure.types import RunRequest
 
@@ -97,24 +97,24 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
     ]
     handles = [await connection.perdure.start_run(request) for request in requests]
     # The live view already shows the elapsed time.
-    live = follow.console.is_terminal
+    live = run_follower.console.is_terminal
     talking = contextlib.nullcontext() if live else keeps_talking("still running")
-    with follow.shown() as show, talking:
-        await asyncio.gather(*(follow.follow(handle, show) for handle in handles))
+    with run_follower.shown() as show, talking:
+        await asyncio.gather(*(run_follower.follow(handle, show) for handle in handles))
     store = open_store(settings)
-    found = [await results.episodes(store, handle.run_id) for handle in handles]
+    found = [await run_results.episodes(store, handle.run_id) for handle in handles]
     return sorted((e for one in found for e in one), key=lambda e: AGENTS.index(e.agent))
 
 
 def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, seconds: float) -> None:
-    from perdure.cli.runs import tables, text
+    from perdure.cli.runs import run_tables, run_text
 
-    print_table(tables.results(episodes))
-    for line in (*text.differences(episodes), *text.failures(episodes)):
+    print_table(run_tables.results(episodes))
+    for line in (*run_text.differences(episodes), *run_text.failures(episodes)):
         say(f"no reward  {line}")
     last = episodes[-1]
     run_id = re.sub(r"^.*/runs/([^/]+)/.*$", r"\1", last.uri)
-    click.echo(f"{many(len(episodes), 'graded rollout')} in {text.clock(seconds)}")
+    click.echo(f"{many(len(episodes), 'graded rollout')} in {run_text.clock(seconds)}")
     click.echo(f"Episodes  {settings.store_url}/runs")
     click.echo(f"Web UI    {ui_url} (while `{me()} up` runs)")
     click.echo(f"Next      {me()} show {run_id}/{last.instance_id}")

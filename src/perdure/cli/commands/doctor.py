@@ -15,10 +15,10 @@ import click
 from perdure.cli.console import answer, json_option
 from perdure.errors import PerdureError
 from perdure.installation import command_for_extra
-from perdure.settings import environment
-from perdure.settings.load import load_settings, value
-from perdure.settings.tree import Settings
-from perdure.stack import lifecycle, ports
+from perdure.settings import process_environment
+from perdure.settings.settings_loader import load_settings, value
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle, stack_ports
 
 LEAST_DISK_GB = 5.0
 MARKS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "missing": ("MISSING", "red")}
@@ -68,13 +68,13 @@ def python(settings: Settings) -> Finding:
 
 
 def checkout(settings: Settings) -> Finding:
-    from perdure.stack.checkout import find_root
+    from perdure.stack.checkout_folder import find_root
 
     return Finding("checkout", "ok", f"workers run from {find_root()}")
 
 
 def bubblewrap(settings: Settings) -> Finding:
-    from perdure.stack.sandboxes import provider
+    from perdure.stack.home_providers import provider
 
     problems = provider(settings, "bubblewrap").check()
     if problems:
@@ -89,7 +89,9 @@ def podman(settings: Settings) -> Finding:
 
 def docker(settings: Settings) -> Finding:
     where = (
-        environment.foreign("DOCKER_HOST") or environment.foreign("DOCKER_CONTEXT") or "this host"
+        process_environment.foreign("DOCKER_HOST")
+        or process_environment.foreign("DOCKER_CONTEXT")
+        or "this host"
     )
     return _containers(settings, "docker", f"Docker answers at {where}")
 
@@ -99,7 +101,7 @@ def apptainer(settings: Settings) -> Finding:
 
 
 def _containers(settings: Settings, name: str, works: str) -> Finding:
-    from perdure.stack.sandboxes import provider
+    from perdure.stack.home_providers import provider
 
     problems = provider(settings, name).check()
     if problems:
@@ -108,22 +110,26 @@ def _containers(settings: Settings, name: str, works: str) -> Finding:
 
 
 def e2b(settings: Settings) -> Finding:
-    from perdure.stack.sandboxes import provider
+    from perdure.stack.home_providers import provider
 
     problems = provider(settings, "e2b").check()
     if problems:
         return Finding("e2b", "note", f"--sandbox e2b cannot be used: {problems[0]}")
-    where = environment.foreign("E2B_API_URL") or environment.foreign("E2B_DOMAIN") or "e2b.app"
+    where = (
+        process_environment.foreign("E2B_API_URL")
+        or process_environment.foreign("E2B_DOMAIN")
+        or "e2b.app"
+    )
     return Finding("e2b", "ok", f"E2B_API_KEY is set, sandboxes at {where}")
 
 
 def daytona(settings: Settings) -> Finding:
-    from perdure.stack.sandboxes import provider
+    from perdure.stack.home_providers import provider
 
     problems = provider(settings, "daytona").check()
     if problems:
         return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
-    where = environment.foreign("DAYTONA_API_URL") or "https://app.daytona.io/api"
+    where = process_environment.foreign("DAYTONA_API_URL") or "https://app.daytona.io/api"
     return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
 
 
@@ -148,7 +154,7 @@ def limits(settings: Settings) -> Finding:
 
 
 def uv(settings: Settings) -> Finding:
-    from perdure.interpreters import find_uv
+    from perdure.python_interpreters import find_uv
 
     return Finding("uv", "ok", str(find_uv()))
 
@@ -170,20 +176,20 @@ def disk(settings: Settings) -> Finding:
 
 
 def store(settings: Settings) -> Finding:
-    from perdure.storage.preflight import check_store
+    from perdure.storage.store_preflight import check_store
 
     asyncio.run(check_store(settings))
     return Finding("store", "ok", f"{settings.store_url} is writable")
 
 
 def temporal(settings: Settings) -> Finding:
-    from perdure.cli.connection import connect
-    from perdure.client.server import given_address
+    from perdure.cli.temporal_connection import connect
+    from perdure.client.temporal_server import given_address
 
     given = given_address(settings)
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     if given is None and state is None:
-        from perdure.stack.plan import temporal_binary
+        from perdure.stack.stack_plan import temporal_binary
 
         return Finding("temporal", "ok", f"not running; `perdure up` starts {temporal_binary()}")
     connection = asyncio.run(connect(settings))
@@ -192,11 +198,11 @@ def temporal(settings: Settings) -> Finding:
 
 
 def builds(settings: Settings) -> Finding:
-    from perdure.cli.connection import connect
-    from perdure.client.build_routing import build_trouble
-    from perdure.client.server import given_address
+    from perdure.cli.temporal_connection import connect
+    from perdure.client.deployment_routing import build_trouble
+    from perdure.client.temporal_server import given_address
 
-    if given_address(settings) is None and lifecycle.running(settings) is None:
+    if given_address(settings) is None and stack_lifecycle.running(settings) is None:
         return Finding("builds", "ok", "unknown while Temporal is not running")
 
     async def ask() -> str:
@@ -209,20 +215,20 @@ def builds(settings: Settings) -> Finding:
 
 
 def port_numbers(settings: Settings) -> Finding:
-    if lifecycle.running(settings) is not None:
+    if stack_lifecycle.running(settings) is not None:
         return Finding("ports", "ok", "in use by this stack")
     names = ("temporal.port", "temporal.ui_port", "gateway.port")
     wanted = {name: value(settings, name) for name in names}
-    taken = [f"{name} {port}" for name, port in wanted.items() if not ports.is_free(port)]
+    taken = [f"{name} {port}" for name, port in wanted.items() if not stack_ports.is_free(port)]
     if taken:
         return Finding("ports", "note", f"taken: {', '.join(taken)}; `perdure up` uses free ports")
     return Finding("ports", "ok", ", ".join(f"{name} {port}" for name, port in wanted.items()))
 
 
 def gateway(settings: Settings) -> Finding:
-    from perdure.stack.readiness import answers
+    from perdure.stack.part_readiness import answers
 
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     if state is None:
         return Finding("gateway", "ok", "not running; `perdure up` starts it")
     if asyncio.run(answers(f"{state.gateway_url}/healthz")):
@@ -239,10 +245,10 @@ def tokenizer(settings: Settings) -> Finding:
 
 
 def engine(settings: Settings) -> Finding:
-    from perdure.engines.reported import named_engine
-    from perdure.stack.engines import check_engine, check_key, check_same_engine
+    from perdure.engines.reported_model import named_engine
+    from perdure.stack.engine_presence import check_engine, check_key, check_same_engine
 
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     name = state.engine if state is not None else named_engine(settings).url
     if not name:
         fix = "set OPENAI_BASE_URL, ANTHROPIC_BASE_URL or PERDURE_ENGINE__URL before `perdure up`"

@@ -9,10 +9,10 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.settings.load import load_settings
+from perdure.settings.settings_loader import load_settings
 
 if TYPE_CHECKING:
-    from perdure.episodes.segments import RewardShare, SegmentMode
+    from perdure.episodes.trajectory_segments import RewardShare, SegmentMode
 
 SUFFIXES = {
     "preds": "json",
@@ -114,10 +114,10 @@ def export(
     a rollout are lost or unreadable. The other rollouts are written.
     """
     settings = load_settings()
-    from perdure.episodes import hub_folder
-    from perdure.episodes.demonstrations.selection import Selection
-    from perdure.episodes.export import Rules, export_run
+    from perdure.episodes import hub_dataset
+    from perdure.episodes.demonstrations.rejection_sampling import Selection
     from perdure.episodes.output_file import is_standard_output
+    from perdure.episodes.run_export import Rules, export_run
     from perdure.storage.base import store_to_read
 
     suffix = SUFFIXES[format_name]
@@ -128,11 +128,11 @@ def export(
     if push and format_name != "dataset":
         raise click.UsageError("--push needs -f dataset")
     if format_name == "dataset":
-        report = asyncio.run(hub_folder.write_folder(store, run_id, path))
+        report = asyncio.run(hub_dataset.write_folder(store, run_id, path))
     else:
         report = asyncio.run(export_run(store, run_id, format_name, path, rules))  # type: ignore[arg-type]  # click checked the choice
     if push and report.written:
-        click.echo(f"pushed to {hub_folder.push(path, push)}", err=True)
+        click.echo(f"pushed to {hub_dataset.push(path, push)}", err=True)
     for one in report.omitted:
         sample = "" if one.sample_index is None else f" #{one.sample_index}"
         head = "error: left out" if one.damaged else "left out "

@@ -54,18 +54,25 @@ def grade(
 
     Exit code 1: a patch has no verdict.
     """
-    from perdure.cli.runs import launch, predicted
-    from perdure.cli.runs.request import fields_of
-    from perdure.handlers import import_handlers
-    from perdure.settings.load import load_settings
+    from perdure.cli.runs import prediction_runs, run_launcher
+    from perdure.cli.runs.run_request import fields_of
+    from perdure.data_source_handlers import import_handlers
+    from perdure.settings.settings_loader import load_settings
 
     fields = fields_of(assignments, {"sandbox": sandbox} if sandbox else {})
     settings = load_settings()
     import_handlers(settings.handlers)
-    planned = predicted.plan(settings, source, predictions, fields, dry_run=dry_run, **options)  # type: ignore[arg-type]  # click's own names
+    planned = prediction_runs.plan(
+        settings,
+        source,
+        predictions,
+        fields,
+        dry_run=dry_run,
+        **options,  # type: ignore[arg-type]  # click's own names
+    )
     if dry_run:
-        launch.show(planned, as_json=as_json)
+        run_launcher.show(planned, as_json=as_json)
         return
-    code = launch.play(settings, planned, wait=wait, as_json=as_json, notify=notify)
+    code = run_launcher.play(settings, planned, wait=wait, as_json=as_json, notify=notify)
     if code:
         raise click.exceptions.Exit(code)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli import ending
+from perdure.cli import signal_cleanup
 from perdure.cli.commands import completion
 from perdure.cli.commands.calibrate import calibrate
 from perdure.cli.console import answer, json_option, many, me, only_one_of, say
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
-    from perdure.instances.calibrated import Calibrated, MakeSandbox
-    from perdure.instances.recipes.building import Built
-    from perdure.instances.recipes.recipe import Recipe
+    from perdure.instances.calibration_proof import Calibrated, MakeSandbox
+    from perdure.instances.recipes.dataset_build import Built
+    from perdure.instances.recipes.dataset_recipe import Recipe
     from perdure.types import Instance
 
 SANDBOX = "bubblewrap"
@@ -72,7 +72,7 @@ def build(
     stopped. Exit code 1: an entry could not be built.
     """
     settings = load_settings()
-    built = ending.run(
+    built = signal_cleanup.run(
         build_dataset(
             settings,
             dataset,
@@ -109,16 +109,16 @@ async def build_dataset(
     rebuild: bool = False,
 ) -> "list[Built]":
     """Build all entries and print each result. Raises: ConfigurationError, MissingDependency."""
-    from perdure.instances.recipes import building
-    from perdure.stack.sandboxes import ready_provider
+    from perdure.instances.recipes import dataset_build
+    from perdure.stack.home_providers import ready_provider
     from perdure.storage.base import open_store
 
     recipe, folder = _recipe_of(dataset, limit)
-    known = await asyncio.to_thread(building.candidates_of, recipe, folder, demo=demo)
-    candidates = building.chosen(known, only, limit)
+    known = await asyncio.to_thread(dataset_build.candidates_of, recipe, folder, demo=demo)
+    candidates = dataset_build.chosen(known, only, limit)
     say(f"Building {many(len(candidates), 'instance')} of {recipe.name} ...")
     built = []
-    builder = building.Builder(
+    builder = dataset_build.Builder(
         settings.home.absolute(),
         open_store(settings),
         ready_provider(settings, SANDBOX),
@@ -126,7 +126,7 @@ async def build_dataset(
         functools.partial(_proved, runs=runs, twins=2 if demo else twins),
         build_hosts=settings.sandbox.build_hosts,
     )
-    async for one in building.build_all(builder, candidates, rebuild=rebuild, jobs=jobs or 0):
+    async for one in dataset_build.build_all(builder, candidates, rebuild=rebuild, jobs=jobs or 0):
         built.append(one)
         say(f"  {_told(one)}{_otherwise(one, recipe.counted)}")
     return sorted(built, key=lambda one: one.instance_id)
@@ -136,7 +136,7 @@ async def _proved(
     instance: "Instance", make_sandbox: "MakeSandbox", *, runs: int, twins: int
 ) -> "Calibrated":
     """Compute the row's test lists; a row that is graded by one command has none."""
-    from perdure.graders.calibrate import calibrate, verify
+    from perdure.graders.gold_and_base_check import calibrate, verify
 
     prove = verify if instance.grading.protocol == "eval_cmd" else calibrate
     return await prove(instance, make_sandbox, runs=runs, twins=twins)
@@ -144,14 +144,14 @@ async def _proved(
 
 def _recipe_of(dataset: str, limit: int | None) -> "tuple[Recipe, Path]":
     """The recipe and its folder. A git clone without a recipe gets one made from its history."""
-    from perdure.instances.recipes.recipe import (
+    from perdure.instances.recipes.dataset_recipe import (
         FILE,
         History,
         Recipe,
         load_recipe,
         recipe_folder,
     )
-    from perdure.stack.checkout import find_root
+    from perdure.stack.checkout_folder import find_root
     from perdure.types import slugify
 
     folder = Path(dataset).absolute()
@@ -182,10 +182,10 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     settings = load_settings()
     from dataclasses import replace
 
-    from perdure.cli.runs.selection import check_row, published_as
-    from perdure.handlers import import_handlers
-    from perdure.instances.rows.choice import Choice
-    from perdure.instances.rows.importing import import_rows
+    from perdure.cli.runs.instance_selection import check_row, published_as
+    from perdure.data_source_handlers import import_handlers
+    from perdure.instances.rows.row_choice import Choice
+    from perdure.instances.rows.row_import import import_rows
     from perdure.storage.base import open_store
 
     import_handlers(settings.handlers)
@@ -240,16 +240,16 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     """Show one instance: its problem, environment and grading."""
     only_one_of(gold=gold, tests=tests, json=as_json)
     settings = load_settings()
-    from perdure.cli import marks
-    from perdure.instances import calibration, catalog
+    from perdure.cli import calibration_labels
+    from perdure.instances import calibration_record, instance_catalog
     from perdure.storage.base import open_store
 
     store = open_store(settings)
-    instance = asyncio.run(catalog.load(store, ref))
+    instance = asyncio.run(instance_catalog.load(store, ref))
     if gold or tests:
         sys.stdout.buffer.write(instance.gold_patch if gold else instance.grading.test_patch)
         return
-    records = asyncio.run(calibration.records(store, [ref]))[ref]
+    records = asyncio.run(calibration_record.records(store, [ref]))[ref]
     if as_json:
         found = [record.model_dump(mode="json") for record in records]
         answer({**instance.model_dump(mode="json"), "calibration": found})
@@ -263,7 +263,8 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
         "grader": f"{grading.protocol}: {grading.test_cmd or grading.eval_cmd or ''}",
         "tests": f"{len(grading.fail_to_pass)} to fix, {len(grading.pass_to_pass)} to keep",
         "gold": f"{len(instance.gold_patch)} bytes (--gold prints it)",
-        "calibration": "; ".join(map(marks.of_record, records)) or marks.NOT_CALIBRATED,
+        "calibration": "; ".join(map(calibration_labels.of_record, records))
+        or calibration_labels.NOT_CALIBRATED,
     }
     for name, value in facts.items():
         click.echo(f"{name:<13}{value}")
@@ -277,11 +278,11 @@ def _counted(dataset: str, here: int, left: int) -> str:
 
 
 def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_json: bool) -> None:
-    from perdure.cli import marks
-    from perdure.instances import calibration
+    from perdure.cli import calibration_labels
+    from perdure.instances import calibration_record
     from perdure.storage.base import open_store
 
-    records = asyncio.run(calibration.records(open_store(settings), refs))
+    records = asyncio.run(calibration_record.records(open_store(settings), refs))
     if as_json:
         fields = {"sandbox", "state", "reason"}
         told = [
@@ -296,26 +297,26 @@ def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_j
     click.echo(_counted(dataset, len(refs), left))
     wide = max(map(len, refs))
     for ref, here in records.items():
-        click.echo(f"  {ref:<{wide}}  {marks.of_list(here)}")
+        click.echo(f"  {ref:<{wide}}  {calibration_labels.of_list(here)}")
 
 
 async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str]]:
     from perdure.errors import NotFound
-    from perdure.instances import catalog
+    from perdure.instances import instance_catalog
     from perdure.storage.base import open_store
 
     store = open_store(settings)
-    names = [dataset] if dataset else await catalog.datasets(store)
-    found = {name: await catalog.refs(store, name) for name in names}
+    names = [dataset] if dataset else await instance_catalog.datasets(store)
+    found = {name: await instance_catalog.refs(store, name) for name in names}
     if dataset and not found[dataset]:
-        there = ", ".join(await catalog.datasets(store)) or "none yet"
+        there = ", ".join(await instance_catalog.datasets(store)) or "none yet"
         raise NotFound(f"no dataset {dataset!r} in {store.url} (it has: {there})")
     return {name: refs for name, refs in found.items() if refs}
 
 
 async def _rows_left(settings: Settings, datasets: list[str]) -> dict[str, int]:
     """How many rows of each dataset's source are not imported yet."""
-    from perdure.instances.rows.importing import earlier_import
+    from perdure.instances.rows.row_import import earlier_import
     from perdure.storage.base import open_store
 
     store = open_store(settings)

@@ -51,23 +51,23 @@ def report(
     Each further run is compared with the first, paired by instance. Runs of `oracle` and `nop` over
     the same instances give the upper bound and the floor; without them, calibration gives both.
     """
-    from perdure.cli.runs import reporting
+    from perdure.cli.runs import run_reports
     from perdure.episodes.output_file import is_standard_output
-    from perdure.settings.load import load_settings
+    from perdure.settings.settings_loader import load_settings
 
     if html is not None and as_json:
         raise click.UsageError("--html and --json are mutually exclusive: give one of them")
     settings = load_settings()
     if tensorboard is not None or wandb is not None:
-        for path in asyncio.run(reporting.log(settings, run_ids, tensorboard, wandb)):
+        for path in asyncio.run(run_reports.log(settings, run_ids, tensorboard, wandb)):
             click.echo(f"written to {path}")
         return
-    made = asyncio.run(reporting.make(settings, list(dict.fromkeys(run_ids)), prices))
+    made = asyncio.run(run_reports.make(settings, list(dict.fromkeys(run_ids)), prices))
     if html is not None:
-        reporting.write_page(made, html)
+        run_reports.write_page(made, html)
         click.echo(f"written to {html}", err=is_standard_output(html))
     elif as_json:
-        reporting.print_document(made)
+        run_reports.print_document(made)
     else:
-        reporting.print_text(made)
-        reporting.print_links(settings, made)
+        run_reports.print_text(made)
+        run_reports.print_links(settings, made)

@@ -11,8 +11,8 @@ from perdure.cli.commands import completion
 from perdure.cli.console import json_option, say
 
 if TYPE_CHECKING:
-    from perdure.cli.runs.request import RunOptions
-    from perdure.settings.tree import Settings
+    from perdure.cli.runs.run_request import RunOptions
+    from perdure.settings.settings_tree import Settings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 FAILURES = (
@@ -213,10 +213,10 @@ def read(
     **options: Any,
 ) -> "tuple[Settings, RunOptions, Manner]":
     """Turn the command line into settings, options and manner. Raises: ConfigurationError."""
-    from perdure.cli.runs.request import RunOptions, budget_of, fields_of, retried
+    from perdure.cli.runs.run_request import RunOptions, budget_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
-    from perdure.handlers import import_handlers
-    from perdure.settings.load import load_settings
+    from perdure.data_source_handlers import import_handlers
+    from perdure.settings.settings_loader import load_settings
 
     named: dict[str, Any] = {
         "sandbox": sandbox,
@@ -249,24 +249,24 @@ def play(
     """
     import asyncio
 
-    from perdure.cli.runs import launch
+    from perdure.cli.runs import run_launcher
 
-    planned = asyncio.run(launch.plan(settings, asked))
+    planned = asyncio.run(run_launcher.plan(settings, asked))
     if (reports or manner.dry_run or manner.like) and not manner.as_json:
-        from perdure.cli.runs.estimate import estimate
+        from perdure.cli.runs.cost_estimate import estimate
 
         for line in asyncio.run(estimate(settings, planned, manner.like, manner.prices)):
             say(line)
     if manner.dry_run:
-        launch.show(planned, as_json=manner.as_json)
+        run_launcher.show(planned, as_json=manner.as_json)
         return
-    code = launch.play(
+    code = run_launcher.play(
         settings, planned, wait=manner.wait, as_json=manner.as_json, notify=manner.notify
     )
     if reports and manner.wait and not manner.as_json:
-        from perdure.cli.runs import reporting
+        from perdure.cli.runs import run_reports
 
         run_id = planned.request.run_id
-        reporting.print_text(asyncio.run(reporting.make(settings, [run_id], manner.prices)))
+        run_reports.print_text(asyncio.run(run_reports.make(settings, [run_id], manner.prices)))
     if code:
         raise click.exceptions.Exit(code)

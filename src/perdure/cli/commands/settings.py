@@ -5,9 +5,9 @@ from typing import Any
 import click
 
 from perdure.cli.console import answer, json_option
-from perdure.settings import load
-from perdure.settings.page import meaning, page, shown
-from perdure.settings.tree import Settings
+from perdure.settings import settings_loader
+from perdure.settings.settings_page import meaning, page, shown
+from perdure.settings.settings_tree import Settings
 
 
 @click.command()
@@ -18,8 +18,8 @@ def settings(markdown: bool, as_json: bool) -> None:
     if markdown:
         click.echo(page())
         return
-    resolved = load.load_settings()
-    rows = [_row(path, resolved) for path in load.fields()]
+    resolved = settings_loader.load_settings()
+    rows = [_row(path, resolved) for path in settings_loader.fields()]
     if as_json:
         answer({row["name"]: row for row in rows})
         return
@@ -32,8 +32,8 @@ def settings(markdown: bool, as_json: bool) -> None:
 def _row(path: str, resolved: Settings) -> dict[str, Any]:
     return {
         "name": path,
-        "variable": load.variable(path),
-        "value": shown(load.value(resolved, path)),
-        "origin": str(load.origin(path, resolved)),
+        "variable": settings_loader.variable(path),
+        "value": shown(settings_loader.value(resolved, path)),
+        "origin": str(settings_loader.origin(path, resolved)),
         "meaning": meaning(path),
     }

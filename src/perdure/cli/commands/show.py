@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli.console import answer, json_option, many, only_one_of
-from perdure.cli.rollouts.current import current_step
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
-from perdure.stack import lifecycle
+from perdure.cli.rollouts.current_activity import current_step
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle
 
 if TYPE_CHECKING:
-    from perdure.reports.stored import StoredAttempt, StoredRollout
+    from perdure.reports.stored_rollout import StoredAttempt, StoredRollout
     from perdure.storage.base import Store
 
 PATCH_LINES = 40
@@ -54,14 +54,14 @@ def show(
         raise click.UsageError(f"{'--attempt' if attempt else '--full'} needs --turns")
     settings = load_settings()
     from perdure.errors import NotFound
-    from perdure.reports import stored
+    from perdure.reports import stored_rollout
     from perdure.storage.base import store_to_read
 
     async def work() -> bool:
         store = store_to_read(settings)
         try:
-            found = await stored.read(store, await stored.find(store, rollout))
-        except stored.Ambiguous:
+            found = await stored_rollout.read(store, await stored_rollout.find(store, rollout))
+        except stored_rollout.Ambiguous:
             raise
         except NotFound:
             if patch or log or turns or not await _show_open(settings, rollout, as_json):
@@ -92,12 +92,12 @@ async def _turns(
     full: bool,
     as_json: bool,
 ) -> None:
-    from perdure.cli.rollouts import turns as show_turns
-    from perdure.reports import trajectory
+    from perdure.cli.rollouts import turn_listing as show_turns
+    from perdure.reports import readable_trajectory
 
-    turns = await trajectory.read(store, found, attempt)
+    turns = await readable_trajectory.read(store, found, attempt)
     if as_json:
-        answer(trajectory.document(found, turns))
+        answer(readable_trajectory.document(found, turns))
     else:
         show_turns.show(found, turns, full=full)
 
@@ -148,7 +148,7 @@ async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> 
     await _print_tests(found)
     await _print_patch(store, found)
     click.echo(f"\n{'Folder':<10}{store.url}/{found.name.prefix}")
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     if state is not None and state.ui_url:
         from urllib.parse import quote
 
@@ -158,7 +158,7 @@ async def _print(settings: Settings, store: "Store", found: "StoredRollout") -> 
 
 async def _show_open(settings: Settings, rollout: str, as_json: bool) -> bool:
     """Show a running rollout that has no files in the store yet. False: there is no such rollout."""
-    from perdure.reports.stored import named
+    from perdure.reports.stored_rollout import named
 
     name = named(rollout)
     line = await current_step(settings, name.workflow_id) if name is not None else ""
@@ -195,7 +195,7 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
 
 
 def _steps(attempt: "StoredAttempt") -> str:
-    from perdure.cli.marks import of_grade
+    from perdure.cli.calibration_labels import of_grade
 
     steps = []
     if attempt.sandbox:

@@ -10,15 +10,15 @@ import click
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
 from perdure.errors import NotFound
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
-from perdure.stack import lifecycle
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle
 
 if TYPE_CHECKING:
     from temporalio.client import Client, WorkflowExecution
 
-    from perdure.client.api import Perdure
-    from perdure.client.rollouts import RolloutInfo
+    from perdure.client.rollout_listing import RolloutInfo
+    from perdure.client.sdk import Perdure
     from perdure.rollouts.run_record import RunChange
     from perdure.types import RunStatus
 
@@ -44,13 +44,13 @@ def status(run_id: str | None, as_json: bool) -> None:
 
 
 async def _of_stack(settings: Settings, as_json: bool) -> None:
-    from perdure.cli.connection import connect
+    from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
     runs, what_waits = await asyncio.gather(
         _all_runs(connection.perdure), _what_waits(connection.perdure.client, settings)
     )
-    state = lifecycle.running(settings)
+    state = stack_lifecycle.running(settings)
     if as_json:
         answer(
             {
@@ -60,7 +60,7 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
             }
         )
         return
-    from perdure.cli.runs.text import progress_line
+    from perdure.cli.runs.run_text import progress_line
 
     if state is not None:
         parts = ", ".join(
@@ -87,29 +87,29 @@ async def _what_waits(client: "Client", settings: Settings) -> str:
     """What waits for hosts or engines, and what to add. Empty: nothing waits, or no answer came."""
     from temporalio.service import RPCError
 
-    from perdure.client import waiting
-    from perdure.client.build_routing import build_trouble
+    from perdure.client import bottlenecks
+    from perdure.client.deployment_routing import build_trouble
     from perdure.errors import PerdureError
 
     queues, engines = [], None
     with contextlib.suppress(RPCError):
         if wrong_build := await build_trouble(client):
             return wrong_build
-        queues = await waiting.backlogs(client)
+        queues = await bottlenecks.backlogs(client)
     with contextlib.suppress(PerdureError, TimeoutError):
         async with asyncio.timeout(PATIENCE.total_seconds()):
-            engines = waiting.engines_of(await _engines(settings))
-    return waiting.sentence(queues, engines)
+            engines = bottlenecks.engines_of(await _engines(settings))
+    return bottlenecks.sentence(queues, engines)
 
 
 async def _engines(settings: Settings) -> dict[str, Any]:
     """Engines as reported by this stack's gateway, or by the first gateway that the store names."""
-    from perdure.gateway.addresses import Gateways
-    from perdure.gateway.control import GatewayControl
-    from perdure.home import load_secrets
+    from perdure.gateway.control_client import GatewayControl
+    from perdure.gateway.gateway_addresses import Gateways
+    from perdure.home_folder import load_secrets
     from perdure.storage.base import open_store
 
-    state, secrets = lifecycle.running(settings), load_secrets(settings)
+    state, secrets = stack_lifecycle.running(settings), load_secrets(settings)
     if state is not None:
         url = state.gateway_url
     else:
@@ -126,7 +126,7 @@ def _stack_document(state: Any) -> dict[str, Any]:
 
 async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "list[RunStatus]":
     """Ask all runs at once: a run whose worker is away or busy answers late or never."""
-    from perdure.client.api import RunHandle
+    from perdure.client.sdk import RunHandle
 
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -140,7 +140,7 @@ async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "
 
 
 async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
-    from perdure.cli.connection import connect, viewer_link
+    from perdure.cli.temporal_connection import connect, viewer_link
 
     connection = await connect(settings)
     progressing = _progress_of_run(connection.perdure, settings, run_id)
@@ -152,26 +152,26 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
             {**document, "changes": changes, "rollouts": [_rollout_document(r) for r in all_of_it]}
         )
     from perdure.cli.console import print_table
-    from perdure.cli.runs import tables, text
-    from perdure.cli.runs.steps import current_steps
-    from perdure.client import rollouts
+    from perdure.cli.runs import run_tables, run_text
+    from perdure.cli.runs.rollout_progress import current_steps
+    from perdure.client import rollout_listing
 
     client = connection.perdure.client
     progress, newest, counts, steps = await asyncio.gather(
         progressing,
-        rollouts.newest(client, run_id, ROWS),
-        rollouts.count(client, run_id),
+        rollout_listing.newest(client, run_id, ROWS),
+        rollout_listing.count(client, run_id),
         current_steps(client, run_id, STEP_PATIENCE),
     )
-    click.echo(text.progress_line(progress))
+    click.echo(run_text.progress_line(progress))
     for change in await _changes(settings, run_id):
-        click.echo(text.change_line(change))
+        click.echo(run_text.change_line(change))
     if progress.state == STORED:
         click.echo(
             f"Temporal does not know this run, so this is the store's record. `perdure report {run_id}`"
             " shows its results; the command that started it runs the missing rollouts."
         )
-    print_table(tables.running(newest, rows=ROWS))
+    print_table(run_tables.running(newest, rows=ROWS))
     if (more := sum(counts.values()) - ROWS) > 0:
         click.echo(f"{more} more; --json lists all of them")
     for line in steps:
@@ -210,10 +210,10 @@ async def _progress_of_run(perdure: "Perdure", settings: Settings, run_id: str) 
 
 async def _as_stored(settings: Settings, run_id: str) -> "RunStatus | None":
     """The status of a run that Temporal does not know, for example after its database was lost."""
-    from perdure.episodes.accounting import count
     from perdure.episodes.episode_store import scan_run_as
+    from perdure.episodes.token_accounting import count
     from perdure.errors import PerdureError
-    from perdure.rollouts.again import planned_rollouts
+    from perdure.rollouts.retry_selection import planned_rollouts
     from perdure.rollouts.run_record import current_request
     from perdure.storage.base import open_store
     from perdure.types import RunStatus

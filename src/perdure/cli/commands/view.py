@@ -8,8 +8,8 @@ from perdure.cli.commands import completion
 from perdure.cli.console import say
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.installation import command_for_extra
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
 
 PORT = 8236
 STEP_S = 2.0
@@ -34,19 +34,19 @@ def view(where: str, port: int) -> None:
 async def _serve(settings: Settings, where: str, port: int) -> None:
     """Raises: ConfigurationError, MissingDependency."""
     try:
-        from perdure.stack.listening import serving
-        from perdure.viewer import links
-        from perdure.viewer.app import create_app
-        from perdure.viewer.index import Index, index_path
+        from perdure.stack.command_server import serving
+        from perdure.viewer import page_links
         from perdure.viewer.pages import Pages
-        from perdure.viewer.security import TOKEN, view_token
+        from perdure.viewer.search_index import Index, index_path
+        from perdure.viewer.viewer_app import create_app
+        from perdure.viewer.viewer_security import TOKEN, view_token
     except ImportError as error:
         raise MissingDependency(
             "this command needs packages that are not installed: install them with "
             f"`{command_for_extra('gateway')}`"
         ) from error
-    from perdure.cli.rollouts.current import current_step
-    from perdure.home import load_secret
+    from perdure.cli.rollouts.current_activity import current_step
+    from perdure.home_folder import load_secret
     from perdure.storage.base import store_to_read
 
     async def step(workflow_id: str) -> str:
@@ -61,7 +61,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
     pages = Pages(settings, store, Index(index_path(settings.home, store.url)), step)
     try:
         async with serving(create_app(pages, token), "127.0.0.1", port) as chosen:
-            page = links.named(where)
+            page = page_links.named(where)
             say(f"Showing {store.url} at http://127.0.0.1:{chosen}{page}?{TOKEN}={token}")
             await asyncio.Event().wait()
     except OSError as error:

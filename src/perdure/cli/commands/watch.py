@@ -7,7 +7,7 @@ import click
 from perdure.cli.commands import completion
 from perdure.cli.commands.run_options import NOTIFY
 from perdure.cli.console import json_option
-from perdure.settings.load import load_settings
+from perdure.settings.settings_loader import load_settings
 
 
 @click.command()
@@ -20,8 +20,8 @@ def watch(run_id: str, notify: str, as_json: bool) -> None:
     Exit code 1: a rollout failed, or the budget ended the run before all rollouts had a verdict.
     """
     settings = load_settings()
-    from perdure.cli.connection import connect
-    from perdure.cli.runs.launch import follow_to_the_end
+    from perdure.cli.runs.run_launcher import follow_to_the_end
+    from perdure.cli.temporal_connection import connect
 
     async def work() -> int:
         connection = await connect(settings)

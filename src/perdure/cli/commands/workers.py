@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.commands.engines.options import ADDRESS
+from perdure.cli.commands.engines.engine_options import ADDRESS
 from perdure.cli.console import answer, json_option, say
-from perdure.settings.load import load_settings
-from perdure.settings.tree import Settings
+from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
-    from perdure.stack.on_ray.manager import WorkersReport
+    from perdure.stack.on_ray.ray_worker_manager import WorkersReport
 
 READY_S = 600.0
 CODE = ("src/perdure", "workflows", "activities", "workers")
@@ -23,7 +23,7 @@ CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 
 
 def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    from perdure.stack.on_ray.plan import SELECTOR
+    from perdure.stack.on_ray.node_plan import SELECTOR
 
     found = dict(one.partition("=")[::2] for one in given)
     for key, selector in found.items():
@@ -93,11 +93,11 @@ def workers() -> None:
 def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
     """Keep one worker running on every node. Run it again to change the settings."""
     key = _connect(load_settings(), ray_address, with_code=True)
-    from perdure.stack.on_ray import manager
-    from perdure.stack.on_ray.plan import WorkersPlan
+    from perdure.stack.on_ray import ray_worker_manager
+    from perdure.stack.on_ray.node_plan import WorkersPlan
 
     plan = WorkersPlan(environment=_environment(load_settings()), **o)
-    actor = manager.start(key, plan)
+    actor = ray_worker_manager.start(key, plan)
     report = _ready(actor)
     _print(report, as_json)
     if not report.nodes:
@@ -110,9 +110,9 @@ def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
 def list_(ray_address: str, as_json: bool) -> None:
     """List each node's worker and seats, and why a worker is missing."""
     key = _connect(load_settings(), ray_address)
-    from perdure.stack.on_ray import manager
+    from perdure.stack.on_ray import ray_worker_manager
 
-    actor = manager.find(key)
+    actor = ray_worker_manager.find(key)
     if actor is None:
         say("no workers on Ray: start them with `perdure workers up --ray`")
         raise click.exceptions.Exit(1)
@@ -124,9 +124,9 @@ def list_(ray_address: str, as_json: bool) -> None:
 def down(ray_address: str) -> None:
     """Stop all workers and their agents. Open rollouts wait for other workers."""
     key = _connect(load_settings(), ray_address)
-    from perdure.stack.on_ray import manager
+    from perdure.stack.on_ray import ray_worker_manager
 
-    say("stopped" if manager.stop(key, leave=True) else "nothing is running")
+    say("stopped" if ray_worker_manager.stop(key, leave=True) else "nothing is running")
 
 
 def _ready(actor: Any) -> "WorkersReport":
@@ -150,25 +150,25 @@ def _connect(settings: Settings, address: str, *, with_code: bool = False) -> st
     """Connect to the cluster; return the name of this home's workers there."""
     from pathlib import PurePath
 
-    from perdure.serving import cluster
-    from perdure.stack.checkout import find_root
-    from perdure.stack.engines import home_roster_key
+    from perdure.serving import ray_cluster
+    from perdure.stack.checkout_folder import find_root
+    from perdure.stack.engine_presence import home_roster_key
 
     code = None
     if with_code:
         root = find_root()
         code = {"py_modules": [str(root / part) for part in CODE], "excludes": ["__pycache__"]}
-    cluster.connect(settings, address, start=False, runtime_env=code)
+    ray_cluster.connect(settings, address, start=False, runtime_env=code)
     return PurePath(home_roster_key(settings)).stem
 
 
 def _environment(settings: Settings) -> dict[str, str]:
     """Each worker's environment: these settings, and the variables of Temporal and the store."""
-    from perdure.home import load_secrets
-    from perdure.settings import environment
-    from perdure.settings.load import as_variables
+    from perdure.home_folder import load_secrets
+    from perdure.settings import process_environment
+    from perdure.settings.settings_loader import as_variables
 
-    found = {n: v for n, v in environment.variables().items() if n.startswith(CARRIED)}
+    found = {n: v for n, v in process_environment.variables().items() if n.startswith(CARRIED)}
     found |= as_variables(settings)
     found["PERDURE_SECRET"] = load_secrets(settings).newest.decode()
     found["PERDURE_STORE"] = settings.store_url
@@ -178,7 +178,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 def _report(actor: Any) -> "WorkersReport":
     import ray
 
-    from perdure.stack.on_ray.manager import WorkersReport
+    from perdure.stack.on_ray.ray_worker_manager import WorkersReport
 
     return WorkersReport.model_validate_json(ray.get(actor.report.remote()))
 

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from perdure.dialects import anthropic, openai_chat
-from perdure.dialects.fields import Fields
-from perdure.engines.clients.wire import HostedApi
+from perdure.dialects.json_fields import Fields
+from perdure.engines.clients.hosted_requests import HostedApi
 
 API_VERSION = "2023-06-01"
 FINISH = {"tool_use": "tool_calls", "max_tokens": "length"}

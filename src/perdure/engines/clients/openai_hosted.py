@@ -7,7 +7,7 @@ model name of the settings or the rollout. It sends none of the agent's headers.
 from typing import Any
 
 from perdure.dialects import openai_chat
-from perdure.engines.clients.wire import HostedApi
+from perdure.engines.clients.hosted_requests import HostedApi
 from perdure.engines.hosted_sampling import is_openais_own
 
 

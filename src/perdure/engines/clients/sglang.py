@@ -12,7 +12,7 @@ from typing import Any
 
 from perdure.dialects.base import Refused
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens
-from perdure.engines.clients.token_server import (
+from perdure.engines.clients.token_endpoint import (
     TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
@@ -21,7 +21,7 @@ from perdure.engines.clients.token_server import (
     body_with_prompt,
     version_spans,
 )
-from perdure.engines.pool.salvage import Salvage
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 
 RENAMED: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens
-from perdure.engines.clients.token_server import (
+from perdure.engines.clients.token_endpoint import (
     TOKENS_AN_EVENT,
     BreakKind,
     EngineRequest,
@@ -20,7 +20,7 @@ from perdure.engines.clients.token_server import (
     body_with_prompt,
     version_spans,
 )
-from perdure.engines.pool.salvage import Salvage
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 
 MISSING_LOGPROB = -9999.0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from perdure.engines.clients.sampled_tokens import check_ids, check_logprobs
-from perdure.engines.state import is_fenced, root_of
+from perdure.engines.engine_state import is_fenced, root_of
 from perdure.errors import Boundary, ControlPlaneError
 
 PROBE_S = 30.0

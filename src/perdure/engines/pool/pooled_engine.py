@@ -10,15 +10,15 @@ import time
 from dataclasses import dataclass, field
 
 from perdure.engines.clients.sglang import SglangEngine
-from perdure.engines.clients.token_server import BreakKind, StreamBroken
+from perdure.engines.clients.token_endpoint import BreakKind, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl
-from perdure.engines.health import HealthCheck, Load
+from perdure.engines.engine_state import EngineRecord, EngineState
+from perdure.engines.health_check import HealthCheck, Load
 from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.leases import Candidate, EngineStart
-from perdure.engines.pool.salvage import Salvage
-from perdure.engines.pool.versions import Versions
-from perdure.engines.state import EngineRecord, EngineState
+from perdure.engines.pool.policy_versions import Versions
+from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 
 

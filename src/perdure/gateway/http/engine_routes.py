@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from perdure.dialects.base import Refused
-from perdure.engines.pool.pool import EnginePool
-from perdure.engines.roster import DRAIN_S, Roster, add_engine, drain_engine, remove_engine
-from perdure.engines.state import EngineSpec
+from perdure.engines.engine_roster import DRAIN_S, Roster, add_engine, drain_engine, remove_engine
+from perdure.engines.engine_state import EngineSpec
+from perdure.engines.pool.engine_pool import EnginePool
 from perdure.types import Request as Body
 
 LARGEST = 1 << 16

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from perdure.dialects.base import Refused
-from perdure.gateway.http.keys import may_read_episodes
+from perdure.gateway.http.api_keys import may_read_episodes
 
 FILES = re.compile(
     r"runs/[^/]+/rollouts/[^/]+/\d+/(?:episode\.(?:json|parquet)|attempts/\d+/turns\.parquet)"

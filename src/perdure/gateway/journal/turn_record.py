@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, ConfigDict, PlainSerializer, SkipValidation
 
 from perdure.dialects.base import Answer
-from perdure.gateway.journal.encoding import pack, unpack
-from perdure.gateway.turns.canonical import Message
+from perdure.gateway.journal.record_encoding import pack, unpack
+from perdure.gateway.turns.canonical_request import Message
 from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"

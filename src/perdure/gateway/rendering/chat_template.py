@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from perdure.gateway.rendering import late_system
+from perdure.gateway.rendering import late_system_message
+from perdure.gateway.rendering.control_token_text import marked, unmarked
 from perdure.gateway.rendering.jinja_template import JinjaTemplate, TemplateError
 from perdure.gateway.rendering.notations.base import Notation
-from perdure.gateway.rendering.notations.detect import Found, detect
+from perdure.gateway.rendering.notations.format_detection import Found, detect
 from perdure.gateway.rendering.parsed_response import ParsedResponse, ParsedToolCall
 from perdure.gateway.rendering.tokenizers import Tokenizer, published, token_text
-from perdure.gateway.rendering.typed_text import marked, unmarked
 
 Message = dict[str, Any]
 
@@ -110,7 +110,7 @@ class ChatTemplate:
     ) -> str:
         """The rendered text, with marks in spelled-out control tokens. `offered`: tools, marked."""
         given = [marked(message, self._tokenizer.control) for message in self._prepared(messages)]
-        return late_system.rendered(
+        return late_system_message.rendered(
             given,
             lambda told: self._template.render(
                 messages=told, tools=offered, add_generation_prompt=add_generation_prompt
@@ -178,7 +178,7 @@ class ChatTemplate:
         a system message, that message is rendered as a user message.
         """
         offered = self._offered(tools)
-        for told in (new, [late_system.as_user(message) for message in new]):
+        for told in (new, [late_system_message.as_user(message) for message in new]):
             seen = {self._after_made_up(told, offered, said) for said in ("Go on.", "And now?")}
             found = seen.pop() if len(seen) == 1 else None
             if found is not None and self._says_all(found[1], told):

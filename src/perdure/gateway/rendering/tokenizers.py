@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from perdure.gateway.rendering.control_token_text import marked, spellings, unmarked
 from perdure.gateway.rendering.tokenizer_setting import folder_of
-from perdure.gateway.rendering.typed_text import marked, spellings, unmarked
 
 QWEN3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

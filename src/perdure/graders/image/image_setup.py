@@ -5,7 +5,7 @@ import shlex
 import tarfile
 
 from perdure.errors import InstanceError
-from perdure.graders.image.history import cut_history
+from perdure.graders.image.history_removal import cut_history
 from perdure.sandboxes.base import Sandbox
 from perdure.types import CommittedTests, Instance
 

@@ -7,10 +7,10 @@ resolved. It does not check that other tests still pass. If a row has test lists
 from typing import ClassVar
 
 from perdure.errors import InstanceError
-from perdure.graders.diff.patch import filter_patch
-from perdure.graders.protocols.frame import Plan, ProtocolGrader
-from perdure.graders.test_run import Command, TestRun
-from perdure.graders.verdict import Verdict, last_line
+from perdure.graders.diff.patch_filter import filter_patch
+from perdure.graders.hidden_test_run import Command, TestRun
+from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
+from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.types import Instance, Outcome, Rewards
 
 

@@ -17,11 +17,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 from perdure.errors import InstanceError, MissingDependency
-from perdure.graders import verdict
-from perdure.graders.protocols.frame import Plan, ProtocolGrader
+from perdure.graders import verdict_rules
+from perdure.graders.hidden_test_run import Command, TestRun
+from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
-from perdure.graders.test_run import Command, TestRun
-from perdure.graders.verdict import Verdict, last_line
+from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.installation import command_for_packages
 from perdure.limited_process import Unparsable, read
 from perdure.types import Grading, Instance, Outcome, TestStatus
@@ -64,7 +64,7 @@ def judge(found: Statuses, grading: Grading, last: str = "") -> Verdict:
     """The verdict on the third stage."""
     if not found:
         return Verdict(Outcome.UNRESOLVED, f"the log has no test result: {last}")
-    score = verdict.score(found, grading.fail_to_pass, grading.pass_to_pass)
+    score = verdict_rules.score(found, grading.fail_to_pass, grading.pass_to_pass)
     broken = [test for test in grading.must_not_fail if found.get(test) is TestStatus.FAILED]
     if broken:
         reason = f"{len(broken)} tests that had passed now fail, such as {broken[0]}"

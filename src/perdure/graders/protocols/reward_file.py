@@ -11,9 +11,9 @@ import shlex
 from typing import ClassVar
 
 from perdure.errors import InstanceError
-from perdure.graders.protocols.frame import Plan, ProtocolGrader
-from perdure.graders.test_run import Command, TestRun
-from perdure.graders.verdict import Verdict, last_line
+from perdure.graders.hidden_test_run import Command, TestRun
+from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
+from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.instances.rows.formats.harbor import FOLDER
 from perdure.limited_process import read
 from perdure.sandboxes.base import Sandbox

@@ -15,7 +15,7 @@ from typing import Any
 from perdure.errors import Boundary, RetryHere
 from perdure.graders.reports.log_parsers import Statuses
 from perdure.limited_process import Unparsable
-from perdure.sandboxes.host.programs import program as program_of_host
+from perdure.sandboxes.host.sandbox_programs import program as program_of_host
 from perdure.types import TestStatus
 
 INSIDE = "/output"

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from perdure.errors import InstanceError
-from perdure.graders import tampering, verdict
-from perdure.graders.protocols.frame import Plan, ProtocolGrader
-from perdure.graders.protocols.image_edits import without_image_edits
-from perdure.graders.protocols.swebench import SuiteRun, planned, reading_of, validate_suite
+from perdure.graders import forged_results, verdict_rules
+from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
+from perdure.graders.protocols.image_setup_edits import without_image_edits
+from perdure.graders.protocols.test_lists import SuiteRun, planned, reading_of, validate_suite
 from perdure.graders.reports.log_parsers import Statuses, worst
-from perdure.graders.verdict import Verdict, last_line
+from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.sandboxes.base import Sandbox
 from perdure.types import Instance, Outcome, Rewards, TestStatus
 
@@ -47,17 +47,17 @@ def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Verdict:
     if reading.canary_status is TestStatus.MISSING and code != 0 and found.rewards.binary == 0:
         reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason)
-    if forged := tampering.distrust(reading, code, ()) or _unconfirmed(reading):
+    if forged := forged_results.distrust(reading, code, ()) or _unconfirmed(reading):
         return Verdict(Outcome.TAMPERED, forged, score=found.score)
     return found
 
 
-def _unconfirmed(reading: tampering.Reading) -> str:
+def _unconfirmed(reading: forged_results.Reading) -> str:
     """A test that passed in the log but not in junit; empty if there is none. Each id is looked up
     once, because these ids are never cut and hostile code may print any number of them."""
     for test, said in reading.statuses.items():
         written = reading.junit.get(test) if reading.junit is not None else said
-        if said in verdict.F2P_PASSES and written not in verdict.F2P_PASSES:
+        if said in verdict_rules.F2P_PASSES and written not in verdict_rules.F2P_PASSES:
             return f"log and junit disagree on {test}: {said} and {written}"
     return ""
 
@@ -76,7 +76,7 @@ def compared(statuses: Statuses, expected: Mapping[str, str]) -> Verdict:
     rewards = Rewards(binary=float(resolved), f2p_fraction=dense, p2p_fraction=1.0, partial=dense)
     outcome = Outcome.RESOLVED if resolved else Outcome.UNRESOLVED
     listed = {key: found.get(key, TestStatus.MISSING) for key in expected}
-    score = verdict.Score(listed, {}, outcome, rewards)
+    score = verdict_rules.Score(listed, {}, outcome, rewards)
     return Verdict(outcome, "; ".join([*wrong, *new][:3]), rewards, score)
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from perdure.errors import InstanceError
-from perdure.graders import verdict
+from perdure.graders import verdict_rules
+from perdure.graders.hidden_test_run import Command, TestRun
 from perdure.graders.protocols import row_parser
-from perdure.graders.protocols.frame import Plan, ProtocolGrader
+from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
 from perdure.graders.reports.log_parsers import LogParser, Statuses
-from perdure.graders.test_run import Command, TestRun
-from perdure.graders.verdict import Verdict
+from perdure.graders.verdict_rules import Verdict
 from perdure.limited_process import read
 from perdure.types import Instance, OutputParser
 
@@ -43,7 +43,7 @@ class SweproGrader(ProtocolGrader):
 
         async def judged(run: TestRun) -> Verdict:
             found = await read(row_parser.parse_output, program, run.log, run.junit or b"")
-            score = verdict.score(found, grading.fail_to_pass, grading.pass_to_pass)
+            score = verdict_rules.score(found, grading.fail_to_pass, grading.pass_to_pass)
             return Verdict(score.outcome, score.reason, score.rewards, score)
 
         return Plan(command(grading.parser, scratch), judged)

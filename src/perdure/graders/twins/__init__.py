@@ -16,5 +16,5 @@ Calibration calls this, after it has computed the lists:
     chosen.instance   # the same instance; `grading.twins` holds the proven twins
     chosen.report     # ChosenReport: for each FAIL_TO_PASS id how many twins, or why it has none
 
-`make_sandbox` is a `perdure.instances.calibrated.MakeSandbox`. A test without a twin is no error.
+`make_sandbox` is a `perdure.instances.calibration_proof.MakeSandbox`. A test without a twin is no error.
 """

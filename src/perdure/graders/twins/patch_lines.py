@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from perdure.errors import InstanceError
-from perdure.graders.diff.git_diff import FileDiff, parse
+from perdure.graders.diff.git_diff_parser import FileDiff, parse
 from perdure.types import Twin
 
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perdure.errors import InstanceError
-from perdure.instances import git_source, repository, sources
-from perdure.instances.recipes import needs, paths, releases
-from perdure.instances.recipes.recipe import History
-from perdure.instances.scratch import scratch
+from perdure.instances import base_trees, git_source, host_git
+from perdure.instances.recipes import declared_dependencies, path_purpose, release_history
+from perdure.instances.recipes.dataset_recipe import History
+from perdure.instances.scratch_folders import scratch
 from perdure.storage.base import Store, put_blob
 from perdure.types import Grading, Instance, Source, SourceKind, slugify
 
@@ -46,7 +46,10 @@ def candidates(history: History, folder: Path) -> "list[CommitRow]":
     RetryHere (the server of its releases is unreachable).
     """
     if history.package is not None:
-        clone, name = releases.repository_of(history.package, history.versions), history.package
+        clone, name = (
+            release_history.repository_of(history.package, history.versions),
+            history.package,
+        )
     else:
         clone = (folder / (history.repository or "")).resolve()
         name = slugify(clone.name)
@@ -60,13 +63,15 @@ def candidates(history: History, folder: Path) -> "list[CommitRow]":
 
 def _commits(clone: Path, revision: str) -> Iterator[Commit]:
     words = ("--first-parent", "-m", "--no-renames", "--name-only", "-z", _FORMAT)
-    told = repository.git(clone, "log", *words, "--end-of-options", revision, "--")
+    told = host_git.git(clone, "log", *words, "--end-of-options", revision, "--")
     for record in told.decode("utf-8", "surrogateescape").split("\x1e")[1:]:
         commit, parents, moment, changed = record.split("\x1f", 3)
         names = [name.strip("\n") for name in changed.split("\0") if name.strip("\n")]
-        tests = tuple(name for name in names if paths.is_test(name))
-        gold = tuple(n for n in names if not paths.is_test(n) and not paths.is_metadata(n))
-        if parents and gold and any(paths.is_test_module(name) for name in tests):
+        tests = tuple(name for name in names if path_purpose.is_test(name))
+        gold = tuple(
+            n for n in names if not path_purpose.is_test(n) and not path_purpose.is_metadata(n)
+        )
+        if parents and gold and any(path_purpose.is_test_module(name) for name in tests):
             when = datetime.datetime.fromisoformat(moment)
             yield Commit(commit, parents.split()[0], when, gold, tests)
 
@@ -101,7 +106,7 @@ class CommitRow:
         if (lines := gold.count(b"\n")) > MAX_GOLD_LINES:
             raise InstanceError(f"{commit.id} changes {lines} lines; the limit is {MAX_GOLD_LINES}")
         left = git_source.existing(url, commit.id, list(commit.tests))
-        command = paths.pytest_command(left)
+        command = path_purpose.pytest_command(left)
         if not command:
             raise InstanceError(f"{commit.id} removes the test modules that it changes")
         version = self._version()
@@ -109,8 +114,10 @@ class CommitRow:
             tree = folder / "tree"
             git_source.export(url, commit.parent, tree)
             requires = self.history.requires
-            environment = needs.environment_at(tree, commit.moment, version, requires=requires)
-            base = sources.pack(tree)
+            environment = declared_dependencies.environment_at(
+                tree, commit.moment, version, requires=requires
+            )
+            base = base_trees.pack(tree)
         tests = git_source.difference(url, commit.parent, commit.id, list(commit.tests))
         instance = Instance(
             instance_id=self.instance_id,
@@ -129,15 +136,13 @@ class CommitRow:
         return instance, base
 
     def _message(self) -> str:
-        told = repository.git(self.clone, "show", "-s", "--format=%B", self.commit.id)
+        told = host_git.git(self.clone, "show", "-s", "--format=%B", self.commit.id)
         return told.decode("utf-8", "replace")
 
     def _version(self) -> str:
         """The version of the last tag before the commit, for builds that ask git for it."""
         try:
-            told = repository.git(
-                self.clone, "describe", "--tags", "--abbrev=0", self.commit.parent
-            )
+            told = host_git.git(self.clone, "describe", "--tags", "--abbrev=0", self.commit.parent)
         except InstanceError:
             return "0"
         match = _VERSION.match(told.decode("utf-8", "replace").strip())

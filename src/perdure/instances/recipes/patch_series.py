@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from perdure.errors import InstanceError
-from perdure.instances import git_source, repository, sources
+from perdure.instances import base_trees, git_source, host_git
 from perdure.instances.recipes import git_history
-from perdure.instances.recipes.recipe import PatchSeries
-from perdure.instances.rows.conversion import to_instance
+from perdure.instances.recipes.dataset_recipe import PatchSeries
+from perdure.instances.rows.row_conversion import to_instance
 from perdure.storage.base import Store
 from perdure.types import Instance, slugify
 
@@ -59,9 +59,9 @@ class PatchRow:
     def _made(self, dataset: str) -> Instance:
         series = self.series
         clone = repository_of(series)
-        merge = repository.git(clone, "rev-parse", f"refs/tags/{self.patch}^{{commit}}")
+        merge = host_git.git(clone, "rev-parse", f"refs/tags/{self.patch}^{{commit}}")
         merged = merge.decode().strip()
-        base = repository.git(clone, "rev-parse", f"{merged}^").decode().strip()
+        base = host_git.git(clone, "rev-parse", f"{merged}^").decode().strip()
         paths = git_source.changed_paths(str(clone), base, merged)
         modules = sorted({name for path in paths if (name := _module(path))})
         if not modules:
@@ -80,7 +80,7 @@ class PatchRow:
         return to_instance(row, dataset, 1)
 
     def _statement(self, clone: Path, merged: str) -> str:
-        told = repository.git(clone, "show", "-s", "--format=%B", merged)
+        told = host_git.git(clone, "show", "-s", "--format=%B", merged)
         name = f"{self.series.repo} {self.series.version.partition('-')[0]}"
         return git_history.statement(name, told.decode("utf-8", "replace"))
 
@@ -97,20 +97,20 @@ def repository_of(series: PatchSeries) -> Path:
 
 
 def _make(series: PatchSeries, folder: Path) -> None:
-    upstream = sources.download(series.upstream.url, series.upstream.sha256)
-    packaging = sources.download(series.packaging.url, series.packaging.sha256)
-    repository.start(folder)
-    sources.unpack(upstream, folder, strip=1)
-    repository.add_commit(folder, f"{series.package} {series.version}: upstream")
+    upstream = base_trees.download(series.upstream.url, series.upstream.sha256)
+    packaging = base_trees.download(series.packaging.url, series.packaging.sha256)
+    host_git.start(folder)
+    base_trees.unpack(upstream, folder, strip=1)
+    host_git.add_commit(folder, f"{series.package} {series.version}: upstream")
     patches = patches_of(packaging, series.first)
     compiled = {name for name, text in patches.items() if _compiles(text)}
     for name in sorted(patches, key=lambda name: name not in compiled):
         with tempfile.NamedTemporaryFile(prefix="perdure-patch-") as file:
             file.write(patches[name])
             file.flush()
-            repository.git(folder, "apply", file.name)
-        repository.add_commit(folder, message_of(patches[name]))
-        repository.git(folder, "tag", name)
+            host_git.git(folder, "apply", file.name)
+        host_git.add_commit(folder, message_of(patches[name]))
+        host_git.git(folder, "tag", name)
 
 
 def patches_of(packaging: bytes, first: str) -> dict[str, bytes]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perdure.errors import InstanceError
-from perdure.instances import repository, sources
-from perdure.instances.recipes import changelog, needs, paths
-from perdure.instances.recipes.recipe import Pair
-from perdure.instances.scratch import scratch
+from perdure.instances import base_trees, host_git
+from perdure.instances.recipes import changelog, declared_dependencies, path_purpose
+from perdure.instances.recipes.dataset_recipe import Pair
+from perdure.instances.scratch_folders import scratch
 from perdure.storage.base import Store, put_blob
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
@@ -51,8 +51,8 @@ class ReleasePair:
         """
         pair = self.pair
         before, after = await asyncio.gather(
-            asyncio.to_thread(sources.download_sdist, f"{pair.package}=={pair.before}"),
-            asyncio.to_thread(sources.download_sdist, f"{pair.package}=={pair.after}"),
+            asyncio.to_thread(base_trees.download_sdist, f"{pair.package}=={pair.before}"),
+            asyncio.to_thread(base_trees.download_sdist, f"{pair.package}=={pair.after}"),
         )
         made = await asyncio.to_thread(difference, pair, before.data, after.data, after.uploaded)
         key = await put_blob(store, made.base)
@@ -79,10 +79,12 @@ class ReleasePair:
 def environment_of(pair: Pair, tree: Path, moment: datetime.datetime) -> Environment:
     """An editable install of the base, with packages as of `exclude_newer` or `moment`."""
     if pair.requires is None or pair.exclude_newer is None:
-        found = needs.environment_at(tree, moment, pair.before, requires=pair.requires)
+        found = declared_dependencies.environment_at(
+            tree, moment, pair.before, requires=pair.requires
+        )
         return found if pair.python is None else found.model_copy(update={"python": pair.python})
     requires = " ".join(f'"{requirement}"' for requirement in pair.requires)
-    python = pair.python or needs.PREFERRED
+    python = pair.python or declared_dependencies.PREFERRED
     return Environment(
         python=python,
         install=(
@@ -97,9 +99,9 @@ def split_paths(changed: list[str], before: Path, after: Path, pair: Pair) -> Sp
     """Sort changed paths into gold, tests, and files that change at every release."""
     split = Split([], [], [])
     for path in changed:
-        if paths.is_test(path):
+        if path_purpose.is_test(path):
             split.tests.append(path)
-        elif paths.is_metadata(path) or _only_version(before / path, after / path, pair):
+        elif path_purpose.is_metadata(path) or _only_version(before / path, after / path, pair):
             split.left_out.append(path)
         else:
             split.gold.append(path)
@@ -130,13 +132,13 @@ def difference(
     moment = _moment(pair, uploaded)
     with scratch("pair") as folder:
         old, new = folder / "before", folder / "after"
-        sources.unpack(before, old, strip=1)
-        sources.unpack(after, new, strip=1)
-        base = sources.pack(old)
-        repository.commit_all(old)
-        split = split_paths(repository.changed_paths(old, new), old, new, pair)
-        gold = repository.diff(old, new, split.gold)
-        tests = repository.diff(old, new, split.tests)
+        base_trees.unpack(before, old, strip=1)
+        base_trees.unpack(after, new, strip=1)
+        base = base_trees.pack(old)
+        host_git.commit_all(old)
+        split = split_paths(host_git.changed_paths(old, new), old, new, pair)
+        gold = host_git.diff(old, new, split.gold)
+        tests = host_git.diff(old, new, split.tests)
         _check(pair, gold, tests)
         return Difference(
             base,
@@ -162,7 +164,7 @@ def _moment(pair: Pair, uploaded: datetime.datetime | None) -> datetime.datetime
 
 
 def _test_cmd(pair: Pair, tests: list[str], after: Path) -> str:
-    command = paths.pytest_command(path for path in tests if (after / path).is_file())
+    command = path_purpose.pytest_command(path for path in tests if (after / path).is_file())
     if not command:
         raise InstanceError(
             f"{pair.package} {pair.before} -> {pair.after} changes no test module; choose another pair"

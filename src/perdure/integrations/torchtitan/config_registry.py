@@ -28,7 +28,7 @@ from torchtitan.models.qwen3 import model_registry
 from perdure.integrations.torchtitan.instances import Instances
 from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
 from perdure.integrations.torchtitan.rubric import Graded
-from perdure.settings import environment
+from perdure.settings import process_environment
 
 ROW_TOKENS = 32_768
 TURN_TOKENS = 4096
@@ -69,8 +69,8 @@ def _recipe(
     generators: int = 1,
     experts: int = 1,
 ) -> Controller.Config:
-    data = environment.named("PROMPT_DATA")
-    dense = environment.named("SWE_REWARD_DENSE") not in ("", "0")
+    data = process_environment.named("PROMPT_DATA")
+    dense = process_environment.named("SWE_REWARD_DENSE") not in ("", "0")
     return Controller.Config(
         model_spec=model_registry(size, attn_backend="varlen"),
         hf_assets_path=f"Qwen3-{size}",

@@ -11,12 +11,12 @@ from typing import Any
 from torchtitan.experiments.rl.observability import metrics as m
 from torchtitan.experiments.rl.rollout.types import GenerateFn
 
-from perdure.engines.roster import StoredRoster, add_engine, remove_engine, roster_key
-from perdure.engines.served import Ask, Sampled, ServedFunction
-from perdure.engines.state import EngineSpec, name_of
+from perdure.engines.engine_roster import StoredRoster, add_engine, remove_engine, roster_key
+from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.function_engine import Ask, Sampled, ServedFunction
 from perdure.errors import NotFound, StoreUnavailable
-from perdure.home import load_secret
-from perdure.settings.load import load_settings
+from perdure.home_folder import load_secret
+from perdure.settings.settings_loader import load_settings
 from perdure.storage.base import open_store
 from perdure.types import DEFAULT_MODEL, FinishReason
 

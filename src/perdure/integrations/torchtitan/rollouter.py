@@ -25,12 +25,12 @@ from torchtitan.experiments.rl.rollout.rollouter import Rollouter
 from torchtitan.experiments.rl.rollout.types import GenerateFn, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics import Rubric
 
-from perdure.client.episodes import read_turns
+from perdure.client.episode_reader import read_turns
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainers import graded
+from perdure.episodes.trainer_formats import graded
 from perdure.errors import ConfigurationError, NoResult
-from perdure.instances.rows.conversion import dataset_name
-from perdure.integrations import hooks
+from perdure.instances.rows.row_conversion import dataset_name
+from perdure.integrations import trainer_hooks
 from perdure.integrations.torchtitan.generator import GeneratorEngine
 from perdure.integrations.torchtitan.instances import Instances
 from perdure.integrations.torchtitan.rollouts import rollout_of
@@ -126,7 +126,7 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         """
         await self._engine.use(generate_fn, sampling)
         requests = self._requests(sample, group_id, group_size, sampling)
-        found = await asyncio.gather(*(hooks.finished(request) for request in requests))
+        found = await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
         rollouts = await self._rollouts(found, group_id)
         if not rollouts:
             raise NoResult(f"none of {group_size} rollouts of {requests[0].run_id} was graded")
@@ -144,10 +144,10 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         self, sample: Any, group_id: int, group_size: int, sampling: Any
     ) -> list[RolloutRequest]:
         self._calls[group_id] += 1  # each validation pass has the same group ids
-        told = hooks.sampling_of(dataclasses.asdict(sampling))
+        told = trainer_hooks.sampling_of(dataclasses.asdict(sampling))
         kind = f"eval-{-group_id}" if group_id < 0 else f"{group_id}"
         return [
-            hooks.request_of(
+            trainer_hooks.request_of(
                 self._fields,
                 step=f"{self._started}-{kind}-{self._calls[group_id]}",
                 instance=sample,

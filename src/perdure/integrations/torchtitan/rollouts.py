@@ -12,8 +12,8 @@ from torchtitan.experiments.rl.observability import metrics as m
 from torchtitan.experiments.rl.rollout.types import Rollout, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.types import RolloutTurnID
 
-from perdure.episodes.conversations import answer_of, conversations
 from perdure.episodes.episode import Episode, EpisodeSegments
+from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd, FinishReason, Outcome, Turn
 

@@ -22,10 +22,10 @@ The run with the fewest permits is served first. A rollout that gets no answer f
 again. One that waits past its `expires_at` ends as expired. A grading needs no seat: `slots.grade`
 limits the gradings of a worker.
 
-- `seats.py`: the seats of a home (`slots.agent`). `workers/host/seats.py` turns them into slots of
+- `host_seats.py`: the seats of a home (`slots.agent`). `workers/host/boot_slots.py` turns them into slots of
   the boot queue (docs/decisions/0020-seats-are-slots.md). `workers/host/README.md` says when a
   host's term is confirmed.
-- `permits.py`: the rules of an account. `workflows/account.py` keeps one account for all workers
+- `permit_rules.py`: the rules of an account. `workflows/account_workflow.py` keeps one account for all workers
   and revokes the permits of closed workflows (docs/decisions/0010-permits-of-an-account.md).
-- `account.py`: the messages from a stage to its account.
+- `account_client.py`: the messages from a stage to its account.
 """

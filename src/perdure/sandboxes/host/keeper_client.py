@@ -14,13 +14,13 @@ from pathlib import Path
 
 from perdure.errors import Boundary, RetryHere
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import META, Box
-from perdure.sandboxes.host.process import reap
+from perdure.sandboxes.host.host_processes import reap
+from perdure.sandboxes.host.sandbox_folder import META, Box
 
 BOOT_TIMEOUT_S = 60.0
 
 _SOURCE = str(Path(__file__).parents[3])
-_START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.zygote import main; main()"
+_START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.keeper_zygote import main; main()"
 _ROOM_FOR_A_PATH = 4096 + 64
 _DEFAULT_SIGNALS = [
     signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ

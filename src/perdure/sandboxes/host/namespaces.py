@@ -11,11 +11,11 @@ from pathlib import Path
 
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box, BoxMeta
-from perdure.sandboxes.host.files import read_file, write_file
+from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
 from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.root_folder import etc_digest, write_etc
-from perdure.sandboxes.host.sandbox import PIDS, HostSandbox
+from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta
+from perdure.sandboxes.host.untrusted_files import read_file, write_file
 
 GATEWAY_PORT = 18001
 """Where commands reach the gateway, on the sandbox's own loopback."""

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import NotFound, SandboxLost
-from perdure.home import show_to_sandboxes
+from perdure.home_folder import show_to_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
-from perdure.sandboxes.checks import check_identity
+from perdure.sandboxes.file_locks import locked
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, age_of, hidden_name
-from perdure.sandboxes.host.sandbox import HostSandbox
-from perdure.sandboxes.host.teardown import GRAVE, destroy, lock_of
-from perdure.sandboxes.locks import locked
-from perdure.settings.tree import Settings
+from perdure.sandboxes.host.host_sandbox import HostSandbox
+from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, age_of, hidden_name
+from perdure.sandboxes.host.sandbox_teardown import GRAVE, destroy, lock_of
+from perdure.sandboxes.spec_validation import check_identity
+from perdure.settings.settings_tree import Settings
 
 STALE_S = 600.0
 """Seconds after which an unfinished or half-removed folder counts as abandoned."""

@@ -16,12 +16,10 @@ from pathlib import Path
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import ConfigurationError, MissingDependency, RetryHere
-from perdure.sandboxes import images
+from perdure.sandboxes import image_names
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
-from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import DRAFT, Box, BoxMeta, hidden_name
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     NamespaceProvider,
@@ -32,10 +30,12 @@ from perdure.sandboxes.host.namespaces import (
     needs_own_users,
     resolver_of,
 )
-from perdure.sandboxes.host.programs import program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
-from perdure.sandboxes.pulls import Puller, PullFailed, Pulls, printed
-from perdure.settings import environment
+from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, hidden_name
+from perdure.sandboxes.host.sandbox_programs import program
+from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, printed
+from perdure.sandboxes.spec_validation import check_folders
+from perdure.settings import process_environment
 
 LEAST_VERSION = (1, 1)
 """The first version that makes overlays and reads images without setuid."""
@@ -132,7 +132,7 @@ class ApptainerProvider(NamespaceProvider):
             if not given.exists():
                 raise ConfigurationError(f"image {spec.image!r} does not exist on this host")
             return given
-        folder = self.root / ".images" / images.key_of(spec.image)
+        folder = self.root / ".images" / image_names.key_of(spec.image)
 
         async def find(_: str) -> str | None:
             return str(folder) if is_whole(folder) else None
@@ -223,7 +223,7 @@ def _version(binary: str) -> tuple[int, ...]:
 def _settings() -> list[str]:
     """The variables that `apptainer` needs to find this user's instances and cache."""
     names = ("HOME", "USER", "APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
-    return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
+    return [f"PATH={SYSTEM_PATH}", *process_environment.assignments(names)]
 
 
 def _name(box: Box) -> str:

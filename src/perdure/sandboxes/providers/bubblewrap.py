@@ -13,9 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, SYSTEM_PATH, USER_ID
 from perdure.sandboxes.base import Mount, SandboxSpec
-from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
@@ -28,8 +26,10 @@ from perdure.sandboxes.host.namespaces import (
     overlay_option,
     resolver_of,
 )
-from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import LINKED
+from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_programs import missing_programs, program
+from perdure.sandboxes.spec_validation import check_folders
 
 OVERLAYS_MAP_OWNERS = (5, 19)
 """The first Linux version whose overlays show mapped owners."""

@@ -21,12 +21,12 @@ from perdure.errors import ConfigurationError
 from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box, BoxMeta
-from perdure.sandboxes.host.files import read_file, write_file
-from perdure.sandboxes.host.keeper.disk import is_full
+from perdure.sandboxes.host.host_sandbox import HostSandbox
+from perdure.sandboxes.host.keeper.full_disk import is_full
 from perdure.sandboxes.host.keeper_client import start_keeper
 from perdure.sandboxes.host.provider import HostProvider
-from perdure.sandboxes.host.sandbox import HostSandbox
+from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta
+from perdure.sandboxes.host.untrusted_files import read_file, write_file
 from perdure.types import Limits
 
 log = structlog.get_logger()

@@ -18,9 +18,7 @@ from pathlib import Path
 from perdure.errors import ConfigurationError, RetryHere
 from perdure.sandboxes.agent_user import ENVIRONMENT, HOME, ROOT_VARIABLES, SYSTEM_PATH
 from perdure.sandboxes.base import Mount, Network, SandboxSpec
-from perdure.sandboxes.checks import check_folders
 from perdure.sandboxes.host import cgroups
-from perdure.sandboxes.host.box import Box
 from perdure.sandboxes.host.keeper_client import Holder, start_keeper
 from perdure.sandboxes.host.namespaces import (
     INIT,
@@ -30,10 +28,12 @@ from perdure.sandboxes.host.namespaces import (
     enforced,
     gateway_of,
 )
-from perdure.sandboxes.host.programs import missing_programs, program
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
-from perdure.sandboxes.pulls import Puller, PullFailed, Pulls, printed
-from perdure.settings import environment
+from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_programs import missing_programs, program
+from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, printed
+from perdure.sandboxes.spec_validation import check_folders
+from perdure.settings import process_environment
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
@@ -225,7 +225,7 @@ def _try_runtime(name: str, root: str) -> str | None:
 def _variables() -> list[str]:
     """The variables that podman needs to find this user's settings and storage."""
     names = ("HOME", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF")
-    return [f"PATH={SYSTEM_PATH}", *environment.assignments(names)]
+    return [f"PATH={SYSTEM_PATH}", *process_environment.assignments(names)]
 
 
 def _in_own_users(

@@ -3,7 +3,7 @@
 import pytest
 
 from perdure.graders.base import Graded
-from perdure.graders.twins.runs import verified
+from perdure.graders.twins.paired_runs import verified
 from perdure.testing.grader_contract import diff_of, tiny_instance
 from perdure.types import Grade, Grading, Instance, Outcome, Rewards
 

@@ -10,9 +10,9 @@ import shlex
 from fnmatch import fnmatchcase
 
 from perdure.instances import git_source
-from perdure.instances.rows.fields import Row
 from perdure.instances.rows.formats import swebench
-from perdure.instances.rows.images import image_of
+from perdure.instances.rows.image_rules import image_of
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Grading, Instance, Source, SourceKind
 
 TESTS = ("Lib/test/*",)

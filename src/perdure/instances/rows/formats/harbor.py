@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows.row_fields import Row
 from perdure.types import (
     Environment,
     Grading,

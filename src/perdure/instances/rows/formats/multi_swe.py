@@ -7,9 +7,9 @@ must pass there, and which may not fail.
 from collections.abc import Mapping
 from typing import Any
 
-from perdure.instances.rows import images
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules
 from perdure.instances.rows.formats import swebench
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Grading, Instance, slugify
 
 FIXED = ("f2p_tests", "s2p_tests", "n2p_tests")
@@ -53,7 +53,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def image_of(row: Row) -> str | None:
-    return images.image_of(row) or images.multi_swe(row)
+    return image_rules.image_of(row) or image_rules.multi_swe(row)
 
 
 def _statement(row: Row) -> str:

@@ -12,8 +12,8 @@ import urllib.request
 from pathlib import PurePosixPath
 from typing import Any
 
-from perdure.instances.rows.fields import Row
 from perdure.instances.rows.formats import swebench
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance
 
 FETCH_TIMEOUT_S = 60.0

@@ -8,10 +8,10 @@ import json
 import re
 from typing import Any
 
-from perdure.instances.rows import images
-from perdure.instances.rows.diffs import added_file, difference, is_inside
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules
+from perdure.instances.rows.content_diffs import added_file, difference, is_inside
 from perdure.instances.rows.formats import swebench
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Grading, Instance, slugify
 
 TESTS = "r2e_tests"
@@ -60,7 +60,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def image_of(row: Row) -> str | None:
-    return images.image_of(row) or images.r2e_gym(row)
+    return image_rules.image_of(row) or image_rules.r2e_gym(row)
 
 
 def _identity(row: Row) -> tuple[str, str]:

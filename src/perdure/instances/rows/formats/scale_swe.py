@@ -7,10 +7,10 @@ of the tests, and runs every listed file. A script alone is graded by its exit c
 
 import shlex
 
-from perdure.instances.rows.diffs import added_file
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows.content_diffs import added_file
 from perdure.instances.rows.formats import swebench
-from perdure.instances.rows.images import image_of
+from perdure.instances.rows.image_rules import image_of
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Grading, Instance
 
 SCRIPT_PATH = "test_fail_to_pass.py"

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.errors import InstanceError
-from perdure.instances.rows.fields import Row
 from perdure.instances.rows.formats import scale_swe, swe_bench_pro, swebench
-from perdure.instances.rows.images import image_of
+from perdure.instances.rows.image_rules import image_of
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Grading, Instance, slugify
 
 

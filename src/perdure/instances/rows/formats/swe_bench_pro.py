@@ -9,9 +9,9 @@ import re
 import shlex
 from pathlib import Path
 
-from perdure.instances.rows import images
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules
 from perdure.instances.rows.formats import swebench
+from perdure.instances.rows.row_fields import Row
 from perdure.types import CommittedTests, Grading, Instance, OutputParser
 
 WORKDIR = "/app"
@@ -39,7 +39,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 
 def image_of(row: Row) -> str | None:
-    return images.image_of(row) or images.swe_bench_pro(row)
+    return image_rules.image_of(row) or image_rules.swe_bench_pro(row)
 
 
 def grading_of(row: Row) -> Grading:

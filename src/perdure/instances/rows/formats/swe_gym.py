@@ -8,9 +8,9 @@ The publisher's fork of swebench 2 also counts a skipped FAIL_TO_PASS test as pa
 
 import re
 
-from perdure.instances.rows import images, scripts
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules, published_scripts
 from perdure.instances.rows.formats import swebench, swebench_4
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance
 
 TEST_CMDS = {
@@ -43,7 +43,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         **row.fields,
         "test_cmd": row.optional_text("test_cmd") or _command(row),
         "data_source": row.optional_text("data_source", "swe-gym"),
-        "image": row.optional_text("image") or images.swe_gym(row),
+        "image": row.optional_text("image") or image_rules.swe_gym(row),
         **({"log_parser": parser} if parser else {}),
     }
     return swebench.to_instance(Row(row.number, fields), dataset)
@@ -64,8 +64,11 @@ def _command(row: Row) -> str:
     if not row.has("test_script") and _repository(row) in TEST_CMDS:
         return _published_command(row)
     script = row.text("test_script", "add it, or the command that runs the tests as `test_cmd`")
-    command = scripts.command(row.optional_text("setup_script"), script)
-    if not any(not scripts.ENTERS.match(line) for line in scripts.command("", script).splitlines()):
+    command = published_scripts.command(row.optional_text("setup_script"), script)
+    if not any(
+        not published_scripts.ENTERS.match(line)
+        for line in published_scripts.command("", script).splitlines()
+    ):
         raise row.wrong("test_script", "it runs no test command; give `test_cmd`")
     return command
 
@@ -81,4 +84,4 @@ def _published_command(row: Row) -> str:
         if cases := re.findall(r"\[case ([^\]]+)\]", patch):
             tests[1:] = [f'-k "{" or ".join(cases)}"']
     before = "\n".join([*swebench_4.ENTER, PREPARES.get(repository, "")])
-    return scripts.command(before, " ".join(tests))
+    return published_scripts.command(before, " ".join(tests))

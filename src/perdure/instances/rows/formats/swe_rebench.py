@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from perdure.instances.rows import images, scripts
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules, published_scripts
 from perdure.instances.rows.formats import swebench, swebench_4
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance, OutputParser
 
 PARSERS = "log_parsers.py"
@@ -55,7 +55,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         "test_cmd": _version_2(config) if version_2 else _version_1(row, config),
         "log_parser": config.text("log_parser", "add `install_config.log_parser`"),
         "workdir": row.optional_text("workdir") or (_folder(row) if version_2 else "/testbed"),
-        "image": images.given(row) or images.swe_rebench(row),
+        "image": image_rules.given(row) or image_rules.swe_rebench(row),
         "created_at": created if isinstance(created, str) else None,  # milliseconds in version 2
         "install": None,
         "env": None,
@@ -87,11 +87,11 @@ def _version_1(row: Row, config: Row) -> str:
         *config.lines("install"),
     ]
     tests = [*_test_lines(config), *swebench_4.test_files(row)]
-    return scripts.command("\n".join(prepare), " ".join(tests))
+    return published_scripts.command("\n".join(prepare), " ".join(tests))
 
 
 def _version_2(config: Row) -> str:
-    return scripts.command("set -uxo pipefail", "\n".join(_test_lines(config)))
+    return published_scripts.command("set -uxo pipefail", "\n".join(_test_lines(config)))
 
 
 def _test_lines(config: Row) -> tuple[str, ...]:

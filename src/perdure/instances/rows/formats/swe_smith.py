@@ -9,10 +9,10 @@ import glob
 import shlex
 
 from perdure.errors import InstanceError
-from perdure.instances.rows import images
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import image_rules
 from perdure.instances.rows.formats import swebench
 from perdure.instances.rows.reversed_diff import Irreversible, reversed_diff
+from perdure.instances.rows.row_fields import Row
 from perdure.types import (
     CommittedTests,
     Environment,
@@ -63,8 +63,8 @@ def to_instance(row: Row, dataset: str) -> Instance:
 
 def _image_of(row: Row) -> str | None:
     """The image's full name. Rows omit the registry and the owner."""
-    given = images.given(row)
-    return given if given and "/" in given else images.swe_smith(row)
+    given = image_rules.given(row)
+    return given if given and "/" in given else image_rules.swe_smith(row)
 
 
 def _without(environment: Environment, hidden: list[str]) -> Environment:

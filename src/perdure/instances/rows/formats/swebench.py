@@ -7,10 +7,10 @@ import re
 
 from pydantic import ValidationError
 
-from perdure.instances.rows import scripts
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import published_scripts
 from perdure.instances.rows.formats import swebench_4
-from perdure.instances.rows.images import Rule, image_of
+from perdure.instances.rows.image_rules import Rule, image_of
+from perdure.instances.rows.row_fields import Row
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
 
 NEEDED_BY_KIND = {
@@ -121,10 +121,10 @@ def test_command(row: Row) -> str:
             "test_cmd",
             "add the command that runs the tests, or `eval_script` from the 5.x rows of the dataset",
         )
-    parts = scripts.marked(script)
+    parts = published_scripts.marked(script)
     if parts is None:
         raise row.wrong(
             "eval_script",
-            f"it has no {scripts.START!r} and {scripts.END!r} markers; give `test_cmd`",
+            f"it has no {published_scripts.START!r} and {published_scripts.END!r} markers; give `test_cmd`",
         )
-    return scripts.command(*parts)
+    return published_scripts.command(*parts)

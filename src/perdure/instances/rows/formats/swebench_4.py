@@ -6,8 +6,8 @@ The values come from `swebench.harness.constants.python` in swebench 4.1.0; sweb
 import re
 from typing import NamedTuple
 
-from perdure.instances.rows import scripts
-from perdure.instances.rows.fields import Row
+from perdure.instances.rows import published_scripts
+from perdure.instances.rows.row_fields import Row
 
 INSTALL = "python -m pip install -e ."
 PYTEST = "pytest -rA"
@@ -98,7 +98,10 @@ def fields_of(row: Row) -> dict[str, str]:
         prepare = (INSTALL,)
     before = "\n".join([*ENTER, *prepare])
     tests = " ".join([test_cmd, *test_files(row)])
-    return {"test_cmd": scripts.command(before, tests), "log_parser": f"parse_log_{spec.parser}"}
+    return {
+        "test_cmd": published_scripts.command(before, tests),
+        "log_parser": f"parse_log_{spec.parser}",
+    }
 
 
 def _django(version: str) -> tuple[str, tuple[str, ...]]:

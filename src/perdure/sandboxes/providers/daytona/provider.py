@@ -24,8 +24,9 @@ from perdure.errors import (
     RateLimited,
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.retries import (
+from perdure.sandboxes.guest.guest_sandbox import MARK
+from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     again,
@@ -33,11 +34,10 @@ from perdure.sandboxes.guest.retries import (
     lost,
     passing,
 )
-from perdure.sandboxes.guest.sandbox import MARK
-from perdure.sandboxes.guest.service import SdkProvider, SdkSandbox
-from perdure.sandboxes.providers.daytona.client import client, unread_file
-from perdure.sandboxes.providers.daytona.failures import typed
-from perdure.settings import environment
+from perdure.sandboxes.providers.daytona.daytona_client import client, unread_file
+from perdure.sandboxes.providers.daytona.daytona_errors import typed
+from perdure.sandboxes.spec_validation import check_identity
+from perdure.settings import process_environment
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ class DaytonaProvider(SdkProvider):
 
     def check(self) -> Sequence[str]:
         missing = self._missing_package("daytona")
-        token = environment.foreign("DAYTONA_JWT_TOKEN") and environment.foreign(
+        token = process_environment.foreign("DAYTONA_JWT_TOKEN") and process_environment.foreign(
             "DAYTONA_ORGANIZATION_ID"
         )
-        if not environment.foreign("DAYTONA_API_KEY") and not token:
+        if not process_environment.foreign("DAYTONA_API_KEY") and not token:
             missing.append("DAYTONA_API_KEY is not set; make a key at https://app.daytona.io")
         elif surprise := unread_file(Path.cwd()):
             missing.append(surprise)

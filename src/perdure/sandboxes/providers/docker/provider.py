@@ -24,21 +24,26 @@ from perdure.errors import (
 )
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Mount, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.checks import check_folders, check_identity
-from perdure.sandboxes.guest.containers import (
+from perdure.sandboxes.guest.container_options import (
     DEADLINE,
     ROOT,
     ContainerSandbox,
     lacks_programs,
     names_missing_program,
 )
-from perdure.sandboxes.guest.retries import Conflict, Missing, again, lost
-from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.host.programs import program
-from perdure.sandboxes.providers.docker import cli
-from perdure.sandboxes.providers.docker.run import SPARE_PIDS, DockerEngine, engine_of, run_command
-from perdure.sandboxes.pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, last_error
-from perdure.settings.tree import Settings
+from perdure.sandboxes.guest.service_provider import ServiceProvider
+from perdure.sandboxes.guest.service_retries import Conflict, Missing, again, lost
+from perdure.sandboxes.host.sandbox_programs import program
+from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, last_error
+from perdure.sandboxes.providers.docker import docker_cli
+from perdure.sandboxes.providers.docker.docker_run import (
+    SPARE_PIDS,
+    DockerEngine,
+    engine_of,
+    run_command,
+)
+from perdure.sandboxes.spec_validation import check_folders, check_identity
+from perdure.settings.settings_tree import Settings
 
 REQUEST_S = 60.0
 BOOT_S = 300.0
@@ -107,9 +112,9 @@ class DockerSandbox(ContainerSandbox):
 
     async def _exec(
         self, *argv: str, what: str, seconds: float, given: bytes | Path | None = None
-    ) -> cli.CliOutput:
+    ) -> docker_cli.CliOutput:
         options = ("--interactive",) if given is not None else ()
-        said = await cli.call(
+        said = await docker_cli.call(
             *("exec", *options, "--user", ROOT, "--workdir", "/", self.name, *argv),
             seconds=seconds,
             given=given,
@@ -118,13 +123,13 @@ class DockerSandbox(ContainerSandbox):
         if said.code == 0:
             return said
         words = f"{said.err} {said.out[-400:].decode('utf-8', 'replace')}".strip()
-        if isinstance(found := cli.typed(what, words), Missing):
+        if isinstance(found := docker_cli.typed(what, words), Missing):
             raise self.provider.lost(self.identity, words)
         if said.code in (126, 127) and names_missing_program(words):
             raise self._lacking(lacks_programs(self.identity, words))
         if not await self.provider.is_running(self.name):
             raise self.provider.lost(self.identity, words)
-        if cli.lacks_processes(words):
+        if docker_cli.lacks_processes(words):
             await self.provider.make_room(self.name)
         raise found
 
@@ -142,7 +147,7 @@ class DockerProvider(ServiceProvider):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.host_bound = cli.is_on_this_host()
+        self.host_bound = docker_cli.is_on_this_host()
         self._asked: DockerEngine | None = None
         self._ids: dict[str, tuple[float, str]] = {}
         """Image name -> until when to trust it, and the image's id."""
@@ -214,7 +219,7 @@ class DockerProvider(ServiceProvider):
         name = self._name(identity)
 
         async def remove() -> None:
-            said = await cli.call("rm", "--force", "--volumes", name, seconds=REQUEST_S)
+            said = await docker_cli.call("rm", "--force", "--volumes", name, seconds=REQUEST_S)
             if said.code and await self._find(name) is not None:
                 raise ControlPlaneError(f"docker rm: {said.err}")
 
@@ -236,7 +241,7 @@ class DockerProvider(ServiceProvider):
         labels = self._labels(identity, self._own(spec, engine, self._variables[image]))
         try:
             command = run_command(spec, name, image, labels, engine, settings=self.settings)
-            await cli.done(*command, seconds=BOOT_S, what="run")
+            await docker_cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both use its container
             return await again(lambda: self._made(name))
         except Missing as error:  # it was killed before it started
@@ -269,7 +274,7 @@ class DockerProvider(ServiceProvider):
         if found.state == "created":
             # its creator died or is about to start it; starting twice does no harm
             try:
-                await cli.done("start", found.name, seconds=BOOT_S)
+                await docker_cli.done("start", found.name, seconds=BOOT_S)
             except (Conflict, Missing) as error:
                 raise self.lost(found.identity, error) from error
         elif found.state != "running":
@@ -309,7 +314,7 @@ class DockerProvider(ServiceProvider):
         return found
 
     async def _image(self, name: str) -> str | None:
-        said = await cli.call(
+        said = await docker_cli.call(
             *("image", "inspect", "--format", "{{.Id}} {{json .Config.Env}}", name),
             seconds=REQUEST_S,
             what="image inspect",
@@ -321,10 +326,10 @@ class DockerProvider(ServiceProvider):
             return found
         if "no such image" in said.err.lower():
             return None
-        raise cli.typed("image inspect", said.err)
+        raise docker_cli.typed("image inspect", said.err)
 
     async def _pull(self, name: str) -> str:
-        said = await cli.call("pull", "--quiet", name, seconds=PULL_TIMEOUT_S)
+        said = await docker_cli.call("pull", "--quiet", name, seconds=PULL_TIMEOUT_S)
         if said.code:
             raise PullFailed(last_error(said.err) or "no reason given")
         found = await self._image(name)
@@ -341,13 +346,17 @@ class DockerProvider(ServiceProvider):
     async def _ours(self) -> Sequence[Found]:
         scope = f"label={LABEL}.scope={self._scope}"
         listed = await again(
-            lambda: cli.done("ps", "--all", "--quiet", "--no-trunc", "--filter", scope, seconds=60)
+            lambda: docker_cli.done(
+                "ps", "--all", "--quiet", "--no-trunc", "--filter", scope, seconds=60
+            )
         )
         return await self._inspect(listed.split()) if listed else []
 
     async def _inspect(self, names: Sequence[str]) -> Sequence[Found]:
-        said = await cli.call("container", "inspect", *names, seconds=REQUEST_S, what="inspect")
-        if said.code and not isinstance(error := cli.typed("inspect", said.err), Missing):
+        said = await docker_cli.call(
+            "container", "inspect", *names, seconds=REQUEST_S, what="inspect"
+        )
+        if said.code and not isinstance(error := docker_cli.typed("inspect", said.err), Missing):
             raise error
         return [
             Found(
@@ -356,7 +365,7 @@ class DockerProvider(ServiceProvider):
                 labels=entry["Config"]["Labels"] or {},
                 out_of_memory=entry["State"].get("OOMKilled", False),
             )
-            for entry in cli.objects(said.out)
+            for entry in docker_cli.objects(said.out)
             if (entry["Config"]["Labels"] or {}).get(f"{LABEL}.scope") == self._scope
             and entry["State"]["Status"] != "removing"
         ]
@@ -367,19 +376,19 @@ class DockerProvider(ServiceProvider):
 
     async def make_room(self, name: str) -> None:
         """Raise the pids limit, so that the guest can end commands that fork constantly."""
-        said = await cli.call(
+        said = await docker_cli.call(
             *("container", "inspect", "--format", "{{.HostConfig.PidsLimit}}", name),
             seconds=REQUEST_S,
         )
         if said.out.strip().isdigit():
             more = str(int(said.out) + SPARE_PIDS)
-            await cli.call("update", "--pids-limit", more, name, seconds=REQUEST_S)
+            await docker_cli.call("update", "--pids-limit", more, name, seconds=REQUEST_S)
 
     async def _deadline(self, found: Found) -> float | None:
         """The deadline in the file that the guest writes, read without starting a process inside."""
         if not found.is_running:
             return None
-        said = await cli.call("cp", f"{found.name}:{DEADLINE}", "-", seconds=REQUEST_S)
+        said = await docker_cli.call("cp", f"{found.name}:{DEADLINE}", "-", seconds=REQUEST_S)
         try:
             with tarfile.open(fileobj=io.BytesIO(said.out)) as tar:
                 file = tar.extractfile("deadline")
@@ -396,7 +405,7 @@ class DockerProvider(ServiceProvider):
     async def _engine(self) -> DockerEngine:
         if self._asked is None:
             text = await again(
-                lambda: cli.done("info", "--format", "{{json .}}", seconds=REQUEST_S)
+                lambda: docker_cli.done("info", "--format", "{{json .}}", seconds=REQUEST_S)
             )
             self._asked = engine_of(json.loads(text), here=self.host_bound)
         return self._asked

@@ -24,10 +24,10 @@ from perdure.errors import (
     PerdureError,
     SandboxLost,
 )
-from perdure.sandboxes import images
+from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.retries import (
+from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     again,
@@ -35,9 +35,9 @@ from perdure.sandboxes.guest.retries import (
     lost,
     passing,
 )
-from perdure.sandboxes.guest.service import SdkProvider, SdkSandbox
-from perdure.sandboxes.providers.e2b.failures import typed
-from perdure.settings import environment
+from perdure.sandboxes.providers.e2b.e2b_errors import typed
+from perdure.sandboxes.spec_validation import check_identity
+from perdure.settings import process_environment
 from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class E2BProvider(SdkProvider):
 
     def check(self) -> Sequence[str]:
         missing = self._missing_package("e2b")
-        if not environment.foreign("E2B_API_KEY"):
+        if not process_environment.foreign("E2B_API_KEY"):
             missing.append("E2B_API_KEY is not set; make a key at https://e2b.dev/dashboard")
         return missing
 
@@ -281,7 +281,7 @@ class E2BProvider(SdkProvider):
 
     def _routing_tags(self, image: str | None) -> dict[str, str]:
         e2b = self.settings.e2b
-        return images.routing_tags(image, e2b.metadata_file, e2b.metadata_image_key)
+        return image_names.routing_tags(image, e2b.metadata_file, e2b.metadata_image_key)
 
     def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
         return {

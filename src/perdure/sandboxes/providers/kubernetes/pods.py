@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import SandboxSpec
-from perdure.sandboxes.guest.containers import CAPABILITIES, ROOT, init_command
-from perdure.sandboxes.guest.sandbox import FOLDER
-from perdure.sandboxes.images import json_object
-from perdure.sandboxes.providers.kubernetes.client import CONTAINER
-from perdure.settings.tree import KubernetesSettings
+from perdure.sandboxes.guest.container_options import CAPABILITIES, ROOT, init_command
+from perdure.sandboxes.guest.guest_sandbox import FOLDER
+from perdure.sandboxes.image_names import json_object
+from perdure.sandboxes.providers.kubernetes.kubernetes_client import CONTAINER
+from perdure.settings.settings_tree import KubernetesSettings
 
 Pod = Mapping[str, Any]
 """The JSON object of a pod."""

@@ -25,22 +25,22 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
-from perdure.sandboxes import images
+from perdure.sandboxes import image_names
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.checks import check_identity
-from perdure.sandboxes.guest.containers import (
+from perdure.sandboxes.guest.container_options import (
     ContainerSandbox,
     lacks_programs,
     names_missing_program,
 )
-from perdure.sandboxes.guest.retries import Conflict, Missing, again, lost, was_refused
-from perdure.sandboxes.guest.sandbox import MARK
-from perdure.sandboxes.guest.service import ServiceProvider
-from perdure.sandboxes.providers.kubernetes import client, failures, pods
-from perdure.sandboxes.providers.kubernetes.boot_wait import BootWait
+from perdure.sandboxes.guest.guest_sandbox import MARK
+from perdure.sandboxes.guest.service_provider import ServiceProvider
+from perdure.sandboxes.guest.service_retries import Conflict, Missing, again, lost, was_refused
+from perdure.sandboxes.providers.kubernetes import kubernetes_client, kubernetes_errors, pods
+from perdure.sandboxes.providers.kubernetes.pod_boot_wait import BootWait
 from perdure.sandboxes.providers.kubernetes.pods import Pod
-from perdure.settings.tree import Settings
+from perdure.sandboxes.spec_validation import check_identity
+from perdure.settings.settings_tree import Settings
 from perdure.types import AccountCaps
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class KubernetesSandbox(ContainerSandbox):
 
     async def _exec(
         self, what: str, argv: Sequence[str], given: Sequence[bytes | Path], seconds: float
-    ) -> client.CommandOutput:
+    ) -> kubernetes_client.CommandOutput:
         """Raises: SandboxLost if the API confirms it, or after a long silence."""
         try:
             said = await self.provider.run(what, self.name, argv, given, seconds)
@@ -206,7 +206,10 @@ class KubernetesProvider(ServiceProvider):
 
     def check(self) -> Sequence[str]:
         missing = self._missing_package("kubernetes-asyncio")
-        for look in (client.configured, lambda: pods.cluster_fields(self.settings.kubernetes)):
+        for look in (
+            kubernetes_client.configured,
+            lambda: pods.cluster_fields(self.settings.kubernetes),
+        ):
             try:
                 look()
             except ConfigurationError as error:
@@ -292,7 +295,7 @@ class KubernetesProvider(ServiceProvider):
                 return await self._call("create", lambda it: it.create(wanted))
             except Missing as error:
                 raise ConfigurationError(
-                    f"{error}; apply {failures.ROLE}, or name another namespace in PERDURE_KUBERNETES__NAMESPACE"
+                    f"{error}; apply {kubernetes_errors.ROLE}, or name another namespace in PERDURE_KUBERNETES__NAMESPACE"
                 ) from error
             except Conflict as error:
                 if (found := await self._settled(identity)) is not None:
@@ -318,7 +321,7 @@ class KubernetesProvider(ServiceProvider):
             spec,
             cluster=pods.cluster_fields(self.settings.kubernetes),
             name=self._name(identity),
-            image=images.mirrored(wanted, self.settings.sandbox.image_mirror),
+            image=image_names.mirrored(wanted, self.settings.sandbox.image_mirror),
             labels={**shown, pods.SCOPE: self._scope, pods.NETWORK: str(spec.network)},
             annotations={
                 pods.IDENTITY: identity,
@@ -377,18 +380,18 @@ class KubernetesProvider(ServiceProvider):
         argv: Sequence[str],
         given: Sequence[bytes | Path],
         seconds: float,
-    ) -> client.CommandOutput:
+    ) -> kubernetes_client.CommandOutput:
         return await self._call(what, lambda it: it.run(name, argv, given, seconds))
 
-    async def _call(self, what: str, call: Callable[[client.PodApi], Awaitable[T]]) -> T:
+    async def _call(self, what: str, call: Callable[[kubernetes_client.PodApi], Awaitable[T]]) -> T:
         try:
             done = await call(
-                await client.pod_api(
+                await kubernetes_client.pod_api(
                     self.settings.kubernetes.context, self.namespace, self.request_s
                 )
             )
         except Exception as error:
-            found = failures.typed(error, what, key_works=self._key_works)
+            found = kubernetes_errors.typed(error, what, key_works=self._key_works)
             if self._key_works and getattr(error, "status", None) == 401:
                 await self._renew_credentials(str(found))
             raise found from error
@@ -398,16 +401,16 @@ class KubernetesProvider(ServiceProvider):
     async def _renew_credentials(self, why: str) -> None:
         """Raises: ControlPlaneError when they cannot be read: they worked before, so try again."""
         try:
-            await client.renew_credentials(self.settings.kubernetes.context)
+            await kubernetes_client.renew_credentials(self.settings.kubernetes.context)
         except ConfigurationError as error:
             raise ControlPlaneError(
-                f"{why}; {error}", retry_after=failures.REFUSAL_PASSES_S
+                f"{why}; {error}", retry_after=kubernetes_errors.REFUSAL_PASSES_S
             ) from error
 
     def is_open(self, identity: str) -> ConfigurationError:
         return ConfigurationError(
             f"sandbox {identity!r} reaches the API server, so the network of namespace "
-            f"{self.namespace!r} is open: apply the NetworkPolicy of {failures.ROLE}, in a cluster whose "
+            f"{self.namespace!r} is open: apply the NetworkPolicy of {kubernetes_errors.ROLE}, in a cluster whose "
             "network plugin enforces it"
         )
 

@@ -2,7 +2,7 @@
 
 It writes each request as one line of an append-only log, its standard output. It gets the pieces of
 the answer as files. One file, standard library, Python 3.8+, because it runs in images of any kind.
-Started by `perdure.sandboxes.relay.relay`.
+Started by `perdure.sandboxes.relay.host_relay`.
 """
 
 from __future__ import annotations

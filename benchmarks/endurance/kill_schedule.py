@@ -1,0 +1,61 @@
+"""Kills processes during the run. The same seed kills the same kinds in the same order."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.perdure_stack import Stack
+from perdure.sandboxes.host.host_processes import kill_process
+from perdure.sandboxes.host.sandbox_folder import Box
+
+WEIGHTS = {"worker": 3, "gateway": 3, "sandbox": 6, "client": 1, "temporal": 1, "everything": 1}
+"""The relative frequency of each kind."""
+
+
+@dataclass
+class Killer:
+    """Kills one part at a time. It restarts the parts without a supervisor: the stack and the client."""
+
+    stack: Stack
+    start_client: Callable[[], "subprocess.Popen[bytes]"]
+    client: "subprocess.Popen[bytes]"
+    rng: random.Random
+    done: list[tuple[float, str]] = field(default_factory=list)
+    """The time (monotonic seconds) and kind of each kill."""
+
+    def kill_one(self) -> None:
+        what = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        if self._kill(what):
+            self.done.append((time.monotonic(), what))
+
+    def _kill(self, what: str) -> bool:
+        """False if no such process ran."""
+        if what == "sandbox":
+            return self._kill_sandbox()
+        if what in ("client", "everything"):
+            self.client.kill()
+            self.client.wait()
+        if what == "everything":
+            self.stack.kill()
+            self.stack = Stack.start(self.stack.home, self.stack.meter)
+        if what in ("client", "everything"):
+            self.client = self.start_client()
+            return True
+        child = self.stack.state().children[what]
+        if not child.process.alive:
+            return False
+        os.kill(child.pid, signal.SIGKILL)
+        return True
+
+    def _kill_sandbox(self) -> bool:
+        folders = sorted((self.stack.home.folder / "sandboxes").glob("*/p-*"))
+        living = [box for box in map(Box, folders) if box.alive]
+        if not living:
+            return False
+        box = self.rng.choice(living)
+        kill_process(self.rng.choice([box.keeper, box.holder]), signal.SIGKILL)
+        return True

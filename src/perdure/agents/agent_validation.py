@@ -1,0 +1,37 @@
+"""Checks an agent's name and options before a sandbox boots: the agent prepares a launch for a
+dummy instance. All callers get the same messages.
+"""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from perdure import variant_registry
+from perdure.agents.base import Agent, AgentTask
+from perdure.types import Instance, Sampling, Source, SourceKind
+
+NOWHERE = "http://127.0.0.1:1"
+NO_INSTANCE = Instance(
+    instance_id="none",
+    dataset="none",
+    problem_statement="none",
+    source=Source(kind=SourceKind.DIRECTORY),
+    gold_patch=b"none",  # the oracle will not start without one
+)
+
+
+def check_options(name: str, options: Mapping[str, JsonValue]) -> None:
+    """Raises: ConfigurationError naming the agent, or the option that is unknown or wrong."""
+    agent: Agent = variant_registry.load("agent", variant_registry.AGENTS, name)()
+    agent.launch(
+        AgentTask(
+            instance=NO_INSTANCE,
+            workdir=NO_INSTANCE.environment.workdir,
+            gateway_url=NOWHERE,
+            session_key="",
+            model="policy",
+            sampling=Sampling(),
+            budget_s=1.0,
+            options=options,
+        )
+    )

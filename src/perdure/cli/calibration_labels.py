@@ -1,0 +1,71 @@
+"""Texts about calibration, shown next to an instance or its reward."""
+
+from collections.abc import Mapping, Sequence
+
+from perdure.cli.console import many
+from perdure.instances.calibration_record import Calibration, Mark, quarantined
+from perdure.types import CalibrationState, Grade
+
+NOT_CALIBRATED = "not calibrated"
+SHOWN = 3
+
+
+def of_mark(mark: Mark) -> str:
+    """The text after a reference; empty if the row is proved."""
+    if mark.state is CalibrationState.PROVED:
+        return ""
+    return f"  ({mark.state.value if mark.state else NOT_CALIBRATED})"
+
+
+def of_list(records: Sequence[Calibration]) -> str:
+    """`proved in bubblewrap, quarantined in podman: <reason>`."""
+    told = [
+        f"{one.state.value} in {one.sandbox}{f': {one.reason}' if one.reason else ''}"
+        for one in records
+    ]
+    return ", ".join(told) or NOT_CALIBRATED
+
+
+def of_record(record: Calibration) -> str:
+    """`proved in bubblewrap, 3 runs: 2 tests to fix, 40 to keep, 1 dropped as flaky, 10 twins`."""
+    begins = f"{record.state.value} in {record.sandbox}, {many(record.runs, 'run')}"
+    if record.state is CalibrationState.QUARANTINED:
+        return f"{begins}: {record.reason}"
+    told = [
+        f"{many(len(record.fail_to_pass), 'test')} to fix",
+        f"{len(record.pass_to_pass)} to keep",
+    ]
+    if record.dropped:
+        told.append(f"{len(record.dropped)} dropped as flaky")
+    told.append(many(len(record.twins or ()), "twin"))
+    if record.without_twin:
+        told.append(f"{many(len(record.without_twin), 'test')} without one")
+    return f"{begins}: {', '.join(told)}"
+
+
+def of_grade(grade: Grade) -> str:
+    """Empty if the row was proved."""
+    if grade.calibration is CalibrationState.PROVED:
+        return ""
+    return f"row {grade.calibration.value if grade.calibration else NOT_CALIBRATED}"
+
+
+def notes(dataset: str, sandbox: str, refs: Sequence[str], marks: Mapping[str, Mark]) -> list[str]:
+    """Notes about `refs`, which run, and about the instances in `marks` that do not."""
+    bad, run = quarantined(marks), set(refs)
+    left_out = {ref: reason for ref, reason in bad.items() if ref not in run}
+    played = {ref: reason for ref, reason in bad.items() if ref in run}
+    lines = _few("left out, quarantined", left_out)
+    lines += _few("quarantined, so its reward is meaningless", played)
+    if unproved := sum(marks[ref].state is None for ref in refs):
+        lines.append(
+            f"{unproved} of {many(len(refs), 'instance')} not calibrated in {sandbox}: "
+            f"check them with `perdure instances calibrate {dataset}`"
+        )
+    return lines
+
+
+def _few(what: str, reasons: Mapping[str, str]) -> list[str]:
+    lines = [f"{what}: {ref}: {reason}" for ref, reason in list(reasons.items())[:SHOWN]]
+    more = len(reasons) - SHOWN
+    return [*lines, f"{what}: {more} more"] if more > 0 else lines

@@ -1,0 +1,149 @@
+"""`perdure engines list | add | drain | remove`: the engines that this home's gateways use."""
+
+import asyncio
+import contextlib
+import json
+import time
+from typing import Literal
+
+import click
+
+from perdure.cli.commands.engines.engine_options import NAME, WEIGHT
+from perdure.cli.console import answer, json_option, me
+from perdure.settings.settings_loader import load_settings
+from perdure.stack import stack_lifecycle
+
+SILENT_S = 60.0
+"""The engine manager writes its status every few seconds. After this silence it must have ended."""
+
+
+@click.command(name="list")
+@json_option
+def list_(as_json: bool) -> None:
+    """List every engine of the pool and every replica that Ray should run."""
+    from perdure.cli.commands.engines.engine_replicas import print_replicas
+    from perdure.serving.replica_status import read_status
+    from perdure.stack.engine_presence import home_roster, home_roster_key
+    from perdure.storage.base import open_store
+
+    settings = load_settings()
+    status = asyncio.run(read_status(open_store(settings), home_roster_key(settings)))
+    engines = asyncio.run(home_roster(settings).read()).engines
+    known = [record for record in engines if not record.removed]
+    if as_json:
+        pool = [record.model_dump(mode="json") for record in known]
+        answer({"engines": pool, "replicas": json.loads(status.model_dump_json())})
+        return
+    state = stack_lifecycle.running(settings)
+    named_here = _names(settings.engine.url if state is None else state.engine)
+    for record in known:
+        version = "-" if record.version is None else record.version
+        foreign = record.from_settings and named_here is not None and record.name not in named_here
+        note = (
+            "not used by this gateway (added under other settings); last known state"
+            if foreign
+            else record.reason
+        )
+        click.echo(
+            f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
+            f"version {version}  weight {record.weight:g}  {note}".rstrip()
+        )
+    if not known and not status.replicas:
+        add, up = f"{me()} engines add URL", f"{me()} engines up --model M"
+        click.echo(f"No engines: add one with `{add}`, or start some with `{up}`")
+    if status.replicas:
+        print_replicas(status)
+        if (silent_s := time.time() - status.at) > SILENT_S:
+            click.echo(
+                f"The engine manager last wrote this {silent_s / 60:.0f} min ago: "
+                f"restart it with `{me()} engines up`"
+            )
+    if known and (state is not None or settings.gateway.url):
+        gateway = state.gateway_url if state is not None else settings.gateway.url
+        click.echo(f"Metrics {gateway}/metrics (perdure_engine_*)")
+
+
+def _names(urls: str) -> set[str] | None:
+    """Engines named in `URL=WEIGHT,URL`; None for a scripted engine, whose port is chosen at start."""
+    from perdure.engines.engine_state import name_of
+
+    if urls.startswith("scripted:"):
+        return None
+    names = set()
+    for part in urls.split(","):
+        with contextlib.suppress(ValueError):
+            names.add(name_of(part.strip().partition("=")[0]))
+    return names
+
+
+@click.command()
+@click.argument("url")
+@WEIGHT
+@click.option(
+    "--kind",
+    type=click.Choice(["vllm", "sglang"]),
+    default="vllm",
+    show_default=True,
+    help="Server whose token endpoint the engine has.",
+)
+@json_option
+def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
+    """Use an engine that runs elsewhere. Run it again to change the weight."""
+    from perdure.engines.engine_roster import add_engine
+    from perdure.engines.engine_state import EngineSpec
+    from perdure.errors import ConfigurationError
+    from perdure.stack.engine_presence import home_roster
+
+    settings = load_settings()
+    model = settings.engine.model or "policy"
+    try:
+        spec = EngineSpec(url, weight, kind)
+        record = asyncio.run(add_engine(home_roster(settings), spec, model))
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+    if as_json:
+        answer(record.model_dump(mode="json"))
+    else:
+        click.echo(f"{record.name} takes sessions once a gateway has sampled a token from it.")
+
+
+@click.command()
+@NAME
+@click.option(
+    "--deadline",
+    type=click.FloatRange(0),
+    default=300.0,
+    metavar="SECONDS",
+    show_default=True,
+    help="Time for its open sessions to end.",
+)
+@json_option
+def drain(name: str, deadline: float, as_json: bool) -> None:
+    """Give an engine no new sessions, then remove it.
+
+    It is removed when its sessions have ended. Sessions that are still open at the deadline
+    continue on other engines. A drained replica is replaced.
+    """
+    from perdure.engines.engine_roster import drain_engine
+    from perdure.stack.engine_presence import home_roster
+
+    record = asyncio.run(drain_engine(home_roster(load_settings()), name, deadline))
+    if as_json:
+        answer(record.model_dump(mode="json"))
+    else:
+        click.echo(f"{name} drains for at most {deadline:g} s.")
+
+
+@click.command()
+@NAME
+@json_option
+def remove(name: str, as_json: bool) -> None:
+    """Remove an engine now. Its calls continue on other engines; a removed replica is replaced."""
+    from perdure.engines.engine_roster import remove_engine
+    from perdure.stack.engine_presence import home_roster
+
+    asyncio.run(remove_engine(home_roster(load_settings()), name))
+    if as_json:
+        answer({"removed": name})
+    else:
+        click.echo(f"{name} is removed.")

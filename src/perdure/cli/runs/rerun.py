@@ -1,0 +1,119 @@
+"""Starts a run again for some of its rollouts: `perdure retry`, `perdure regrade`."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from perdure.cli.console import answer, many, say
+from perdure.cli.runs import run_launcher, run_results
+from perdure.cli.temporal_connection import connect
+from perdure.episodes.episode_store import scan_run
+from perdure.errors import ConfigurationError
+from perdure.rollouts import retry_selection
+from perdure.rollouts.activity_messages import RolloutAgain
+from perdure.rollouts.run_record import current_request
+from perdure.settings.settings_tree import Settings
+from perdure.storage.base import Store, open_store
+from perdure.storage.store_preflight import check_store
+from perdure.types import EpisodeRef, PlayAgain, RolloutStatus, RunRequest
+
+
+def play(
+    settings: Settings,
+    run_id: str,
+    asked: dict[str, Any],
+    *,
+    concurrency: int | None,
+    wait: bool,
+    dry_run: bool,
+    as_json: bool,
+    notify: str,
+) -> int:
+    """Run rollouts of a run again; return the exit code.
+
+    `asked`: fields of PlayAgain. Raises: NotFound; ConfigurationError if no rollout is chosen or the
+    run is open.
+    """
+    request, chosen = asyncio.run(_plan(settings, run_id, asked, concurrency))
+    if dry_run:
+        _show(request, chosen, as_json=as_json)
+        return 0
+    needs_model = request.again is not None and request.again.start_at == "boot"
+    run_launcher.make_ready(settings, request, joins=True, samples=needs_model)
+    return asyncio.run(_drive(settings, request, chosen, wait=wait, as_json=as_json, notify=notify))
+
+
+async def _plan(
+    settings: Settings, run_id: str, asked: dict[str, Any], concurrency: int | None
+) -> tuple[RunRequest, Sequence[RolloutAgain]]:
+    await check_store(settings)
+    store = open_store(settings)
+    first = await current_request(store, run_id)
+    wanted = PlayAgain(round=await retry_selection.next_round(store, run_id), **asked)
+    chosen = await retry_selection.select(store, first, wanted)
+    if not chosen:
+        there = await _endings(store, run_id)
+        raise ConfigurationError(
+            f"run {run_id} has no rollout to repeat ({retry_selection.asked(wanted)}); it has {there}"
+        )
+    if wanted.start_at == "boot":
+        refs = await retry_selection.instances_of(store, run_id)
+        await run_launcher.check_same(settings, store, first, refs)
+    update = {"again": wanted, "concurrency": concurrency or first.concurrency}
+    return first.model_copy(update=update), chosen
+
+
+async def _endings(store: Store, run_id: str) -> str:
+    episodes, _ = await scan_run(store, run_id)
+    counted = Counter(episode.ending for episode in episodes)
+    return ", ".join(f"{name} {count}" for name, count in counted.most_common()) or "no episode"
+
+
+def _show(request: RunRequest, chosen: Sequence[RolloutAgain], *, as_json: bool) -> None:
+    names = [f"{one.instance}/{one.sample_index}" for one in chosen]
+    if as_json:
+        answer({"run_id": request.run_id, "rollouts": names})
+        return
+    click.echo(f"{request.run_id}: would repeat {many(len(names), 'rollout')}")
+    for name in names:
+        click.echo(f"  {name}")
+
+
+async def _drive(
+    settings: Settings,
+    request: RunRequest,
+    chosen: Sequence[RolloutAgain],
+    *,
+    wait: bool,
+    as_json: bool,
+    notify: str,
+) -> int:
+    connection = await connect(settings)
+    handle = await connection.perdure.play_again(request)
+    say(f"Started run {handle.run_id} again: {many(len(chosen), 'rollout')}")
+    run_launcher.tell_where(settings, connection, handle.run_id)
+    if not wait:
+        run_launcher.tell_detached(connection, handle.run_id, as_json)
+        return 0
+    episodes, stopped = await run_launcher.to_the_end(settings, handle, notify=notify)
+    asked = {(one.instance, one.sample_index) for one in chosen}
+    ended = [one for one in await handle.rollouts() if (one.instance, one.sample_index) in asked]
+    without = [one.episode for one in ended if one.episode and not _graded(one.episode)]
+    if as_json:
+        answer(run_results.document(handle.run_id, episodes, stopped))
+    else:
+        run_launcher.show_results(settings, connection, handle.run_id, episodes)
+        if stopped:
+            say(stopped)
+        say(f"{len(ended) - len(without)} of {len(chosen)} have a new verdict")
+        for one in without:
+            why = f"{one.failure.boundary.value}: {one.failure.message}" if one.failure else ""
+            say(f"no new verdict  {one.instance_id} #{one.sample_index}: {why or one.status.value}")
+    return 1 if without or len(ended) < len(chosen) else 0
+
+
+def _graded(episode: EpisodeRef) -> bool:
+    return episode.status is RolloutStatus.GRADED

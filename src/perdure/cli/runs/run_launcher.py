@@ -1,0 +1,308 @@
+"""Starts a run, follows it and prints its results."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import click
+
+from perdure import tracing, variant_registry
+from perdure.agents.base import ChecksHost
+from perdure.cli import calibration_labels
+from perdure.cli.console import answer, many, me, print_table, say
+from perdure.cli.runs import instance_selection, run_follower, run_results, run_tables, run_text
+from perdure.cli.runs.completion_command import notified
+from perdure.cli.runs.run_request import (
+    RunOptions,
+    build,
+    check,
+    instances_of,
+    named_in_phases,
+    needs_model,
+)
+from perdure.cli.temporal_connection import Connection, connect, viewer_link
+from perdure.client.sdk import RunHandle
+from perdure.client.temporal_server import given_address
+from perdure.engines.reported_model import engine_settings, named_engine
+from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
+from perdure.instances import instance_catalog, row_interpreter
+from perdure.instances.calibration_record import Mark, quarantined
+from perdure.instances.environment_builder import check_image
+from perdure.instances.rows.row_choice import Choice
+from perdure.rollouts import run_identity
+from perdure.rollouts.run_record import current_request
+from perdure.sandboxes import phase_specs
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle
+from perdure.stack.engine_presence import any_added, check_engine, check_same_engine, none_ready
+from perdure.stack.home_providers import provider, ready_provider
+from perdure.storage import store_keys
+from perdure.storage.base import Store, open_store
+from perdure.storage.store_preflight import check_store
+from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
+
+AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
+NONE_READY = (
+    "warning: no engine is ready, so rollouts wait for one: `perdure engines list` says why"
+)
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A validated request and the instances that it selects."""
+
+    request: RunRequest
+    refs: Sequence[str]
+    joins: bool
+    """The store already has this run."""
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    """Calibration of `refs`, and of quarantined instances that are left out."""
+    notes: Sequence[str] = ()
+    """The same as text."""
+
+
+def show(planned: CheckedRun, *, as_json: bool) -> None:
+    """Print what would run."""
+    for note in planned.notes:
+        say(note)
+    rollouts = len(planned.refs) * planned.request.n_samples
+    if as_json:
+        document = {"request": planned.request.model_dump(mode="json", exclude_defaults=True)}
+        marked = {
+            "not_calibrated": [r for r in planned.refs if planned.marks[r].state is None],
+            "quarantined": quarantined(planned.marks),
+        }
+        answer({**document, "instances": list(planned.refs), "rollouts": rollouts, **marked})
+        return
+    of = f"{many(rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
+    click.echo(f"{planned.request.run_id}: {of}")
+    rollout = planned.request.rollout_request("any/instance")
+    grading = phase_specs.place(rollout, None, "grade").provider
+    click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {grading}")
+    for ref in planned.refs:
+        click.echo(f"  {ref}{calibration_labels.of_mark(planned.marks[ref])}")
+
+
+def play(
+    settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool, notify: str = ""
+) -> int:
+    """Start a checked run and follow it; return the exit code. `notify`: as for `to_the_end`."""
+    if given_address(settings) is None:
+        asyncio.run(_check_images(settings, planned))
+    make_ready(settings, planned.request, joins=planned.joins)
+    for note in planned.notes:
+        say(note)
+    return asyncio.run(_drive(settings, planned, wait, as_json, notify))
+
+
+async def plan(settings: Settings, options: RunOptions) -> CheckedRun:
+    """Check every option and find the instances. This starts nothing."""
+    phase_specs.check(check(options), None, partial(provider, settings))
+    await check_store(settings)
+    store = open_store(settings)
+    choice = Choice(options.include, options.exclude, options.limit, options.skip_bad_rows)
+    found = await instance_selection.resolve(store, options.source, choice)
+    for note in found.notes:
+        say(note)
+    return await checked(settings, options, found)
+
+
+async def checked(
+    settings: Settings, options: RunOptions, found: instance_selection.Selection
+) -> CheckedRun:
+    """The request for these instances, with their calibration."""
+    store = open_store(settings)
+    request = build(options, found)
+    refs, marked = await instances_of(store, request, found)
+    sandbox = phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
+    notes = calibration_labels.notes(found.dataset, sandbox, refs, marked)
+    if given_address(settings) is None:  # otherwise the workers run on other machines
+        await row_interpreter.check([await instance_catalog.load(store, ref) for ref in refs])
+    await instance_selection.keep_list(store, request.run_id, found)
+    joins = await store.exists(store_keys.run(request.run_id))
+    if joins:
+        await check_same(settings, store, request, refs)
+        request = await _with_current(store, request)
+    return CheckedRun(request, refs, joins, marked, notes)
+
+
+async def _check_images(settings: Settings, planned: CheckedRun) -> None:
+    """Raises: ConfigurationError for a row whose image its sandbox provider cannot run."""
+    store, rollout = open_store(settings), planned.request.rollout_request("any/instance")
+    for ref in planned.refs:
+        instance = await instance_catalog.load(store, ref)
+        for phase in AGENT_AND_GRADE:
+            name = phase_specs.place(rollout, instance, phase).provider
+            check_image(instance, provider(settings, name))
+
+
+async def _with_current(store: Store, request: RunRequest) -> RunRequest:
+    """Fields that the command line does not give keep the run's current value."""
+    current = await current_request(store, request.run_id)
+    kept = {
+        name: getattr(current, name)
+        for name in current.CHANGEABLE
+        if name not in request.model_fields_set
+    }
+    return request.model_copy(update=kept)
+
+
+async def check_same(
+    settings: Settings, store: Store, request: RunRequest, refs: Sequence[str]
+) -> None:
+    """Refuse now a request that the run's first activity would refuse; a joined run never gets it.
+
+    Raises: ConfigurationError, which names the differences.
+    """
+    rollout = request.rollout_request("any/instance")
+    engine: Mapping[str, str] = {}
+    if (
+        needs_model(rollout.agent) and given_address(settings) is None
+    ):  # otherwise the engines run on other machines
+        state = stack_lifecycle.running(settings)
+        engine = state.engine_settings if state is not None else engine_settings(settings)
+    asked = await run_identity.identity_of(settings, store, rollout, refs, engine)
+    await run_identity.check(store, request.run_id, asked)
+
+
+def make_ready(
+    settings: Settings, request: RunRequest, *, joins: bool = False, samples: bool = True
+) -> None:
+    """Check sandbox providers and engine; start a stack if none runs.
+
+    `joins`: the run has begun, so an engine that does not answer is only a warning.
+    `samples`: False if no agent will call a model.
+    """
+    if given_address(settings) is not None:
+        return  # a cluster's workers check its hosts and engines
+    rollout = request.rollout_request("any/instance")
+    agent = rollout.agent
+    harness = variant_registry.load("agent", variant_registry.AGENTS, agent)()
+    if isinstance(harness, ChecksHost):
+        harness.check_host(settings.agents)
+    for name in sorted({rollout.sandbox, *named_in_phases(rollout)}):
+        ready_provider(settings, name)
+    if samples and needs_model(agent):
+        try:
+            _engine_ready(settings, agent)
+        except GatewayUnavailable as error:
+            if not joins:
+                raise
+            say(f"warning: open rollouts wait for the engine: {error}")
+    stack_lifecycle.ensure_up(settings, "", say)
+
+
+def _engine_ready(settings: Settings, agent: str) -> None:
+    """Check the engine before a stack is started. Raises: ConfigurationError, GatewayUnavailable."""
+    state = stack_lifecycle.running(settings)
+    if state is not None:
+        check_same_engine(settings, state)
+    engine = named_engine(settings).url if state is None else state.engine
+    if engine or not any_added(settings):
+        check_engine(engine, agent)
+    elif none_ready(settings):
+        say(NONE_READY)
+
+
+async def _drive(
+    settings: Settings, planned: CheckedRun, wait: bool, as_json: bool, notify: str
+) -> int:
+    connection = await connect(settings)
+    with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
+        handle = await connection.perdure.start_run(planned.request)
+    if handle.changes:
+        say(f"Changed: {', '.join(handle.changes)}")
+    if planned.joins:
+        say(f"Joined: {run_text.progress_line(await handle.progress())}")
+    else:
+        say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
+    tell_where(settings, connection, handle.run_id)
+    if not wait:
+        tell_detached(connection, handle.run_id, as_json)
+        return 0
+    return await follow_to_the_end(settings, connection, handle, as_json=as_json, notify=notify)
+
+
+async def follow_to_the_end(
+    settings: Settings, connection: Connection, handle: RunHandle, *, as_json: bool, notify: str
+) -> int:
+    """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
+    episodes, stopped = await to_the_end(settings, handle, notify=notify)
+    if as_json:
+        answer(run_results.document(handle.run_id, episodes, stopped))
+    else:
+        show_results(settings, connection, handle.run_id, episodes)
+        if stopped:
+            say(stopped)
+    return 1 if stopped or any(e.status is RolloutStatus.FAILED for e in episodes) else 0
+
+
+class Ended(NamedTuple):
+    """A run's episodes. `stopped`: a sentence if its budget ended it, otherwise empty."""
+
+    episodes: list[EpisodeRef]
+    stopped: str = ""
+
+
+async def to_the_end(settings: Settings, handle: RunHandle, *, notify: str = "") -> Ended:
+    """Follow a run; at Ctrl-C print how to follow it again.
+
+    `notify`: a shell command to run when the run ends or waits for a person.
+    """
+    try:
+        with run_follower.shown() as show:
+            progress = await run_follower.follow(handle, show)
+    except (ActionNeeded, NoResult) as error:
+        await notified(notify, handle.run_id, str(error))
+        raise
+    except asyncio.CancelledError:
+        say(f"\nDetached; the run continues. `perdure watch {handle.run_id}` follows it again,")
+        say(f"and so does the same command; `perdure cancel {handle.run_id}` ends it.")
+        raise
+    await notified(notify, handle.run_id, run_text.progress_line(progress))
+    stopped = run_text.stopped(progress)
+    return Ended(await run_results.episodes(open_store(settings), handle.run_id), stopped)
+
+
+def show_results(
+    settings: Settings, connection: Connection, run_id: str, episodes: Sequence[EpisodeRef]
+) -> None:
+    """Print the results, why rollouts failed, where the files are and what to do next."""
+    print_table(run_tables.results(episodes))
+    for line in (*run_text.differences(episodes), *run_text.failures(episodes)):
+        say(f"no reward  {line}")
+    without = any(e.status is RolloutStatus.FAILED for e in episodes)
+    facts = {
+        "Web UI": connection.link(f"run/{run_id}"),
+        "Failed": connection.failed(run_id) if without else "",
+        "Viewer": viewer_link(settings, run_id),
+        "Temporal": connection.address,
+        "Episodes": f"{open_store(settings).url}/runs/{run_id}",
+    }
+    for name, value in facts.items():
+        if value:
+            click.echo(f"{name:<9} {value}")
+    first = f"{episodes[0].instance_id}/{episodes[0].sample_index}" if episodes else "INSTANCE"
+    click.echo(f"Next      {me()} show {run_id}/{first}")
+    if any(episode.turns for episode in episodes):
+        click.echo(f"          {me()} show {run_id}/{first} --turns")
+    click.echo(f"          {me()} view {run_id}")
+    click.echo(f"          {me()} export {run_id} --format preds")
+
+
+def tell_where(settings: Settings, connection: Connection, run_id: str) -> None:
+    """Print where to see a run: in the browser and with the `temporal` command."""
+    if connection.ui_url:
+        say(f"Web UI: {connection.link(f'run/{run_id}')}")
+    if viewer := viewer_link(settings, run_id):
+        say(f"Viewer: {viewer}")
+    say(f"Temporal: {connection.address}")
+
+
+def tell_detached(connection: Connection, run_id: str, as_json: bool) -> None:
+    if as_json:
+        answer({"run_id": run_id, "web_ui": connection.link(f"run/{run_id}")})
+    else:
+        click.echo(f"`perdure watch {run_id}` follows it.")

@@ -1,0 +1,160 @@
+"""Reads runs for `perdure report`, and prints or writes their report."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.cli.console import answer, me, print_table, say
+from perdure.episodes.output_file import output_file
+from perdure.errors import NotFound
+from perdure.reports import calibration_bounds, metric_loggers, report_tables, rollout_facts
+from perdure.reports.report_json import document
+from perdure.reports.rollout_facts import RunFacts
+from perdure.reports.run_comparison import Comparison, compare
+from perdure.reports.run_report import Report, build_report
+from perdure.reports.token_prices import Prices, read_prices
+from perdure.rollouts.retry_selection import planned_rollouts
+from perdure.rollouts.run_record import current_request
+from perdure.sandboxes import phase_specs
+from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
+from perdure.storage.base import Store, store_to_read
+from perdure.types import RunRequest
+
+
+@dataclass(frozen=True)
+class Made:
+    """The report of some runs."""
+
+    runs: Sequence[tuple[RunFacts, Report]]
+    comparisons: Sequence[Comparison]
+
+    @property
+    def reports(self) -> list[Report]:
+        return [report for _, report in self.runs]
+
+    def sections(self) -> list[report_tables.Section]:
+        return report_tables.sections(self.reports, self.comparisons)
+
+
+async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> Made:
+    """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
+    store = store_to_read(settings)
+    known = read_prices(prices) if prices is not None else None
+    runs = [await rollout_facts.read_facts(store, run_id) for run_id in run_ids]
+    for run in runs:
+        if not run.rollouts and not run.unreadable:
+            globs = "give whole names, not globs; " if set(run.run_id) & set("*?[") else ""
+            raise NotFound(
+                f"run {run.run_id!r} has no episodes in {store.url}: {globs}`perdure status` lists"
+                " the runs"
+            )
+    made = [(run, await _report(store, run, runs, known)) for run in runs]
+    others = [run for run in runs[1:] if not calibration_bounds.gives_bounds(run, runs[0])]
+    return Made(made, [compare(runs[0], run) for run in others])
+
+
+async def log(
+    settings: Settings, run_ids: Sequence[str], tensorboard: Path | None, wandb: str | None
+) -> list[Path]:
+    """Write curves with TensorBoard's or W&B's client; return paths. Raises: MissingDependency."""
+    store, written = store_to_read(settings), []
+    for run_id in dict.fromkeys(run_ids):
+        run = await rollout_facts.read_facts(store, run_id)
+        if tensorboard is not None:
+            written.append(metric_loggers.write_tensorboard(run, tensorboard))
+        if wandb is not None:
+            written.append(metric_loggers.write_wandb(run, wandb, Path("wandb")))
+    return written
+
+
+async def _report(
+    store: Store, run: RunFacts, runs: Sequence[RunFacts], prices: Prices | None
+) -> Report:
+    request = await _request(store, run.run_id)
+    known = calibration_bounds.of_runs(run, [one for one in runs if one is not run])
+    if not known.instances:
+        known = await calibration_bounds.calibrated(store, run, _graded_in(request))
+    planned = await planned_rollouts(store, request) if request is not None else None
+    return build_report(
+        run,
+        planned=planned,
+        planned_instances=planned // request.n_samples if planned and request else None,
+        bounds=known,
+        prices=prices,
+        stopped=await _stopped(store, run.run_id),
+    )
+
+
+async def _stopped(store: Store, run_id: str) -> str:
+    """Why the budget ended the run, from its manifest; empty before the run ends."""
+    try:
+        manifest = json.loads((await store.get(store_keys.manifest(run_id))).data)
+    except (NotFound, ValueError):
+        return ""
+    return str(manifest.get("stopped", "")) if isinstance(manifest, dict) else ""
+
+
+async def _request(store: Store, run_id: str) -> RunRequest | None:
+    """None if the run's rollouts were started by hand."""
+    try:
+        return await current_request(store, run_id)
+    except NotFound:
+        return None
+
+
+def _graded_in(request: RunRequest | None) -> str:
+    """The sandbox provider that grades; empty means any."""
+    if request is None:
+        return ""
+    return phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
+
+
+def print_document(made: Made) -> None:
+    answer(document(made.reports, made.comparisons))
+
+
+def print_text(made: Made) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    for section in made.sections():
+        table = Table(
+            box=box.SIMPLE_HEAD, pad_edge=False, title=section.title, title_justify="left"
+        )
+        table.caption, table.caption_justify = section.note or None, "left"
+        for number, name in enumerate(section.columns):
+            right = number and not section.texts
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in section.rows:
+            table.add_row(*(Text(cell) for cell in row))
+        print_table(table)
+
+
+def print_links(settings: Settings, made: Made) -> None:
+    """Print links to the Web UI's failed workflows and the viewer, if known. It opens no connection."""
+    from perdure.cli.temporal_connection import failed_link, known_ui, viewer_link
+    from perdure.client.temporal_server import given_server
+
+    ui_url = known_ui(settings)
+    for report in made.reports:
+        if ui_url and report.failures:
+            namespace = given_server(settings).namespace
+            say(f"Failed: {failed_link(ui_url, namespace, report.run_id)}")
+        if viewer := viewer_link(settings, report.run_id):
+            say(f"Viewer: {viewer}")
+
+
+def write_page(made: Made, path: Path) -> None:
+    """Raises: MissingDependency if matplotlib is not installed."""
+    from perdure.reports.report_html import page
+    from perdure.reports.svg_plots import plots
+
+    title = " and ".join(report.run_id for report in made.reports)
+    stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    text = page(title, made.sections(), plots(made.runs), f"{me()} report, {stamp}")
+    with output_file(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,167 @@
+"""Finds the engine that the settings name, after the gateway has started, so that it always starts.
+
+Keys come from environment variables that the settings name. Their values are never logged or shown.
+"""
+
+import asyncio
+import contextlib
+
+import httpx
+
+from perdure.engines.base import Engine, HostedEngine, Wait
+from perdure.engines.clients.anthropic_hosted import AnthropicHosted
+from perdure.engines.clients.hosted_requests import engine_name
+from perdure.engines.clients.openai_hosted import OpenAIHosted
+from perdure.engines.engine_roster import LoneRoster, SharedRoster
+from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.pool.engine_fleet import PoolOptions
+from perdure.engines.pool.engine_pool import EnginePool
+from perdure.engines.reported_model import HOSTED, key_variable, named_engine, probed_kind
+from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
+from perdure.settings import process_environment
+from perdure.settings.settings_tree import Settings
+from perdure.types import DEFAULT_MODEL
+
+KINDS = ("vllm", "sglang", *HOSTED)
+TOKENS = ("auto", "vllm", "sglang")
+POLL_S = 1.0
+"""Seconds between two searches for an engine while none is configured or registered."""
+NO_ENGINE = (
+    "no engine is configured: set PERDURE_ENGINE__URL (an inference server), "
+    "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
+)
+
+
+class ConfiguredEngine:
+    """The engine of this gateway: the pool of token engines, or one hosted API."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: httpx.AsyncClient,
+        roster: SharedRoster | None = None,
+        *,
+        home_key: str = "",
+        vocabulary: int | None = None,
+    ) -> None:
+        """`roster`: the roster that the gateways of a home share; a single process needs none.
+        `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
+        model has."""
+        self._settings = settings
+        self._client = client
+        self._roster = roster or LoneRoster()
+        self._engine: Engine | HostedEngine | None = None
+        self._probing = asyncio.Lock()
+        key_source = settings.engine.api_key_env
+        options = PoolOptions(
+            model=settings.engine.model or DEFAULT_MODEL,
+            api_key=process_environment.named(key_source),
+            key_source=key_source,
+            home_key=home_key,
+            vocabulary=vocabulary,
+            agents=settings.engine.agents,
+            hang_s=settings.engine.hang_s,
+        )
+        own = engine_specs(settings.engine.url, settings.engine.kind)
+        self.pool = EnginePool(self._roster, client, own, options)
+        """Unused if the settings name a hosted API."""
+
+    @property
+    def name(self) -> str:
+        """The engine in use, for /healthz; before the first call, the configured one."""
+        return self._engine.name if self._engine else named_engine(self._settings).url or "none"
+
+    def waits(self, session_id: str) -> Wait | None:
+        """Since when the session's oldest call has waited for a usable answer, and why."""
+        if isinstance(self._engine, HostedEngine):
+            return self._engine.chat.waits(session_id)
+        return self.pool.waits(session_id)
+
+    async def follow(self) -> None:
+        """Find the token engines before a turn needs one, so that a trainer can publish at once.
+
+        Returns once they are known, or at once if the settings name a hosted API. Cancel it at shutdown.
+        """
+        url, kind, _ = named_engine(self._settings)
+        while kind in ("auto", *TOKENS):
+            with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
+                if url or await self._registered():
+                    if isinstance(await self.current(), Engine):
+                        await self.pool.start()
+                    return
+            await asyncio.sleep(POLL_S)
+
+    async def current(self) -> Engine | HostedEngine:
+        """The engine. Raises: GatewayUnavailable, which names the missing setting or the unreachable
+        engine."""
+        if self._engine is None:
+            async with self._probing:
+                self._engine = self._engine or await self._find()
+        return self._engine
+
+    async def _find(self) -> Engine | HostedEngine:
+        url, kind, _ = named_engine(self._settings)
+        if not url and not await self._registered():
+            raise GatewayUnavailable(NO_ENGINE, boundary=Boundary.ENGINE)
+        specs = engine_specs(url) if url else ()
+        if kind == "auto":
+            kind = "vllm"
+            if len(specs) == 1:
+                kind = await probed_kind(specs[0].url, self._settings, self._client)
+        if kind in TOKENS:
+            return Engine(", ".join(engine_name(kind, spec.url) for spec in specs), self.pool)
+        return self._hosted(kind, url)
+
+    async def _registered(self) -> bool:
+        """Whether engines were added at run time. Engines from other gateways' settings do not count."""
+        roster = await self._roster.read()
+        return any(not (one.removed or one.from_settings) for one in roster.engines)
+
+    def _hosted(self, kind: str, url: str) -> HostedEngine:
+        model = self._settings.engine.model or process_environment.foreign(f"{kind.upper()}_MODEL")
+        hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
+        key_source = key_variable(self._settings, kind)
+        api_key = process_environment.named(key_source)
+        chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
+        return HostedEngine(chat.name, chat)
+
+
+def engine_specs(text: str, kind: str = "auto") -> list[EngineSpec]:
+    """Parse `http://a:8000, http://b:8000=2` into engines with weights; none if the kind is hosted.
+
+    Raises: ConfigurationError, which names the wrong part.
+    """
+    specs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        url, _, weight = part.partition("=")
+        try:
+            name_of(url)
+        except ValueError as error:
+            raise ConfigurationError(f"PERDURE_ENGINE__URL: {part!r}: {error}") from None
+        try:
+            share = float(weight or 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < float("inf"):
+            raise ConfigurationError(
+                f"PERDURE_ENGINE__URL: the weight in {part!r} must be a number above 0"
+            )
+        specs.append(EngineSpec(url, share, "sglang" if kind == "sglang" else "vllm"))
+    return specs if kind in TOKENS else []
+
+
+def check_engine_settings(settings: Settings) -> None:
+    """Raises: ConfigurationError, which names the setting."""
+    kind = settings.engine.kind
+    if kind not in ("auto", *KINDS):
+        raise ConfigurationError(
+            f"PERDURE_ENGINE__KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        )
+    url = named_engine(settings).url
+    if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
+        raise ConfigurationError("the engine's URL must start with http:// or https://")
+    if len(engine_specs(url)) > 1 and kind not in TOKENS:
+        raise ConfigurationError(
+            f"PERDURE_ENGINE__URL names several engines, so PERDURE_ENGINE__KIND cannot be {kind}: "
+            "use vllm or sglang"
+        )

@@ -1,0 +1,93 @@
+"""The served model's message format: its tokenizer, its template, and its notation for tool calls."""
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from perdure.errors import ConfigurationError
+from perdure.gateway.rendering import chat_template
+from perdure.gateway.rendering.jinja_template import TemplateError
+from perdure.gateway.rendering.notations.base import Notation
+from perdure.gateway.rendering.notations.format_detection import AUTO, SETTING
+from perdure.gateway.rendering.notations.hermes import Hermes
+from perdure.gateway.rendering.parsed_response import ParsedResponse
+from perdure.gateway.rendering.tokenizer_setting import PACKAGED
+from perdure.gateway.rendering.tokenizers import Tokenizer, load_tokenizer
+
+QWEN3 = Path(__file__).with_name("qwen3")
+"""The folder with the chat template for the packaged tokenizer."""
+
+
+class MessageFormat(Protocol):
+    """Converts messages to ids, and ids to messages, for one model."""
+
+    @property
+    def notation(self) -> Notation:
+        """How the model writes reasoning and tool calls."""
+        ...
+
+    @property
+    def looks_back(self) -> int:
+        """How many ids at a prompt's end show whether the prompt opened the answer's reasoning."""
+        ...
+
+    def get_stop_token_ids(self) -> list[int]: ...
+
+    def render_ids(
+        self,
+        messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Ids of the whole conversation. Raises: any error of the template."""
+        ...
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> list[int] | None:
+        """The recorded ids, then the new messages. None if it is not certain what follows the answer."""
+        ...
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[Any] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> ParsedResponse: ...
+
+
+class Format(NamedTuple):
+    """How one model reads and writes messages."""
+
+    tokenizer: Tokenizer
+    renderer: MessageFormat
+
+
+def load_format(name: str, notation: str = AUTO) -> Format:
+    """The tokenizer that PERDURE_ENGINE__TOKENIZER names, and the message format of its model.
+
+    The chat template decides the format, not the model's name. `notation`: PERDURE_ENGINE__NOTATION.
+    Raises: ConfigurationError if the folder has no template, or if no notation reads its tool calls.
+    """
+    tokenizer = load_tokenizer(name)
+    if name == PACKAGED and notation not in (AUTO, Hermes.name):
+        raise ConfigurationError(
+            f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: set "
+            "PERDURE_ENGINE__TOKENIZER to your model's folder"
+        )
+    folder = QWEN3 if name == PACKAGED else Path(name)
+    try:
+        return Format(tokenizer, chat_template.load(tokenizer, folder, notation))
+    except TemplateError as error:
+        raise ConfigurationError(
+            f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "
+            "template into that folder as chat_template.jinja"
+        ) from error
+    except ConfigurationError as error:
+        raise ConfigurationError(f"PERDURE_ENGINE__TOKENIZER={name!r}: {error}") from error

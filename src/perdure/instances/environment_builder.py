@@ -1,0 +1,384 @@
+"""Environments: an instance's base repository and its dependencies, built once per host.
+
+A sandbox that reaches the package index builds each; then all rollouts share it read-only. This
+module owns the cache and its locks. The rollout stages make the sandboxes that use it.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+from uuid import uuid4
+
+from perdure.durable_files import is_whole, publish_folder
+from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
+from perdure.home_folder import show_to_sandboxes
+from perdure.instances import base_trees, host_git, uv_program
+from perdure.instances.package_index_hosts import how_to_allow, index_hosts
+from perdure.instances.package_index_proxy import Asked, index_proxy, variables
+from perdure.instances.row_interpreter import find_python
+from perdure.python_interpreters import find_uv
+from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
+from perdure.sandboxes.phase_specs import INSTALL_LIMITS
+from perdure.storage.base import Store
+from perdure.types import Instance, Limits, SourceKind
+
+FORMAT = 1
+"""Part of every key: increase it when the content of an environment changes."""
+
+START = Path("/proc/sys/kernel/random/boot_id")
+"""Its content changes at each boot of the host."""
+VENV = "/opt/perdure/venv"
+WORK = "/opt/perdure/work"
+UV_CACHE = "/opt/perdure/uv-cache"
+UV_FOLDER = "/opt/perdure/bin"
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
+FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
+
+INSTALL_TIMEOUT_S = 1800.0
+TAIL_LINES = 15
+LOCK_POLL_S = (0.02, 0.5)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Fields of a SandboxSpec for this instance, and the base commit."""
+
+    workdir: str
+    tree: Path | None
+    """The base repository, one commit; None if the image contains it."""
+    image: str | None
+    mounts: tuple[Mount, ...]
+    env: dict[str, str]
+    base_commit: str | None
+
+
+class Environments:
+    """The cache below `root`: `ready/<key>`, and other folders for locks, logs and unfinished
+    builds.
+
+    Any number of processes may share it; only one at a time builds an environment.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        store: Store,
+        provider: SandboxProvider,
+        *,
+        runs_on: SandboxProvider | None = None,
+        build_hosts: str = "",
+    ) -> None:
+        """`runs_on`: the provider whose sandboxes use the environments, if `provider` only builds
+        them. `build_hosts`: hosts that builds may reach besides the package index."""
+        self.root = root.absolute()
+        self._store = store
+        self._provider = provider
+        self._runs_on = runs_on or provider
+        self._build_hosts = build_hosts
+        for folder in ("ready", "building", "locks", "logs", "caches"):
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+
+    async def prepare(
+        self,
+        instance: Instance,
+        *,
+        limits: Limits = INSTALL_LIMITS,
+        network: Network = Network.INDEX,
+    ) -> Prepared:
+        """The instance's environment, built if it does not exist. `limits` and `network` apply to
+        the sandbox that runs its install lines.
+
+        Raises: InstanceError (no such release, or an install line fails: the message holds its last
+        lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
+        sandbox cannot build it); any error of making a sandbox.
+        """
+        if instance.source.kind is SourceKind.IMAGE:
+            return _from_image(instance, self._runs_on)
+        if instance.environment.install and not self._provider.isolated:
+            raise ConfigurationError(
+                f"{instance.ref} has install lines, which need a sandbox that can mount "
+                f"{VENV}: use --sandbox bubblewrap instead of {self._provider.name}"
+            )
+        elsewhere = not self._runs_on.sees_host
+        if elsewhere:
+            await asyncio.to_thread(_check_portable, instance, self._runs_on)
+        key = await asyncio.to_thread(environment_key, instance)
+        ready = self.root / "ready" / key
+        if not await asyncio.to_thread(is_whole, ready):
+            async with self._locked(key):
+                if not await asyncio.to_thread(is_whole, ready):
+                    await self._build(instance, key, ready, limits, network)
+        return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
+
+    @asynccontextmanager
+    async def _locked(self, key: str) -> AsyncIterator[None]:
+        """Allow one builder per key among all processes; the kernel frees the lock of a dead one.
+
+        It polls, because each blocking flock would occupy one of the event loop's few threads.
+        """
+        with (self.root / "locks" / key).open("w") as file:
+            pause, longest = LOCK_POLL_S
+            while not _try_lock(file.fileno()):
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, longest)
+            yield
+
+    async def _build(
+        self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
+    ) -> None:
+        """Build in another folder, then publish it. So a folder under `ready/` is complete, even if
+        a builder is killed or the power fails."""
+        await self._sweep(key)
+        folder = self.root / "building" / f"{key}-{uuid4().hex[:8]}"
+        for part in ("tree", "venv", "work"):
+            (folder / part).mkdir(parents=True)
+        try:
+            await base_trees.fetch(instance.source, folder / "tree", self._store)
+            if instance.environment.install:
+                spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
+                spec = replace(spec, limits=limits, network=network)
+                async with self._way_out(instance, spec, key) as (spec, asked):
+                    await self._install(instance, key, spec, asked)
+            commit = await asyncio.to_thread(_commit, folder / "tree")
+            (folder / "base_commit").write_text(commit)
+            await asyncio.to_thread(show_to_sandboxes, folder)
+            await asyncio.to_thread(publish_folder, folder, ready)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _sweep(self, key: str) -> None:
+        """Remove a killed builder's leftovers of this environment, sandboxes first."""
+        for left in await self._provider.list({"environment": key}):
+            await self._provider.kill(left.identity)
+        for folder in (self.root / "building").glob(f"{key}-*"):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    @asynccontextmanager
+    async def _way_out(
+        self, instance: Instance, spec: SandboxSpec, key: str
+    ) -> AsyncIterator[tuple[SandboxSpec, Asked]]:
+        """The spec of a sandbox that has only loopback and reaches the package index by a proxy."""
+        if spec.network is not Network.INDEX:
+            yield spec, Asked()
+            return
+        hosts = index_hosts(instance.environment.install, self._build_hosts)
+        socket = self.root / f"{key[:12]}.index"
+        async with index_proxy(socket, hosts) as asked:
+            env = {k: v for k, v in spec.env.items() if not k.lower().endswith("_proxy")}
+            yield replace(spec, network=Network.NONE, gateway=socket, env=env), asked
+
+    async def _install(self, instance: Instance, key: str, spec: SandboxSpec, asked: Asked) -> None:
+        """Run the install lines under the same paths that later sandboxes use."""
+        identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
+        try:
+            async with await self._provider.create(spec, identity) as sandbox:
+                script = install_script(instance.environment.install)
+                await sandbox.put(f"{WORK}/install.sh", script.encode())
+                done = await sandbox.exec(
+                    ["bash", f"{WORK}/install.sh"],
+                    cwd=instance.environment.workdir,
+                    timeout=INSTALL_TIMEOUT_S,
+                    env=variables(sandbox.gateway_url) if sandbox.gateway_url else None,
+                )
+        except SandboxLost as error:  # this is not the rollout's sandbox, so a retry is safe
+            raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
+        log = self.root / "logs" / f"{key}.log"
+        await asyncio.to_thread(log.write_bytes, done.stdout + done.stderr)
+        if not done.status.ok:
+            raise _install_error(instance, done, log, asked)
+
+    def _cache_of(self, instance: Instance) -> Path:
+        """The uv cache that builds of this dataset share. It never affects another dataset.
+
+        A power cut during a build may leave damaged files in it, so each boot of the host starts a
+        new cache.
+        """
+        caches = self.root / "caches"
+        start = caches / START.read_text().strip()
+        for old in caches.iterdir():
+            if old != start:
+                shutil.rmtree(old, ignore_errors=True)
+        folder = start / quote(instance.dataset, safe="")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _build_spec(self, instance: Instance, key: str, folder: Path) -> SandboxSpec:
+        environment = instance.environment
+        binary, prefix = find_uv(), find_python(environment.python)
+        registry_env, registry_files = uv_program.registry_settings()
+        return SandboxSpec(
+            workdir=environment.workdir,
+            mounts=(
+                Mount(folder / "tree", environment.workdir, writable=True),
+                Mount(folder / "venv", VENV, writable=True),
+                Mount(folder / "work", WORK, writable=True),
+                Mount(self._cache_of(instance), UV_CACHE, writable=True),
+                Mount(binary, f"{UV_FOLDER}/uv"),
+                *registry_files,
+                *_python_mounts(prefix),
+            ),
+            env={
+                **registry_env,
+                "UV_CACHE_DIR": UV_CACHE,
+                "UV_LINK_MODE": "copy",  # the cache and the environment are different mounts
+                "UV_PYTHON_DOWNLOADS": "never",
+                "VIRTUAL_ENV": VENV,
+                **_environment_variables(instance),
+                "PATH": f"{VENV}/bin:{UV_FOLDER}:{prefix}/bin:{SYSTEM_PATH}",
+            },
+            labels={"purpose": "environment", "environment": key},
+            ttl_s=INSTALL_TIMEOUT_S + 60,
+        )
+
+
+def environment_key(instance: Instance) -> str:
+    """Digest of everything that decides the content; instances with the same digest share one
+    build. If there are install lines, it includes the dataset, because they read the dataset's
+    cache."""
+    source = instance.source
+    parts = [
+        FORMAT,
+        source.model_dump(mode="json"),
+        instance.environment.model_dump(mode="json"),
+        str(find_python(instance.environment.python)),
+    ]
+    if instance.environment.install:
+        parts.append(instance.dataset)
+    if source.kind is SourceKind.DIRECTORY and source.path:
+        parts.append(_fingerprint(Path(source.path)))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:40]
+
+
+def install_script(lines: tuple[str, ...]) -> str:
+    """One shell runs all lines, so they share variables. It stops at the first failure."""
+    echoed = [f"printf '%s\\n' {shlex.quote('+ ' + line)}\n{line}" for line in lines]
+    return "exec 2>&1\nset -e\n" + "\n".join(echoed) + "\n"
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _commit(tree: Path) -> str:
+    """Commit after the install, so that build output is never in an agent's diff."""
+    for folder in tree.rglob("__pycache__"):
+        shutil.rmtree(folder, ignore_errors=True)
+    return host_git.commit_all(tree)
+
+
+def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
+    os.utime(ready)  # an age-based clean-up of the cache reads this time
+    environment = instance.environment
+    prefix = find_python(environment.python)
+    mounts = _python_mounts(prefix)
+    if elsewhere and environment.install and prefix != Path("/usr"):
+        mounts = (Mount(prefix, str(prefix)),)  # an image has none of this host's files
+    path = f"{prefix}/bin:{SYSTEM_PATH}"
+    variables = _environment_variables(instance)
+    if environment.install:
+        mounts += (Mount(ready / "venv", VENV), Mount(ready / "work", WORK))
+        path = f"{VENV}/bin:{path}"
+        variables["VIRTUAL_ENV"] = VENV
+    return Prepared(
+        workdir=environment.workdir,
+        tree=ready / "tree",
+        image=environment.image,
+        mounts=mounts,
+        env={**variables, "PATH": path},
+        base_commit=(ready / "base_commit").read_text(),
+    )
+
+
+def check_image(instance: Instance, provider: SandboxProvider) -> None:
+    """Raises: ConfigurationError if the tree is in an image and the provider cannot run images."""
+    if instance.source.kind is SourceKind.IMAGE and not provider.runs_images:
+        raise ConfigurationError(
+            f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
+            f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
+        )
+
+
+def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
+    check_image(instance, provider)
+    if instance.environment.install:
+        raise InstanceError(
+            f"{instance.ref} has `install` lines for a tree inside an image: install them in the "
+            "image, or give the tree as a `source`"
+        )
+    environment = instance.environment
+    if not environment.image:
+        raise InstanceError(
+            f"{instance.ref} lacks `environment.image`, which must contain its tree"
+        )
+    variables = {**FIXED, **environment.env}
+    return Prepared(
+        environment.workdir, None, environment.image, (), variables, instance.base_commit
+    )
+
+
+def _check_portable(instance: Instance, runs_on: SandboxProvider) -> None:
+    """Raises: ConfigurationError if the environment needs this host's /usr, because it can run
+    elsewhere only with the same interpreter."""
+    prefix = find_python(instance.environment.python)
+    if instance.environment.install and prefix == Path("/usr"):
+        raise ConfigurationError(
+            f"environment.python of {instance.ref} is this host's /usr, which a {runs_on.name} "
+            "sandbox does not have: name a version that uv manages (`uv python install`), or give "
+            "the environment as an image"
+        )
+
+
+def _environment_variables(instance: Instance) -> dict[str, str]:
+    environment = instance.environment
+    places = {"REPO": environment.workdir}
+    if environment.install:
+        places |= {"VENV": VENV, "WORK": WORK}
+    return {**FIXED, **places, **environment.env}
+
+
+def _python_mounts(prefix: Path) -> tuple[Mount, ...]:
+    """The interpreter's mount; none if every sandbox has it (/usr, Perdure's Python)."""
+    return () if prefix in (Path("/usr"), Path(sys.base_prefix)) else (Mount(prefix, str(prefix)),)
+
+
+def _fingerprint(folder: Path) -> str:
+    """Digest of the names, sizes, modes and mtimes below a folder on this host."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if ".git" not in path.parts:
+            stat = path.lstat()
+            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mode}\0{stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _install_error(
+    instance: Instance, done: ExecResult, log: Path, asked: Asked
+) -> InstanceError | RetryHere:
+    output = done.stdout + done.stderr
+    tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-TAIL_LINES:])
+    how = f"exit code {done.status.code}" if done.status.code is not None else done.status.cause
+    if asked.refused and not asked.unreachable:
+        told = how_to_allow(sorted(asked.refused))
+        return InstanceError(
+            f"{instance.ref}: `install` failed ({how}); {told}; log: {log}\n{tail}"
+        )
+    if uv_program.UNREACHABLE.search(output):
+        return RetryHere(
+            f"{instance.ref}: the package index failed during install ({how}); log: {log}\n{tail}",
+            boundary=Boundary.INSTANCE,
+        )
+    return InstanceError(f"{instance.ref}: `install` failed ({how}); log: {log}\n{tail}")

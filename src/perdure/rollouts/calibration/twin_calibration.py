@@ -1,0 +1,65 @@
+"""Chooses the twins of a proved row, in the kind of sandbox that grades it."""
+
+import itertools
+
+from perdure.errors import Boundary, InstanceError, RetryHere
+from perdure.graders.hidden_test_run import SilentDuringTests
+from perdure.graders.image.image_setup import set_up_image
+from perdure.graders.twins.twin_selection import choose_twins
+from perdure.instances import calibration_record, instance_catalog
+from perdure.rollouts.activity_messages import Attempt, RowToConclude, RowTwins
+from perdure.rollouts.attempt_job import Job, Try
+from perdure.rollouts.grade_stage import grading_spec
+from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes.base import Sandbox, identity_of
+from perdure.types import CalibrationState, Twin
+
+
+async def choose(services: Services, asked: RowToConclude, this_try: Try, owner: str) -> RowTwins:
+    """Add the twins to the row's record, or the reason why it has none. `owner`: the workflow that
+    owns the sandboxes, so that two calibrations of one row do not kill each other's.
+
+    Raises: RetryHere, SandboxLost.
+    """
+    row = await instance_catalog.load(services.store, asked.row.instance)
+    rollout = asked.row.rollout(asked.calibration, "oracle", 0)
+    job = await Job.of(services, Attempt(request=rollout, attempt=1), this_try, first=True)
+    plan = job.grade_sandbox
+    record = await calibration_record.read(services.store, row, plan.placement.provider)
+    if record is None or record.state is not CalibrationState.PROVED:
+        return RowTwins()
+    proved = calibration_record.joined(row, record)
+    timeout_s = rollout.grade_timeout_s or row.grading.timeout_s
+    labels = {**job.labels("grade"), "rollout": owner}
+    numbers = itertools.count(1)
+
+    async def make(purpose: str) -> Sandbox:
+        identity = identity_of(
+            rollout.run_id, f"{owner}/{rollout.workflow_id}", "twins", next(numbers)
+        )
+        await plan.provider.kill(identity)  # an earlier try may have left it
+        spec = await grading_spec(job, timeout_s, labels)
+        sandbox = await create_sandbox(this_try, plan.provider, spec, identity)
+        if spec.tree is None:
+            await set_up_image(sandbox, proved)
+        return sandbox
+
+    twins: tuple[Twin, ...] = ()
+    try:
+        chosen = await choose_twins(
+            proved,
+            make,
+            wanted=asked.calibration.twins,
+            runs=asked.calibration.runs,
+            timeout_s=timeout_s,
+        )
+        twins, without = chosen.instance.grading.twins, chosen.report.without
+    except SilentDuringTests as error:  # here the code under test is the row's own
+        raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
+    except InstanceError as error:  # recorded, because otherwise each later start would try again
+        without = dict.fromkeys(proved.grading.fail_to_pass, str(error))
+    changed = {"twins": twins, "without_twin": without}
+    await calibration_record.save(services.store, record.model_copy(update=changed))
+    tests = {test for twin in twins for test in twin.tests}
+    return RowTwins(tests=len(tests), without=len(without))

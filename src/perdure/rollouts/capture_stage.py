@@ -1,0 +1,123 @@
+"""The capture stage: take the diff as bytes, then kill the agent's sandbox."""
+
+import hashlib
+
+from perdure import tracing
+from perdure.errors import Boundary, RetryHere, SandboxLost
+from perdure.graders.diff import diff_capture as diff
+from perdure.rollouts import handler_hooks
+from perdure.rollouts.activity_messages import AgentRun, Captured
+from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.boot_stage import BootRecord, attach
+from perdure.rollouts.grade_stage import needs_tests
+from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
+from perdure.sandboxes.base import Sandbox
+from perdure.types import PatchRef
+
+CHECKPOINT = "patch.json"
+
+REFUSALS = 3
+"""Captures in a row that must be refused before the refusal becomes the verdict."""
+LONGEST_S = REFUSALS * (diff.LONGEST_S + CONTROL_S)
+"""Longest time in seconds until the diff is taken or refused."""
+HOST_PAUSE_S = 20.0
+"""Seconds before a capture is retried when the control failed too."""
+
+
+async def capture(job: Job) -> Captured:
+    """Raises: SandboxLost."""
+    found = await job.once(CHECKPOINT, PatchRef, _take)
+    # Kill the agent's sandbox at once, because the grading sandbox needs its memory.
+    identity = job.agent_identity
+    await job.agent_sandbox.provider.kill(identity)
+    job.services.seats.leave(identity)
+    job.services.held.pop(identity, None)
+    return Captured(
+        size=found.size,
+        files=found.files,
+        empty=found.empty,
+        too_large=found.too_large,
+        waits_for=await _hand_over(job, found),
+        grade_timeout_s=job.request.grade_timeout_s or job.instance.grading.timeout_s,
+    )
+
+
+async def _take(job: Job) -> PatchRef:
+    sandbox = await attach(job)
+    await sandbox.end_all()  # a process of the agent could race the capture or kill it
+    boot = await job.recall("sandbox.json", BootRecord)
+    results = await handler_hooks.results_of(job)
+    if results is not None and isinstance(results.get("git_patch"), str):
+        captured = _given(results["git_patch"], job.services.settings.diff_max_bytes)
+    else:
+        with tracing.span("take diff"):
+            captured = await _captured(job, sandbox, boot.base_git if boot else None)
+    key, store = job.key("patch.diff"), job.services.store
+    if not await store.put_if_absent(key, captured.data):
+        captured = captured.with_data((await store.get(key)).data)
+    return PatchRef(
+        key=key,
+        sha256=hashlib.sha256(captured.data).hexdigest(),
+        size=len(captured.data),
+        empty=not captured.data,
+        files=captured.files,
+        ignored_files=captured.ignored_files,
+        too_large=captured.too_large,
+        dropped=captured.dropped,
+        refused=captured.refused,
+    )
+
+
+async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
+    """Take the diff. An agent may leave a tree of which none can be taken. That is a verdict only
+    if every capture is refused and a control in a new sandbox succeeds.
+
+    Raises: RetryHere or SandboxLost if the control fails.
+    """
+    plan, most = job.agent_sandbox, job.services.settings.diff_max_bytes
+    for _ in range(REFUSALS):
+        captured = await diff.capture(sandbox, base_git, max_bytes=most)
+        if not captured.refused:
+            return captured
+        if not plan.admission.metered and not await sandboxes_work(job):
+            raise RetryHere(
+                f"no diff can be taken, not even of a pristine tree: {captured.refused}",
+                retry_after=HOST_PAUSE_S,
+                boundary=Boundary.SANDBOX,
+            )
+    if plan.admission.metered:
+        # The account may allow no second sandbox, so the control takes the agent sandbox's slot.
+        await plan.provider.kill(sandbox.identity)
+        if not await sandboxes_work(job):
+            raise SandboxLost(
+                f"no diff can be taken, and the control fails too: {captured.refused}"
+            )
+    return captured
+
+
+def _given(patch: str, max_bytes: int) -> diff.CapturedPatch:
+    """The patch that the handler's own agent returned."""
+    data = patch.encode("utf-8", "surrogateescape")
+    files = sum(line.startswith(b"diff --git ") for line in data.splitlines())
+    if len(data) > max_bytes:
+        return diff.CapturedPatch(b"", files, too_large=True)
+    return diff.CapturedPatch(data, files)
+
+
+async def _hand_over(job: Job, patch: PatchRef) -> str:
+    """Pass the agent's permit to the grading or release it. Returns the step to await, if any."""
+    agents, gradings = job.agent_sandbox.admission, job.grade_sandbox.admission
+    if not (agents.metered or gradings.metered):
+        return ""
+    needed = gradings.metered and await _will_be_tested(job, patch)
+    if not needed or gradings.account != agents.account:
+        await agents.release()
+    if not needed:
+        return ""
+    await gradings.ask(job.grade_step)
+    return job.grade_step
+
+
+async def _will_be_tested(job: Job, patch: PatchRef) -> bool:
+    run = await job.read("agent.json", AgentRun)
+    return run is not None and not run.broke and needs_tests(job, patch)

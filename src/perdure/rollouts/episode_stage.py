@@ -1,0 +1,262 @@
+"""The episode stage: assemble one episode from what the other stages stored."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
+from perdure.episodes.episode_assembly import Assembled, Calls, assemble, assemble_again, calls_of
+from perdure.episodes.episode_store import read_episode, write_episode
+from perdure.errors import AttemptDamaged, Boundary, NotFound
+from perdure.instances import instance_catalog
+from perdure.rollouts import grade_stage as grading
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import SANDBOX_LOST, AgentRun, Ending
+from perdure.rollouts.boot_stage import BootRecord
+from perdure.rollouts.stage_checkpoints import Model
+from perdure.sandboxes.base import identity_of
+from perdure.storage import store_keys, stored_json
+from perdure.storage.base import Store
+from perdure.telemetry import metrics
+from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
+
+
+async def _no_journal(session: str) -> None:
+    raise NotFound(f"no journal of {session}")
+
+
+async def emit_episode(
+    store: Store, ending: Ending, turns_again: Callable[[str], Awaitable[object]] = _no_journal
+) -> EpisodeRef:
+    """Needs only the store, so that a rollout with a wrong configuration gets an episode too.
+
+    `turns_again`: rebuilds the `turns.parquet` of a session from its journal, or raises NotFound.
+    It is called if that file is missing or damaged, before the journal is deleted.
+    """
+    earlier = await _earlier(store, ending)
+    if earlier and earlier.provenance.workflow_run_id == ending.workflow_run_id:
+        return earlier.ref(store.url)
+    if earlier is not None and _keeps(earlier, ending):
+        return earlier.ref(store.url).model_copy(update=_ended(ending))
+    parts = _bare(ending) if ending.bare else await _gathered(store, ending)
+    discarded, unread = await _discarded(store, ending, parts)
+    parts = replace(parts, earlier=earlier, damaged=[*parts.damaged, *unread])
+    request = ending.request
+    session = identity_of(request.run_id, request.workflow_id, "agent", ending.attempts)
+    made = await _assembled(store, parts, discarded, lambda: turns_again(session))
+    episode = await write_episode(store, made.episode, made.tokens)
+    outcome = episode.outcome.value if episode.outcome else ""
+    metrics.rollout(episode.agent, episode.status.value, outcome, episode.sampled_tokens)
+    return episode.ref(store.url)
+
+
+def _keeps(earlier: Episode, ending: Ending) -> bool:
+    """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled."""
+    if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
+        return False
+    broken_off = ending.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
+    return broken_off or ending.request.start_at == "grade"
+
+
+def _ended(ending: Ending) -> dict[str, Any]:
+    """How this workflow run ended. The store keeps the earlier verdict."""
+    return {"status": ending.status, "failure": ending.failure, "outcome": None, "reward": None}
+
+
+async def _earlier(store: Store, ending: Ending) -> Episode | None:
+    try:
+        return await read_episode(store, ending.request)
+    except ValueError:  # unreadable: the new episode replaces it
+        return None
+
+
+def _bare(ending: Ending) -> EpisodeParts:
+    return EpisodeParts(
+        request=ending.request,
+        status=ending.status,
+        started_at=ending.started_at,
+        finished_at=time.time(),
+        attempts=[AttemptSummary(attempt=number) for number in range(1, ending.attempts + 1)],
+        failure=ending.failure,
+        evictions=ending.evictions,
+        workflow_run_id=ending.workflow_run_id,
+    )
+
+
+async def _gathered(store: Store, ending: Ending) -> EpisodeParts:
+    """If the stored grade is unreadable, the episode has no verdict but keeps other evidence."""
+    try:
+        return await _gather(store, ending)
+    except AttemptDamaged as error:
+        what = str(error).partition("; ")[0]
+        lost = Failure(
+            boundary=Boundary.STORE,
+            type=SANDBOX_LOST,
+            message=f"{what}; start the rollout again to grade its patch again",
+        )
+        failed = {"status": RolloutStatus.FAILED, "failure": lost}
+        return await _gather(store, ending.model_copy(update=failed))
+
+
+async def _gather(store: Store, ending: Ending) -> EpisodeParts:
+    """Raises: AttemptDamaged if a graded rollout has no readable grade."""
+    damaged: list[str] = []
+    numbers = range(1, ending.attempts + 1)
+    attempts = [await _attempt(store, ending, number, damaged) for number in numbers]
+    last = attempts[-1] if attempts else None
+    folder = store_keys.attempt(ending.request, ending.attempts)
+    patch = await _evidence(store, f"{folder}/patch.json", PatchRef, damaged)
+    grade = await _grade(store, ending, folder, patch)
+    stages = dict(last.seconds) if last else {}
+    if grade is not None:
+        stages["grade"] = round(grade.seconds, 3)
+    return EpisodeParts(
+        request=ending.request,
+        status=ending.status,
+        started_at=ending.started_at,
+        finished_at=time.time(),
+        attempts=attempts,
+        instance=await _instance(store, ending),
+        turns_key=f"{folder}/turns.parquet",
+        agent_end=last.agent_end if last else None,
+        patch=patch,
+        grade=grade,
+        failure=ending.failure,
+        stage_seconds=stages,
+        evictions=ending.evictions,
+        workflow_run_id=ending.workflow_run_id,
+        damaged=damaged,
+    )
+
+
+async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:
+    """Read a checkpoint that serves only as evidence. A damaged one is listed in `damaged`."""
+    try:
+        return await stage_checkpoints.read(store, key, model)
+    except AttemptDamaged as error:
+        damaged.append(str(error).partition("; ")[0])
+        return None
+
+
+async def _grade(store: Store, ending: Ending, folder: str, patch: PatchRef | None) -> Grade | None:
+    """The grade that the workflow's history names, even if a reset has changed the run id.
+
+    Raises: AttemptDamaged.
+    """
+    if ending.status is not RolloutStatus.GRADED:
+        return None
+    key = f"{folder}/{ending.grade or grading.checkpoint(ending.workflow_run_id)}"
+    grade = await stage_checkpoints.read(store, key, Grade)
+    problem = ""
+    if grade is None:
+        problem = "is gone"
+    elif patch is not None and grade.patch_sha256 not in ("", patch.sha256):
+        problem = "is the grade of another patch"
+    if problem:
+        raise AttemptDamaged(f"{key} {problem}")
+    return grade
+
+
+async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]) -> AttemptSummary:
+    folder = store_keys.attempt(ending.request, number)
+    boot = await _evidence(store, f"{folder}/sandbox.json", BootRecord, damaged)
+    run = await _evidence(store, f"{folder}/agent.json", AgentRun, damaged)
+    timed = [("boot", boot.seconds if boot else 0.0), ("agent", run.seconds if run else 0.0)]
+    return AttemptSummary(
+        attempt=number,
+        provider=boot.provider if boot else "",
+        host=boot.host if boot else "",
+        agent_end=run.end if run else None,
+        turns=run.turns if run else 0,
+        tokens=run.tokens if run else 0,
+        model=run.model if run else "",
+        turns_sha256=run.turns_sha256 if run else "",
+        agent_detail=run.detail if run else "",
+        seconds={name: round(seconds, 3) for name, seconds in timed if seconds},
+        evidence=tuple([key async for key in store.list(f"{folder}/")]),
+    )
+
+
+async def _assembled(
+    store: Store,
+    parts: EpisodeParts,
+    discarded: Mapping[int, Calls],
+    turns_again: Callable[[], Awaitable[object]],
+) -> Assembled:
+    """Assemble from the recorded turns. If they are lost, use the earlier episode's tokens, then
+    the journal, and otherwise no turns, which the episode says."""
+    key = parts.turns_key
+    if key is None:
+        return await asyncio.to_thread(assemble, parts, None, discarded)
+    last = parts.attempts[-1] if parts.attempts else None
+    try:
+        data = await _data(store, key)
+        if data is None and last is not None and last.turns:
+            raise ValueError(f"{key} is gone")
+        if data is not None and last is not None:
+            stored_json.check_file(key, data, last.turns_sha256)
+        return await asyncio.to_thread(assemble, parts, data, discarded)
+    except ValueError as error:
+        problem = str(error)
+    if (kept := await _again(store, parts)) is not None:
+        return kept
+    try:
+        await turns_again()
+        return await asyncio.to_thread(assemble, parts, await _data(store, key), discarded)
+    except NotFound as error:
+        lost = f"{problem}, and no journal has its turns ({error}), so this episode has no turns"
+    return await asyncio.to_thread(
+        assemble, replace(parts, damaged=[*parts.damaged, lost]), None, discarded
+    )
+
+
+async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
+    """Assemble a regraded attempt from the tokens of its earlier episode, if they are intact."""
+    earlier = parts.earlier
+    if earlier is None or not earlier.segments or not same_attempt(earlier, parts):
+        return None
+    tokens = await _data(store, earlier.tokens_key)
+    if tokens is None:
+        return None
+    try:
+        stored_json.check_file(earlier.tokens_key, tokens, earlier.tokens_sha256)
+        return await asyncio.to_thread(assemble_again, parts, earlier, tokens)
+    except ValueError:
+        return None
+
+
+async def _data(store: Store, key: str) -> bytes | None:
+    try:
+        return (await store.get(key)).data
+    except NotFound:
+        return None
+
+
+async def _discarded(
+    store: Store, ending: Ending, parts: EpisodeParts
+) -> tuple[dict[int, Calls], list[str]]:
+    """The calls of earlier attempts, which count as cost, and problems with unreadable files.
+
+    Reads one file at a time, because a rollout can have many attempts.
+    """
+    found: dict[int, Calls] = {}
+    unread = []
+    for one in [] if ending.bare else parts.attempts[:-1]:
+        key = f"{store_keys.attempt(ending.request, one.attempt)}/turns.parquet"
+        data = await _data(store, key)
+        try:
+            if data is not None:
+                stored_json.check_file(key, data, one.turns_sha256)
+                found[one.attempt] = await asyncio.to_thread(calls_of, data)
+        except ValueError:
+            unread.append(f"{key} is unreadable: the cost of attempt {one.attempt} is unknown")
+    return found, unread
+
+
+async def _instance(store: Store, ending: Ending) -> Instance | None:
+    try:
+        return await instance_catalog.load(store, ending.request.instance)
+    except NotFound:
+        return None

@@ -1,0 +1,268 @@
+"""The grade stage: run the hidden tests in a fresh sandbox that no agent has touched."""
+
+import hashlib
+import itertools
+import time
+
+from perdure import retry, tracing
+from perdure.data_source_handlers import JobDetails, calling, graded_of
+from perdure.errors import (
+    AttemptDamaged,
+    Boundary,
+    GiveUp,
+    NotFound,
+    RateLimited,
+    RetryHere,
+    SandboxLost,
+)
+from perdure.graders.base import Graded
+from perdure.graders.hidden_test_run import LostDuringTests, SilentDuringTests
+from perdure.graders.image.image_setup import set_up_image, with_committed_tests
+from perdure.graders.twins.paired_runs import verified
+from perdure.graders.twins.twin_verdict import official_only
+from perdure.graders.verdict_rules import failing
+from perdure.rollouts import handler_hooks
+from perdure.rollouts.activity_messages import GradedPatch
+from perdure.rollouts.admission.permit_rules import PAUSE_S
+from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.boot_stage import init_metadata
+from perdure.rollouts.calibration.calibration_stages import with_calibration
+from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, killed_at_the_end
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
+
+MAX_LOST = 3
+"""Lost grading sandboxes after which grading stops, because some tests always end their sandbox."""
+TOLD_TESTS, TOLD_CHARACTERS = 5, 160
+"""Failing tests reported to the workflow, and characters of each. The grade lists all of them."""
+BY_THE_TESTS = "-by-the-tests.txt"
+"""Suffix of the key that records a loss caused by the code under test."""
+
+
+class GradingSandboxesLost(GiveUp):
+    """The sandboxes of this grading were lost, and the code under test may not be the cause. The
+    rollout ends as failed, without a reward."""
+
+    boundary = Boundary.SANDBOX
+
+
+async def grade(job: Job) -> GradedPatch:
+    """Raises: NotFound if no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost."""
+    found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
+    await job.grade_sandbox.admission.release()
+    resolved = found.outcome is Outcome.RESOLVED
+    failed = [] if resolved else failing(found.fail_to_pass, found.pass_to_pass)
+    return GradedPatch(
+        stored_as=checkpoint(job.workflow_run_id),
+        outcome=found.outcome,
+        reward=found.reward,
+        seconds=round(found.seconds, 3),
+        reason=found.reason[:200],
+        failing=tuple(test[:TOLD_CHARACTERS] for test in failed[:TOLD_TESTS]),
+        failing_count=len(failed),
+    )
+
+
+def checkpoint(workflow_run_id: str) -> str:
+    return f"grade-{_generation(workflow_run_id)}.json"
+
+
+def needs_tests(job: Job, patch: PatchRef) -> bool:
+    """Whether the verdict needs a sandbox."""
+    if patch.refused or patch.too_large:
+        return False
+    if not patch.empty:
+        return True
+    if job.request.grade_empty_patch is not None:
+        return job.request.grade_empty_patch
+    return bool(getattr(job.agent, "grade_empty_patch", False))
+
+
+def _generation(workflow_run_id: str) -> str:
+    """Part of the run id that changes at a reset, so that a reset workflow grades again.
+
+    It is the end of the id: the beginning is a timestamp, which stays equal for a minute.
+    """
+    return workflow_run_id[-8:] or "0"
+
+
+async def _grade(job: Job) -> Grade:
+    patch = await job.read("patch.json", PatchRef)
+    if patch is None:
+        raise NotFound(f"no captured patch at {job.key('patch.json')}")
+    job = await with_calibration(job)
+    if not needs_tests(job, patch):
+        return _without_tests(job, patch)
+    store = job.services.store
+    data = await _captured(job, patch)
+    started = time.monotonic()
+    numbers = itertools.count(1)
+
+    async def runs_of(instance: Instance) -> Graded:
+        return await _run_tests(job, data, instance, is_first=next(numbers) == 1)
+
+    pairs = job.request.twin_pairs
+    found = await verified(job.instance, pairs, runs_of, without=job.without_twin)
+    name = job.key(f"tests-{_generation(job.workflow_run_id)}")
+    for number, graded in enumerate(found.runs, 1):
+        key = name if number == 1 else f"{name}-{number}"
+        await store.put_if_absent(f"{key}.log", graded.log)
+        if graded.junit is not None:
+            await store.put_if_absent(f"{key}.xml", graded.junit)
+    follows_official = job.request.verdict == "official"
+    grade = official_only(found.grade) if follows_official else found.grade
+    return grade.model_copy(
+        update={
+            "log_key": f"{name}.log",
+            "calibration": job.calibration,
+            "patch_sha256": patch.sha256,
+            "seconds": time.monotonic() - started,
+        }
+    )
+
+
+async def _captured(job: Job, patch: PatchRef) -> bytes:
+    """The captured diff. Raises: AttemptDamaged if it is gone or its bytes have changed."""
+    try:
+        data = (await job.services.store.get(patch.key)).data
+    except NotFound:
+        problem = "is gone"
+    else:
+        if hashlib.sha256(data).hexdigest() == patch.sha256:
+            return data
+        problem = "is not the captured diff: its sha256 differs"
+    raise AttemptDamaged(
+        f"{patch.key} {problem}; a new attempt replays the recorded turns, and an earlier verdict stays"
+    )
+
+
+async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bool) -> Graded:
+    """Run the tests once. If they end every sandbox, return that verdict.
+
+    Raises: RetryHere, GradingSandboxesLost.
+    """
+    try:
+        graded = await _run_once(job, patch, instance, job.grade_identity, is_first=is_first)
+    except SandboxLost as error:
+        return await _after_loss(job, error)
+    if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job):
+        said = f"the test output cannot be parsed, and neither can the control's: {graded.grade.reason}"
+        return await _after_loss(job, SandboxLost(said))
+    return graded
+
+
+async def _run_once(
+    job: Job, patch: bytes, instance: Instance, identity: str, *, is_first: bool
+) -> Graded:
+    """Run the tests in a fresh sandbox. All runs of a grading share one identity, because code in
+    the sandbox may see it. Raises: SandboxLost; RateLimited in the first run."""
+    plan = job.grade_sandbox
+    timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
+    # A sandbox that an earlier try has used is not fresh.
+    await plan.provider.kill(identity)
+    spec = await grading_spec(job, timeout_s, job.labels("grade"))
+    sandbox = await _created(job, spec, identity, is_first=is_first)
+    async with killed_at_the_end(job.this_try, sandbox):
+        await plan.admission.started()
+        if spec.tree is None:  # the code under test could also search later commits for the fix
+            instance = await with_committed_tests(sandbox, instance)
+            await set_up_image(sandbox, instance)
+        handler = job.services.handler(instance.data_source)
+        details = JobDetails(
+            job_id=job.request.workflow_id,
+            instance=instance,
+            runtime=sandbox,
+            metadata=await init_metadata(job),
+            run_results={"git_patch": patch, **(await handler_hooks.results_of(job) or {})},
+            timeout_s=timeout_s,
+        )
+        skips = not job.request.grade_empty_patch
+        with (
+            tracing.span("run tests", {"perdure.handler": handler.name}),
+            calling(handler, "eval", sandbox),
+        ):
+            answer = await handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=skips)
+        return graded_of(handler, answer)
+
+
+async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool) -> Sandbox:
+    """Create the sandbox. From the second run of a grading on, wait here when a metered account
+    refuses: the grading holds a slot already, and a Temporal retry would lose the earlier runs."""
+    plan = job.grade_sandbox
+
+    async def create() -> Sandbox:
+        async with plan.admission.starting():
+            return await create_sandbox(job.this_try, plan.provider, spec, identity)
+
+    return await retry.again(
+        create, RateLimited, pauses=(PAUSE_S, PAUSE_S), passes=lambda _: not is_first
+    )
+
+
+async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> SandboxSpec:
+    """A fresh sandbox in which the tests run for at most `timeout_s`."""
+    plan = job.grade_sandbox
+    prepared = await job.prepared(plan)
+    return SandboxSpec(
+        workdir=prepared.workdir,
+        tree=prepared.tree,
+        image=prepared.image,
+        mounts=prepared.mounts,
+        env=prepared.env,
+        limits=plan.placement.limits,
+        network=plan.placement.network,
+        labels=labels,
+        ttl_s=max(job.services.settings.sandbox.ttl_s, timeout_s + 600),
+    )
+
+
+async def _after_loss(job: Job, error: SandboxLost) -> Graded:
+    """Count losses in the store, because Temporal's count includes tries that a shutdown ended.
+
+    Raises: RetryHere; GradingSandboxesLost if the infrastructure may have caused one of the losses.
+    """
+    is_theirs = isinstance(error, LostDuringTests) and await _sandboxes_work(job)
+    if isinstance(error, SilentDuringTests) and not is_theirs:
+        raise RetryHere(f"the grading sandbox does not answer: {error}", boundary=Boundary.SANDBOX)
+    store = job.services.store
+    prefix = job.key(f"grade-{_generation(job.workflow_run_id)}-lost-")
+    losses = [key async for key in store.list(prefix)]
+    number = 1 + len(losses)
+    losses.append(f"{prefix}{number}{BY_THE_TESTS if is_theirs else '.txt'}")
+    await store.put_if_absent(losses[-1], f"{error}\n".encode())
+    if number < MAX_LOST:
+        raise RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
+    if not all(key.endswith(BY_THE_TESTS) for key in losses):
+        raise GradingSandboxesLost(
+            f"{number} grading sandboxes were lost; last error: {error}"
+        ) from error
+    reason = f"the tests ended {number} sandboxes, while the control succeeded; last error: {error}"
+    rewards = Rewards(binary=0.0)
+    return Graded(Grade(outcome=Outcome.SANDBOX_DESTROYED, reason=reason, rewards=rewards), log=b"")
+
+
+async def _sandboxes_work(job: Job) -> bool:
+    """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
+    sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
+    gold = job.instance.gold_patch
+    try:
+        identity = f"{job.grade_identity}-control"
+        control = await _run_once(job, gold, job.instance, identity, is_first=False)
+    except (SandboxLost, GiveUp):
+        return False
+    return control.grade.outcome is (Outcome.RESOLVED if gold else Outcome.UNRESOLVED)
+
+
+def _without_tests(job: Job, patch: PatchRef) -> Grade:
+    outcome, reason = Outcome.EMPTY_PATCH, "the agent changed nothing"
+    if patch.refused:
+        outcome, reason = Outcome.CAPTURE_FAILED, patch.refused
+    elif patch.too_large:
+        outcome, reason = Outcome.APPLY_FAILED, "patch_too_large"
+    return Grade(
+        outcome=outcome,
+        reason=reason,
+        rewards=Rewards(binary=0.0),
+        patch_sha256=patch.sha256,
+        calibration=job.calibration,
+    )

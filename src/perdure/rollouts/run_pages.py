@@ -1,0 +1,173 @@
+"""Bookkeeping of a run: lists its instances, serves pages of the list, writes the manifest."""
+
+import contextlib
+import fnmatch
+import json
+from collections.abc import Sequence
+
+from perdure.agents.agent_validation import check_options
+from perdure.engines.reported_model import engine_settings
+from perdure.episodes.episode_store import scan_run_as
+from perdure.episodes.run_manifest import Counted, build_manifest, counted
+from perdure.episodes.token_accounting import count
+from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
+from perdure.instances import calibration_record, instance_catalog
+from perdure.rollouts import retry_selection, run_identity, run_record
+from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes import phase_specs
+from perdure.storage import store_keys
+from perdure.storage.base import Store
+from perdure.storage.store_preflight import check_store
+from perdure.types import RolloutStatus, RunRequest
+
+
+async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
+    """Raises: ConfigurationError, also for a store that has never worked; StoreUnavailable."""
+    await check_store(services.settings, lambda: services.store)
+    rollout = run.rollout_request("any/instance")
+    check_options(rollout.agent, rollout.agent_options)
+    phase_specs.check(rollout, None, services.provider)
+    store = services.store
+    if run.again is not None:
+        if run.again.start_at == "boot":
+            await _keep_identity(
+                services, run, await retry_selection.instances_of(store, run.run_id)
+            )
+        chosen = await retry_selection.listed(store, run, run.again)
+        return PreparedRun(total=len(chosen), uri=f"{store.url}/runs/{run.run_id}")
+    sandbox = phase_specs.place(rollout, None, "grade").provider
+    refs = await select(store, run, proved_in=sandbox)
+    await _keep_identity(services, run, refs)
+    await run_record.record(store, run)
+    await _goes_on(store, run.run_id)
+    key = store_keys.run_instances(run.run_id)
+    if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
+        refs = json.loads((await store.get(key)).data)  # the same instances, in the stored order
+    resolved = {
+        "request": run.model_dump(mode="json"),
+        "settings": services.settings.model_dump(mode="json"),
+        "instances": len(refs),
+    }
+    await store.put_if_absent(store_keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
+    return PreparedRun(total=len(refs), uri=f"{store.url}/runs/{run.run_id}")
+
+
+async def _goes_on(store: Store, run_id: str) -> None:
+    """Clear `stopped` in the manifest of a run that continues. The end of the run sets it again."""
+    key = store_keys.manifest(run_id)
+    with contextlib.suppress(NotFound, PreconditionFailed):
+        found = await store.get(key)
+        manifest = json.loads(found.data)
+        if manifest.get("stopped"):
+            data = json.dumps({**manifest, "stopped": ""}, indent=1).encode()
+            await store.put(key, data, if_match=found.etag)
+
+
+async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
+    """Raises: ConfigurationError if the run was started with another identity."""
+    settings = services.settings
+    rollout = run.rollout_request("any/instance")
+    engine = engine_settings(settings) if services.agent(rollout.agent).needs_model else {}
+    asked = await run_identity.identity_of(settings, services.store, rollout, refs, engine)
+    await run_identity.keep(services.store, run.run_id, asked)
+
+
+async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[str]:
+    """The instances that a request selects, in order.
+
+    `proved_in`: leave out the rows of a dataset that are quarantined in this provider's sandboxes.
+    Raises: ConfigurationError if no instance remains.
+    """
+    if run.dataset is not None:
+        refs = await instance_catalog.refs(store, run.dataset)
+        if not refs:
+            raise ConfigurationError(
+                f"dataset '{run.dataset}' has no instances in {store.url}:"
+                " run `perdure instances build` or `perdure instances import` first"
+            )
+    else:
+        refs = list(run.instances)
+    chosen = [ref for ref in refs if _wanted(ref.split("/", 1)[1], run)]
+    if run.dataset is not None and proved_in:
+        bad = calibration_record.quarantined(
+            await calibration_record.marks(store, chosen, proved_in)
+        )
+        chosen = [ref for ref in chosen if ref not in bad]
+    if not chosen:
+        raise ConfigurationError(
+            f"none of {len(refs)} instances is selected: check include {list(run.include)}"
+            f" and exclude {list(run.exclude)}; quarantined rows are left out"
+        )
+    ids = [ref.split("/", 1)[1] for ref in chosen]
+    if len(set(ids)) != len(ids):
+        raise ConfigurationError("two datasets of this run share an instance_id: use two runs")
+    return chosen[: run.limit]
+
+
+async def load_page(store: Store, request: PageRequest) -> Page:
+    if request.round:
+        chosen = await retry_selection.read_list(store, request.run_id, request.round)
+        return Page(instances=(), again=tuple(chosen[request.start : request.stop]))
+    stored = await store.get(store_keys.run_instances(request.run_id))
+    return Page(instances=tuple(json.loads(stored.data)[request.start : request.stop]))
+
+
+async def finish_run(store: Store, run: RunRequest) -> RunSummary:
+    episodes, unreadable = await scan_run_as(store, run.run_id, counted)
+    manifest = build_manifest(run.run_id, episodes)
+    manifest["unreadable"] = [one.key for one in unreadable]
+    manifest["stopped"] = stopped = await _stopped(store, run.run_id, episodes)
+    data = json.dumps(manifest, indent=1).encode()
+    key = store_keys.manifest(run.run_id)
+    try:
+        await store.put(key, data, if_match=(await store.get(key)).etag)
+    except NotFound:
+        await store.put_if_absent(key, data)
+    except PreconditionFailed as error:  # another try wrote it: let Temporal retry this one
+        raise StoreUnavailable(str(error)) from error
+    graded = [e for e in episodes if e.reward is not None]
+    return RunSummary(
+        run_id=run.run_id,
+        uri=f"{store.url}/{key}",
+        rollouts=len(episodes),
+        graded=len(graded),
+        resolved=sum(e.outcome == "resolved" for e in graded),
+        mean_reward=(
+            round(sum(e.reward or 0.0 for e in graded) / len(graded), 4) if graded else None
+        ),
+        by_status=count(e.status.value for e in episodes),
+        by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
+        stopped=stopped,
+    )
+
+
+async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> str:
+    """Why the budget left rollouts without a verdict; empty if it did not, or if all have one."""
+    try:
+        run = await run_record.current_request(store, run_id)
+    except NotFound:  # the run was refused before it had an instance list
+        return ""
+    planned = await retry_selection.planned_rollouts(store, run) or 0
+    ended = [
+        one for one in episodes if one.reward is not None or one.status is RolloutStatus.FAILED
+    ]
+    if len(ended) >= planned:
+        return ""
+    tokens = sum(one.prompt_tokens + one.sampled_tokens for one in episodes)
+    price = run.budget.price
+    dollars = (
+        price.of(
+            sum(one.prompt_tokens for one in episodes),
+            sum(one.cached_tokens for one in episodes),
+            sum(one.sampled_tokens for one in episodes),
+        )
+        if price
+        else 0.0
+    )
+    return run.budget.used_up(tokens, dollars)
+
+
+def _wanted(instance_id: str, run: RunRequest) -> bool:
+    included = not run.include or any(fnmatch.fnmatch(instance_id, g) for g in run.include)
+    return included and not any(fnmatch.fnmatch(instance_id, g) for g in run.exclude)

@@ -1,0 +1,69 @@
+"""What the containers of `docker` and `kubernetes` share: first process, capabilities, system-call
+filter, uploads, and how to recognize an image without python3.
+"""
+
+import base64
+from abc import abstractmethod
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from perdure.errors import InstanceError
+from perdure.sandboxes.guest.guest_sandbox import FOLDER, GuestSandbox
+from perdure.sandboxes.host.keeper import seccomp_filter
+
+DEADLINE = f"{FOLDER}/deadline"
+"""File inside that holds the time at which the first process ends the sandbox, on two clocks: unix
+time and the container's monotonic time."""
+ROOT = "0:0"
+"""User and group id."""
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETPCAP", "SETUID")
+"""Capabilities of the guest program. Commands have none."""
+MACHINES = ("x86_64", "aarch64")
+NO_PROGRAM = (
+    "executable file not found",
+    "no such file or directory: unknown",
+    ": not found",
+    ": command not found",
+)
+"""How container runtimes and shells report a missing program."""
+
+
+class ContainerSandbox(GuestSandbox):
+    """Commands run without capabilities, as `agent` or as root of the instance's own image."""
+
+    _variables: Mapping[str, str]
+    """The image's environment variables."""
+
+    def _environment(self) -> Mapping[str, str]:
+        return self._variables
+
+    def _seal(self) -> Mapping[str, str]:
+        return {name: base64.b64encode(seccomp_filter.program(name)).decode() for name in MACHINES}
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        await self._write_and_print("upload", path, data, "true")
+
+    @abstractmethod
+    async def _write_and_print(self, what: str, path: str, data: bytes | Path, command: str) -> str:
+        """Upload `data` and run a shell line that uses it, in one call."""
+
+
+def init_command(ttl_s: float) -> tuple[str, ...]:
+    """Arguments of `python3` for the first process, which ends its container at the deadline."""
+    return "-I", "-c", source_of("container_init.py"), str(ttl_s), DEADLINE
+
+
+def source_of(name: str) -> str:
+    """The source of a program that runs inside the sandbox."""
+    return resources.files("perdure.sandboxes.guest.inside").joinpath(name).read_text()
+
+
+def names_missing_program(said: str) -> bool:
+    return any(words in said.lower() for words in NO_PROGRAM)
+
+
+def lacks_programs(identity: str, said: str) -> InstanceError:
+    return InstanceError(
+        f"the image of sandbox {identity!r} lacks python3 or a shell tool: {said[-300:]}"
+    )

@@ -1,0 +1,95 @@
+"""Variables of other systems: the setting or request field that each one sets, or why it sets none.
+
+An alias of a setting ranks between the `PERDURE_*` variable and `perdure.toml`. An alias of a
+request's field is a default in the client's process. The request's own value overrides it.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from perdure.settings import process_environment
+
+
+class Alias(NamedTuple):
+    """`stands_for`: the path of a setting, or a field of a RolloutRequest."""
+
+    name: str
+    kind: Literal["setting", "field"]
+    stands_for: str
+    agent: str = ""
+    """The only agent to which the variable applies; empty for all."""
+    is_seconds: bool = False
+
+
+ALIASES = (
+    Alias("SWE_HOST_CC_TARBALL", "setting", "agents.claude_code_tarball"),
+    Alias("SLIME_AGENT_CC_TARBALL", "setting", "agents.claude_code_tarball"),
+    Alias("SWE_HOST_NODE_TARBALL", "setting", "agents.node_tarball"),
+    Alias("SLIME_AGENT_NODE_TARBALL", "setting", "agents.node_tarball"),
+    Alias("SWE_SANDBOX_METADATA_FILE", "setting", "e2b.metadata_file"),
+    Alias("SLIME_AGENT_SANDBOX_METADATA_FILE", "setting", "e2b.metadata_file"),
+    Alias("SWE_SANDBOX_IMAGE_METADATA_KEY", "setting", "e2b.metadata_image_key"),
+    Alias("SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY", "setting", "e2b.metadata_image_key"),
+    Alias("HOSTED_VLLM_API_BASE", "setting", "engine.url"),
+    Alias("SHIM_BIND_HOST", "setting", "gateway.host"),
+    Alias("ADAPTER_BIND_HOST", "setting", "gateway.host"),
+    Alias("SHIM_PORT", "setting", "gateway.port"),
+    Alias("ADAPTER_PORT", "setting", "gateway.port"),
+    Alias("SWE_BOOT_CONCURRENCY", "setting", "slots.boot"),
+    Alias("SWE_TIME_BUDGET_SEC", "field", "agent_budget_s", is_seconds=True),
+    Alias("SWE_AGENT_TIME_BUDGET_SEC", "field", "agent_budget_s", is_seconds=True),
+    Alias("SWE_EVAL_TIMEOUT_SEC", "field", "grade_timeout_s", is_seconds=True),
+    Alias("SWE_CC_PROMPT", "field", "agent_options.prompt_template", agent="claude_code"),
+    Alias("SWE_CLAUDE_EXTRA_ARGS", "field", "agent_options.extra_args", agent="claude_code"),
+)
+"""If several aliases set one thing, the first one that has a value counts."""
+FIELDS = tuple(one for one in ALIASES if one.kind == "field")
+SETTINGS = tuple(one for one in ALIASES if one.kind == "setting")
+
+
+NOT_APPLICABLE = {
+    "SLIME_HEAD_HOST": "sandboxes reach the gateway through a relay, without an address; "
+    "`PERDURE_GATEWAY__URL` sets an address that they can open",
+    "MASTER_ADDR": "see `SLIME_HEAD_HOST`",
+    "ADAPTER_PUBLIC_HOST": "see `SLIME_HEAD_HOST`",
+    "SANDBOX_METADATA_FILE": "slime's launcher passes it on as `SWE_SANDBOX_METADATA_FILE`",
+    "SWE_AGENT": "the request names the agent: `perdure run --agent AGENT`",
+    "SWE_BOOT_RETRIES": "Temporal retries each stage, depending on the type of its failure",
+    "SWE_ROLLOUT_GUARD_SEC": "each stage has its own time limit",
+    "SWE_EVAL_PROTOCOL": "the instance names its grader",
+    "SWE_TRAIN_PROTOCOL": "the instance names its grader",
+    "SWE_MAX_CONTEXT_LEN": "the request sets it: `sampling.max_context_tokens`",
+    "SWE_REWARD_DENSE": "the TorchTitan recipes read it; every grade has binary and dense rewards",
+    "SWE_CLAUDE_CDN": "Claude Code comes from npm, or from `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
+    "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`, or `agent_options.extra_args`",
+    "SLIME_AGENT_CC_EXTRA_ENVS": "the request sets them: `agent_options.extra_env`",
+    "SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS": "`perdure export --segments slime` uses slime's default, "
+    "1024; the other modes have no such limit",
+    "LITELLM_MODEL_REGISTRY_PATH": "prices come from a file: `--prices FILE`",
+    "TT_DAYTONA_AUTO_STOP_MIN": "`PERDURE_SANDBOX__TTL_S` limits the sandboxes of all providers",
+    "TT_DAYTONA_AUTO_DELETE_MIN": "a stopped sandbox is deleted at once",
+    "CONFIG": "TorchTitan's own variable; Perdure reads `PERDURE_CONFIG`",
+    "PROMPT_DATA": "the TorchTitan recipes read it; otherwise use the argument: `perdure run ROWS`",
+    "HF_CHECKPOINT": "the trainer's own variable; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "REF_MODEL_PATH": "the trainer's own variable",
+    "HF_ASSETS_PATH": "the trainer's own variable; `PERDURE_ENGINE__TOKENIZER` names the tokenizer",
+    "OH_RUNTIME_SINGULARITY_IMAGE_REPO": "the row's image may be the path of a .sif file; "
+    "`PERDURE_SANDBOX__IMAGE_MIRROR` replaces registries",
+    "SANDBOX_ISOLATE_NETWORK": "the agent's sandbox has no network, unless the request allows one",
+    "SANDBOX_RUN_AS_FAKEROOT": "each provider maps users as its isolation requires",
+}
+"""Variables of the same systems that set nothing here, each with the reason."""
+
+
+def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
+    """The alias that gives this setting its value, if one is set."""
+    found = process_environment.variables() if variables is None else variables
+    ours = (one for one in SETTINGS if one.stands_for == path)
+    return next((one for one in ours if found.get(one.name)), None)
+
+
+def settings_given() -> dict[str, str]:
+    """Path -> value of the settings that aliases set."""
+    paths = {one.stands_for for one in SETTINGS}
+    given = {path: alias for path in paths if (alias := given_for(path)) is not None}
+    return {path: process_environment.variables()[alias.name] for path, alias in given.items()}

@@ -1,0 +1,75 @@
+"""The sandbox providers of a home, with the same configuration that its workers use."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from perdure import home_folder, variant_registry
+from perdure.errors import ConfigurationError, MissingDependency, PerdureError
+from perdure.sandboxes.base import SandboxProvider
+from perdure.settings.settings_tree import Settings
+
+LOOK_S = 5.0
+"""Seconds that a provider has to list its sandboxes; `perdure down` does not wait longer."""
+KILL_S = 20.0
+"""Seconds to kill one sandbox."""
+
+
+def provider(settings: Settings, name: str) -> SandboxProvider:
+    """Raises: ConfigurationError for an unknown name."""
+    make: Callable[[Settings], SandboxProvider] = variant_registry.load(
+        "sandbox", variant_registry.SANDBOXES, name
+    )
+    return make(settings)
+
+
+def ready_provider(settings: Settings, name: str) -> SandboxProvider:
+    """A provider that works on this host. Raises: MissingDependency with the first problem's fix."""
+    found = provider(settings, name)
+    if problems := found.check():
+        raise MissingDependency(problems[0])
+    return found
+
+
+async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
+    """Kill every sandbox that is bound to this host; return how many were alive.
+
+    `tell` gets a warning for each provider that did not answer.
+    """
+    killed = 0
+    for name in home_folder.sandboxes_of(settings.home.absolute()):
+        try:
+            found = provider(settings, name)
+        except ConfigurationError as error:  # a dotted path whose module has moved
+            tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
+            continue
+        try:
+            killed += await _kill(found) if found.host_bound else 0
+        except PerdureError as error:  # the other providers still get their turn
+            tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
+        except TimeoutError:
+            tell(f"warning: sandboxes of {name} are left to their time limit: it does not answer")
+    return killed
+
+
+async def any_alive(settings: Settings) -> bool:
+    """Whether a sandbox that is bound to this host is alive. Providers that do not answer are skipped."""
+    for name in home_folder.sandboxes_of(settings.home.absolute()):
+        with contextlib.suppress(PerdureError, TimeoutError):
+            found = provider(settings, name)
+            if found.host_bound:
+                async with asyncio.timeout(LOOK_S):
+                    if any(box.alive for box in await found.list()):
+                        return True
+    return False
+
+
+async def _kill(found: SandboxProvider) -> int:
+    killed = 0
+    async with asyncio.timeout(LOOK_S):
+        boxes = await found.list()
+    for box in boxes:
+        async with asyncio.timeout(KILL_S):
+            await found.kill(box.identity)
+        killed += box.alive
+    return killed

@@ -1,0 +1,291 @@
+"""Where a real agent meets a real gateway: sandbox, scripted engine, capture, a second sandbox.
+
+Owns the way through; each test file brings the scripts in its own agent's tools.
+"""
+
+import asyncio
+import contextlib
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence
+from perdure.episodes import trajectory_segments, turns_parquet
+from perdure.errors import NotFound
+from perdure.gateway.base import SessionSummary
+from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.graders.diff import diff_capture
+from perdure.graders.protocols.eval_cmd import EvalCmdGrader
+from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxSpec
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.settings.settings_tree import Settings
+from perdure.testing.scripted_engine import Call, ScriptedEngine
+from perdure.testing.scripted_policy import Policy
+from perdure.types import (
+    AgentEnd,
+    Grade,
+    Grading,
+    Instance,
+    Purpose,
+    Sampling,
+    Source,
+    SourceKind,
+    Turn,
+)
+from tests.local_gateway import LocalGateway, turns_key_of
+
+WORKDIR = "/testbed"
+FILE = f"{WORKDIR}/calc.py"
+BROKEN = "def add(a, b):\n    return a - b\n"
+ISSUE = "add() in calc.py subtracts its arguments, which is surprising: make it add them."
+BUDGET_S = 120.0
+BUDGETS_S = (12.0, 48.0, 192.0)
+SAMPLING = Sampling()
+INSTANCE = Instance(
+    instance_id="calc-1",
+    dataset="tests",
+    problem_statement=ISSUE,
+    source=Source(kind=SourceKind.DIRECTORY),
+    grading=Grading(
+        protocol="eval_cmd", eval_cmd="python3 -c 'import calc; assert calc.add(1, 2) == 3'"
+    ),
+)
+
+
+def call(tool: str, /, say: str = "", **arguments: Any) -> dict[str, Any]:
+    """A scripted turn: one tool call, and what the model says before it."""
+    return {"content": say, "tool_calls": [{"name": tool, "arguments": arguments}]}
+
+
+def script(*scripted: dict[str, Any], match: str = "surprising") -> dict[str, Any]:
+    """The model's answers, turn by turn, for a conversation that contains `match` before the first
+    one."""
+    return {"match": match, "turns": list(scripted)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that one agent left: its end, its evidence, what was captured, and the verdict."""
+
+    end: AgentEnd
+    evidence: Evidence
+    summary: SessionSummary
+    turns: Sequence[Turn]
+    calls: Sequence[Call]
+    """What the engine sampled, in its own record."""
+    diff: bytes
+    grade: Grade
+    first_request_s: float
+    """Seconds from launch to the first request at the gateway."""
+
+    def steps(self, chain: str | None = None) -> list[Turn]:
+        wanted = [t for t in self.turns if t.purpose is Purpose.STEP]
+        return [t for t in wanted if chain is None or t.chain == chain]
+
+    @property
+    def said(self) -> str:
+        """Everything it printed, for reading when a test fails."""
+        return (self.evidence.stdout_tail + self.evidence.stderr_tail).decode("utf-8", "replace")
+
+    def trained(self) -> int:
+        """Tokens that the segments of this run train on."""
+        return sum(sum(segment.loss_mask) for segment in trajectory_segments.cut(self.turns))
+
+    def assert_token_exact(self) -> None:
+        """Every recorded turn is what the engine saw and sampled, and nothing is missing."""
+        recorded = {(t.prompt_ids, t.completion_ids, t.logprobs) for t in self.turns}
+        sampled = {
+            (tuple(c.prompt_ids), tuple(c.completion_ids), tuple(c.logprobs)) for c in self.calls
+        }
+
+        assert recorded == sampled
+        assert len(self.turns) == len(self.calls)
+
+
+Sampled = Callable[[ScriptedEngine], None]
+
+
+def _goes_on(engine: ScriptedEngine) -> None:
+    """Nothing happens to an engine that samples."""
+
+
+class Asked(Policy):
+    """The scripted policy, but a request whose last message holds a phrase gets an answer of its own."""
+
+    def __init__(
+        self,
+        scripts: Mapping[str, Any],
+        answers: Mapping[str, Mapping[str, Any]],
+        sampled: Callable[[], None],
+    ) -> None:
+        self._sampled = sampled
+        self._reader = load_tokenizer("qwen3")
+        super().__init__(self._reader, scripts)
+        self._answers = answers
+        self._opens = self._reader.convert_tokens_to_ids("<|im_start|>")
+
+    def complete(self, prompt_ids: list[int]) -> list[int]:
+        starts = [at for at, token in enumerate(prompt_ids) if token == self._opens]
+        if starts:  # a probe of the gateway's has none
+            self._sampled()
+        last = self._reader.decode(prompt_ids[starts[-2] :] if len(starts) > 1 else prompt_ids)
+        for phrase, answer in self._answers.items():
+            if phrase in last:
+                return self.tokens(answer)
+        return super().complete(prompt_ids)
+
+
+class Stand:
+    """Runs one agent after the other, each in a fresh sandbox with a session of its own."""
+
+    def __init__(self, folder: Path, tools: Path) -> None:
+        self.folder, self.tools = folder, tools
+        settings = Settings(home=folder / "boxes")
+        self.agents = settings.agents
+        self.provider = BubblewrapProvider(settings)
+        self.tree = folder / "tree"
+        _make_repository(self.tree)
+        self._runs = 0
+
+    async def run(
+        self,
+        agent: Agent,
+        *scripts: Mapping[str, Any],
+        asked: Mapping[str, Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        sampling: Sampling = SAMPLING,
+        instance: Instance = INSTANCE,
+        budget_s: float = BUDGET_S,
+        model: str = "policy",
+        engines: int = 1,
+        sampled: Sampled = _goes_on,
+    ) -> Run:
+        """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it. `sampled` is
+        called whenever an engine is about to sample a turn."""
+        self._runs += 1
+        home = self.folder / f"home-{self._runs}"
+        async with AsyncExitStack() as opened:
+            served = [await opened.enter_async_context(ScriptedEngine()) for _ in range(engines)]
+            for one in served:
+                hears = partial(sampled, one)
+                one.policy = Asked({"scripts": list(scripts)}, asked or {}, hears)
+            engine = {"url": ",".join(one.url for one in served), "kind": "vllm"}
+            gateway = await opened.enter_async_context(LocalGateway(home, engine=engine))
+            socket = self.folder / f"gw-{self._runs}.sock"
+            link = await opened.enter_async_context(unix_socket(socket, gateway.url))
+            key = await gateway.open("s-1", sampling=sampling)
+            mounts = (
+                *await agent.install(self.tools, self.agents),
+                Mount(self.tree / ".git", diff_capture.BASE_GIT),
+            )
+            spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)
+            async with await self.provider.create(spec, f"p-agent-{self._runs}") as sandbox:
+                task = AgentTask(
+                    instance=instance,
+                    workdir=sandbox.workdir,
+                    gateway_url=sandbox.gateway_url,
+                    session_key=key,
+                    model=model,
+                    sampling=sampling,
+                    budget_s=budget_s,
+                    options=dict(options or {}),
+                )
+                started = time.monotonic()
+                status = await _to_the_end(agent, task, sandbox)
+                summary = await gateway.control.close("s-1")
+                evidence = Evidence(
+                    status,
+                    await sandbox.output(EXEC_ID, "stdout"),
+                    await sandbox.output(EXEC_ID, "stderr"),
+                    await _artifacts(agent, sandbox),
+                    summary.turns,
+                )
+                captured = await diff_capture.capture(sandbox, diff_capture.BASE_GIT)
+            recorded = turns_parquet.decode((await gateway.store.get(turns_key_of("s-1"))).data)
+            return Run(
+                end=agent.classify(evidence),
+                evidence=evidence,
+                summary=summary,
+                turns=recorded,
+                calls=[call for one in served for call in one.calls],
+                diff=captured.data,
+                grade=await self._grade(instance, captured.data),
+                first_request_s=(link.first_at or started) - started,
+            )
+
+    async def run_until_out_of_time(self, agent: Agent, *scripts: Mapping[str, Any]) -> Run:
+        """A run whose scripts end in a command that outlasts every budget. On a busy host the first
+        budget may end before the agent has edited its file: then it gets a larger one."""
+        for budget_s in BUDGETS_S:
+            run = await self.run(agent, *scripts, budget_s=budget_s)
+            if run.diff:
+                break
+        return run
+
+    async def _grade(self, instance: Instance, diff: bytes) -> Grade:
+        spec = SandboxSpec(WORKDIR, tree=self.tree)
+        async with await self.provider.create(spec, f"p-grade-{self._runs}") as sandbox:
+            graded = await EvalCmdGrader().grade(sandbox, instance, diff, timeout_s=60.0)
+        return graded.grade
+
+
+async def _to_the_end(agent: Agent, task: AgentTask, sandbox: Sandbox) -> ExecStatus:
+    launch = agent.launch(task)
+    for path, content in launch.files.items():
+        await sandbox.put(path, content)
+    await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=task.budget_s))
+    return await sandbox.wait(EXEC_ID)
+
+
+async def _artifacts(agent: Agent, sandbox: Sandbox) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for path in agent.artifacts:
+        with contextlib.suppress(NotFound):
+            found[path] = await sandbox.get(path)
+    return found
+
+
+def _make_repository(tree: Path) -> None:
+    tree.mkdir()
+    (tree / "calc.py").write_text(BROKEN)
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "base"]):
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.com"]
+        subprocess.run(["git", *who, *command], cwd=tree, check=True)
+
+
+@dataclass
+class Link:
+    """The socket that sandboxes mount, and when the first connection came."""
+
+    path: Path
+    first_at: float | None = None
+
+
+@asynccontextmanager
+async def unix_socket(path: Path, url: str) -> AsyncIterator[Link]:
+    """The gateway's TCP port, as a socket."""
+    tcp = urlsplit(url)
+    link = Link(path)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if link.first_at is None and b"POST " in data:
+                    link.first_at = time.monotonic()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection(tcp.hostname, tcp.port)
+        await asyncio.gather(pump(reader, up_writer), pump(up_reader, writer))
+
+    async with await asyncio.start_unix_server(relay, path):
+        path.chmod(0o666)
+        yield link

@@ -1,0 +1,211 @@
+"""Services that make sandboxes, played in the test's own process, and a bench to break them on.
+
+`tests.doubles` defines what each double plays; each test states its own promise.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from perdure.sandboxes.base import Sandbox, SandboxSpec
+from perdure.sandboxes.guest import service_retries
+from perdure.sandboxes.guest.service_provider import ServiceProvider
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
+from perdure.sandboxes.providers.daytona import daytona_errors as daytona_failures
+from perdure.sandboxes.providers.daytona import provider as daytona
+from perdure.sandboxes.providers.e2b import e2b_errors as e2b_failures
+from perdure.sandboxes.providers.e2b import provider as e2b
+from perdure.sandboxes.providers.kubernetes import kubernetes_errors as kubernetes_failures
+from perdure.sandboxes.providers.kubernetes import provider as kubernetes
+from perdure.settings.settings_tree import Settings
+from perdure.testing.sandbox_contract import SandboxContract
+from perdure.types import Limits
+from tests.doubles import daytona_server, e2b_server, kubernetes_server
+
+ID = "p-fault-agent-1"
+SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
+REQUEST_S = 30.0
+HURRY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Service:
+    """What differs between services. Requests as `Rule.match`."""
+
+    name: str
+    sdk: str
+    """The module that the provider imports."""
+    provider: Callable[[Settings], ServiceProvider]
+    variables: Callable[[str, Path], Mapping[str, str]]
+    """The variables by which its SDK finds the double at a URL, with its state in a folder."""
+    failures: ModuleType
+    double: ModuleType
+    create: str
+    execute: str
+    upload: str
+    list: str
+    key: str
+    image: str
+    """The variable that names the image of a sandbox without one."""
+    look_up: str = ""
+    """The request that looks up a create whose answer was lost; empty if the create is repeated."""
+
+    def made(self, home: Path) -> ServiceProvider:
+        provider = self.provider(Settings(home=home))
+        provider.request_s = REQUEST_S
+        return provider
+
+
+E2B = Service(
+    "e2b",
+    "e2b",
+    e2b.E2BProvider,
+    lambda url, _: {"E2B_API_URL": url, "E2B_SANDBOX_URL": url, "E2B_API_KEY": "e2b_" + "0" * 40},
+    e2b_failures,
+    e2b_server,
+    create="POST /v2/sandboxes$",
+    execute="POST /process.Process/Start",
+    upload="POST /files",
+    list="GET /v2/sandboxes",
+    key="E2B_API_KEY",
+    image="PERDURE_E2B__TEMPLATE",
+)
+DAYTONA = Service(
+    "daytona",
+    "daytona",
+    daytona.DaytonaProvider,
+    lambda url, _: {"DAYTONA_API_URL": f"{url}/api", "DAYTONA_API_KEY": "dtn_0"},
+    daytona_failures,
+    daytona_server,
+    create="POST /api/sandbox$",
+    execute="POST /toolbox/.*/process/execute",
+    upload="POST /toolbox/.*/files/bulk-upload",
+    list=r"GET /api/sandbox($|\?)",
+    key="DAYTONA_API_KEY",
+    image="PERDURE_DAYTONA__SNAPSHOT",
+    look_up="GET /api/sandbox/",
+)
+KUBERNETES = Service(
+    "kubernetes",
+    "kubernetes_asyncio",
+    kubernetes.KubernetesProvider,
+    lambda _, state: {
+        "KUBECONFIG": str(state / "kubeconfig"),
+        "PERDURE_KUBERNETES__SCOPE": "tests",
+    },
+    kubernetes_failures,
+    kubernetes_server,
+    create="POST .*/pods$",
+    execute="GET .*/exec$",
+    upload="GET .*/exec$",
+    list="GET .*/pods$",
+    key="KUBECONFIG",
+    image="PERDURE_KUBERNETES__IMAGE",
+)
+SERVICES = (E2B, DAYTONA)
+"""Those whose failures are tested alike."""
+
+
+@asynccontextmanager
+async def serving(
+    service: Service, folder: Path, patch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Any, str]]:
+    """Run the double (server, url) where the SDK finds it, and end its sandboxes afterwards."""
+    pytest.importorskip(service.sdk)
+    if missing := BubblewrapProvider(Settings(home=folder)).check():
+        pytest.skip(missing[0])
+    async with service.double.serving(folder) as (server, url):
+        for name, value in service.variables(url, folder).items():
+            patch.setenv(name, value)
+        try:
+            yield server, url
+        finally:
+            for record in server.sandboxes.all():
+                await server.guests.kill(record["id"])
+
+
+class ServiceContract(SandboxContract):
+    """The sandbox contract, kept by the real SDK against the double."""
+
+    service: Service
+    reaches_gateway = False  # by a relay, not by a socket of this host
+
+    @pytest.fixture
+    def short_folder(self, tmp_path: Path) -> Path:
+        return tmp_path
+
+    @pytest.fixture
+    async def provider(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> AsyncIterator[ServiceProvider]:
+        async with serving(self.service, tmp_path / "server", monkeypatch) as (server, _):
+            yield self.service.provider(Settings(home=tmp_path / "home"))
+        left = [box.identity for box in await server.guests.list()]
+        assert left == [], "boxes of the double outlive their sandboxes"
+
+
+class Bench:
+    """A provider, its double, and the double's true state."""
+
+    def __init__(self, service: Service, provider: ServiceProvider, server: Any) -> None:
+        self.service, self.provider, self.server = service, provider, server
+
+    def inject(self, match: str, **rule: Any) -> None:
+        self.server.faults.add([{"match": match, **rule}])
+
+    def hurry(self) -> None:
+        """For tests in which a call is never answered: give that call up sooner. All others may take
+        the time that this host needs."""
+        faults = self.server.faults
+
+        class Hurried(type(self.provider)):  # type: ignore[misc]
+            @property
+            def request_s(self) -> float:
+                return REQUEST_S if all(rule.hits for rule in faults.rules) else HURRY_S
+
+        self.provider.__class__ = Hurried
+
+    @property
+    def live(self) -> list[str]:
+        """With sandboxes that are being made, without those that are being destroyed."""
+        records = self.server.sandboxes.all()
+        return [record["id"] for record in records if record.get("state") != "destroying"]
+
+    def asked(self, match: str) -> list[float]:
+        """The times of matching requests."""
+        return [entry["at"] for entry in self.server.faults.log if match in entry["line"]]
+
+    @asynccontextmanager
+    async def box(self, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:
+        try:
+            yield await self.provider.create(spec, ID)
+        finally:
+            await self.provider.kill(ID)
+
+    async def count(self, box: Sandbox) -> bytes:
+        return await box.read_file("count")
+
+
+@asynccontextmanager
+async def benched(
+    service: Service, folder: Path, patch: pytest.MonkeyPatch
+) -> AsyncIterator[Bench]:
+    """Each fault that is injected must have been met."""
+    patch.setattr(service.failures, "REFUSAL_PASSES_S", 0.7)  # the double caches refusals 0.5 s
+    patch.setattr(service.failures, "RELEASE_S", 0.2)
+    async with serving(service, folder / "server", patch) as (server, _):
+        provider = service.made(folder / "home")
+        await provider.list()  # the key has worked once
+        yield Bench(service, provider, server)
+        assert all(rule.hits for rule in server.faults.rules), "a fault was never met"
+
+
+def impatient(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Seconds after which a call is given up."""
+    defaults = service_retries.again.__kwdefaults__ or {}
+    patch.setattr(service_retries.again, "__kwdefaults__", {**defaults, "patience_s": seconds})

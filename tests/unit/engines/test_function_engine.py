@@ -1,0 +1,121 @@
+"""A function that is served as an engine, read by the gateway's own clients."""
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from perdure.dialects.base import Refused
+from perdure.engines.clients.engine_connections import Connections
+from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, StreamBroken
+from perdure.engines.clients.vllm import VllmEngine
+from perdure.engines.clients.vllm_control import EngineControl
+from perdure.engines.function_engine import Ask, Sampled, ServedFunction
+from perdure.engines.pool.token_salvage import Salvage
+from perdure.types import FinishReason, VersionSpan
+
+
+class Generator:
+    """Stands in for a trainer's generator: counts up from the prompt's last token."""
+
+    def __init__(self) -> None:
+        self.asked: list[Ask] = []
+        self.lost = False
+        self.logprobs = (-0.25, -0.5)
+        self.reason = FinishReason.STOP
+
+    async def __call__(self, ask: Ask) -> Sampled:
+        self.asked.append(ask)
+        if self.lost:
+            raise RuntimeError("out of memory")
+        after = ask.prompt_ids[-1]
+        return Sampled((after + 1, after + 2), self.logprobs, self.reason, version=7)
+
+
+@pytest.fixture
+def generator() -> Generator:
+    return Generator()
+
+
+@pytest_asyncio.fixture
+async def engine(generator: Generator) -> AsyncIterator[ServedFunction]:
+    accepts = frozenset({"temperature", "max_tokens"})
+    async with ServedFunction(generator, accepts=accepts) as served:
+        yield served
+
+
+async def sampled(engine: ServedFunction, **sampling: object) -> tuple[Salvage, FinishReason]:
+    salvage = Salvage()
+    async with aclosing(Connections()) as connections:
+        vllm = VllmEngine("vllm e", engine.url, connections)
+        ask = EngineRequest("policy", [4, 5], dict(sampling), "session", "request")
+        reason = await vllm.sample(ask, salvage, lambda: None)
+    return salvage, reason
+
+
+async def test_ids_logprobs_and_version_arrive(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """They arrive exactly as the function returned them; the function gets the session and the
+    sampling."""
+    salvage, reason = await sampled(engine, temperature=0.8, max_tokens=9)
+
+    assert (list(salvage.ids), list(salvage.logprobs)) == ([6, 7], [-0.25, -0.5])
+    assert list(salvage.versions) == [VersionSpan(version=7, start=0, end=2)]
+    assert reason is FinishReason.STOP
+    assert generator.asked == [
+        Ask([4, 5], {"temperature": 0.8, "max_tokens": 9}, "session", "request")
+    ]
+
+
+async def test_a_parameter_that_the_function_does_not_accept_is_refused(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """It is refused by name before anything is sampled; otherwise it would be dropped silently."""
+    with pytest.raises(Refused, match="does not accept top_k"):
+        await sampled(engine, temperature=0.8, top_k=5)
+    assert generator.asked == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"lost": True}, BreakKind.LOST),
+        ({"logprobs": (-0.25,)}, BreakKind.LOST),
+        ({"reason": FinishReason.ABORT}, BreakKind.ABORTED),
+    ],
+)
+async def test_a_failure_is_a_broken_stream(
+    engine: ServedFunction, generator: Generator, change: dict[str, object], kind: BreakKind
+) -> None:
+    """So the gateway samples the turn again, as after any engine's failure."""
+    vars(generator).update(change)
+    with pytest.raises(StreamBroken) as caught:
+        await sampled(engine)
+
+    assert caught.value.kind is kind
+
+
+async def test_a_gateway_can_probe_it(engine: ServedFunction) -> None:
+    """The probe gets one token, and the start time and the version are known."""
+    async with httpx.AsyncClient() as client:
+        control = EngineControl(engine.url, client)
+        await control.round_trip("policy")
+        vitals = await control.vitals()
+
+        assert (await control.served("policy", vitals)).start_id == vitals.started != ""
+        assert await control.version() == 7
+        assert await control.is_paused() is None
+
+
+async def test_it_never_counts_as_hung_while_it_samples(engine: ServedFunction) -> None:
+    """A whole completion shows no progress until it ends; if the gateway gave up, it would start
+    over."""
+    engine._running = 1
+    async with httpx.AsyncClient() as client:
+        control = EngineControl(engine.url, client)
+        steps = [(await control.vitals()).steps for _ in range(3)]
+
+    assert steps == [1.0, 2.0, 3.0]

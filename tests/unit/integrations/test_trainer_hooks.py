@@ -1,0 +1,662 @@
+"""The names that a trainer's launcher is given: a row goes in, the rollout's samples come out."""
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perdure.client.slime_variables import rollout_with_defaults
+from perdure.episodes.episode import EpisodeParts
+from perdure.episodes.trajectory_segments import cut
+from perdure.errors import Boundary, ConfigurationError, NoResult
+from perdure.instances import instance_catalog
+from perdure.integrations import skyrl, slime, trainer_hooks, trl, trl_weights
+from perdure.settings.settings_loader import load_settings
+from perdure.storage.base import open_store
+from perdure.storage.local_store import LocalStore
+from perdure.types import (
+    EpisodeRef,
+    Failure,
+    Grade,
+    Outcome,
+    Rewards,
+    RolloutRequest,
+    RolloutStatus,
+    Turn,
+)
+from tests import docs_pages
+from tests.checkout_paths import ROOT
+from tests.stored_episodes import store_episode
+from tests.unit.instances.made_rows import r2e_row
+from tests.unit.integrations import stand_ins
+
+LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
+SAMPLING = {
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "top_k": 50,
+    "max_new_tokens": 4096,
+    "stop": None,
+    "stop_token_ids": [248046, 248044],
+    "no_stop_trim": True,
+}
+
+
+def turns(segments: int) -> tuple[Turn, ...]:
+    """As many segments as there are turns: no prompt extends another."""
+    return tuple(
+        Turn(index=n, prompt_ids=(10 + n,), completion_ids=(1, 2), logprobs=(-0.1, -0.2))
+        for n in range(segments)
+    )
+
+
+async def episode(
+    store: LocalStore, request: RolloutRequest, reward: float | None, segments: int
+) -> EpisodeRef:
+    taken = turns(segments)
+    grade = None
+    if reward is not None:
+        outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
+        grade = Grade(outcome=outcome, rewards=Rewards(binary=reward))
+    parts = EpisodeParts(
+        request=request,
+        status=RolloutStatus.FAILED if grade is None else RolloutStatus.GRADED,
+        failure=LOST if grade is None else None,
+        grade=grade,
+        started_at=0.0,
+        finished_at=1.0,
+        turns=taken,
+    )
+    found = cut(taken)
+    return (await store_episode(store, parts, found)).ref(store.url)
+
+
+class Stack:
+    """Plays Perdure: each rollout ends at once, by its sample index, as `ends` says."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.store = store
+        self.ends: dict[int, tuple[float | None, int] | None] = {}
+        """Reward and number of segments; None: it ends without an episode. Others run for ever."""
+        self.requests: list[RolloutRequest] = []
+        self.cancelled: list[str] = []
+
+    async def start_rollout(self, request: RolloutRequest) -> "Stack.Handle":
+        self.requests.append(request)
+        return Stack.Handle(self, request)
+
+    class Handle:
+        def __init__(self, stack: "Stack", request: RolloutRequest) -> None:
+            self.stack = stack
+            self.request = request
+
+        async def result(self) -> EpisodeRef:
+            if self.request.sample_index not in self.stack.ends:
+                await asyncio.Event().wait()
+            end = self.stack.ends[self.request.sample_index]
+            if end is None:
+                raise NoResult("terminated")
+            return await episode(self.stack.store, self.request, *end)
+
+        async def cancel(self) -> None:
+            self.stack.cancelled.append(self.request.workflow_id)
+
+
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PERDURE_STORE", str(tmp_path / "store"))
+    made = Stack(LocalStore(tmp_path / "store"))
+
+    async def connection() -> Any:
+        return made
+
+    monkeypatch.setattr(trainer_hooks, "connection", connection)
+    with stand_ins.installed(tmp_path / "trainers", monkeypatch):
+        yield made
+
+
+# --- requests -------------------------------------------------------------------------------
+
+
+def test_the_trainers_sampling_wins() -> None:
+    """What the loss is computed with is what is sampled; the rest of the configured rules stay."""
+    request = trainer_hooks.request_of(
+        {"run_id": "r", "sampling": {"temperature": 0.1, "max_context_tokens": 5}},
+        step="7",
+        instance="d/i",
+        sample_index=2,
+        sampling=trainer_hooks.sampling_of(SAMPLING),
+    )
+
+    assert (request.run_id, request.sampling.temperature) == ("r-7", 0.8)
+    assert (request.sampling.max_context_tokens, request.sampling.max_tokens_per_turn) == (5, 4096)
+    assert request.sampling.stop_token_ids == (248046, 248044)
+
+
+@pytest.mark.parametrize(
+    ("row", "instance"),
+    [
+        ({"instance": "d/i"}, "d/i"),
+        ({"instance_id": "i"}, "set/i"),
+        ({"instance_id": "o/r:1"}, "set/o-r-1"),
+        (r2e_row(), "set/calc__bbbbbbbbbbbb"),
+        ({"instance": {"instance_id": "i"}, "data_source": "swe-gym"}, "set/i"),
+    ],
+)
+def test_a_row_names_its_instance(row: dict[str, Any], instance: str) -> None:
+    """By reference, or by id in the dataset of the configuration, also of a row within the row, as in SkyRL's
+    coding example."""
+    fields = {"run_id": "r", "dataset": "set"}
+    request = trainer_hooks.request_of(fields, step="0", instance=row, sample_index=0, sampling={})
+
+    assert request.instance == instance
+
+
+@pytest.mark.parametrize(
+    ("fields", "row", "problem"),
+    [
+        ({}, {"instance": "d/i"}, "needs a `run_id`"),
+        ({"run_id": "r"}, {"image": "x"}, "needs `instance` .* This row has image.* no `dataset`"),
+        ({"run_id": "r", "dataset": "d"}, {"image": "x"}, "`instance_id` .* This row has image$"),
+    ],
+)
+def test_what_is_missing_is_named(fields: Any, row: Any, problem: str) -> None:
+    """Before anything is started."""
+    with pytest.raises(ConfigurationError, match=problem):
+        trainer_hooks.request_of(fields, step="0", instance=row, sample_index=0, sampling={})
+
+
+async def test_a_row_of_r2e_gym_needs_no_import(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row whose format makes the id is put into the catalog when its first rollout starts."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    stack.ends[0] = (1.0, 1)
+    fields = {"run_id": "r", "dataset": "set"}
+    request = trainer_hooks.request_of(
+        fields, step="0", instance=r2e_row(), sample_index=0, sampling={}
+    )
+    await trainer_hooks.finished(request)
+
+    found = await instance_catalog.load(open_store(load_settings()), request.instance)
+    assert found.problem_statement == "add() subtracts."
+
+
+# --- slime -----------------------------------------------------------------------------------
+
+
+def slime_args(**more: Any) -> Any:
+    given = {
+        "perdure": {"run_id": "try", "dataset": "set", "agent": "nop"},
+        "rollout_top_p": 1.0,
+        "rollout_max_context_len": 96_000,
+        "eval_max_context_len": 32_000,
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": False,
+    }
+    return SimpleNamespace(**given, **more)
+
+
+def slime_sample(index: int, group_index: int = 0) -> Any:
+    from slime.utils.types import Sample
+
+    return Sample(
+        index=index,
+        group_index=group_index,
+        prompt="Fix it.",
+        label="gold",
+        metadata={"instance_id": "i", "source_name": "swe"},
+    )
+
+
+async def slime_group(stack: Stack, *ends: tuple[float | None, int] | None) -> list[list[Any]]:
+    stack.ends |= dict(enumerate(ends))
+    args = slime_args()
+    return [await slime.generate(args, slime_sample(n), dict(SAMPLING)) for n in range(len(ends))]
+
+
+async def test_slimes_launcher_names_generate(stack: Stack) -> None:
+    """A sample becomes one per segment, with its own prompt, label and metadata and the tokens."""
+    (made,) = await slime_group(stack, (1.0, 2))
+
+    (request,) = stack.requests
+    assert (request.run_id, request.instance, request.sampling.max_context_tokens) == (
+        "try-3",
+        "set/i",
+        96_000,
+    )
+    assert [(s.tokens, s.reward, s.rollout_id) for s in made] == [
+        ([10, 1, 2], 1.0, 0),
+        ([11, 1, 2], 1.0, 0),
+    ]
+    assert {(s.prompt, s.label, s.metadata["source_name"]) for s in made} == {
+        ("Fix it.", "gold", "swe")
+    }
+
+
+@pytest.mark.parametrize(
+    ("label", "metadata", "instance"),
+    [
+        ("gold", {"remote_env_info": {"instance_id": "i"}}, "set/i"),
+        ("owner/repo 1", {"image": "x", "eval_cmd": "true"}, "set/owner-repo-1"),
+        ("gold", {"instance": "other/i"}, "other/i"),
+    ],
+)
+async def test_a_row_of_slimes_example_is_found(
+    stack: Stack, label: str, metadata: dict[str, Any], instance: str
+) -> None:
+    """By the id under which the import of its file keeps it: its own, or its label."""
+    stack.ends[0] = (1.0, 1)
+    sample = slime_sample(0)
+    sample.label, sample.metadata = label, metadata
+    await slime.generate(slime_args(), sample, dict(SAMPLING))
+
+    assert stack.requests[0].instance == instance
+
+
+async def test_an_evaluation_counts_a_rollout_once(stack: Stack) -> None:
+    """slime averages over samples there, so there is one; its ids are apart from training's."""
+    stack.ends[0] = (1.0, 3)
+    made = await slime.generate(slime_args(), slime_sample(0), dict(SAMPLING), evaluation=True)
+
+    assert [sample.reward for sample in made] == [1.0]
+    assert (stack.requests[0].run_id, stack.requests[0].sampling.max_context_tokens) == (
+        "try-eval-3",
+        32_000,
+    )
+
+
+async def test_slimes_advantages_count_a_rollout_once(stack: Stack) -> None:
+    """Of 1 segment resolved, 3 segments resolved, unresolved and failed: each resolved rollout gains the
+    same, the failed one is in no mean and gets nothing."""
+    group = await slime_group(stack, (1.0, 1), (1.0, 3), (0.0, 1), (None, 1))
+    flat = [sample for made in group for sample in made]
+    raw, advantages = slime.rewards(slime_args(), flat)
+
+    third = pytest.approx(1 / 3)
+    assert raw == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    assert advantages == [third, third, third, third, pytest.approx(-2 / 3), 0.0]
+    assert [sample.remove_sample for sample in flat] == [False] * 5 + [True]
+
+
+async def test_groups_have_means_of_their_own(stack: Stack) -> None:
+    """slime's own fallback takes one mean over the batch as soon as rollouts have several samples."""
+    stack.ends |= {0: (1.0, 2), 1: (0.0, 1), 2: (1.0, 1), 3: (1.0, 1)}
+    made = []
+    for index in range(4):
+        sample = slime_sample(index, group_index=index // 2)
+        made += await slime.generate(slime_args(), sample, dict(SAMPLING))
+    _, advantages = slime.rewards(slime_args(), made)
+
+    assert advantages == [0.5, 0.5, -0.5, 0.0, 0.0]
+
+
+async def test_the_spread_is_that_of_rollouts(stack: Stack) -> None:
+    """With slime's standard deviation, which is the unbiased one."""
+    made = await slime_group(stack, (1.0, 2), (0.0, 1))
+    args = SimpleNamespace(**vars(slime_args()) | {"grpo_std_normalization": True})
+    _, advantages = slime.rewards(args, [sample for one in made for sample in one])
+
+    assert advantages == pytest.approx([0.5 / 2**-0.5, 0.5 / 2**-0.5, -0.5 / 2**-0.5], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ends", "keep"),
+    [
+        (((1.0, 3), (0.0, 1)), True),
+        (((1.0, 3), (1.0, 1)), False),
+        (((1.0, 1), (None, 1)), False),
+        ((None, None), False),
+    ],
+)
+async def test_a_group_without_signal_is_filtered(stack: Stack, ends: Any, keep: bool) -> None:
+    """A failed rollout is no variance; samples of one rollout are lists."""
+    assert slime.has_signal(slime_args(), await slime_group(stack, *ends)) is keep
+
+
+async def test_an_aborted_step_cancels_its_rollouts(stack: Stack) -> None:
+    """slime waits for all pending samples before it trains: they end at once, as its own aborts."""
+    from slime.rollout.sglang_rollout import GenerateState
+
+    GenerateState().aborted = True
+    (sample,) = await slime.generate(slime_args(), slime_sample(0), dict(SAMPLING))
+
+    assert stack.cancelled == [stack.requests[0].workflow_id]
+    assert (sample.status.value, sample.reward, sample.remove_sample) == ("aborted", 0.0, True)
+
+
+async def test_a_top_p_that_slime_replays_is_refused(stack: Stack) -> None:
+    """slime asserts a top-p set for every token later, in the middle of its step."""
+    args = SimpleNamespace(**vars(slime_args()) | {"rollout_top_p": 0.9})
+
+    with pytest.raises(ConfigurationError, match=r"--rollout-top-p must be 1\.0"):
+        await slime.generate(args, slime_sample(0), dict(SAMPLING))
+    assert stack.requests == []
+
+
+async def test_a_trainer_that_leaves_takes_its_rollout_along(stack: Stack) -> None:
+    """A cancelled hook cancels the rollout: nothing runs on unread."""
+    call = asyncio.ensure_future(slime.generate(slime_args(), slime_sample(0), dict(SAMPLING)))
+    while not stack.requests:
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+    assert stack.cancelled == [stack.requests[0].workflow_id]
+
+
+# --- verl ------------------------------------------------------------------------------------
+
+
+async def test_verl_instantiates_the_agent_loop(stack: Stack) -> None:
+    """Its own arguments reach its base, all others are the rollout's; its registry keeps the file's entry."""
+    from verl.experimental.agent_loop.agent_loop import registered
+
+    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
+
+    assert registered == {}
+    stack.ends[1] = (1.0, 2)
+    loop = PerdureAgentLoop(
+        trainer_config="config",
+        server_manager=None,
+        tools=[],
+        name="perdure",
+        run_id="try",
+        agent="nop",
+    )
+    row = {"extra_info": {"instance": "d/i"}, "uid": "abc", "session_id": 1, "global_steps": 4}
+    outputs = await loop.run({"temperature": 0.8, "logprobs": True}, **row)
+
+    (request,) = stack.requests
+    assert (loop.config, request.run_id, request.agent) == ("config", "try-4-abc", "nop")
+    assert [(type(o).__name__, o.reward_score) for o in outputs] == [("AgentLoopOutput", 1.0)] * 2
+    # Its trainer makes integers of them: None would end the step.
+    assert {o.extra_fields["min_global_steps"] for o in outputs} == {4}
+
+
+async def test_verl_leaves_a_failed_rollout_out(stack: Stack) -> None:
+    """No output: verl's trainer takes the group's mean without it."""
+    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
+
+    stack.ends[0] = (None, 1)
+    loop = PerdureAgentLoop(trainer_config="config", server_manager=None, run_id="try")
+
+    assert await loop.run({}, instance="d/i") == []
+
+
+# --- TorchTitan ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class TitanSampling:
+    temperature: float = 0.8
+    max_tokens: int = 512
+
+
+@pytest.mark.parametrize(("flags", "budget"), [({}, 900.0), ({"agent_budget_s": 60.0}, 60.0)])
+def test_torchtitan_leaves_the_budget_to_the_variables(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], budget: float
+) -> None:
+    """A flag of its launcher wins. What has no flag follows the variables too."""
+    from perdure.integrations.torchtitan.rollouter import PerdureRollouter, RolloutFields
+
+    monkeypatch.setenv("SWE_TIME_BUDGET_SEC", "900")
+    monkeypatch.setenv("SWE_EVAL_TIMEOUT_SEC", "300")
+    fields = RolloutFields(**flags)
+    rollouter = PerdureRollouter(PerdureRollouter.Config(run_id="try", rollout=fields))
+    (request,) = rollouter._requests("d/i", 0, 1, TitanSampling())
+    started = rollout_with_defaults(request)
+
+    assert (started.agent_budget_s, started.grade_timeout_s) == (budget, 300.0)
+    assert started.max_attempts == RolloutRequest.model_fields["max_attempts"].default
+
+
+# --- SkyRL -----------------------------------------------------------------------------------
+
+
+def skyrl_batch(*repetitions: int) -> dict[str, Any]:
+    from skyrl.train.generators.base import TrajectoryID
+
+    return {
+        "prompts": [[]] * len(repetitions),
+        "env_extras": [{"instance": "d/i"}] * len(repetitions),
+        "trajectory_ids": [TrajectoryID("uid-1", n) for n in repetitions],
+        "sampling_params": {"temperature": 0.8, "max_generate_length": 99},
+        "batch_metadata": SimpleNamespace(training_phase="train", global_step=5),
+    }
+
+
+async def test_skyrl_gets_its_batch_in_order(stack: Stack) -> None:
+    """Rows of a rollout together, in the order of the prompts, under SkyRL's own trajectory ids; one that
+    failed has no row."""
+    stack.ends |= {2: (1.0, 2), 0: (None, 1), 1: (0.0, 1)}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    output = await made.generate(skyrl_batch(2, 0, 1))
+
+    assert [(t.instance_id, t.repetition_id) for t in output["trajectory_ids"]] == [
+        *[("uid-1", 2)] * 2,
+        ("uid-1", 1),
+    ]
+    assert output["is_last_step"] == [False, True, True]
+    assert output["rewards"] == [[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
+    assert {request.run_id for request in stack.requests} == {"try-train-5"}
+    assert stack.requests[0].sampling.max_tokens_per_turn == 99
+
+
+async def test_skyrls_group_without_a_verdict_is_masked(stack: Stack) -> None:
+    """Its fully asynchronous trainer asks for one group at a time and ends its process at an error."""
+    stack.ends |= {0: None, 1: (None, 1)}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    output = await made.generate(skyrl_batch(0, 1))
+
+    assert (output["loss_masks"], output["is_last_step"]) == ([[0], [0]], [True, True])
+    assert [one.repetition_id for one in output["trajectory_ids"]] == [0, 1]
+    assert output["rollout_metrics"]["perdure/left_out"] == 2
+
+
+async def test_skyrl_is_told_when_nothing_of_a_batch_is_left(stack: Stack) -> None:
+    """As its own coding agent does: a step without a trained token would fail later, and say less."""
+    stack.ends[0] = None
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    batch = skyrl_batch(0, 0)
+    batch["env_extras"][1] = {"instance": "d/k"}
+    batch["trajectory_ids"][1].instance_id = "uid-2"
+
+    with pytest.raises(NoResult, match="none of 2 rollouts"):
+        await made.generate(batch)
+
+
+async def test_skyrl_may_train_one_row_for_each_prompt(stack: Stack) -> None:
+    """Without step-wise trajectories: the last segment, and for a rollout without a verdict a masked token
+    that leaves its siblings' mean as it is."""
+    stack.ends |= {0: (1.0, 3), 1: None, 2: (0.0, 1)}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=False), run_id="try")
+    output = await made.generate(skyrl_batch(0, 1, 2))
+
+    assert output["prompt_token_ids"] == [[12], [0], [10]]
+    assert output["rewards"] == [[0.0, 1.0], [0.5], [0.0, 0.0]]
+    assert output["loss_masks"] == [[1, 1], [0], [1, 1]]
+    assert output["rollout_metrics"]["perdure/untrained_segments"] == 2
+
+
+# --- TRL -------------------------------------------------------------------------------------
+
+
+class Published:
+    """Stands for the engines' weights: what was published, as (version, the checkpoint's name)."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, str]] = []
+
+    def published(self) -> Any:
+        return SimpleNamespace(version=7)
+
+    def publish(self, version: int, source: Path, canaries: Any) -> None:
+        assert (source / "model").read_text() == canaries
+        self.done.append((version, source.name))
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Published:
+    found = Published()
+    monkeypatch.setattr(trl_weights, "Weights", lambda: found)
+    monkeypatch.setattr(trl_weights, "canaries", lambda trainer: trainer.model.weights)
+    return found
+
+
+def trl_trainer(training: bool = True, output: Path | None = None) -> Any:
+    def save(folder: str, *, _internal_call: bool) -> None:
+        assert _internal_call  # else it uploads where `push_to_hub` is set
+        Path(folder).mkdir(parents=True)
+        Path(folder, "model").write_text(trainer.model.weights)
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            temperature=0.8, top_p=1.0, top_k=0, max_completion_length=512, output_dir=output
+        ),
+        model=SimpleNamespace(training=training, weights="first"),
+        state=SimpleNamespace(global_step=6),
+        accelerator=SimpleNamespace(
+            process_index=1, is_main_process=True, wait_for_everyone=lambda: None
+        ),
+        use_vllm=False,
+        save_model=save,
+    )
+    return trainer
+
+
+def test_trl_gets_a_row_for_each_prompt(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens and mask of the last segment, and the reward beside them: None where there is no verdict. What
+    is not trained is logged."""
+    stack.ends |= {0: (1.0, 3), 1: (None, 1), 2: None}
+    rollouts = trl.Rollouts(run_id="try", agent="nop", publish=False)
+    output = rollouts(["d/i"] * 3, trl_trainer())
+
+    assert output["prompt_ids"] == [[12], [0], [0]]
+    assert output["completion_ids"] == [[1, 2], [0], [0]]
+    assert output["env_mask"] == [[1, 1], [0], [0]]
+    assert output["perdure_segments"] == [3, 0, 0]
+    logged: dict[str, float] = {}
+    extra = {name: output[name] for name in ("perdure_reward", "perdure_segments")}
+    said = trl.reward(["text"] * 3, log_metric=logged.__setitem__, trainer_state=None, **extra)
+    assert said == [1.0, None, None]
+    assert logged == {"perdure/untrained_segments": 2 / 3, "perdure/left_out": 2 / 3}
+    assert "2 segments of rollout/try-6-1-1/i/0 are not trained" in caplog.text
+
+
+def test_trl_calls_have_ids_of_their_own(stack: Stack) -> None:
+    """Two generations of one step, and of training and evaluation, are different rollouts; the siblings
+    of a prompt count up."""
+    stack.ends |= {0: (1.0, 1), 1: (1.0, 1)}
+    rollouts = trl.Rollouts(run_id="try", publish=False)
+    for training in (True, True, False):
+        rollouts(["d/i", "d/k", "d/i"], trl_trainer(training))
+
+    assert [(r.run_id, r.instance, r.sample_index) for r in stack.requests[:3]] == [
+        ("try-6-1-1", "d/i", 0),
+        ("try-6-1-1", "d/k", 0),
+        ("try-6-1-1", "d/i", 1),
+    ]
+    assert [r.run_id for r in stack.requests[3::3]] == ["try-6-1-2", "try-eval-6-1-1"]
+    assert stack.requests[0].sampling.max_tokens_per_turn == 512
+
+
+def test_trls_weights_sample_its_rollouts(
+    stack: Stack, published: Published, tmp_path: Path
+) -> None:
+    """Each step's model is published under the next version, before rollouts that only it may sample; TRL
+    asks for it where its vLLM would be. The last two checkpoints are kept."""
+    stack.ends[0] = (1.0, 1)
+    trainer, rollouts = trl_trainer(output=tmp_path), trl.Rollouts(run_id="try")
+    rollouts(["d/i"], trainer)
+    for step in (7, 8):
+        trainer.state.global_step, trainer.model.weights = step, f"of step {step}"
+        trainer.vllm_generation.sync_weights()
+        rollouts(["d/i"], trainer)
+
+    assert published.done == [(8, "8"), (9, "9"), (10, "10")]
+    assert [(r.policy_version, r.max_staleness) for r in stack.requests] == [
+        (8, 0),
+        (9, 0),
+        (10, 0),
+    ]
+    assert (trainer.use_vllm, trainer._last_loaded_step) == (True, 6)
+    assert {one.name for one in (tmp_path / "perdure-weights").iterdir()} == {"9", "10"}
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "fix"),
+    [("", "use_vllm", "use_vllm"), ("model", "peft_config", "merged model")],
+)
+def test_what_trl_cannot_publish_is_refused(
+    published: Published, part: str, field: str, fix: str
+) -> None:
+    """Before the first rollout: engines of its own, or adapters, of which Perdure's engines would get none."""
+    trainer = trl_trainer()
+    setattr(getattr(trainer, part) if part else trainer, field, True)
+
+    with pytest.raises(ConfigurationError, match=fix):
+        trl.Rollouts(run_id="try")(["d/i"], trainer)
+
+
+def test_rows_are_json(stack: Stack) -> None:
+    """Trainers dump their samples; what is in them can be written."""
+    made = asyncio.run(slime_group(stack, (1.0, 1)))
+
+    assert json.dumps(made[0][0].metadata)
+
+
+# --- the page --------------------------------------------------------------------------------
+
+
+def test_every_name_of_the_page_can_be_imported(stack: Stack) -> None:
+    """What a launcher is told to name is there, with a trainer of that name installed."""
+    page = (ROOT / "docs/train.md").read_text()
+    names = set(re.findall(r"perdure\.integrations\.\w+\.\w+", page))
+
+    def known(name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        return hasattr(importlib.import_module(module), last) or find_spec(name) is not None
+
+    assert len(names) >= 4
+    assert [name for name in names if not known(name)] == []
+
+
+async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None:
+    """As printed, with SkyRL's own base of experiments."""
+    names: dict[str, Any] = {"BasePPOExp": object, "skyrl": skyrl}
+    exec(docs_pages.block("train.md", "python skyrl"), names)
+    config = SimpleNamespace(generator=SimpleNamespace(step_wise_trajectories=True))
+    stack.ends[0] = (1.0, 1)
+    made = names["Exp"]().get_generator(config, None, None)
+
+    assert len((await made.generate(skyrl_batch(0)))["rewards"]) == 1
+
+
+def test_the_pages_trl_example_gives_rows(
+    stack: Stack, published: Published, tmp_path: Path
+) -> None:
+    """As printed: the dataset's prompt is an instance, and the reward is the rollout's."""
+    made: dict[str, Any] = {}
+
+    def trainer(model: Any, reward: Any, config: Any, rows: Any, rollout_func: Any) -> Any:
+        made.update(reward=reward, rows=rows, rollouts=rollout_func)
+        return SimpleNamespace(train=lambda: None)
+
+    names = {"Dataset": SimpleNamespace(from_list=list), "GRPOTrainer": trainer, "trl": trl}
+    exec(docs_pages.block("train.md", "python trl"), names | {"model": None, "config": None})
+    stack.ends[0] = (1.0, 1)
+    output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer(output=tmp_path))
+
+    assert made["reward"](["text"], log_metric=lambda *_: None, **output) == [1.0]

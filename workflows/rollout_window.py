@@ -1,0 +1,300 @@
+"""The rollouts of one run in flight: starts the next when there is room, and counts how they
+end."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from perdure.client import search_attribute_keys as attributes
+    from perdure.client import temporal_names
+    from perdure.rollouts.activity_messages import ACTION_NEEDED, Page, PageRequest, RolloutAgain
+    from perdure.types import (
+        EpisodeRef,
+        GroupRequest,
+        RolloutRequest,
+        RolloutStatus,
+        RunRequest,
+        RunStatus,
+    )
+    from workflows import activity_options
+    from workflows.activity_redispatch import ordered
+    from workflows.child_rollouts import Buyers, play_rollout, summary_of_group
+    from workflows.web_ui import ChildrenPage
+    from workflows.workflow_failures import stop_if_cancelled, was_dropped
+
+PAGE = 100
+"""Instances that one activity loads."""
+STILL_RUNNING = "running"
+"""Used instead of a status for stragglers that outlive their group."""
+
+ALIKE = 3
+"""The run pauses for a user after this many instances in a row that failed the same way."""
+OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
+"""Failures that do not predict failures of other rollouts."""
+PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
+STOPS_BUYING = "stops-buying-at-the-budget"
+
+
+@dataclass
+class Throttle:
+    """How many rollouts may be in flight. A user's updates set it, and the window reads it."""
+
+    concurrency: int = 0
+    paused: bool = False
+    attention: str = ""
+    """The failure for which the window paused itself, and that only a user can fix."""
+
+    alike: tuple[str, ...] = ()
+    """The `likeness` that the last failures have in common."""
+    failing: set[str] = field(default_factory=set)
+    """The instances whose rollouts failed that way, in a row."""
+
+    def set_paused(self, paused: bool) -> None:
+        self.paused = paused
+        if not paused:
+            self.attention = ""
+            self.failing.clear()
+
+    def stop_for(self, attention: str) -> None:
+        self.paused, self.attention = True, attention
+
+    spent: bool = False
+    """The budget of the run is used up, so it starts no more rollouts."""
+
+    def fails_like_before(self, episode: EpisodeRef) -> bool:
+        """Whether rollouts of at least `ALIKE` instances in a row failed the same way."""
+        failure = episode.failure
+        likeness = failure.likeness if failure is not None else ()
+        if failure is None or failure.type in OF_ONE_ROLLOUT or likeness != self.alike:
+            self.alike = likeness
+            self.failing.clear()
+        if failure is None or failure.type in OF_ONE_ROLLOUT:
+            return False
+        self.failing.add(episode.instance_id)
+        return len(self.failing) >= ALIKE
+
+
+@dataclass
+class Counts:
+    """Numbers of rollouts of a run or of a part of it, by state."""
+
+    started: int = 0
+    done: int = 0
+    running: int = 0
+    by_status: Counter[str] = field(default_factory=Counter)
+    by_outcome: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    dollars: float = 0.0
+
+    @classmethod
+    def of(cls, parts: "Iterable[Counts | RunStatus]") -> "Counts":
+        """The sum."""
+        total = cls()
+        for part in parts:
+            total.started += part.started
+            total.done += part.done
+            total.running += part.running
+            total.by_status.update(part.by_status)
+            total.by_outcome.update(part.by_outcome)
+            total.tokens += part.tokens
+            total.dollars += part.dollars
+        return total
+
+    def status(
+        self, run_id: str, state: str, total: int, concurrency: int, attention: str = ""
+    ) -> RunStatus:
+        """`total`: the number of planned rollouts."""
+        return RunStatus(
+            run_id=run_id,
+            state=state,
+            total=total,
+            started=self.started,
+            done=self.done,
+            running=self.running,
+            concurrency=concurrency,
+            attention=attention,
+            by_status=dict(self.by_status),
+            by_outcome=dict(self.by_outcome),
+            tokens=self.tokens,
+            dollars=round(self.dollars, 6),
+        )
+
+
+def starts_together(run: RunRequest) -> bool:
+    """Whether the samples of an instance start together as a group, which has a quorum or a
+    deadline. Otherwise each starts when there is room for one."""
+    is_group = run.quorum is not None or run.deadline_s is not None
+    return is_group and run.n_samples > 1 and run.again is None
+
+
+class Window:
+    """Runs instances [start, stop) of a run, `throttle.concurrency` rollouts at a time.
+
+    A failure that only a user can fix (configuration, quota) pauses the window, so that it does not
+    fail every later rollout.
+    """
+
+    def __init__(self, run: RunRequest, throttle: Throttle, page: ChildrenPage) -> None:
+        self.run = run
+        """May be replaced during `play`. Rollouts that start later use the new request."""
+        self.throttle = throttle
+        self.page = page
+        self.counts = Counts()
+        self.buyers = Buyers()
+        self.nothing_left_to_start = False
+
+    async def play(self, start: int, stop: int) -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        self.page.show()
+        try:
+            async for request in self._requests(start, stop):
+                weight = request.n_samples if isinstance(request, GroupRequest) else 1
+                await workflow.wait_condition(
+                    lambda weight=weight: self._is_spent() or self._has_room(weight)  # type: ignore[misc]
+                )
+                if self._is_spent():
+                    break
+                if self._is_dropped(request):
+                    continue
+                self.counts.started += weight
+                self.counts.running += weight
+                task = asyncio.create_task(self._play(request, weight))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            self.nothing_left_to_start = True
+            await workflow.wait_condition(lambda: not tasks or self._is_spent())
+            if tasks and workflow.patched(STOPS_BUYING):
+                await self.buyers.stop()
+            await workflow.wait_condition(lambda: not tasks)
+        except ActivityError as error:
+            if not is_cancelled_exception(error):  # the list is unreadable: wait for open rollouts
+                await workflow.wait_condition(lambda: not tasks)
+            raise
+        finally:
+            left = [] if was_dropped() else list(tasks)
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.gather(*left, return_exceptions=True)
+
+    def _is_spent(self) -> bool:
+        used_up = self.run.budget.used_up(self.counts.tokens, self.counts.dollars)
+        return self.throttle.spent or bool(used_up)
+
+    def _is_dropped(self, request: RolloutRequest | GroupRequest) -> bool:
+        """Whether a change of the run to fewer samples has dropped this rollout."""
+        if isinstance(request, GroupRequest) or self.run.again is not None:
+            return False
+        return request.sample_index >= self.run.n_samples
+
+    def _has_room(self, weight: int) -> bool:
+        if self.throttle.paused:
+            return False
+        running = self.counts.running
+        return running == 0 or running + weight <= self.throttle.concurrency
+
+    async def _requests(
+        self, start: int, stop: int
+    ) -> AsyncIterator[RolloutRequest | GroupRequest]:
+        """The rollouts in order, or groups if samples start together."""
+        round = self.run.again.round if self.run.again else 0
+        for first in range(start, stop, PAGE):
+            request = PageRequest(
+                run_id=self.run.run_id, start=first, stop=min(first + PAGE, stop), round=round
+            )
+            options = activity_options.described(
+                activity_options.bookkeeping(), f"instances from {first}"
+            )
+            page = await ordered("load_page", request, Page, options)
+            stop_if_cancelled()
+            for entry in page.again:
+                yield self._again(entry)
+            for instance in page.instances:
+                group = self._group(instance)
+                if starts_together(self.run):
+                    yield group
+                    continue
+                for sample in range(group.n_samples):
+                    yield group.sample(sample) if group.n_samples > 1 else group.rollout
+
+    def _group(self, instance: str) -> GroupRequest:
+        return GroupRequest(
+            rollout=self.run.rollout_request(instance),
+            n_samples=self.run.n_samples,
+            quorum=self.run.quorum,
+            deadline_s=self.run.deadline_s,
+            stragglers=self.run.stragglers,
+        )
+
+    def _again(self, entry: RolloutAgain) -> RolloutRequest:
+        assert self.run.again is not None, "only such a run has these entries"
+        request = self.run.rollout_request(entry.instance, entry.sample_index)
+        update = {"round": entry.round, "start_at": self.run.again.start_at}
+        return request.model_copy(update=update)
+
+    async def _play(self, request: RolloutRequest | GroupRequest, weight: int) -> None:
+        try:
+            if self.run.start_jitter_s:
+                late = workflow.random().uniform(0, self.run.start_jitter_s)
+                await workflow.sleep(late, summary="start jitter")
+            if isinstance(request, GroupRequest):
+                await self._play_group(request)
+            else:
+                self._count(await play_rollout(request, self.buyers))
+        finally:
+            self.counts.running -= weight
+
+    async def _play_group(self, group: GroupRequest) -> None:
+        try:
+            child = await workflow.start_child_workflow(
+                temporal_names.GROUP,
+                group,
+                id=group.workflow_id,
+                result_type=dict,
+                parent_close_policy=workflow.ParentClosePolicy.REQUEST_CANCEL,
+                search_attributes=attributes.of_rollout(group.rollout),
+                static_summary=summary_of_group(group),
+            )
+            result = await self.buyers.result_of(child)
+        except (FailureError, asyncio.CancelledError) as error:
+            cancelled = is_cancelled_exception(error)
+            status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED
+            # The group has no result. `finish_run` reads from the store how each rollout ended.
+            self.counts.done += group.n_samples
+            self.counts.by_status[status.value] += group.n_samples
+            return
+        for episode in result["episodes"]:
+            self._count(EpisodeRef.model_validate(episode))
+        if kept := group.n_samples - len(result["episodes"]):
+            self.counts.by_status[STILL_RUNNING] += kept
+
+    def _pay(self, episode: EpisodeRef) -> None:
+        sampled, prompt, cached = episode.tokens, episode.prompt_tokens, episode.cached_tokens
+        self.counts.tokens += prompt + sampled
+        if (price := self.run.budget.price) is not None:
+            self.counts.dollars += price.of(prompt, cached, sampled)
+
+    def _count(self, episode: EpisodeRef) -> None:
+        self.page.add(episode)
+        self.counts.done += 1
+        self.counts.by_status[episode.status.value] += 1
+        self._pay(episode)
+        if episode.outcome is not None:
+            self.counts.by_outcome[episode.outcome.value] += 1
+        if episode.failure is not None and episode.failure.type in ACTION_NEEDED:
+            self.throttle.stop_for(episode.failure.message)
+        if (
+            self.throttle.fails_like_before(episode)
+            and episode.failure is not None
+            and not self.nothing_left_to_start
+            and not self.throttle.paused
+            and workflow.patched(PAUSES_WHEN_ALIKE)
+        ):
+            self.throttle.stop_for(
+                f"{ALIKE} rollouts failed the same way: {episode.failure.message}"
+            )
