@@ -34,8 +34,8 @@ POLLS = "polls its queues"
 LEAVE = """
 import asyncio
 from perdure.settings.settings_loader import load_settings
-from perdure.stack import host_life, sandboxes
-asyncio.run(sandboxes.kill_all(load_settings(), print))
+from perdure.stack import home_providers, host_life
+asyncio.run(home_providers.kill_all(load_settings(), print))
 host_life.end(load_settings())  # if it has not left by itself
 """
 

@@ -295,7 +295,7 @@ USES_A_READER = (
 @pytest.mark.parametrize(
     "ends",
     [
-        "from workers import process; process.serve = use; sys.argv[1:] = []; process.main()",
+        "from workers import worker_process; worker_process.serve = use; sys.argv[1:] = []; worker_process.main()",
         "from perdure.cli import main; main.invoke = lambda _: asyncio.run(use()) or 0; main.main()",
     ],
     ids=["worker", "command"],

@@ -61,9 +61,12 @@ def test_no_module_uses_a_private_name_of_another() -> None:
     ("source", "found"),
     [
         ("from perdure.storage.s3_store import _key", ["perdure.storage.s3_store._key"]),
-        ("from perdure.storage import s3\ns3._key()", ["perdure.storage.s3_store._key"]),
         (
-            "from perdure.storage import s3 as store\nstore._key()",
+            "from perdure.storage import s3_store\ns3_store._key()",
+            ["perdure.storage.s3_store._key"],
+        ),
+        (
+            "from perdure.storage import s3_store as store\nstore._key()",
             ["perdure.storage.s3_store._key"],
         ),
         ("from os import _exit", []),

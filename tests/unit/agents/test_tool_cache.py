@@ -31,14 +31,14 @@ async def test_many_callers_build_once(tmp_path: Path) -> None:
 ASK = """
 import asyncio, sys
 from pathlib import Path
-from perdure.agents import toolcache
+from perdure.agents import tool_cache
 
 def build(folder):
     folder.mkdir()
     with open(sys.argv[1] + "/builds", "a") as log:
         log.write("x")
 
-asyncio.run(toolcache.built(Path(sys.argv[1]), "tool", "recipe", build))
+asyncio.run(tool_cache.built(Path(sys.argv[1]), "tool", "recipe", build))
 """
 
 
