@@ -1,6 +1,6 @@
 """The decorator that makes a method an activity: heartbeats, errors, logs, metrics, shutdown.
 
-Only Temporal retries. `failures` translates an error's type into what Temporal does next.
+Only Temporal retries. `activity_errors` translates an error's type into what Temporal does next.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Handlers of data sources: each reads rows, prepares sandboxes and grades diffs of its data
 source.
 
-`Instance.data_source` selects the handler. The data sources in `registry.ROWS` use `Published`. A
+`Instance.data_source` selects the handler. The data sources in `variant_registry.ROWS` use `Published`. A
 program can add its own without a change to Perdure, with the names and signatures of the OpenHands
 NVIDIA module:
 
@@ -167,7 +167,7 @@ def wrong_answer(
 
 
 class Published(AgentHandler):
-    """The handler of the data sources in `registry.ROWS`. `grading.protocol` names the grader."""
+    """The handler of the data sources in `variant_registry.ROWS`. `grading.protocol` names the grader."""
 
     def __init__(self, name: str) -> None:
         self.name = name

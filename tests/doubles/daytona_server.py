@@ -4,7 +4,7 @@
     export DAYTONA_API_URL=http://127.0.0.1:3986/api DAYTONA_API_KEY=dtn_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
-faults to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, snapshots, volumes, git,
+faults to `/__control/rules` (see `fault_rules.Rule`). Not played: PTY, pause, snapshots, volumes, git,
 events, image builds.
 """
 

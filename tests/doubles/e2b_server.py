@@ -4,7 +4,7 @@
     export E2B_API_URL=http://127.0.0.1:3900 E2B_SANDBOX_URL=http://127.0.0.1:3900 E2B_API_KEY=e2b_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
-faults to `/__control/rules` (see `faults.Rule`). Not played: PTY, pause, watchers, ports.
+faults to `/__control/rules` (see `fault_rules.Rule`). Not played: PTY, pause, watchers, ports.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
     export KUBECONFIG=DIR/kubeconfig
 
 Kill it and start it again on the same DIR: it keeps its state, and its pods live on. Post faults
-to `/__control/rules` (see `faults.Rule`). Not played: images, logs, port forwarding, SPDY, network
+to `/__control/rules` (see `fault_rules.Rule`). Not played: images, logs, port forwarding, SPDY, network
 policies, and objects other than pods.
 """
 

@@ -1,4 +1,4 @@
-"""The search attributes of rollouts as SDK keys. `names.SEARCH_ATTRIBUTES` has their types."""
+"""The search attributes of rollouts as SDK keys. `temporal_names.SEARCH_ATTRIBUTES` has their types."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The contract of a dialect, a module that reads and writes one protocol of agents.
 
-A new dialect is one module with these names and one line in `app.DIALECTS`. The gateway handles
+A new dialect is one module with these names and one line in `http_app.DIALECTS`. The gateway handles
 sessions, keys and limits.
 """
 

@@ -1,8 +1,8 @@
 """A cache of request bodies: agents send their whole history each time, and only its end is new.
 
 Finds, byte for byte, the part of a body that its sender has sent before. That part is not parsed, checked
-or translated again, and its messages are not visited one by one. `fields` reads a body of an unusual form
-as a whole.
+or translated again, and its messages are not visited one by one. `json_fields` reads a body of an
+unusual form as a whole.
 """
 
 import json

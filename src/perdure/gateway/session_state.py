@@ -1,6 +1,6 @@
 """One session in a gateway's memory, in two states: asleep (`Session` alone) and awake (`Awake`).
 
-Owns how a journal record changes a session. `sessions` owns its calls and the journal itself.
+Owns how a journal record changes a session. `session_manager` owns its calls and the journal itself.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Fetches the base tree that a Source names, and unpacks it as plain files. `repository` makes it a
-git repository; `environments` installs its dependencies.
+"""Fetches the base tree that a Source names, and unpacks it as plain files. `host_git` makes it a
+git repository; `environment_builder` installs its dependencies.
 """
 
 import asyncio

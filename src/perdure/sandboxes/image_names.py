@@ -1,6 +1,6 @@
 """Image names as each provider uses them: mirrors, templates and routing tags.
 
-`pulls` pulls them. A row names the image of its instance (`perdure.instances.rows.image_rules`).
+`image_pulls` pulls them. A row names the image of its instance (`perdure.instances.rows.image_rules`).
 """
 
 import hashlib

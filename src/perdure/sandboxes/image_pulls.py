@@ -1,6 +1,6 @@
 """One pull of an image at a time on a host, and what a failed pull means.
 
-The providers choose the commands that find and pull an image. Names and mirrors are in `images`.
+The providers choose the commands that find and pull an image. Names and mirrors are in `image_names`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Builds the command lines of engine servers.
 
-It knows only flags: `replica` runs the command lines, and `exit_causes` reads their logs.
+It knows only flags: `engine_replica` runs the command lines, and `engine_exit_causes` reads their logs.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Explains in one line why an engine server ended, and decides whether to start it again.
 
-It knows the final messages of vLLM 0.32 and SGLang 0.5; `replica` reads the log.
+It knows the final messages of vLLM 0.32 and SGLang 0.5; `engine_replica` reads the log.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Places replicas on Ray: one actor per replica, in its own placement group.
 
-The manager makes the decisions. Only this module and `manager` import Ray.
+The manager makes the decisions. Only this module and `replica_manager` import Ray.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """HTTP to inference servers. A POST to a hosted API is repeated for a bounded time.
 
-While an engine restarts or refuses, agents see a slow answer instead of an error. `engine_refusal`
+While an engine restarts or refuses, agents see a slow answer instead of an error. `engine_errors`
 interprets errors; each engine's client makes the request and reads the answer.
 """
 

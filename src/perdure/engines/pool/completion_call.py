@@ -1,6 +1,6 @@
 """One completion, which several engines may sample in turn: its request, its tokens, its patience.
 
-`pool` moves the call from engine to engine.
+`engine_pool` moves the call from engine to engine.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """The engines that this process knows: each one's record in the shared roster, and its health checks.
 
-Follows the roster and checks engines. `pooled_engine` has the calls on an engine; `leases` and `pool`
-decide which sessions it gets.
+Follows the roster and checks engines. `pooled_engine` has the calls on an engine; `leases` and
+`engine_pool` decide which sessions it gets.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """A gateway's engines as one: a call in, one whole completion out, even if engines fail.
 
-Owns the loop over engines and the calls that wait for one. `fleet` knows the engines, `pooled_engine` the
-calls on each, `call` one completion, and `leases` which session uses which engine.
+Owns the loop over engines and the calls that wait for one. `engine_fleet` knows the engines,
+`pooled_engine` the calls on each, `completion_call` one completion, and `leases` which session uses
+which engine.
 """
 
 import asyncio

@@ -9,7 +9,8 @@
   its share.
 - A full engine gets no new session. Requests of other gateways' agents count as agents.
 
-Owns no clock, socket or task. Waiting for room is in `queueing`; when an engine is full, in `capacity`.
+Owns no clock, socket or task. `fair_queue` holds the calls that wait for room, and `capacity` decides how
+many agents an engine may have.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """One engine as this process uses it: its client, its health check, and the calls that run on it.
 
 Owns what happens to those calls when the engine's record changes. Which engines there are is in
-`fleet`; which session gets which engine is in `leases`.
+`engine_fleet`; which session gets which engine is in `leases`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """The gateway's HTTP app: routes, keys, size limits, and errors in the caller's dialect.
 
-Holds no state; `sessions` does. Checks a request's key, size and body before any costly work.
+Holds no state; `session_manager` does. Checks a request's key, size and body before any costly work.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Tokenizers that need no network.
 
 Plain text never becomes a control token: a tool output that contains `<|im_end|>` stays text. Otherwise
-an agent could forge the end of a turn. `typed_text` marks such text.
+an agent could forge the end of a turn. `control_token_text` marks such text.
 """
 
 import base64

@@ -1,6 +1,7 @@
 """Bridging: makes the next prompt from the recorded ids and the rendered new messages.
 
-`chains` finds the turn that a request continues. `maker` renders the whole history if bridging fails.
+`turn_chains` finds the turn that a request continues. `turn_maker` renders the whole
+history if bridging fails.
 """
 
 import itertools

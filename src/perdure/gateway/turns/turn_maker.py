@@ -1,6 +1,6 @@
 """Makes one turn: builds its prompt (bridged or rendered), samples, and reads the sampled ids.
 
-Owns how a turn's record is made. `sessions` admits calls and commits the record.
+Owns how a turn's record is made. `session_manager` admits calls and commits the record.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class PendingTurn:
 
 
 class TurnMaker:
-    """Makes the record of a turn, which `sessions` commits."""
+    """Makes the record of a turn, which `session_manager` commits."""
 
     def __init__(
         self,

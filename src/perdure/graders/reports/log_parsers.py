@@ -2,7 +2,7 @@
 
 Rows name their parser `parse_log_...`. These are swebench's own, so verdicts equal swebench's.
 `pytest` is Perdure's parser, for rows that name none: it keeps whole ids, and the worse of two
-results counts. `verdict.py` decides which statuses pass.
+results counts. `verdict_rules.py` decides which statuses pass.
 
 Hostile code writes the log, and swebench's regular expressions can take long on it. So parsers run
 in `perdure.limited_process`, and read only the first 8 KiB of a line.

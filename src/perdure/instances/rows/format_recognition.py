@@ -59,7 +59,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "slime": Format("slime", ("swepro", "remote_env_info"), ("prompt", "metadata")),
     }
 )
-"""Name in `registry.ROWS` -> format."""
+"""Name in `variant_registry.ROWS` -> format."""
 
 ALIKE = {
     "swe-bench": "swebench",
@@ -68,11 +68,11 @@ ALIKE = {
     "git-history": "swebench",
     "release-pair": "swebench",
 }
-"""Other names in `registry.ROWS` -> the format's name in FORMATS."""
+"""Other names in `variant_registry.ROWS` -> the format's name in FORMATS."""
 
 
 def recognised(row: Row) -> str:
-    """The format's name in `registry.ROWS`, found from the row's fields.
+    """The format's name in `variant_registry.ROWS`, found from the row's fields.
 
     Raises: InstanceError when no format or more than one fits.
     """

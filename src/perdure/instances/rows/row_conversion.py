@@ -1,6 +1,6 @@
 """Finds a row's format, and converts the row to an instance.
 
-A new row format is one file with `to_instance(row, dataset)` and one line in `registry.ROWS`.
+A new row format is one file with `to_instance(row, dataset)` and one line in `variant_registry.ROWS`.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The folder of one sandbox on this host: its spec, deadline, processes and commands.
 
-Owns the files' names and formats. `provider` boots a sandbox, `teardown` kills it.
+Owns the files' names and formats. `provider` boots a sandbox, `sandbox_teardown` kills it.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Chooses before the boot how a sandbox reaches the gateway. The setting and the provider decide.
 
-Also checks the URL from inside. `relay` runs the relays.
+Also checks the URL from inside. `host_relay` runs the relays.
 """
 
 import ipaddress
