@@ -13,7 +13,7 @@ from perdure.client import temporal_names
 from perdure.rollouts.activity_messages import Attempt, GradedPatch
 from perdure.rollouts.stage_services import Services
 from perdure.types import EpisodeRef, Frozen, Outcome
-from workers import task_queues, workflow_worker
+from workers import task_queue_slots, workflow_worker
 from workers.worker_process import main
 from workflows import activity_options
 from workflows.rollout_workflow import RolloutWorkflow
@@ -61,7 +61,7 @@ class NextGrading(Stages):
         """Nothing: that it is there is the change."""
 
 
-def next_queues(role: str, services: Services) -> list[task_queues.Queue]:
+def next_queues(role: str, services: Services) -> list[task_queue_slots.Queue]:
     found = _queues(role, services)
     if role != "grade":
         return found
@@ -69,11 +69,11 @@ def next_queues(role: str, services: Services) -> list[task_queues.Queue]:
     return [replace(one, activities=[grading.grade, grading.review]) for one in found]
 
 
-_queues = task_queues.queues
+_queues = task_queue_slots.queues
 
 
 if __name__ == "__main__":
-    task_queues.queues = next_queues
+    task_queue_slots.queues = next_queues
     workflow_worker.workflow_worker = functools.partial(
         workflow_worker.workflow_worker, workflows=WORKFLOWS
     )

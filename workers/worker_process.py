@@ -97,7 +97,7 @@ def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[W
     others = [role for role in roles if role != "workflows"]
     if others:
         from perdure.rollouts.stage_services import Services
-        from workers.task_queues import activity_worker, queues
+        from workers.task_queue_slots import activity_worker, queues
 
         services = Services(settings)
         for role in others:

@@ -32,7 +32,8 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows import activity_options, web_ui_markdown
     from workflows.activity_redispatch import ordered
-    from workflows.rollout_window import STILL_RUNNING, Counts, Throttle, Window, starts_together
+    from workflows.rollouts_in_flight import STILL_RUNNING, Counts, Window, starts_together
+    from workflows.run_pause import Throttle
     from workflows.web_ui import ChildrenPage, Links, ShardsPage, counted
     from workflows.workflow_failures import (
         as_sentence,

@@ -126,7 +126,7 @@ async def test_a_list_that_is_lost_ends_no_rollout_in_flight(
 ) -> None:
     """The second page can never be read: the first page's rollouts are graded, then the run fails
     with a manifest."""
-    monkeypatch.setattr("workflows.rollout_window.PAGE", 2)
+    monkeypatch.setattr("workflows.rollouts_in_flight.PAGE", 2)
     gate = Gate()
     stages.override["run_agent"] = gate.agent
     stages.instances = tuple(f"toy/add-{k}" for k in range(4))

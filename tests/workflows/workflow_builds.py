@@ -27,7 +27,7 @@ from tests import next_build as next_build_worker
 from tests.next_build import Verdict
 from tests.stack.wait_until import until
 from tests.workflows.scripted_stages import Stages
-from workers import task_queues
+from workers import task_queue_slots
 from workers.deployment_version import build_of
 from workers.worker_process import ROLES
 from workers.workflow_worker import WORKFLOWS, workflow_worker
@@ -76,9 +76,9 @@ class Build:
         self._note(services.host)
         async with AsyncExitStack() as workers:
             for role in ROLES[1:]:
-                for queue in task_queues.queues(role, services):
+                for queue in task_queue_slots.queues(role, services):
                     ours = replace(queue, activities=self.stages.activities(), slots=20)
-                    worker = task_queues.activity_worker(client, ours, build)
+                    worker = task_queue_slots.activity_worker(client, ours, build)
                     await workers.enter_async_context(worker)
             await workers.enter_async_context(
                 workflow_worker(client, build=build, workflows=self.workflows)

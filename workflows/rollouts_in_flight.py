@@ -24,6 +24,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
     from workflows.child_rollouts import Buyers, play_rollout, summary_of_group
+    from workflows.run_pause import ALIKE, Throttle
     from workflows.web_ui import ChildrenPage
     from workflows.workflow_failures import stop_if_cancelled, was_dropped
 
@@ -32,51 +33,8 @@ PAGE = 100
 STILL_RUNNING = "running"
 """Used instead of a status for stragglers that outlive their group."""
 
-ALIKE = 3
-"""The run pauses for a user after this many instances in a row that failed the same way."""
-OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
-"""Failures that do not predict failures of other rollouts."""
 PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
 STOPS_BUYING = "stops-buying-at-the-budget"
-
-
-@dataclass
-class Throttle:
-    """How many rollouts may be in flight. A user's updates set it, and the window reads it."""
-
-    concurrency: int = 0
-    paused: bool = False
-    attention: str = ""
-    """The failure for which the window paused itself, and that only a user can fix."""
-
-    alike: tuple[str, ...] = ()
-    """The `likeness` that the last failures have in common."""
-    failing: set[str] = field(default_factory=set)
-    """The instances whose rollouts failed that way, in a row."""
-
-    def set_paused(self, paused: bool) -> None:
-        self.paused = paused
-        if not paused:
-            self.attention = ""
-            self.failing.clear()
-
-    def stop_for(self, attention: str) -> None:
-        self.paused, self.attention = True, attention
-
-    spent: bool = False
-    """The budget of the run is used up, so it starts no more rollouts."""
-
-    def fails_like_before(self, episode: EpisodeRef) -> bool:
-        """Whether rollouts of at least `ALIKE` instances in a row failed the same way."""
-        failure = episode.failure
-        likeness = failure.likeness if failure is not None else ()
-        if failure is None or failure.type in OF_ONE_ROLLOUT or likeness != self.alike:
-            self.alike = likeness
-            self.failing.clear()
-        if failure is None or failure.type in OF_ONE_ROLLOUT:
-            return False
-        self.failing.add(episode.instance_id)
-        return len(self.failing) >= ALIKE
 
 
 @dataclass
