@@ -1,4 +1,4 @@
-"""Scores recorded ids with transformers: `python scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
+"""Scores recorded ids with transformers: `python transformers_scorer.py MODEL DTYPE DEVICE < REQUEST > ANSWER`.
 
 It runs in an environment with transformers, such as vLLM's own; nothing in Perdure imports it. REQUEST
 and ANSWER are JSON objects; `scorer_process.py` describes them.
