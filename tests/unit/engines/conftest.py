@@ -13,4 +13,8 @@ def pytest_asyncio_loop_factories(
     """The tests of connections run on both loops: gateways run on uvloop, whose transports differ
     from asyncio's."""
     loops = {"asyncio": asyncio.new_event_loop}
-    return loops | {"uvloop": uvloop.new_event_loop} if item.path.name == "test_hosted_requests.py" else loops
+    return (
+        loops | {"uvloop": uvloop.new_event_loop}
+        if item.path.name == "test_hosted_requests.py"
+        else loops
+    )
