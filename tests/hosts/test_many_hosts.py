@@ -7,11 +7,15 @@ four   no gateway, all roles; added while rollouts wait
 """
 
 import asyncio
+import contextlib
 import time
 from functools import partial
 
 import pytest
 
+from perdure.errors import NotFound
+from perdure.rollouts.gateway_session.gateway_session import AWAY, GatewayAway
+from perdure.storage import store_keys
 from perdure.types import RolloutRequest
 from tests.hosts.host_cluster import Cluster
 from tests.stack.wait_until import until
@@ -43,6 +47,15 @@ def _at_work(cluster: Cluster, requests: list[RolloutRequest], attempt: int = 1)
     names = {cluster.stack.identity(r, "agent", attempt): r.workflow_id for r in requests}
     arrived = {one.rpartition("-")[0] for one in cluster.stack.engine.waiting}
     return {names[one] for one in arrived & names.keys()}
+
+
+async def _sees_the_gateway_again(cluster: Cluster, request: RolloutRequest) -> bool:
+    """Whether the worker noted the outage of the gateway, and afterwards its return."""
+    key = f"{store_keys.attempt(request, 1)}/{AWAY}"
+    with contextlib.suppress(NotFound):
+        away = GatewayAway.model_validate_json((await cluster.stack.store.get(key)).data)
+        return away.turns is not None
+    return False
 
 
 async def _all_at_work(
@@ -84,16 +97,22 @@ async def test_rollouts_begin_where_seats_are_free_and_a_new_host_works_at_once(
 
 
 async def test_a_host_split_from_the_network_for_a_minute_returns(cluster: Cluster) -> None:
-    """Its agents work on in their first attempt."""
+    """Its agents continue in their first attempt, because its worker sees the gateway again while they
+    wait for an answer. An agent that ended before that would be replayed in a second attempt."""
     requests = await _begun(cluster, "split", 6)
     await _all_at_work(cluster, requests)
+    split = [r for r in requests if await cluster.where(r) == "three"]
     three = cluster.hosts["three"]
     three.cut()
     await asyncio.sleep(A_MINUTE_S)
     three.mend()
+    for request in split:
+        sees = partial(_sees_the_gateway_again, cluster, request)
+        await until(sees, f"{request.workflow_id} sees the gateway again", PATIENCE_S)
     cluster.stack.engine.let_go()
     await _ended(cluster, requests)
 
+    assert split
     assert (await cluster.state(three)).number == 0
 
 
