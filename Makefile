@@ -37,7 +37,7 @@ test: setup ## run check, then the unit, contract, workflow and integration test
 	@$(RUN) pytest --timeout 240 -m "not longer" $(SUITES)
 
 test-all: test ## run test, then the longer tests of the same suites, as CI does
-	@$(RUN) pytest --timeout 240 -m longer $(SUITES)
+	@$(RUN) pytest --timeout 600 -m longer $(SUITES)
 
 test-real: setup ## run seven real SWE-bench rows three times each, by the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py

@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import subprocess
 import sys
 import tarfile
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from perdure.errors import NotFound
 from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.guest import guest_sandbox as guested
 from perdure.sandboxes.guest.guest_sandbox import GuestSandbox
+from perdure.sandboxes.guest.inside import guest_processes
 from perdure.sandboxes.host.host_processes import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 
@@ -256,3 +258,19 @@ async def test_command_outlives_the_resident(box: Folder) -> None:
     status = await box.wait("long", 60)
 
     assert status.code == 5
+
+
+def test_a_scan_during_which_a_process_was_born_is_no_proof() -> None:
+    """A process that forks and exits at once is in no single scan: the next one is needed."""
+    with subprocess.Popen(["sleep", "40"]) as newborn:
+
+        def scan() -> list[int]:
+            scans.append(len(scans))
+            if len(scans) == 1:
+                subprocess.run(["true"], check=True)
+            return [newborn.pid] if len(scans) == 2 else []
+
+        scans: list[int] = []
+        guest_processes.kill_all(scan)
+
+        assert newborn.wait(10) == -signal.SIGKILL

@@ -130,13 +130,7 @@ def send_signal(exec_id: str, signum: int) -> Answer:
         return {}
     if not over:
         records.claim(folder, "signal")
-    while True:
-        pids = tree(folder, process)
-        if not pids:
-            break
-        for pid in pids:
-            processes.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+    processes.kill_all(lambda: tree(folder, process))
     finish = time.monotonic() + 5
     while (
         records.result_of(folder) is None and processes.alive(process) and time.monotonic() < finish
@@ -147,14 +141,9 @@ def send_signal(exec_id: str, signum: int) -> Answer:
 
 def end_all() -> Answer:
     """Kill every process that any command started, then free the reserved disk space."""
-    while True:
-        pids = [pid for pid in left() if pid != os.getpid()]
-        if not pids:
-            files.free_room()
-            return {}
-        for pid in pids:
-            processes.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+    processes.kill_all(lambda: [pid for pid in left() if pid != os.getpid()])
+    files.free_room()
+    return {}
 
 
 def left() -> list[int]:

@@ -198,7 +198,7 @@ def is_late(folder: str, seconds: float, timeout: float | None) -> bool:
 
 def end(folder: str, cause: str) -> None:
     records.claim(folder, cause)
-    processes.slaughter(os.getpid())
+    processes.kill_all(lambda: processes.below(os.getpid()))
 
 
 def write_result(folder: str, status: int, seconds: float, ooms: int, ended: str) -> None:
