@@ -82,8 +82,8 @@ fmt: setup ## format the code and apply ruff's fixes
 	@$(RUN) ruff check --fix -q .
 	@$(RUN) ruff format .
 
-build: setup ## build the wheel, install it in a bare environment and import its client
-	@$(UV) build -q --wheel
+build: setup ## build the wheel, install it in a bare environment and run the demo from it
+	@$(UV) build -q --clear
 	@infra/setup/check_wheel
 
 chaos: setup ## kill real processes with -9 and SIGTERM, and lose answers (slow); SEEDS=1,2 ROLLOUTS=200

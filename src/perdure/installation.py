@@ -1,7 +1,4 @@
-"""The command that installs a missing package, depending on how this copy of Perdure is installed.
-
-Perdure is on no package index, so `pip install 'perdure[serving]'` does not work.
-"""
+"""Where this copy of Perdure keeps the service's code, and the command that adds a package to it."""
 
 import importlib.util
 import json
@@ -11,8 +8,15 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parent
+ROOT = PACKAGE.parents[1]
 """The root of the checkout, if this copy is in one."""
+
+
+def service_folder() -> Path:
+    """The folder with `workers`, `workflows`, `activities` and `datasets`: the root of a checkout, or
+    a folder inside an installed package. Service processes have it on their PYTHONPATH."""
+    return ROOT if (ROOT / "workers" / "__main__.py").is_file() else PACKAGE / "service"
 
 
 def command_for_extra(*extras: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perdure.errors import MissingDependency
+from perdure.installation import command_for_packages
 from perdure.settings import process_environment
 
 STARTS_WITHIN_S = 30.0
@@ -37,8 +38,8 @@ def find_uv() -> Path:
         found = shutil.which("uv")
     if found is None:
         raise MissingDependency(
-            "uv, which installs agents and builds environments, is missing: install it on PATH "
-            "(https://docs.astral.sh/uv)"
+            "uv, which installs agents and builds environments, is missing: "
+            f"{command_for_packages('uv')}, or put it on PATH (https://docs.astral.sh/uv)"
         )
     return Path(found)
 

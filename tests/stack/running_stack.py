@@ -90,6 +90,8 @@ class Stack:
     processes: list[Process] = field(default_factory=list)
     requests: list[RolloutRequest] = field(default_factory=list)
     """What was started through here, to be looked for when it is over."""
+    earlier: frozenset[Path] = field(default_factory=lambda: frozenset(_control_groups()))
+    """Groups that a killed suite left. Its rollouts may have the names of ours."""
 
     @property
     def settings(self) -> Settings:
@@ -351,7 +353,8 @@ class Stack:
         """What our rollouts have on this host: sandbox folders, cgroups, mounts, agents."""
         digests = {self.identity(r, "agent").rpartition("-agent-")[0] for r in self.requests}
         found = [f"process {pid}" for pid, _ in self.agents()]
-        places = [*folders(self.provider.root), *folders(Path("/sys/fs/cgroup"), depth=3)]
+        groups = set(_control_groups()) - self.earlier
+        places = [*folders(self.provider.root), *sorted(groups)]
         ours = re.compile("|".join(digests) or "(?!)")
         found += [str(path) for path in places if ours.search(path.name)]
         mounts = Path("/proc/mounts").read_text().splitlines()
@@ -518,3 +521,7 @@ async def running(
 
 
 # --- this host -----------------------------------------------------------------------------------
+
+
+def _control_groups() -> list[Path]:
+    return folders(Path("/sys/fs/cgroup"), depth=3)

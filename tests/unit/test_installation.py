@@ -1,5 +1,6 @@
 """The command in a message installs the missing package, however this copy was installed."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from perdure import installation
-from perdure.installation import command_for_extra, command_for_packages
+from perdure.errors import MissingDependency
+from perdure.installation import command_for_extra, command_for_packages, service_folder
+from perdure.settings.settings_tree import Settings
+from perdure.stack import stack_lifecycle
 from tests.checkout_paths import ROOT
 
 
@@ -38,6 +42,29 @@ def test_a_copy_from_a_wheel_names_that_wheel(
     assert command.endswith(" 'perdure[serving] @ file:///w/perdure-1-py3-none-any.whl'")
     assert f"{sys.executable} " in command
     assert "pip install " in command
+
+
+def test_an_installed_copy_has_the_service_inside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout has it at its root. `make build` runs the demo from a wheel."""
+    assert service_folder() == ROOT
+
+    monkeypatch.setattr(installation, "ROOT", tmp_path)
+    assert service_folder() == ROOT / "src" / "perdure" / "service"
+
+
+def test_a_copy_for_the_client_alone_says_what_a_stack_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`pip install perdure` without an extra, then `perdure up`."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
+
+    with pytest.raises(MissingDependency, match=r"add what a local stack needs: .*laptop"):
+        stack_lifecycle.ensure_up(Settings(home=tmp_path), "", print)
 
 
 def test_other_packages_go_into_this_environment(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Rich is imported only where a table is printed, because the import takes a tenth
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -89,10 +90,12 @@ def many(count: int, noun: str) -> str:
 
 
 def me() -> str:
-    """How the user calls this command: `perdure`, or under `uv run` the path of the script.
+    """How the user calls this command: `perdure`, or the path of the script if it is not on PATH.
 
     `uv run` puts `perdure` on PATH for its own child only.
     """
-    if not process_environment.foreign("UV_RUN_RECURSION_DEPTH"):
+    script = sys.argv[0]
+    kept_on_path = not process_environment.foreign("UV_RUN_RECURSION_DEPTH")
+    if not script.endswith("perdure") or (kept_on_path and shutil.which("perdure")):
         return "perdure"
-    return os.path.relpath(sys.argv[0]) if sys.argv[0].endswith("perdure") else "perdure"
+    return os.path.relpath(script)

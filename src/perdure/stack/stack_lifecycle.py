@@ -1,6 +1,7 @@
 """Starts, finds and stops the stack of a home, for commands and tests."""
 
 import asyncio
+import importlib.util
 import json
 import os
 import sys
@@ -8,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from perdure.errors import ConfigurationError, PerdureError
+from perdure.errors import ConfigurationError, MissingDependency, PerdureError
+from perdure.installation import command_for_extra
 from perdure.settings import process_environment
 from perdure.settings.settings_loader import for_child
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers, host_life, stack_state
-from perdure.stack.checkout_folder import find_root
 from perdure.stack.error_lines import USAGE
 from perdure.stack.process_stopping import stop
 from perdure.stack.stack_state import StackState
@@ -35,13 +36,22 @@ def running(settings: Settings) -> StackState | None:
     return state if state is not None and state.alive else None
 
 
+def require_service() -> None:
+    """Raises: MissingDependency if this copy was installed for the client alone."""
+    if importlib.util.find_spec("uvicorn") is None:
+        raise MissingDependency(
+            "this copy of perdure has only the client; add what a local stack needs: "
+            f"{command_for_extra('laptop')}"
+        )
+
+
 def ensure_up(settings: Settings, engine: str, tell: Say) -> tuple[StackState, bool]:
     """Start a stack if none runs, and wait until it is ready.
 
     Returns its state and whether this call started it. Raises: ConfigurationError, MissingDependency,
     StackFailed.
     """
-    find_root()
+    require_service()
     started = running(settings) is None and _start(settings, engine, tell)
     state = _ready(settings)
     if not started and engine and engine != state.engine:

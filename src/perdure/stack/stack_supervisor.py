@@ -23,11 +23,11 @@ from perdure.engines.reported_model import engine_settings
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listening_sockets
 from perdure.home_folder import keep_private
+from perdure.installation import service_folder
 from perdure.sandboxes.host import procfs
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.stack import part_readiness, stack_state, start_limit
-from perdure.stack.checkout_folder import find_root
 from perdure.stack.child_restarts import Child, ChildSpec, ends_with_us
 from perdure.stack.engine_presence import forget_scripted, key_digest
 from perdure.stack.error_lines import USAGE, explain
@@ -301,7 +301,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
             )
         own = given_address(settings) is None
         plan = Plan(
-            settings, find_root(), Addresses.choose(settings, own_temporal=own), engine=engine
+            settings, service_folder(), Addresses.choose(settings, own_temporal=own), engine=engine
         )
         with listening_sockets.bound(
             settings.changed(gateway={"port": plan.addresses.gateway_port})

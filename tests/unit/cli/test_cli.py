@@ -287,7 +287,6 @@ def test_wrong_engine_is_refused_before_anything_starts(
 ) -> None:
     """The error comes before a server is started."""
     monkeypatch.setenv("PERDURE_ENGINE__KIND", kind)
-    monkeypatch.setattr("perdure.stack.stack_lifecycle.find_root", Path)
 
     assert said in perdure("up", "--engine", engine).error
 
@@ -326,7 +325,6 @@ def test_settings_that_the_gateway_would_refuse_start_no_stack(
     )
     monkeypatch.setattr("perdure.stack.start_preflight.TEMPORAL_S", 0.0)
     monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("perdure.stack.stack_lifecycle.find_root", Path)
 
     done = perdure("up")
 

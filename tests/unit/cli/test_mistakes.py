@@ -198,7 +198,11 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     (DRY, {"PERDURE_GATEWAY_PROT": "3"}, r"is not a setting: did you mean PERDURE_GATEWAY__PORT\?"),
     (DRY, {"PERDURE_GATEWAY__PORT": "many"}, r"PERDURE_GATEWAY__PORT='many': .*valid integer"),
     (DRY, {"PERDURE_STORE": "s4://x"}, r"PERDURE_STORE is s4://x: use a folder, or s3://"),
-    (DRY, {"PERDURE_HOME": "elsewhere"}, r"elsewhere/store \(it has none; set PERDURE_HOME for an"),
+    (
+        DRY,
+        {"PERDURE_HOME": "elsewhere"},
+        r"not built in \S*elsewhere/store: .*, or set PERDURE_HOME",
+    ),
     (DRY, {"PERDURE_HOME": "/proc/x"}, r"/proc/x/store.*correct PERDURE_STORE, or PERDURE_HOME"),
     (
         DRY,

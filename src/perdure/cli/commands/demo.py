@@ -38,6 +38,7 @@ def demo(keep_running: bool, as_json: bool) -> None:
     that solves one instance, fails one and gives up on one.
     """
     settings = load_settings()
+    stack_lifecycle.require_service()
     started = time.monotonic()
     with keeps_talking("still building from PyPI"):
         instances = signal_cleanup.run(_instances(settings))

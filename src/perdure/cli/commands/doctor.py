@@ -53,7 +53,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """All checks, in the order in which a new user meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, checkout, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
+        python, service, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
         tokenizer, engine, ray,
     ]  # fmt: skip
     for check in checks:
@@ -67,10 +67,10 @@ def python(settings: Settings) -> Finding:
     return Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
 
 
-def checkout(settings: Settings) -> Finding:
-    from perdure.stack.checkout_folder import find_root
+def service(settings: Settings) -> Finding:
+    from perdure.installation import service_folder
 
-    return Finding("checkout", "ok", f"workers run from {find_root()}")
+    return Finding("service", "ok", f"workers run from {service_folder()}")
 
 
 def bubblewrap(settings: Settings) -> Finding:

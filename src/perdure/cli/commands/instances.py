@@ -151,14 +151,13 @@ def _recipe_of(dataset: str, limit: int | None) -> "tuple[Recipe, Path]":
         load_recipe,
         recipe_folder,
     )
-    from perdure.stack.checkout_folder import find_root
     from perdure.types import slugify
 
     folder = Path(dataset).absolute()
     if (folder / ".git").exists() and not (folder / FILE).is_file():
         history = History(repository=str(folder), **({"limit": limit} if limit else {}))
         return Recipe(name=slugify(folder.name), histories=(history,)), folder
-    folder = recipe_folder(dataset, find_root())
+    folder = recipe_folder(dataset)
     return load_recipe(folder), folder
 
 

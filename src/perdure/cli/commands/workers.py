@@ -8,6 +8,7 @@ import click
 
 from perdure.cli.commands.engines.engine_options import ADDRESS
 from perdure.cli.console import answer, json_option, say
+from perdure.installation import PACKAGE, service_folder
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from perdure.stack.on_ray.ray_worker_manager import WorkersReport
 
 READY_S = 600.0
-CODE = ("src/perdure", "workflows", "activities", "workers")
-"""The folders that Ray's runtime environment copies to the nodes. Their Python must already have the
+SERVICE = ("workflows", "activities", "workers")
+"""The folders that, with this package, Ray's runtime environment copies to the nodes. Their Python must already have the
 dependencies."""
 CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 """Prefixes of the variables that workers need in addition to the settings."""
@@ -151,13 +152,12 @@ def _connect(settings: Settings, address: str, *, with_code: bool = False) -> st
     from pathlib import PurePath
 
     from perdure.serving import ray_cluster
-    from perdure.stack.checkout_folder import find_root
     from perdure.stack.engine_presence import home_roster_key
 
     code = None
     if with_code:
-        root = find_root()
-        code = {"py_modules": [str(root / part) for part in CODE], "excludes": ["__pycache__"]}
+        folders = (PACKAGE, *(service_folder() / name for name in SERVICE))
+        code = {"py_modules": [str(folder) for folder in folders], "excludes": ["__pycache__"]}
     ray_cluster.connect(settings, address, start=False, runtime_env=code)
     return PurePath(home_roster_key(settings)).stem
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.data_source_handlers import handler_of
-from perdure.errors import ConfigurationError, InstanceError, MissingDependency, NotFound
+from perdure.errors import ConfigurationError, InstanceError, NotFound
 from perdure.graders.diff import git_diff_parser
 from perdure.instances import calibration_record, instance_catalog
-from perdure.instances.recipes.dataset_recipe import find_recipe, load_recipe
+from perdure.instances.recipes.dataset_recipe import find_recipe, load_recipe, recipe_names
 from perdure.instances.recipes.public_dataset import PublicSet
 from perdure.instances.rows.row_choice import ALL, Choice
 from perdure.instances.rows.row_conversion import dataset_name
@@ -20,7 +20,6 @@ from perdure.instances.rows.row_import import (
     ImportReport,
     import_rows,
 )
-from perdure.stack.checkout_folder import find_root
 from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.types import CalibrationState, Instance
@@ -118,11 +117,7 @@ async def _without_quarantined(store: Store, dataset: str, choice: Choice) -> Ch
 
 def published_as(name: str) -> PublicSet | None:
     """The public rows that this dataset's recipe names; None if it names none."""
-    try:
-        root = find_root()
-    except MissingDependency:  # a bare wheel has no recipes
-        root = Path()
-    folder = find_recipe(name, root)
+    folder = find_recipe(name)
     recipe = load_recipe(folder) if folder is not None else None
     if folder is None or recipe is None or recipe.rows is None:
         return None
@@ -131,9 +126,12 @@ def published_as(name: str) -> PublicSet | None:
 
 async def _unknown(store: Store, name: str) -> str:
     known = await instance_catalog.datasets(store)
-    if Path("datasets", name, "dataset.toml").is_file():
-        return f"dataset {name!r} is not built yet: `perdure instances build {name}`"
-    published = [path.parent.name for path in Path("datasets").glob("*/dataset.toml")]
+    published = recipe_names()
+    if name in published:
+        return (
+            f"dataset {name!r} is not built in {store.url}: `perdure instances build {name}`, "
+            "or set PERDURE_HOME for another store"
+        )
     close = difflib.get_close_matches(name, [*known, *published], n=1)
     meant = f"did you mean {close[0]!r}? Otherwise " if close else ""
     there = (

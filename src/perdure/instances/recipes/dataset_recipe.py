@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from perdure.errors import ConfigurationError
+from perdure.installation import service_folder
 from perdure.types import Instance, Phases, Request, Slug
 
 FILE = "dataset.toml"
@@ -247,25 +248,25 @@ def load_recipe(path: str | Path) -> Recipe:
     return recipe
 
 
-def find_recipe(name: str, root: Path) -> Path | None:
-    """The folder with a recipe: the path `name`, or `datasets/<name>` of the checkout `root`."""
-    for folder in (Path(name), root / "datasets" / name):
+def find_recipe(name: str) -> Path | None:
+    """The folder with a recipe: the path `name`, or one of this copy's `datasets/`."""
+    for folder in (Path(name), service_folder() / "datasets" / name):
         if (folder / FILE).is_file():
             return folder
     return None
 
 
-def recipe_folder(name: str, root: Path) -> Path:
+def recipe_folder(name: str) -> Path:
     """As `find_recipe`. Raises: ConfigurationError with the names of all recipes."""
-    found = find_recipe(name, root)
+    found = find_recipe(name)
     if found is None:
         raise ConfigurationError(
-            f"no recipe {name!r}: give one of {', '.join(recipe_names(root))}, or a folder with a "
+            f"no recipe {name!r}: give one of {', '.join(recipe_names())}, or a folder with a "
             f"{FILE}"
         )
     return found
 
 
-def recipe_names(root: Path) -> list[str]:
-    """Names of the recipes of the checkout `root`, in lexical order."""
-    return sorted(file.parent.name for file in (root / "datasets").glob(f"*/{FILE}"))
+def recipe_names() -> list[str]:
+    """Names of the recipes of this copy's `datasets/`, in lexical order."""
+    return sorted(file.parent.name for file in (service_folder() / "datasets").glob(f"*/{FILE}"))
