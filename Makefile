@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-agents test-redteam test-cheats test-images test-compose test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
+.PHONY: help setup demo check compiled test test-all test-everything test-agents test-redteam test-cheats test-images test-compose test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -38,6 +38,10 @@ test: setup ## run check, then the unit, contract, workflow and integration test
 
 test-all: test ## run test, then the longer tests of the same suites, as CI does
 	@$(RUN) pytest --timeout 600 -m longer $(SUITES)
+
+test-everything: TARGETS ?= test-all build test-redteam test-hosts test-leaks test-cheats test-images test-compose test-agents test-families test-charts test-real test-trainers test-vllm test-serving chaos
+test-everything: setup ## run all suites, one after the other, and print a table (hours; root): TARGETS='chaos test-leaks'
+	@infra/setup/run_suites .perdure/suites $(TARGETS)
 
 test-real: setup ## run seven real SWE-bench rows three times each, by the command line
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -53,6 +54,8 @@ SPREAD = (
     "tests/unit/gateway/test_gateway.py",
 )
 """Files that last long and whose tests share nothing."""
+PACKAGES = re.compile(r"apt-get install ([a-z0-9.+-]+(?: (?!on )[a-z0-9.+-]+)*)")
+"""What the reason of a skipped test says to install."""
 GRACE_S = 60
 """For a test that met its time limit to fail and tidy up."""
 
@@ -162,6 +165,18 @@ def pytest_runtest_makereport(
     if report.failed and isinstance(stack := getattr(item, "funcargs", {}).get("stack"), HasLogs):
         report.sections.append(("logs of the stack", stack.last_words()))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line names all Debian packages without which tests were skipped."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    wanted = [found[1].split() for reason in reasons if (found := PACKAGES.search(reason))]
+    if wanted:
+        packages = " ".join(sorted({package for one in wanted for package in one}))
+        terminalreporter.write_line(
+            f"{len(wanted)} tests were skipped because a program is missing: "
+            f"apt-get install {packages}"
+        )
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:

@@ -5,7 +5,6 @@ All of them run under one meter, so that a kill of everything reaches each of th
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from benchmarks.learn import toy_vocabulary
 from benchmarks.learn.training_plan import Plan
 from benchmarks.perdure_stack import PERDURE, ROOT, Home, Stack
 from benchmarks.vllm_server import EVERYWHERE, ON_CPU, VLLM
+from perdure.python_interpreters import find_uv
 from perdure.stack.stack_ports import free_port
 
 PYTHON = VLLM / "venv/bin/python"
@@ -140,8 +140,7 @@ def installed() -> None:
     if mark.exists():
         return
     _shell([str(ROOT / "infra/setup/vllm"), str(VLLM)])
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
-    _shell([uv, "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[weights]"])
+    _shell([str(find_uv()), "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[weights]"])
     mark.touch()
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from perdure.python_interpreters import find_uv
+
 
 class Unavailable(Exception):
     """The peer cannot be installed here. The message goes into the report."""
@@ -33,8 +35,6 @@ def environment(pinned: Pinned, root: Path) -> Path:
     folder = root / f"{pinned.name}-{digest}"
     if (folder / "complete").exists():
         return folder
-    if shutil.which("uv") is None:
-        raise Unavailable(f"{pinned.name} cannot be installed: `uv` is not on PATH")
     problems = []
     for python in _interpreters(pinned.pythons):
         shutil.rmtree(folder, ignore_errors=True)
@@ -58,9 +58,10 @@ def _interpreters(versions: tuple[str, ...]) -> Iterator[str]:
 
 def _make(folder: Path, python: str, packages: tuple[str, ...]) -> str | None:
     """None if it worked, otherwise the reason in one line."""
+    uv = str(find_uv())
     commands = (
-        ["uv", "venv", "-q", "--python", python, str(folder)],
-        ["uv", "pip", "install", "-q", "--python", str(folder / "bin" / "python"), *packages],
+        [uv, "venv", "-q", "--python", python, str(folder)],
+        [uv, "pip", "install", "-q", "--python", str(folder / "bin" / "python"), *packages],
     )
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

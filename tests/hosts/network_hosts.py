@@ -63,7 +63,7 @@ def why_not() -> str:
     """What this machine lacks to play hosts; empty: nothing."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
-        return f"{', '.join(missing)}: not installed"
+        return f"{', '.join(missing)}: not installed (Debian: apt-get install iproute2 util-linux)"
     return "" if os.geteuid() == 0 else "only root can make network namespaces"
 
 

@@ -6,7 +6,6 @@ transformers. vLLM reads the folders through the plugin that ships with Perdure.
 
 import asyncio
 import json
-import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from perdure.engines.weights.weight_update import (
     WeightCanary,
 )
 from perdure.home_folder import load_secret
+from perdure.python_interpreters import find_uv
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import open_store
 from tests.real.test_vllm import PREFILL_TOLERANCE, PROMPT, ROOT, _serving, installed
@@ -88,8 +88,8 @@ def install_plugin(installed: Path) -> None:
     """As a user installs it."""
     python = installed / "venv/bin/python"
     fresh = ["--no-deps", "--reinstall-package", "perdure", "-p", str(python), str(ROOT)]
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
-    done = subprocess.run([uv, "pip", "install", "-q", *fresh], capture_output=True, check=False)
+    install = [str(find_uv()), "pip", "install", "-q", *fresh]
+    done = subprocess.run(install, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
 
 

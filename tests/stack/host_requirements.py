@@ -12,7 +12,11 @@ from perdure.settings.settings_tree import Settings
 
 def why_not_here() -> str:
     """What this machine lacks for a stack, for a skip; empty = nothing."""
-    missing = [] if shutil.which("setpriv") else ["setpriv (util-linux) is missing"]
+    missing = (
+        []
+        if shutil.which("setpriv")
+        else ["setpriv is missing (Debian: apt-get install util-linux)"]
+    )
     return "; ".join([*missing, *BubblewrapProvider(Settings(home=Path("/nonexistent"))).check()])
 
 
