@@ -29,7 +29,8 @@ from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_state
 from perdure.stack.stack_ports import free_port
 from perdure.stack.stack_state import StackState
-from perdure.storage.base import open_store, put_blob
+from perdure.storage.base import put_blob
+from perdure.storage.store_url import open_store
 from perdure.types import Environment, Grading, Instance, Source, SourceKind, Twin
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,8 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.control_client import GatewayControl
 from perdure.home_folder import Secrets
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.testing.scripted_engine import ScriptedEngine
 
 SECRET = b"one secret for the whole pool"

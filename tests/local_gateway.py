@@ -10,7 +10,8 @@ from perdure.gateway.http.http_app import create_app
 from perdure.gateway.http.http_server import limited
 from perdure.home_folder import load_secret, load_secrets
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.testing.local_server import served
 
 

@@ -20,7 +20,7 @@ from perdure.instances.environment_builder import Environments, Prepared
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.settings.settings_loader import load_settings
 from perdure.stack.home_providers import ready_provider
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import Grade, Instance, Outcome
 from tests.cheats.twin_forgers import FORGERS
 

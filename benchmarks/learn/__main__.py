@@ -25,7 +25,7 @@ from benchmarks.learn import toy_tasks, toy_vocabulary, training_report
 from benchmarks.learn.training_plan import AGENT, Broken, Plan, rollout_fields
 from benchmarks.learn.training_stack import LearnHome, Live, installed, kill_everything
 from benchmarks.perdure_stack import ROOT
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 
 FOLDER = ROOT / ".perdure/learn"
 PICTURE = ROOT / "docs/pictures/learning.svg"

@@ -3,7 +3,7 @@
 import asyncio
 
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from tests.stack.made_instances import add_instances
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from perdure.instances import instance_catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests.certificates import Authority, issue
 from tests.checkout_paths import ROOT

@@ -30,7 +30,8 @@ from perdure.engines.weights.weight_update import (
 from perdure.errors import ConfigurationError
 from perdure.home_folder import load_secret
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.testing.scripted_engine import WEIGHTS_FILE, ScriptedEngine, logprob
 from tests.integration.engine_calls import LONG, PROMPT
 from tests.integration.weights_stand import FIRST, recorded_versions

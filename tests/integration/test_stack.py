@@ -32,7 +32,7 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.stack import part_readiness, stack_state, temporal_setup
 from perdure.stack.stack_state import StackState
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests import docs_pages, document_003, held_ports
 from tests.stack.made_instances import GOLD

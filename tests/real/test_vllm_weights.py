@@ -32,7 +32,7 @@ from perdure.engines.weights.weight_update import (
 from perdure.home_folder import load_secret
 from perdure.python_interpreters import find_uv
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from tests.real.test_vllm import PREFILL_TOLERANCE, PROMPT, ROOT, _serving, installed
 
 __all__ = ["installed"]  # a fixture

@@ -46,7 +46,8 @@ from perdure.stack import part_readiness, stack_ports, temporal_setup
 from perdure.stack.child_restarts import ChildSpec
 from perdure.stack.stack_plan import Addresses, Plan, temporal_binary
 from perdure.storage import store_keys
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.types import (
     Outcome,
     RolloutRequest,

@@ -13,8 +13,8 @@ from perdure.errors import ConfigurationError
 from perdure.gateway.http.listening_sockets import bind_unix
 from perdure.home_folder import keep_private, show_to_sandboxes
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
 from perdure.storage.local_store import LocalStore
+from perdure.storage.store_url import open_store
 
 
 @pytest.fixture(autouse=True)

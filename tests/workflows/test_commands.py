@@ -9,7 +9,7 @@ from temporalio.client import Client
 from perdure.cli.main import invoke
 from perdure.instances import instance_catalog
 from perdure.settings.settings_loader import load_settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests.workflows.scripted_stages import Stages
 

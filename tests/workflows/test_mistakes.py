@@ -17,7 +17,7 @@ from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests.stored_episodes import store_episode
 

@@ -40,7 +40,8 @@ from perdure.rollouts.sandbox.host_term import HostTerm, first_term
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers, host_life
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.telemetry import configure_logging
 from workers.host import gateway_socket_proxy
 

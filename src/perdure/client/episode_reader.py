@@ -18,7 +18,8 @@ from perdure.home_folder import load_secret
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.storage import stored_json
-from perdure.storage.base import Store, store_to_read
+from perdure.storage.base import Store
+from perdure.storage.store_url import store_to_read
 from perdure.types import EpisodeRef, Turn
 
 

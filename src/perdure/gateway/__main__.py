@@ -15,7 +15,7 @@ from perdure.errors import ConfigurationError, MissingDependency
 from perdure.gateway.http.http_server import serve
 from perdure.home_folder import keep_private, load_secrets
 from perdure.settings.settings_loader import load_settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.telemetry import configure_logging
 
 

@@ -37,7 +37,8 @@ from perdure.integrations.openhands_jobs import JobDetails, JobRecord
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings, SlotSettings
 from perdure.storage import store_keys, stored_json
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.types import DEFAULT_MODEL, EpisodeRef, RolloutStatus, Slug
 from perdure.variant_registry import AGENTS, load
 

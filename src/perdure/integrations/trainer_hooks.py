@@ -20,7 +20,7 @@ from perdure.instances.rows.format_recognition import recognised
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_fields import Row
 from perdure.settings.settings_loader import load_settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import EpisodeRef, Instance, RolloutRequest, Sampling, slugify
 
 POLL_S = 1.0

@@ -23,7 +23,8 @@ from perdure.rollouts.worker_memory import Memory
 from perdure.sandboxes.base import SandboxProvider
 from perdure.sandboxes.relay.gateway_route import Reach, choose_reach
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.types import AccountCaps
 
 ENGINE_ASKED_EVERY_S = 60.0

@@ -27,7 +27,7 @@ from perdure.serving.engine_supervisor import end_orphans
 from perdure.serving.replica_plan import EnginePlan, fenced_name
 from perdure.settings.process_environment import variables
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import Frozen
 
 LOOPBACK = "127.0.0.1"

@@ -28,7 +28,7 @@ from perdure.serving.replica_plan import EnginePlan, read_plan, write_plan
 from perdure.serving.replica_registration import ReplicaRegistration, lacks
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus, read_status, write_status
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 
 POLL_S = 0.5
 BEAT_S = 15.0

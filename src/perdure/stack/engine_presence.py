@@ -16,7 +16,7 @@ from perdure.settings import process_environment
 from perdure.settings.settings_tree import EngineSettings, Settings
 from perdure.stack.stack_plan import SCRIPTED
 from perdure.stack.stack_state import StackState
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 
 CONNECT_S = 5.0
 NO_ENGINE = (

@@ -3,14 +3,11 @@
 Every implementation passes `perdure.testing.store_contract`.
 """
 
-import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from perdure.errors import ConfigurationError
-from perdure.settings.settings_tree import Settings
 
 MAX_KEY, MAX_NAME = 1024, 255
 """Bytes of a whole key (S3's limit) and of one `/`-separated part (a file system's limit)."""
@@ -102,34 +99,3 @@ async def put_blob(store: Store, data: bytes) -> str:
     key = f"blobs/sha256/{digest[:2]}/{digest}"
     await store.put_if_absent(key, data)
     return key
-
-
-def store_to_read(settings: Settings) -> Store:
-    """Open the store for a command that only reads. Creates no folder.
-
-    Raises: ConfigurationError, also if `PERDURE_STORE` names a folder that does not exist.
-    """
-    named = settings.store.removeprefix("file://")
-    if named and "://" not in named and not Path(named).is_dir():
-        raise ConfigurationError(f"PERDURE_STORE={named}: there is no such folder")
-    return open_store(settings)
-
-
-def open_store(settings: Settings) -> Store:
-    """Open the store that the settings name: a folder, or `s3://bucket/prefix`.
-
-    Raises: ConfigurationError for any other URL.
-    """
-    if settings.store_url.startswith("s3://"):
-        from perdure.storage.s3_store import S3Store
-
-        return S3Store(settings.store_url, endpoint_url=settings.s3_endpoint_url)
-    from perdure.storage.local_store import LocalStore
-
-    folder = settings.store_url.removeprefix("file://")
-    if "://" in folder:
-        raise ConfigurationError(f"PERDURE_STORE is {folder}: use a folder, or s3://bucket/prefix")
-    if not settings.store:
-        with contextlib.suppress(OSError):  # LocalStore has the better message
-            settings.home.absolute().mkdir(mode=0o700, parents=True, exist_ok=True)
-    return LocalStore(folder)

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 from perdure.errors import ConfigurationError, PerdureError, StoreUnavailable
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 
 LIMIT_S = 4.0
 """Seconds for all calls together. With the start of a command, the user waits about five."""

@@ -4,16 +4,8 @@ This package has data only. Behavior is in `sandboxes`, `agents`, `graders` and 
 types from here.
 """
 
-from perdure.types.base import (
-    INSTANCE_REF,
-    SLUG,
-    Bytes,
-    Frozen,
-    InstanceRef,
-    Request,
-    Slug,
-    slugify,
-)
+from perdure.types.base import Bytes, Frozen, Request
+from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
     CommittedTests,
     Environment,

@@ -1,7 +1,6 @@
-"""Base classes of all models, and string types that are safe in names."""
+"""Base classes of all models, and bytes in JSON."""
 
 import base64
-import re
 from typing import Annotated, Any, cast
 
 from pydantic import (
@@ -9,7 +8,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     PlainSerializer,
-    StringConstraints,
     ValidationError,
 )
 from pydantic._internal._model_construction import ModelMetaclass  # what `type(BaseModel)` is
@@ -62,27 +60,3 @@ def _bytes_out(value: bytes) -> Any:
 
 Bytes = Annotated[bytes, BeforeValidator(_bytes_in), PlainSerializer(_bytes_out, when_used="json")]
 """Bytes. In JSON they are text if they are UTF-8 (CRLF is kept), otherwise {"base64": ...}."""
-
-
-SLUG = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-
-
-Slug = Annotated[str, StringConstraints(pattern=SLUG)]
-"""A name that is safe in keys, paths and workflow ids: letters, digits, dot, dash, underscore."""
-
-
-INSTANCE_REF = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}/[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
-
-
-InstanceRef = Annotated[str, StringConstraints(pattern=INSTANCE_REF)]
-"""Names an instance in the store: `<dataset>/<instance_id>`, e.g. `first-steps/click-8.1.3`."""
-
-
-_SAFE = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def slugify(text: str) -> str:
-    """Turn any text into a Slug of at most 128 characters. Each unsafe sequence becomes one
-    dash."""
-    slug = _SAFE.sub("-", text).strip("-._")[:128]
-    return slug or "x"

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, StringConstraints
 
-from perdure.types.base import Bytes, Frozen, Slug
+from perdure.types.base import Bytes, Frozen
+from perdure.types.identifier_patterns import Slug
 from perdure.types.resource_limits import Phases
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from perdure.errors import ConfigurationError
-from perdure.types.base import InstanceRef, Request, Slug
+from perdure.types.base import Request
+from perdure.types.identifier_patterns import InstanceRef, Slug
 from perdure.types.resource_limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
 

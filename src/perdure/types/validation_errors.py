@@ -5,6 +5,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from perdure.types.identifier_patterns import INSTANCE_REF, SLUG
+
 MOST = 5
 """Maximum number of wrong fields in a message."""
 NAME_FORM = "letters, digits, '.', '_' and '-' only, and a letter or digit first"
@@ -22,8 +24,6 @@ def faults(error: ValidationError, model: type[BaseModel] | None = None) -> str:
 
 
 def _fault(wrong: dict[str, Any], model: type[BaseModel] | None) -> str:
-    from perdure.types.base import INSTANCE_REF, SLUG
-
     name = ".".join(str(part) for part in wrong["loc"])
     message = wrong["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
     given = f", got {wrong['input']!r}"[:SHOWN]

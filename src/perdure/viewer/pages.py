@@ -20,7 +20,7 @@ from perdure.reports.readable_trajectory import Trajectory
 from perdure.reports.stored_rollout import RolloutName, StoredRollout
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
-from perdure.types.base import INSTANCE_REF, SLUG
+from perdure.types.identifier_patterns import INSTANCE_REF, SLUG
 from perdure.viewer import conversation_view, diff_colors, hidden_test_logs, page_links, token_view
 from perdure.viewer.index_updates import RUNS, WAIT_S, Readings
 from perdure.viewer.safe_text import finalize, folded, marked

@@ -14,7 +14,7 @@ from perdure.home_folder import load_secret
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus, write_status
 from perdure.settings.settings_tree import Settings
 from perdure.stack.engine_presence import any_added, none_ready
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from perdure.instances import instance_catalog
 from perdure.sandboxes.host import sandbox_programs
 from perdure.settings.settings_loader import load_settings
 from perdure.stack.error_lines import explain
-from perdure.storage.base import open_store
 from perdure.storage.s3_errors import Place
+from perdure.storage.store_url import open_store
 from perdure.types import (
     Grading,
     GroupRequest,

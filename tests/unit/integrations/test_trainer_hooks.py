@@ -20,8 +20,8 @@ from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.instances import instance_catalog
 from perdure.integrations import skyrl, slime, trainer_hooks, trl, trl_weights
 from perdure.settings.settings_loader import load_settings
-from perdure.storage.base import open_store
 from perdure.storage.local_store import LocalStore
+from perdure.storage.store_url import open_store
 from perdure.types import (
     EpisodeRef,
     Failure,

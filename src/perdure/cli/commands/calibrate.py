@@ -90,8 +90,8 @@ async def _request(
     from perdure.cli.runs.run_launcher import make_ready
     from perdure.data_source_handlers import import_handlers
     from perdure.instances.rows.row_choice import Choice
-    from perdure.storage.base import open_store
     from perdure.storage.store_preflight import check_store
+    from perdure.storage.store_url import open_store
     from perdure.types import CalibrationRequest
 
     import_handlers(settings.handlers)

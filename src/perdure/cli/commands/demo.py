@@ -81,7 +81,7 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
     """One run per agent, all at the same time, followed together."""
     from perdure.cli.runs import run_follower, run_results
     from perdure.cli.temporal_connection import connect
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
     from perdure.types import RunRequest
 
     connection = await connect(settings)

@@ -118,7 +118,7 @@ def export(
     from perdure.episodes.demonstrations.rejection_sampling import Selection
     from perdure.episodes.output_file import is_standard_output
     from perdure.episodes.run_export import Rules, export_run
-    from perdure.storage.base import store_to_read
+    from perdure.storage.store_url import store_to_read
 
     suffix = SUFFIXES[format_name]
     name = run_id if format_name == suffix else f"{run_id}.{format_name}"

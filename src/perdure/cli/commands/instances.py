@@ -111,7 +111,7 @@ async def build_dataset(
     """Build all entries and print each result. Raises: ConfigurationError, MissingDependency."""
     from perdure.instances.recipes import dataset_build
     from perdure.stack.home_providers import ready_provider
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     recipe, folder = _recipe_of(dataset, limit)
     known = await asyncio.to_thread(dataset_build.candidates_of, recipe, folder, demo=demo)
@@ -185,7 +185,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     from perdure.data_source_handlers import import_handlers
     from perdure.instances.rows.row_choice import Choice
     from perdure.instances.rows.row_import import import_rows
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     import_handlers(settings.handlers)
     published = published_as(dataset or source)
@@ -241,7 +241,7 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
     settings = load_settings()
     from perdure.cli import calibration_labels
     from perdure.instances import calibration_record, instance_catalog
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     store = open_store(settings)
     instance = asyncio.run(instance_catalog.load(store, ref))
@@ -279,7 +279,7 @@ def _counted(dataset: str, here: int, left: int) -> str:
 def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_json: bool) -> None:
     from perdure.cli import calibration_labels
     from perdure.instances import calibration_record
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     records = asyncio.run(calibration_record.records(open_store(settings), refs))
     if as_json:
@@ -302,7 +302,7 @@ def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_j
 async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str]]:
     from perdure.errors import NotFound
     from perdure.instances import instance_catalog
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     store = open_store(settings)
     names = [dataset] if dataset else await instance_catalog.datasets(store)
@@ -316,7 +316,7 @@ async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str
 async def _rows_left(settings: Settings, datasets: list[str]) -> dict[str, int]:
     """How many rows of each dataset's source are not imported yet."""
     from perdure.instances.rows.row_import import earlier_import
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     store = open_store(settings)
     reports = [await earlier_import(store, name) for name in datasets]

@@ -55,7 +55,7 @@ def show(
     settings = load_settings()
     from perdure.errors import NotFound
     from perdure.reports import stored_rollout
-    from perdure.storage.base import store_to_read
+    from perdure.storage.store_url import store_to_read
 
     async def work() -> bool:
         store = store_to_read(settings)

@@ -107,7 +107,7 @@ async def _engines(settings: Settings) -> dict[str, Any]:
     from perdure.gateway.control_client import GatewayControl
     from perdure.gateway.gateway_addresses import Gateways
     from perdure.home_folder import load_secrets
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     state, secrets = stack_lifecycle.running(settings), load_secrets(settings)
     if state is not None:
@@ -189,7 +189,7 @@ async def _changes(settings: Settings, run_id: str) -> "list[RunChange]":
     """Empty if the store cannot be read here: the run's state comes from Temporal."""
     from perdure.errors import PerdureError
     from perdure.rollouts.run_record import changes_of
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     with contextlib.suppress(PerdureError):
         return await changes_of(open_store(settings), run_id)
@@ -215,7 +215,7 @@ async def _as_stored(settings: Settings, run_id: str) -> "RunStatus | None":
     from perdure.errors import PerdureError
     from perdure.rollouts.retry_selection import planned_rollouts
     from perdure.rollouts.run_record import current_request
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
     from perdure.types import RunStatus
 
     with contextlib.suppress(PerdureError):

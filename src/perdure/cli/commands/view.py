@@ -47,7 +47,7 @@ async def _serve(settings: Settings, where: str, port: int) -> None:
         ) from error
     from perdure.cli.rollouts.current_activity import current_step
     from perdure.home_folder import load_secret
-    from perdure.storage.base import store_to_read
+    from perdure.storage.store_url import store_to_read
 
     async def step(workflow_id: str) -> str:
         try:

@@ -12,7 +12,7 @@ from perdure.reports.token_prices import read_prices
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.stack.home_providers import provider
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 
 HOUR_S = 3600.0
 

@@ -19,8 +19,9 @@ from perdure.rollouts.predictions import Prediction, digest_of, place, read_pred
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.stack.home_providers import provider
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
+from perdure.storage.store_url import open_store
 from perdure.types import GIVEN_PATCHES
 
 

@@ -16,8 +16,9 @@ from perdure.rollouts import retry_selection
 from perdure.rollouts.activity_messages import RolloutAgain
 from perdure.rollouts.run_record import current_request
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
+from perdure.storage.store_url import open_store
 from perdure.types import EpisodeRef, PlayAgain, RolloutStatus, RunRequest
 
 

@@ -39,8 +39,9 @@ from perdure.stack import stack_lifecycle
 from perdure.stack.engine_presence import any_added, check_engine, check_same_engine, none_ready
 from perdure.stack.home_providers import provider, ready_provider
 from perdure.storage import store_keys
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
+from perdure.storage.store_url import open_store
 from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
 
 AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")

@@ -20,7 +20,8 @@ from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
-from perdure.storage.base import Store, store_to_read
+from perdure.storage.base import Store
+from perdure.storage.store_url import store_to_read
 from perdure.types import RunRequest
 
 

@@ -32,7 +32,8 @@ from perdure.home_folder import load_secret
 from perdure.settings import process_environment
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
-from perdure.storage.base import Store, open_store
+from perdure.storage.base import Store
+from perdure.storage.store_url import open_store
 from perdure.types import Frozen
 
 WeightSource = str | Path | Transfer

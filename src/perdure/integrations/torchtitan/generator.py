@@ -17,7 +17,7 @@ from perdure.engines.function_engine import Ask, Sampled, ServedFunction
 from perdure.errors import NotFound, StoreUnavailable
 from perdure.home_folder import load_secret
 from perdure.settings.settings_loader import load_settings
-from perdure.storage.base import open_store
+from perdure.storage.store_url import open_store
 from perdure.types import DEFAULT_MODEL, FinishReason
 
 ACCEPTED = frozenset({"temperature", "top_p", "max_tokens", "seed", "stop_token_ids"})

@@ -109,7 +109,7 @@ async def _up(
     from perdure.serving.replica_plan import read_plan
     from perdure.serving.replica_status import PoolStatus
     from perdure.stack.engine_presence import home_roster_key
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     key = home_roster_key(settings)
     plan = _plan(settings, model, options) if model else await read_plan(open_store(settings), key)

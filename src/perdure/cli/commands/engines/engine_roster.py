@@ -24,7 +24,7 @@ def list_(as_json: bool) -> None:
     from perdure.cli.commands.engines.engine_replicas import print_replicas
     from perdure.serving.replica_status import read_status
     from perdure.stack.engine_presence import home_roster, home_roster_key
-    from perdure.storage.base import open_store
+    from perdure.storage.store_url import open_store
 
     settings = load_settings()
     status = asyncio.run(read_status(open_store(settings), home_roster_key(settings)))
