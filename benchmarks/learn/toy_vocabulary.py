@@ -23,7 +23,7 @@ WORDS = (
     *("user", "assistant", "tool", "FAILED", "want", "cat", "sed", "echo", "done"),
     *("-i", "s", "v", "a", "b", "cannot", "read", "No", "such", "or", "directory", "can", "t"),
 )
-NOTATION = "hermes"
+TOOL_CALL_PARSER = "hermes"
 """The format of its tool calls. The template does not show the tool's description, so the gateway must be
 told the format."""
 TEMPLATE = (

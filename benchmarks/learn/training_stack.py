@@ -39,7 +39,7 @@ class LearnHome(Home):
     def environment(self) -> dict[str, str]:
         return super().environment() | {
             "PERDURE_ENGINE__TOKENIZER": str(self.tokenizer),
-            "PERDURE_ENGINE__NOTATION": toy_vocabulary.NOTATION,
+            "PERDURE_ENGINE__TOOL_CALL_PARSER": toy_vocabulary.TOOL_CALL_PARSER,
             "PERDURE_SLOTS__AGENT": str(self.agents),
             "RAY_AUTH_MODE": "disabled",
         }

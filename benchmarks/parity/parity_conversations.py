@@ -141,7 +141,7 @@ async def gateway(home: Path, engine_url: str, tokenizer: str) -> AsyncIterator[
         "PERDURE_ENGINE__URL": engine_url,
         "PERDURE_ENGINE__KIND": "vllm",
         "PERDURE_ENGINE__TOKENIZER": tokenizer,
-        "PERDURE_ENGINE__NOTATION": "auto"
+        "PERDURE_ENGINE__TOOL_CALL_PARSER": "auto"
         if tokenizer == PACKAGED
         else "text",  # no conversation has tools
     }

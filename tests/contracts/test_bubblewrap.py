@@ -244,13 +244,13 @@ async def test_orphans_are_reaped(box: NamespaceSandbox) -> None:
 # -- keepers ----------------------------------------------------------------------------------------
 
 
-async def test_killed_zygote_is_started_again(
+async def test_killed_fork_server_is_started_again(
     provider: BubblewrapProvider, box: NamespaceSandbox
 ) -> None:
     """After kill -9 of the fork server, old sandboxes keep working and new ones boot."""
-    (zygote,) = keeper_client._zygotes
-    os.kill(zygote.pid, signal.SIGKILL)
-    assert await ended(ProcessId(zygote.pid, started_at(zygote.pid)), 60)
+    (fork_server,) = keeper_client._fork_servers
+    os.kill(fork_server.pid, signal.SIGKILL)
+    assert await ended(ProcessId(fork_server.pid, started_at(fork_server.pid)), 60)
     old = await box.exec(["true"])
     async with await provider.create(SPEC, "two") as second:
         new = await second.exec(["true"])

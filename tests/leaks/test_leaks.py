@@ -42,7 +42,7 @@ TO_THE_END_S = 400.0
 """Only what hangs takes this long, also on a machine that does other things."""
 
 VICTIMS = {
-    "worker": 5, "zygote": 3, "keeper": 4, "holder": 3, "temporal": 2, "gateway": 1, "service": 4,
+    "worker": 5, "fork server": 3, "keeper": 4, "holder": 3, "temporal": 2, "gateway": 1, "service": 4,
     "worker and keepers": 3, "everything": 2,
 }  # fmt: skip
 """How often each is chosen, beside the others. `service`: the E2B double, where there is one."""
@@ -120,17 +120,17 @@ class Life:
 
     def victims(self, chosen: str) -> Sequence[int]:
         workers = [worker.pid for worker in self.stack.workers]
-        zygotes = [pid for worker in workers for pid in _zygotes(worker)]
+        fork_servers = [pid for worker in workers for pid in _fork_servers(worker)]
         boxes = [Box(path) for path in self.traces.boxes()]
         keepers = [box.keeper.pid for box in boxes if box.keeper]
         holders = [box.holder.pid for box in boxes if box.holder]
         temporal = [p.pid for p in self.stack.processes if p.alive and p.name == "temporal"]
         gateways = [p.pid for p in self.stack.processes if p.alive and p.name == "gateway"]
         services = [self.service.popen.pid] if self.service and self.service.popen else []
-        everything = [*services, *temporal, *gateways, *workers, *zygotes, *keepers, *holders]
+        everything = [*services, *temporal, *gateways, *workers, *fork_servers, *keepers, *holders]
         return {
             "worker": workers,
-            "zygote": zygotes,
+            "fork server": fork_servers,
             "keeper": self._one_of(keepers),
             "holder": self._one_of(holders),
             "temporal": temporal,
@@ -233,5 +233,5 @@ async def test_e2b_leaves_nothing(
             assert listed == []
 
 
-def _zygotes(worker: int) -> list[int]:
-    return [pid for pid in below(worker) if procfs.read(f"/proc/{pid}/comm") == b"perdure-zygote\n"]
+def _fork_servers(worker: int) -> list[int]:
+    return [pid for pid in below(worker) if procfs.read(f"/proc/{pid}/comm") == b"perdure-fork\n"]

@@ -16,7 +16,7 @@ import pytest
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.jinja_template import JinjaTemplate
 from perdure.gateway.rendering.message_format import Format, load_format
-from perdure.gateway.rendering.notations.format_detection import NOTATIONS, detect
+from perdure.gateway.rendering.tool_call_parsers.format_detection import TOOL_CALL_PARSERS, detect
 from tests.unit.gateway.families import FAMILIES, Family
 from tests.unit.gateway.test_families import TOOL, called, say
 
@@ -33,7 +33,7 @@ TEMPLATES = {
     "openai": ["gptoss"],
     "llama3_json": ["llama3_1", "llama3_2"],
 }
-"""TRL's copies of published templates, by the notation that they write."""
+"""TRL's copies of published templates, by the parser that reads them."""
 BLIND = ["deepseekv3", "deepseek_r1_distill", "llama3", "phi3"]
 """Published templates that do not show tools to the model."""
 TOKENIZERS = {"qwen3": "hermes", "gptoss": "openai", "llama3_1": "llama3_json"}
@@ -61,11 +61,11 @@ def template(published: Path, name: str) -> JinjaTemplate:
 
 
 @pytest.mark.parametrize(
-    ("notation", "name"), [(n, one) for n, names in TEMPLATES.items() for one in names]
+    ("parser", "name"), [(n, one) for n, names in TEMPLATES.items() for one in names]
 )
-def test_a_published_template_says_its_notation(published: Path, notation: str, name: str) -> None:
+def test_a_published_template_says_its_parser(published: Path, parser: str, name: str) -> None:
     """No name of a model is looked at."""
-    assert detect(template(published, name), "auto", []).notation.name == notation
+    assert detect(template(published, name), "auto", []).parser.name == parser
 
 
 @pytest.mark.parametrize("name", BLIND)
@@ -97,7 +97,7 @@ def test_a_published_tokenizer_round_trips(published: Path, tmp_path: Path, name
     }
     bridged = renderer.bridge_to_next_turn(prompt, completion, [result], tools=[TOOL])
 
-    assert renderer.notation.name == TOKENIZERS[name]
+    assert renderer.parser.name == TOKENIZERS[name]
     assert [(c.name, c.arguments) for c in read.tool_calls] == [
         ("edit_file", {"path": 'a "b"\n', "line": 3})
     ]
@@ -138,22 +138,22 @@ def test_calls_are_those_that_vllm_and_sglang_read(published: Path) -> None:
 
     differ = []
     for case, read in zip(cases, json.loads(done.stdout), strict=True):
-        ours = NOTATIONS[case["notation"]].read(case["text"], [TOOL], opened=False)
+        ours = TOOL_CALL_PARSERS[case["parser"]].read(case["text"], [TOOL], opened=False)
         found = [[call.name, call.arguments] for call in ours.tool_calls]
         differ += [
-            (case["notation"], case["text"], found, one) for one in read if one not in (None, found)
+            (case["parser"], case["text"], found, one) for one in read if one not in (None, found)
         ]
     assert differ == []
 
 
 def _case(family: Family, dice: random.Random) -> dict[str, Any]:
-    notation, written = NOTATIONS[family.notation], JinjaTemplate(family.template)
+    parser, written = TOOL_CALL_PARSERS[family.parser], JinjaTemplate(family.template)
     calls = 1 if family.one_call else dice.randint(1, 3)
     answer = called(
         "ok" if family.text_beside_calls else "", *(_arguments(dice) for _ in range(calls))
     )
     for at, call in enumerate(answer["tool_calls"]):
-        call["id"] = notation.call_id(call["id"], "edit_file", at)
+        call["id"] = parser.call_id(call["id"], "edit_file", at)
         if not family.arguments_as_text:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     asked = [say("user", "hi")]
@@ -162,10 +162,10 @@ def _case(family: Family, dice: random.Random) -> dict[str, Any]:
     text = whole.removeprefix(before).rstrip()
     for end in family.control.split()[:2]:
         text = text.removesuffix(end)
-    if family.notation == "llama4_pythonic":  # SGLang reads Python's spelling only
+    if family.parser == "llama4_pythonic":  # SGLang reads Python's spelling only
         text = text.replace("=true", "=True").replace("=false", "=False")
     return {
-        "notation": family.notation,
+        "parser": family.parser,
         "text": text,
         "tools": [TOOL],
         "control": family.control.split(),

@@ -24,7 +24,7 @@ MOUNT = "/opt/mini-swe-agent"
 CONFIG = f"{HOME}/mini-swe-agent.yaml"
 TRAJECTORY = f"{EVIDENCE}/trajectory.json"
 LOCK = Path(__file__).parent / "locks" / "mini_swe_agent.txt"
-DIRECT = Path(__file__).parent / "inside" / "mini_swe_agent_direct.py"
+DIRECT = Path(__file__).parent / "in_sandbox" / "mini_swe_agent_direct.py"
 """Perdure's model class for `client: direct`, copied into mini-swe-agent's site-packages."""
 PACKAGES = f"lib/python3.{sys.version_info.minor}/site-packages"
 COMMAND_TIMEOUT_S = 60

@@ -24,7 +24,7 @@ MOUNT = "/opt/openhands"
 SETTINGS = f"{HOME}/openhands.json"
 KEY = "PERDURE_SESSION_KEY"
 LOCK = Path(__file__).parent / "locks" / "openhands.txt"
-RUNNER = Path(__file__).parent / "inside" / "openhands_run.py"
+RUNNER = Path(__file__).parent / "in_sandbox" / "openhands_run.py"
 PYTHON = "PERDURE_AGENTS__OPENHANDS_PYTHON"
 """The setting that names the Python to use. Default: the first on this host from 3.12 on."""
 

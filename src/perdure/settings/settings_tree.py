@@ -112,7 +112,7 @@ class EngineSettings(Group):
     """Model name in requests to the server. Empty = `OPENAI_MODEL` or `ANTHROPIC_MODEL`, otherwise the rollout's `model`."""
     tokenizer: str = Field("qwen3", min_length=1)
     """Tokenizer of the served model: `qwen3`, or a folder that contains tokenizer.json."""
-    notation: str = Field("auto", min_length=1)
+    tool_call_parser: str = Field("auto", min_length=1)
     """Format of the model's tool calls, by the name of vLLM's parser; `text` if the model makes none. `auto` = the format in its chat template."""
     api_key_env: str = ""
     """Name of the variable that contains the server's API key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""

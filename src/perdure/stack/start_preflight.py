@@ -29,10 +29,10 @@ def check(settings: Settings, engine: str, tell: Callable[[str], None]) -> None:
     asked = {} if engine.startswith("scripted:") or not engine else {"url": engine}
     check_engine_settings(settings.changed(engine=asked))
     folder = folder_of(settings.engine.tokenizer)
-    if folder is not None or settings.engine.notation != "auto":
+    if folder is not None or settings.engine.tool_call_parser != "auto":
         from perdure.gateway.rendering.message_format import load_format
 
-        load_format(settings.engine.tokenizer, settings.engine.notation)
+        load_format(settings.engine.tokenizer, settings.engine.tool_call_parser)
     stack_ports.check_host(settings.gateway.host)
     try:
         asyncio.run(check_store(settings))

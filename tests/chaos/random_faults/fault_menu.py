@@ -99,10 +99,10 @@ async def kill_readers(world: World) -> None:
     _kill(*(pid for pid in pids() if READER in cmdline(pid) and _child_of(workers, pid)))
 
 
-async def kill_zygote(world: World) -> None:
+async def kill_fork_server(world: World) -> None:
     """The process that forks the keepers of new sandboxes."""
     workers = {worker.pid for worker in world.any_host().workers}
-    _kill(*(pid for pid in pids() if comm(pid) == b"perdure-zygote" and _child_of(workers, pid)))
+    _kill(*(pid for pid in pids() if comm(pid) == b"perdure-fork" and _child_of(workers, pid)))
 
 
 # --- sandboxes -----------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ MENU: Mapping[str, Act] = {
     "freeze temporal": Act(_stand_still(lambda world: world.first.temporal)),
     "kill worker, gateway and temporal": Act(kill_everything),
     "kill readers": Act(kill_readers),
-    "kill zygote": Act(kill_zygote),
+    "kill fork server": Act(kill_fork_server),
     "kill keeper": Act(kill_keeper),
     "kill holder": Act(kill_holder),
     "kill a grader's keeper": Act(kill_graders_keeper),

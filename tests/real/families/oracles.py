@@ -1,7 +1,7 @@
 """Reads answers with the parsers of vLLM and SGLang: `python oracles.py SGLANG < CASES > READ`.
 
 Runs in vLLM's own environment, SGLANG is a folder with the unpacked package; nothing in Perdure imports it.
-CASES: JSON, a list of {notation, text, tools, control}. READ: for each case the calls that vLLM and that
+CASES: JSON, a list of {parser, text, tools, control}. READ: for each case the calls that vLLM and that
 SGLang finds, as [[name, arguments], ...]; null where there is no parser, a text where it failed.
 """
 
@@ -66,10 +66,10 @@ def vllm_reads(case):
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    if case["notation"] == "openai":
+    if case["parser"] == "openai":
         return None  # read by another class, which downloads a vocabulary
     try:
-        kind = ToolParserManager.get_tool_parser(case["notation"])
+        kind = ToolParserManager.get_tool_parser(case["parser"])
     except KeyError:
         return None
     asked = {"role": "user", "content": "hi"}
@@ -84,9 +84,9 @@ def sglang_reads(case):
 
     from sglang.srt.entrypoints.openai.protocol import Tool
 
-    if case["notation"] not in SGLANG:
+    if case["parser"] not in SGLANG:
         return None
-    module, _, name = SGLANG[case["notation"]].partition(".")
+    module, _, name = SGLANG[case["parser"]].partition(".")
     detector = getattr(import_module(f"sglang.srt.function_call.{module}"), name)()
     found = detector.detect_and_parse(case["text"], [Tool(**tool) for tool in case["tools"]])
     return [[call.name, json.loads(call.parameters)] for call in found.calls]

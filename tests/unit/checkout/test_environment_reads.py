@@ -10,9 +10,9 @@ READERS = ("getenv", "getenvb", "environ", "environb")
 ALLOWED = {
     "src/perdure/settings/process_environment.py": "the one module",
     # Programs that run inside a sandbox, or as the process that holds one.
-    "src/perdure/agents/inside/": "the agent's own process in the sandbox",
-    "src/perdure/sandboxes/guest/inside/": "the guest",
-    "src/perdure/sandboxes/relay/inside/": "the relay's program",
+    "src/perdure/agents/in_sandbox/": "the agent's own process in the sandbox",
+    "src/perdure/sandboxes/guest/in_sandbox/": "the guest",
+    "src/perdure/sandboxes/relay/in_sandbox/": "the relay's program",
     "src/perdure/testing/": "the contract suites, which are tests",
 }
 

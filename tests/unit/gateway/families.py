@@ -1,6 +1,6 @@
 """A small template for each family, and a tokenizer, trained here, that has the family's control tokens.
 
-The notation is the family's; the prose around it is ours. `tests/real/test_families.py` uses templates and
+The calls are written as the family does; the prose around it is ours. `tests/real/test_families.py` uses templates and
 tokenizers as published.
 """
 
@@ -22,7 +22,7 @@ PLAIN = "{{ m.content }}"
 class Family:
     """Parts of a template, as Jinja. `m`: a message, `c`: a call, `k` and `v`: an argument."""
 
-    notation: str
+    parser: str
     control: str
     """The control tokens, separated by spaces. The first one ends an answer."""
     user: str

@@ -1,4 +1,4 @@
-"""For every family of models, the notation is detected from the template, and turns round-trip."""
+"""For every family of models, the tool-call parser is detected from the template, and turns round-trip."""
 
 import json
 from array import array
@@ -14,8 +14,8 @@ from perdure.errors import ConfigurationError
 from perdure.gateway.rendering.chat_template import ChatTemplate
 from perdure.gateway.rendering.control_token_text import MARK, marked
 from perdure.gateway.rendering.message_format import Format, load_format
-from perdure.gateway.rendering.notations.format_detection import NOTATIONS
 from perdure.gateway.rendering.parsed_response import ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.format_detection import TOOL_CALL_PARSERS
 from perdure.gateway.turns.prompt_bridge import Miss, bridge
 from tests.unit.gateway.families import FAMILIES, Family
 
@@ -117,7 +117,7 @@ def test_a_renamed_checkpoint_is_detected_by_its_template(
     renderer = formats[name].renderer
 
     assert isinstance(renderer, ChatTemplate)
-    assert renderer.notation.name == FAMILIES[name].notation
+    assert renderer.parser.name == FAMILIES[name].parser
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -273,15 +273,15 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("notation", BROKEN)
-def test_a_broken_call_stays_in_the_text_with_its_reason(notation: str) -> None:
+@pytest.mark.parametrize("parser", BROKEN)
+def test_a_broken_call_stays_in_the_text_with_its_reason(parser: str) -> None:
     """Text that does not parse is an attempted call, never a guess, and the agent sees it as
     sampled."""
-    read = NOTATIONS[notation].read(BROKEN[notation], [TOOL], opened=False)
+    read = TOOL_CALL_PARSERS[parser].read(BROKEN[parser], [TOOL], opened=False)
 
     assert len(read.tool_calls) == 1
     assert read.tool_calls[0].status is not ToolCallParseStatus.OK
-    assert read.tool_calls[0].raw.removeprefix("<|start|>assistant") in BROKEN[notation]
+    assert read.tool_calls[0].raw.removeprefix("<|start|>assistant") in BROKEN[parser]
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_broken_call_stays_in_the_text_with_its_reason(notation: str) -> None:
 )
 def test_qwen3_coder_may_omit_a_tag(text: str) -> None:
     """The model often omits the opening tag; the function block is enough."""
-    read = NOTATIONS["qwen3_coder"].read(text, [TOOL], opened=False)
+    read = TOOL_CALL_PARSERS["qwen3_coder"].read(text, [TOOL], opened=False)
 
     assert [(call.name, call.arguments) for call in read.tool_calls] == [
         ("edit_file", {"path": "a"})
@@ -302,12 +302,12 @@ def test_qwen3_coder_may_omit_a_tag(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("notation", "text"),
+    ("parser", "text"),
     [("llama3_json", '{"name": "other", "parameters": {}}'), ("llama4_pythonic", "[1, other()]")],
 )
-def test_text_that_only_looks_like_a_call_is_text(notation: str, text: str) -> None:
-    """A notation without marks parses a call only if its tool was offered."""
-    read = NOTATIONS[notation].read(text, [TOOL], opened=False)
+def test_text_that_only_looks_like_a_call_is_text(parser: str, text: str) -> None:
+    """Without marks, text is a call only if its tool was offered."""
+    read = TOOL_CALL_PARSERS[parser].read(text, [TOOL], opened=False)
 
     assert (read.content, read.tool_calls) == (text, ())
 
@@ -319,7 +319,9 @@ def test_a_template_with_unreadable_calls_is_refused(tmp_path: Path) -> None:
         close="<end>", result="",
     )  # fmt: skip
 
-    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__NOTATION.*kimi_k2.*'text'"):
+    with pytest.raises(
+        ConfigurationError, match=r"PERDURE_ENGINE__TOOL_CALL_PARSER.*kimi_k2.*'text'"
+    ):
         load_format(str(odd.folder(tmp_path)))
 
 
@@ -332,19 +334,23 @@ def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not show tools"):
         load_format(folder)
 
-    assert load_format(folder, "text").renderer.notation.name == "text"
-    assert load_format(folder, "deepseek_v3").renderer.notation.name == "deepseek_v3"
+    assert load_format(folder, "text").renderer.parser.name == "text"
+    assert load_format(folder, "deepseek_v3").renderer.parser.name == "deepseek_v3"
 
 
-def test_an_unknown_notation_is_refused_with_all_choices(tmp_path: Path) -> None:
+def test_an_unknown_parser_is_refused_with_all_choices(tmp_path: Path) -> None:
     """The message has the setting, the value and all choices."""
     folder = FAMILIES["Qwen3"].folder(tmp_path)
 
-    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__NOTATION is 'qwen'.*hermes"):
+    with pytest.raises(
+        ConfigurationError, match=r"PERDURE_ENGINE__TOOL_CALL_PARSER is 'qwen'.*hermes"
+    ):
         load_format(str(folder), "qwen")
 
 
-def test_the_packaged_tokenizer_has_one_notation() -> None:
+def test_the_packaged_tokenizer_has_one_parser() -> None:
     """A setting that cannot apply is refused, not ignored."""
-    with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__NOTATION is 'glm45'.*TOKENIZER"):
+    with pytest.raises(
+        ConfigurationError, match=r"PERDURE_ENGINE__TOOL_CALL_PARSER is 'glm45'.*TOKENIZER"
+    ):
         load_format("qwen3", "glm45")

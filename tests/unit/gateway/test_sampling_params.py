@@ -15,7 +15,7 @@ from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.token_salvage import Salvage
 from perdure.episodes.turns_parquet import decode
 from perdure.gateway.rendering.message_format import Format, load_format
-from perdure.gateway.rendering.notations.format_detection import NOTATIONS
+from perdure.gateway.rendering.tool_call_parsers.format_detection import TOOL_CALL_PARSERS
 from perdure.gateway.turns.output_constraints import constraints
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
@@ -264,7 +264,7 @@ async def test_every_dialect_can_request_a_schema(gateway: Gateway) -> None:
         ({"type": "function", "function": {"name": "q"}}, ["q"]),
     ],
 )
-def test_a_forced_call_is_written_in_the_models_notation(choice: Any, names: list[str]) -> None:
+def test_a_forced_call_is_written_as_the_model_does(choice: Any, names: list[str]) -> None:
     """The grammar is one call that the model's own parser reads."""
     outputs = _asked(tools=TOOLS, tool_choice=choice)["structured_outputs"]
     form = json.loads(outputs["structural_tag"])["format"]
@@ -335,18 +335,18 @@ def test_a_logit_bias_is_refused_if_the_rollout_decides() -> None:
         _asked(rules=Sampling(), logit_bias={"5": 1})
 
 
-def test_a_call_is_not_forced_in_a_notation_without_a_grammar() -> None:
-    """For models with another notation the call is refused instead of being ignored."""
+def test_a_call_is_not_forced_for_a_parser_without_a_grammar() -> None:
+    """For models with another tool-call parser the call is refused instead of being ignored."""
     with pytest.raises(Refused, match="'tool_choice' cannot be forced"):
         _asked(_writing("glm45"), tools=TOOLS, tool_choice="required")
 
 
 def test_a_model_without_calls_gets_no_tools() -> None:
     """If the template cannot show tools, they are refused with the setting's name, not dropped."""
-    with pytest.raises(Refused, match="'tools' cannot be used: PERDURE_ENGINE__NOTATION"):
+    with pytest.raises(Refused, match="'tools' cannot be used: PERDURE_ENGINE__TOOL_CALL_PARSER"):
         _asked(_writing("text"), tools=TOOLS)
 
 
-def _writing(notation: str) -> Format:
-    renderer: Any = SimpleNamespace(notation=NOTATIONS[notation])
+def _writing(parser: str) -> Format:
+    renderer: Any = SimpleNamespace(parser=TOOL_CALL_PARSERS[parser])
     return QWEN3._replace(renderer=renderer)

@@ -27,8 +27,8 @@ from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.rendering.chat_template import ChatTemplate
 from perdure.gateway.rendering.jinja_template import JinjaTemplate
 from perdure.gateway.rendering.message_format import QWEN3, Format, load_format
-from perdure.gateway.rendering.notations.format_detection import Found
-from perdure.gateway.rendering.notations.hermes import Hermes
+from perdure.gateway.rendering.tool_call_parsers.format_detection import Found
+from perdure.gateway.rendering.tool_call_parsers.hermes import Hermes
 from perdure.gateway.session_manager import Sessions
 from perdure.gateway.turns.answer_parsing import PLACEHOLDER
 from perdure.gateway.turns.identical_calls import Caller

@@ -53,7 +53,7 @@ def test_too_many_tasks_are_refused() -> None:
 def model_format(tmp_path_factory: pytest.TempPathFactory) -> Format:
     folder = tmp_path_factory.mktemp("base")
     toy_vocabulary.write(folder)
-    return load_format(str(folder), toy_vocabulary.NOTATION)
+    return load_format(str(folder), toy_vocabulary.TOOL_CALL_PARSER)
 
 
 def test_every_value_is_one_token(model_format: Format) -> None:

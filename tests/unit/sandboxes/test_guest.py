@@ -19,7 +19,7 @@ from perdure.errors import NotFound
 from perdure.sandboxes.base import Exec, SandboxSpec
 from perdure.sandboxes.guest import guest_sandbox as guested
 from perdure.sandboxes.guest.guest_sandbox import GuestSandbox
-from perdure.sandboxes.guest.inside import guest_processes
+from perdure.sandboxes.guest.in_sandbox import guest_processes
 from perdure.sandboxes.host.host_processes import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 

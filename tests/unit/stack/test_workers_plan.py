@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from perdure.cli.commands.workers import workers
-from perdure.stack.on_ray.node_plan import WorkersPlan
+from perdure.stack.ray_workers.node_plan import WorkersPlan
 
 NODE: dict[str, Any] = {
     "Alive": True,

@@ -13,7 +13,7 @@ from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
-    from perdure.stack.on_ray.ray_worker_manager import WorkersReport
+    from perdure.stack.ray_workers.ray_worker_manager import WorkersReport
 
 READY_S = 600.0
 SERVICE = ("workflows", "activities", "workers")
@@ -24,7 +24,7 @@ CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 
 
 def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    from perdure.stack.on_ray.node_plan import SELECTOR
+    from perdure.stack.ray_workers.node_plan import SELECTOR
 
     found = dict(one.partition("=")[::2] for one in given)
     for key, selector in found.items():
@@ -94,8 +94,8 @@ def workers() -> None:
 def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
     """Keep one worker running on every node. Run it again to change the settings."""
     key = _connect(load_settings(), ray_address, with_code=True)
-    from perdure.stack.on_ray import ray_worker_manager
-    from perdure.stack.on_ray.node_plan import WorkersPlan
+    from perdure.stack.ray_workers import ray_worker_manager
+    from perdure.stack.ray_workers.node_plan import WorkersPlan
 
     plan = WorkersPlan(environment=_environment(load_settings()), **o)
     actor = ray_worker_manager.start(key, plan)
@@ -111,7 +111,7 @@ def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
 def list_(ray_address: str, as_json: bool) -> None:
     """List each node's worker and seats, and why a worker is missing."""
     key = _connect(load_settings(), ray_address)
-    from perdure.stack.on_ray import ray_worker_manager
+    from perdure.stack.ray_workers import ray_worker_manager
 
     actor = ray_worker_manager.find(key)
     if actor is None:
@@ -125,7 +125,7 @@ def list_(ray_address: str, as_json: bool) -> None:
 def down(ray_address: str) -> None:
     """Stop all workers and their agents. Open rollouts wait for other workers."""
     key = _connect(load_settings(), ray_address)
-    from perdure.stack.on_ray import ray_worker_manager
+    from perdure.stack.ray_workers import ray_worker_manager
 
     say("stopped" if ray_worker_manager.stop(key, leave=True) else "nothing is running")
 
@@ -178,7 +178,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 def _report(actor: Any) -> "WorkersReport":
     import ray
 
-    from perdure.stack.on_ray.ray_worker_manager import WorkersReport
+    from perdure.stack.ray_workers.ray_worker_manager import WorkersReport
 
     return WorkersReport.model_validate_json(ray.get(actor.report.remote()))
 

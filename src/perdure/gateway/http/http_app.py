@@ -103,7 +103,7 @@ def create_app(
     Raises: ConfigurationError, which names the wrong engine or tokenizer setting.
     """
     check_engine_settings(settings)
-    model_format = load_format(settings.engine.tokenizer, settings.engine.notation)
+    model_format = load_format(settings.engine.tokenizer, settings.engine.tool_call_parser)
     metrics = Metrics()
 
     @contextlib.asynccontextmanager

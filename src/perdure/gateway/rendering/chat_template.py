@@ -1,6 +1,6 @@
-"""Any model's message format, made from its own chat template and the notation of its family.
+"""Any model's message format, made from its own chat template and the tool-call parser of its family.
 
-The Jinja template turns messages into ids; the notation turns sampled ids into a message. Later turns are
+The Jinja template turns messages into ids; the tool-call parser turns sampled ids into a message. Later turns are
 bridged from the recorded ids, so only the part after the last answer is rendered. If it is not certain
 where that part begins in the template's output, the whole prompt is rendered.
 """
@@ -16,10 +16,10 @@ from uuid import uuid4
 from perdure.gateway.rendering import late_system_message
 from perdure.gateway.rendering.control_token_text import marked, unmarked
 from perdure.gateway.rendering.jinja_template import JinjaTemplate, TemplateError
-from perdure.gateway.rendering.notations.base import Notation
-from perdure.gateway.rendering.notations.format_detection import Found, detect
 from perdure.gateway.rendering.parsed_response import ParsedResponse, ParsedToolCall
 from perdure.gateway.rendering.tokenizers import Tokenizer, published, token_text
+from perdure.gateway.rendering.tool_call_parsers.base import ToolCallParser
+from perdure.gateway.rendering.tool_call_parsers.format_detection import Found, detect
 
 Message = dict[str, Any]
 
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._template = template
         self._stops = tuple(stop_tokens)
         self._arguments_as_text = found.arguments_as_text
-        self.notation: Notation = found.notation
+        self.parser: ToolCallParser = found.parser
 
     # --- MessageFormat -------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         stops = set(self.get_stop_token_ids())
         end = next((i for i, token_id in enumerate(token_ids) if token_id in stops), None)
         text = self._tokenizer.decode_marked(token_ids[:end])
-        read = self.notation.read(text, tools, opened=self._opened(prompt_ids or []))
+        read = self.parser.read(text, tools, opened=self._opened(prompt_ids or []))
         return replace(
             read,
             content=unmarked(read.content),
@@ -135,10 +135,10 @@ class ChatTemplate:
             calls = []
             for call in message["tool_calls"]:
                 name, minted = call["function"]["name"], call.get("id") or ""
-                own = self.notation.call_id(minted, name, len(known))
+                own = self.parser.call_id(minted, name, len(known))
                 known[minted] = (own, name)
                 calls.append({**call, "id": own, "function": self._function(call["function"])})
-            yield self.notation.history({**message, "tool_calls": calls})
+            yield self.parser.history({**message, "tool_calls": calls})
 
     def _function(self, function: dict[str, Any]) -> dict[str, Any]:
         arguments = function["arguments"]
@@ -161,14 +161,14 @@ class ChatTemplate:
         last = completion[-1] if completion else None
         if last not in stops:
             read = self.parse_response(completion, prompt_ids=prompt)
-            lacks = self.notation.closing(reasoning_open=read.reasoning_complete is False)
+            lacks = self.parser.closing(reasoning_open=read.reasoning_complete is False)
             return lacks + close + rest
         if completion.count(last) > 1:
             return None  # the model sampled past an end of turn, which no template renders
         ended_by = self._stops[stops.index(last)]
-        if ended_by == close or close not in self.notation.openers:
+        if ended_by == close or close not in self.parser.openers:
             return rest
-        return None if ended_by in self.notation.openers else close + rest
+        return None if ended_by in self.parser.openers else close + rest
 
     def _after_answer(self, new: list[Message], tools: list[Any] | None) -> tuple[str, str] | None:
         """The token that closes an answer, and the text from there to the next generation.
@@ -209,7 +209,7 @@ class ChatTemplate:
             except TemplateError:
                 continue
             _, found, tail = text.rpartition(sentinel)
-            ends = (*self._stops, *self.notation.ends)
+            ends = (*self._stops, *self.parser.ends)
             closes = [(at, token) for token in ends if (at := tail.find(token)) >= 0]
             if found and closes:
                 position, token = min(closes)
@@ -219,7 +219,7 @@ class ChatTemplate:
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt already opened the reasoning, so that the answer only closes it."""
         tail = self._tokenizer.decode(prompt_ids[-self.looks_back :])
-        return self.notation.opens_reasoning(tail)
+        return self.parser.opens_reasoning(tail)
 
 
 def _unmarked_call(call: ParsedToolCall) -> ParsedToolCall:
@@ -262,7 +262,7 @@ def _call_before(result: Message, sentinel: str) -> dict[str, Any]:
     }
 
 
-def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
+def load(tokenizer: Tokenizer, folder: Path, parser: str) -> ChatTemplate:
     """The message format from a model's folder. Raises: TemplateError, ConfigurationError."""
     config = published(folder, "tokenizer_config.json")
     text = _template_text(folder, config.get("chat_template"))
@@ -273,8 +273,8 @@ def load(tokenizer: Tokenizer, folder: Path, notation: str) -> ChatTemplate:
     named = {name: token_text(config.get(name)) for name in ("bos_token", "eos_token")}
     template = JinjaTemplate(text, named)
     stops = [named["eos_token"], *_generation_stops(tokenizer, folder)]
-    found = detect(template, notation, stops)
-    known = dict.fromkeys((*stops, *found.notation.stops))
+    found = detect(template, parser, stops)
+    known = dict.fromkeys((*stops, *found.parser.stops))
     ends = [token for token in known if token in tokenizer.control_tokens]
     return ChatTemplate(tokenizer, template, found, ends)
 

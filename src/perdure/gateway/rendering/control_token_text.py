@@ -1,6 +1,6 @@
 """Text that spells a control token without being one, written by people, tools or the model.
 
-A mark is inserted into each such spelling before a template or a notation reads the text, so that the
+A mark is inserted into each such spelling before a template or a tool-call parser reads the text, so that the
 token's text matches only real tokens. The mark is a Unicode noncharacter; a mark that is already in the
 text is doubled. Only a mark that a model writes as a JSON escape (`\\ufdd0`) is lost.
 """

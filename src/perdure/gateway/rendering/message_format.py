@@ -1,4 +1,4 @@
-"""The served model's message format: its tokenizer, its template, and its notation for tool calls."""
+"""The served model's message format: its tokenizer, its template, and its tool-call parser."""
 
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, Protocol
 from perdure.errors import ConfigurationError
 from perdure.gateway.rendering import chat_template
 from perdure.gateway.rendering.jinja_template import TemplateError
-from perdure.gateway.rendering.notations.base import Notation
-from perdure.gateway.rendering.notations.format_detection import AUTO, SETTING
-from perdure.gateway.rendering.notations.hermes import Hermes
 from perdure.gateway.rendering.parsed_response import ParsedResponse
 from perdure.gateway.rendering.tokenizer_setting import PACKAGED
 from perdure.gateway.rendering.tokenizers import Tokenizer, load_tokenizer
+from perdure.gateway.rendering.tool_call_parsers.base import ToolCallParser
+from perdure.gateway.rendering.tool_call_parsers.format_detection import AUTO, SETTING
+from perdure.gateway.rendering.tool_call_parsers.hermes import Hermes
 
 QWEN3 = Path(__file__).with_name("qwen3")
 """The folder with the chat template for the packaged tokenizer."""
@@ -21,7 +21,7 @@ class MessageFormat(Protocol):
     """Converts messages to ids, and ids to messages, for one model."""
 
     @property
-    def notation(self) -> Notation:
+    def parser(self) -> ToolCallParser:
         """How the model writes reasoning and tool calls."""
         ...
 
@@ -69,21 +69,21 @@ class Format(NamedTuple):
     renderer: MessageFormat
 
 
-def load_format(name: str, notation: str = AUTO) -> Format:
+def load_format(name: str, parser: str = AUTO) -> Format:
     """The tokenizer that PERDURE_ENGINE__TOKENIZER names, and the message format of its model.
 
-    The chat template decides the format, not the model's name. `notation`: PERDURE_ENGINE__NOTATION.
-    Raises: ConfigurationError if the folder has no template, or if no notation reads its tool calls.
+    The chat template decides the format, not the model's name. `parser`: PERDURE_ENGINE__TOOL_CALL_PARSER.
+    Raises: ConfigurationError if the folder has no template, or if no tool-call parser reads its tool calls.
     """
     tokenizer = load_tokenizer(name)
-    if name == PACKAGED and notation not in (AUTO, Hermes.name):
+    if name == PACKAGED and parser not in (AUTO, Hermes.name):
         raise ConfigurationError(
-            f"{SETTING} is {notation!r}, but the packaged tokenizer is Qwen3's: set "
+            f"{SETTING} is {parser!r}, but the packaged tokenizer is Qwen3's: set "
             "PERDURE_ENGINE__TOKENIZER to your model's folder"
         )
     folder = QWEN3 if name == PACKAGED else Path(name)
     try:
-        return Format(tokenizer, chat_template.load(tokenizer, folder, notation))
+        return Format(tokenizer, chat_template.load(tokenizer, folder, parser))
     except TemplateError as error:
         raise ConfigurationError(
             f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "

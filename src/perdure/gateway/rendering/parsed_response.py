@@ -29,7 +29,7 @@ class ParsedToolCall:
     arguments: dict[str, Any] | str | None = None
     status: ToolCallParseStatus = ToolCallParseStatus.OK
     id: str | None = None
-    """The model's own id, if its notation has ids."""
+    """The model's own id, if its family writes ids."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.dialects.json_fields import Fields, bad
 from perdure.gateway.rendering.message_format import Format
-from perdure.gateway.rendering.notations.format_detection import SETTING
-from perdure.gateway.rendering.notations.hermes import Hermes
-from perdure.gateway.rendering.notations.no_calls import NoCalls
+from perdure.gateway.rendering.tool_call_parsers.format_detection import SETTING
+from perdure.gateway.rendering.tool_call_parsers.hermes import Hermes
+from perdure.gateway.rendering.tool_call_parsers.no_calls import NoCalls
 from perdure.types import Sampling
 
 MOST_BIAS = 100.0
@@ -24,7 +24,7 @@ NOT_ANY = {"type": "object"}
 
 def constraints(model_format: Format, rules: Sampling, request: ModelRequest) -> dict[str, Any]:
     """Sampling fields that enforce the requested form; empty if none is requested. Raises: Refused (400)."""
-    if request.tools and isinstance(model_format.renderer.notation, NoCalls):
+    if request.tools and isinstance(model_format.renderer.parser, NoCalls):
         raise _unsupported("tools", f"cannot be used: {SETTING} says that the model makes no calls")
     body = Fields(request.body)
     found = _logit_bias(body, rules)
@@ -94,8 +94,8 @@ def _forced_tools(body: Fields, request: ModelRequest) -> list[dict[str, Any]]:
 
 def _one_call(model_format: Format, functions: list[dict[str, Any]]) -> str:
     """An xgrammar structural tag for vLLM: exactly one call of one of the functions."""
-    if not isinstance(model_format.renderer.notation, Hermes):
-        raise _unsupported("tool_choice", "cannot be forced in this model's notation: use auto")
+    if not isinstance(model_format.renderer.parser, Hermes):
+        raise _unsupported("tool_choice", "cannot be forced for this model's tool calls: use auto")
     calls = [_call_tag(one) for one in functions]
     form = calls[0] if len(calls) == 1 else {"type": "or", "elements": calls}
     return json.dumps({"type": "structural_tag", "format": form})

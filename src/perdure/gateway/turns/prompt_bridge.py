@@ -54,11 +54,11 @@ def _answering(
     renderer: MessageFormat, node: Node, completion: list[int], new: list[Message]
 ) -> list[Message]:
     """The new messages, with the function's name added to each tool result, because some templates write
-    it. If the notation has call ids, the result gets the id that the model gave its call."""
+    it. If the model's calls have ids, the result gets the id that the model gave its call."""
     calls = node.record.answer.message.get("tool_calls") or ()
     if not calls or not any(message["role"] == "tool" for message in new):
         return new
-    sampled = _sampled_ids(renderer, completion) if renderer.notation.has_ids else []
+    sampled = _sampled_ids(renderer, completion) if renderer.parser.has_ids else []
     known = {
         call["id"]: {"name": call["function"]["name"], **({"tool_call_id": own} if own else {})}
         for call, own in itertools.zip_longest(calls, sampled[: len(calls)])

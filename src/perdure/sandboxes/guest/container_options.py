@@ -56,7 +56,7 @@ def init_command(ttl_s: float) -> tuple[str, ...]:
 
 def source_of(name: str) -> str:
     """The source of a program that runs inside the sandbox."""
-    return resources.files("perdure.sandboxes.guest.inside").joinpath(name).read_text()
+    return resources.files("perdure.sandboxes.guest.in_sandbox").joinpath(name).read_text()
 
 
 def names_missing_program(said: str) -> bool:

@@ -47,7 +47,7 @@ PROGRAMS = (
     "guest.py", "guest_commands.py", "guest_entry.py", "guest_files.py", "guest_processes.py",
     "guest_records.py", "guest_supervisor.py",
 )  # fmt: skip
-"""Files of `guest/inside` that are installed together."""
+"""Files of `guest/in_sandbox` that are installed together."""
 PYTHON = "exec python3 -I -S -c"
 """`-I -S`: without the image's site-packages."""
 CALL = (
@@ -380,7 +380,7 @@ class GuestSandbox(Sandbox):
 
 def _installing() -> str:
     """CALL that first installs the guest if it is missing or of another version."""
-    folder = resources.files("perdure.sandboxes.guest.inside")
+    folder = resources.files("perdure.sandboxes.guest.in_sandbox")
     programs = {name: folder.joinpath(name).read_text() for name in PROGRAMS}
     packed = base64.b64encode(zlib.compress(json.dumps(programs).encode())).decode()
     return f"{PYTHON} {shlex.quote(INSTALL)} {packed}"

@@ -20,7 +20,7 @@ from perdure.sandboxes.host.sandbox_folder import META, Box
 BOOT_TIMEOUT_S = 60.0
 
 _SOURCE = str(Path(__file__).parents[3])
-_START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.keeper_zygote import main; main()"
+_START = "import sys; sys.path.append(sys.argv[1]); from perdure.sandboxes.host.keeper.keeper_fork_server import main; main()"
 _ROOM_FOR_A_PATH = 4096 + 64
 _DEFAULT_SIGNALS = [
     signal.SIGHUP, signal.SIGINT, signal.SIGPIPE, signal.SIGQUIT, signal.SIGTERM, signal.SIGXFSZ
@@ -115,7 +115,7 @@ async def _converse(line: socket.socket, order: bytes) -> bytes:
 # -- the fork server ------------------------------------------------------------------------------
 
 
-class _Zygote:
+class _ForkServer:
     """The fork server. A fork of the worker starts its own, because it may run as another user."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-_zygotes: list[_Zygote] = []
+_fork_servers: list[_ForkServer] = []
 """Empty, or this process's only one."""
 
 
@@ -161,21 +161,21 @@ def _fork_keeper(line: int) -> None:
     """Ask the fork server for a keeper. Starts a server if there is none or it was killed."""
     _allow_open_files()
     try:
-        socket.send_fds(_our_zygote().channel, [b"k"], [line])
+        socket.send_fds(_our_fork_server().channel, [b"k"], [line])
     except ConnectionError:
         _leave()
-        socket.send_fds(_our_zygote().channel, [b"k"], [line])
+        socket.send_fds(_our_fork_server().channel, [b"k"], [line])
 
 
-def _our_zygote() -> _Zygote:
-    if _zygotes and _zygotes[0].owner != os.getpid():
+def _our_fork_server() -> _ForkServer:
+    if _fork_servers and _fork_servers[0].owner != os.getpid():
         _leave()
-    if not _zygotes:
-        _zygotes.append(_Zygote())
-    return _zygotes[0]
+    if not _fork_servers:
+        _fork_servers.append(_ForkServer())
+    return _fork_servers[0]
 
 
 @atexit.register
 def _leave() -> None:
-    while _zygotes:
-        _zygotes.pop().close()
+    while _fork_servers:
+        _fork_servers.pop().close()

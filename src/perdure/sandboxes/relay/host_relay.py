@@ -411,4 +411,4 @@ def _is_header(pair: Any) -> bool:
 
 
 def _program() -> bytes:
-    return (resources.files("perdure.sandboxes.relay.inside") / "relay_program.py").read_bytes()
+    return (resources.files("perdure.sandboxes.relay.in_sandbox") / "relay_program.py").read_bytes()

@@ -20,7 +20,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 STEADY_S = 60.0
 """If a worker has run for longer, we assume that it did not fail at its start."""
 
-log = structlog.get_logger("perdure.on_ray")
+log = structlog.get_logger("perdure.ray_workers")
 
 
 class NodeReport(Frozen):

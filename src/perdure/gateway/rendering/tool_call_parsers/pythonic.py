@@ -6,8 +6,8 @@ The text is parsed as Python syntax and never run. Arguments must be literals.
 import ast
 from typing import Any
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, offered
 from perdure.gateway.rendering.parsed_response import ParsedToolCall
+from perdure.gateway.rendering.tool_call_parsers.base import Split, ToolCallParser, Tools, offered
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _LONGEST = 1 << 20
@@ -15,7 +15,7 @@ _LONGEST = 1 << 20
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-class Pythonic(Notation):
+class Pythonic(ToolCallParser):
     name = "llama4_pythonic"
     stops = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 

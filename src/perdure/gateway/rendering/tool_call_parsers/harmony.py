@@ -7,18 +7,18 @@ https://cookbook.openai.com/articles/openai-harmony
 
 import re
 
-from perdure.gateway.rendering.notations.base import (
-    Message,
-    Notation,
-    Split,
-    Tools,
-    bad,
-    named_call,
-)
 from perdure.gateway.rendering.parsed_response import (
     ParsedResponse,
     ParsedToolCall,
     ToolCallParseStatus,
+)
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Message,
+    Split,
+    ToolCallParser,
+    Tools,
+    bad,
+    named_call,
 )
 
 _HEADER = "<|start|>assistant"
@@ -31,7 +31,7 @@ _RECIPIENT = re.compile(r"to=(\S+?)(?=<\||\s|$)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
-class Harmony(Notation):
+class Harmony(ToolCallParser):
     name = "openai"
     stops = ("<|return|>", "<|call|>")
     ends = ("<|end|>",)

@@ -7,18 +7,18 @@ DeepSeek V3.2: every tag carries `｜DSML｜`, and `string="true"` or `"false"` 
 import json
 import re
 
-from perdure.gateway.rendering.notations.base import (
-    Notation,
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
     Split,
+    ToolCallParser,
     Tools,
     bad,
     parameters_of,
     typed,
 )
-from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 
-class MinimaxM2(Notation):
+class MinimaxM2(ToolCallParser):
     name = "minimax_m2"
     stops = ("[e~[",)
     _block, _prefix = "minimax:tool_call", ""

@@ -1,9 +1,9 @@
 """No tool calls, for models whose agents work in plain text. Never detected, only set."""
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools
+from perdure.gateway.rendering.tool_call_parsers.base import Split, ToolCallParser, Tools
 
 
-class NoCalls(Notation):
+class NoCalls(ToolCallParser):
     name = "text"
 
     def split(self, text: str, tools: Tools) -> Split:

@@ -7,8 +7,14 @@ import hashlib
 import re
 from dataclasses import replace
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, json_calls, named_call
 from perdure.gateway.rendering.parsed_response import ParsedToolCall
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    json_calls,
+    named_call,
+)
 
 _CALLS = re.compile(r"\[TOOL_CALLS\](.*)", re.S)
 _NAMED = re.compile(
@@ -19,7 +25,7 @@ _NAMED = re.compile(
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-class Mistral(Notation):
+class Mistral(ToolCallParser):
     name = "mistral"
     has_ids = True
     stops = ("</s>",)

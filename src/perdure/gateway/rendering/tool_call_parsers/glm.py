@@ -5,21 +5,21 @@ The template writes nothing after an answer: the model stops at the token that o
 
 import re
 
-from perdure.gateway.rendering.notations.base import (
-    Notation,
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
     Split,
+    ToolCallParser,
     Tools,
     bad,
     parameters_of,
     typed,
 )
-from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.S)
 
 
-class Glm(Notation):
+class Glm(ToolCallParser):
     name = "glm45"
     stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
     openers = ("<|user|>", "<|observation|>")

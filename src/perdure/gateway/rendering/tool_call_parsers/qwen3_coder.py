@@ -6,15 +6,15 @@ Qwen3-Coder often omits the opening `<tool_call>`. vLLM's parser also accepts th
 
 import re
 
-from perdure.gateway.rendering.notations.base import (
-    Notation,
+from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
     Split,
+    ToolCallParser,
     Tools,
     bad,
     parameters_of,
     typed,
 )
-from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 
 _BLOCK = re.compile(
     r"(?:<tool_call>\s*)?<function=(?P<body>.*?)(?P<end></function>(?:\s*</tool_call>)?|\Z)"
@@ -26,7 +26,7 @@ _PARAMETER = re.compile(
 )
 
 
-class Qwen3Coder(Notation):
+class Qwen3Coder(ToolCallParser):
     name = "qwen3_coder"
     stops = ("<|im_end|>", "<|endoftext|>")
 

@@ -27,8 +27,8 @@ from perdure.serving.engine_commands import NAMESPACE
 from perdure.serving.ray_placement import draining_nodes
 from perdure.settings import process_environment
 from perdure.settings.settings_loader import load_settings
-from perdure.stack.on_ray.node_plan import Node, WorkersPlan
-from perdure.stack.on_ray.node_worker import NodeReport, NodeWorker
+from perdure.stack.ray_workers.node_plan import Node, WorkersPlan
+from perdure.stack.ray_workers.node_worker import NodeReport, NodeWorker
 from perdure.types import Frozen
 
 POLL_S = 1.0
@@ -44,7 +44,7 @@ AGAIN_S = 10.0
 COUNT_S = 10.0
 """Seconds between two counts of waiting activities."""
 
-log = structlog.get_logger("perdure.on_ray")
+log = structlog.get_logger("perdure.ray_workers")
 
 
 class WorkersReport(Frozen):

@@ -1,4 +1,4 @@
-"""DeepSeek's notation, which puts calls between special tokens.
+"""DeepSeek's tool-call parser, which puts calls between special tokens.
 
 V3, R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a newline and a block of fenced JSON.
 V3.1, V3.2-Exp: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
@@ -6,8 +6,14 @@ V3.1, V3.2-Exp: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool�
 
 import re
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, named_call
 from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    bad,
+    named_call,
+)
 
 _SECTION = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.S)
 _CALL = re.compile(
@@ -17,7 +23,7 @@ _CALL = re.compile(
 _FENCED = re.compile(r"(?P<name>[^\n]*)\n```(?:json)?\n(?P<json>.*?)\n?```\s*", re.S)
 
 
-class DeepSeekV31(Notation):
+class DeepSeekV31(ToolCallParser):
     name = "deepseek_v31"
     stops = ("<｜end▁of▁sentence｜>",)
 

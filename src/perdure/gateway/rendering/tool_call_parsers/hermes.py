@@ -2,14 +2,20 @@
 
 import re
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, json_call
 from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    bad,
+    json_call,
+)
 
 _OPENING = "<tool_call>"
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.S)
 
 
-class Hermes(Notation):
+class Hermes(ToolCallParser):
     name = "hermes"
     stops = ("<|im_end|>", "<|endoftext|>")
 

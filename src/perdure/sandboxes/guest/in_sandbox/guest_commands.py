@@ -15,10 +15,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from perdure.sandboxes.guest.inside import guest_files as files
-    from perdure.sandboxes.guest.inside import guest_processes as processes
-    from perdure.sandboxes.guest.inside import guest_records as records
-    from perdure.sandboxes.guest.inside import guest_supervisor as supervisor
+    from perdure.sandboxes.guest.in_sandbox import guest_files as files
+    from perdure.sandboxes.guest.in_sandbox import guest_processes as processes
+    from perdure.sandboxes.guest.in_sandbox import guest_records as records
+    from perdure.sandboxes.guest.in_sandbox import guest_supervisor as supervisor
 
     Answer = dict[str, Any]
 else:  # in the sandbox they are in the folder of this file

@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from perdure.sandboxes.guest.inside import guest_files as files
+    from perdure.sandboxes.guest.in_sandbox import guest_files as files
 
     Answer = dict[str, Any]
 else:  # in the sandbox it is in the folder of this file

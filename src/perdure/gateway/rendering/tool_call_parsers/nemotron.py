@@ -1,15 +1,21 @@
 """`<TOOLCALL>[{"name": ..., "arguments": {...}}]</TOOLCALL>`: Nemotron Nano v2, Llama-Nemotron.
-Nemotron 3 uses the notation of Qwen3-Coder."""
+Nemotron 3 writes calls as Qwen3-Coder does."""
 
 import re
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, json_calls
 from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    bad,
+    json_calls,
+)
 
 _BLOCK = re.compile(r"<TOOLCALL>(.*?)(</TOOLCALL>|\Z)", re.S)
 
 
-class Nemotron(Notation):
+class Nemotron(ToolCallParser):
     name = "nemotron_json"
     stops = ("<SPECIAL_12>", "<|eot_id|>")
 

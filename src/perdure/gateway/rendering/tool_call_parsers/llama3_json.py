@@ -3,14 +3,20 @@ template. `;` separates parallel calls."""
 
 import json
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, json_call, offered
 from perdure.gateway.rendering.parsed_response import ParsedToolCall
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    json_call,
+    offered,
+)
 
 _TAGS = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
 _JSON = json.JSONDecoder()
 
 
-class Llama3Json(Notation):
+class Llama3Json(ToolCallParser):
     name = "llama3_json"
     stops = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>")
 

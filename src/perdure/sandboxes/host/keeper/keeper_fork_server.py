@@ -15,7 +15,7 @@ from perdure.sandboxes.host.keeper import linux_syscalls, sandbox_keeper
 def main() -> None:
     """Each message on stdin carries a descriptor on which one keeper gets its order and answers."""
     channel = socket(fileno=0)
-    linux_syscalls.set_name("perdure-zygote")
+    linux_syscalls.set_name("perdure-fork")
     os.chdir("/")
     os.umask(0o022)  # for files that sandboxes see; their folder keeps other users out
     os.closerange(3, 1 << 20)  # files that the worker inherited; commands must not inherit them

@@ -8,8 +8,14 @@ repeats the id. So a result is rendered with the id that the model gave, not the
 import re
 from dataclasses import replace
 
-from perdure.gateway.rendering.notations.base import Notation, Split, Tools, bad, named_call
 from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
+from perdure.gateway.rendering.tool_call_parsers.base import (
+    Split,
+    ToolCallParser,
+    Tools,
+    bad,
+    named_call,
+)
 
 _SECTION = re.compile(
     r"<\|tool_calls?_section_begin\|>(.*?)(?:<\|tool_calls?_section_end\|>|\Z)", re.S
@@ -22,7 +28,7 @@ _CALL = re.compile(
 _ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?::\d+)?")
 
 
-class KimiK2(Notation):
+class KimiK2(ToolCallParser):
     name = "kimi_k2"
     has_ids = True
     stops = ("<|im_end|>", "[EOS]")

@@ -1,6 +1,6 @@
-"""The contract of a notation, which parses sampled text into reasoning, text and tool calls.
+"""The contract of a tool-call parser, which parses sampled text into reasoning, text and tool calls.
 
-A call that does not parse keeps its text and the reason; it is never repaired. A notation renders
+A call that does not parse keeps its text and the reason; it is never repaired. A tool-call parser renders
 nothing; the model's own chat template does.
 """
 
@@ -28,11 +28,11 @@ class Split(NamedTuple):
     calls: list[ParsedToolCall]
 
 
-class Notation(ABC):
+class ToolCallParser(ABC):
     """How one family of models writes an answer. Stateless; a family overrides what differs."""
 
     name: ClassVar[str]
-    """The value of PERDURE_ENGINE__NOTATION: vLLM's name, if vLLM has the same parser."""
+    """The value of PERDURE_ENGINE__TOOL_CALL_PARSER: vLLM's name, if vLLM has the same parser."""
     stops: ClassVar[tuple[str, ...]] = ()
     """Tokens that end an answer, besides those that the model's folder names."""
     ends: ClassVar[tuple[str, ...]] = ()

@@ -9,7 +9,7 @@ imports nothing from Perdure. Checked against vLLM 0.32.
 # vLLM is installed with the engines, never with us.
 
 BACKEND = "perdure-disk"
-MODULE = "perdure.serving.inside_vllm.folder_weights"
+MODULE = "perdure.serving.vllm_plugin.folder_weights"
 
 
 def register() -> None:
