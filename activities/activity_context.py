@@ -13,7 +13,7 @@ from perdure.rollouts.admission.permit_rules import AskPermit, CreateRefused
 from perdure.sandboxes.sandbox_reaper import Owner
 
 
-async def tell_account(
+async def signal_account(
     account: str,
     signal: Literal["ask", "started", "refused", "release"],
     message: AskPermit | CreateRefused | str,
@@ -36,10 +36,10 @@ async def tell_account(
             raise
 
 
-class ThisTry:
-    """Implements `perdure.rollouts.attempt_job.Try` for the running activity."""
+class RunningActivityAttempt:
+    """Implements `perdure.rollouts.attempt_job.ActivityAttempt` for the running activity."""
 
-    tell_account = staticmethod(tell_account)
+    signal_account = staticmethod(signal_account)
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -66,7 +66,7 @@ class ThisTry:
 
     async def workflow_may_be_open(self) -> bool:
         try:
-            fate = await fate_of(activity.client(), activity.info().workflow_id or "")
+            fate = await fetch_owner_state(activity.client(), activity.info().workflow_id or "")
         except RPCError:
             return True  # if it is closed, the reaper finds out later
         return fate is Owner.ALIVE
@@ -75,7 +75,7 @@ class ThisTry:
         report(**progress)
 
 
-async def fate_of(client: Client, workflow_id: str) -> Owner:
+async def fetch_owner_state(client: Client, workflow_id: str) -> Owner:
     """Whether the workflow is open. Asks the server itself, because the visibility store lags."""
     try:
         described = await client.get_workflow_handle(workflow_id).describe()

@@ -23,7 +23,7 @@ from perdure.errors import (
 )
 from perdure.rollouts.activity_messages import WORKER_EVICTED
 
-OF_THE_HOST = {
+HOST_ERRNOS = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO,
     errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE,
 }  # fmt: skip
@@ -31,7 +31,7 @@ OF_THE_HOST = {
 memory or file descriptors."""
 ROOM_S = 10.0
 """Seconds before a retry after such an error. The number of retries is not limited."""
-BUG_TRIES = 5
+MAX_UNFORESEEN_ERROR_ATTEMPTS = 5
 """After this many tries with unforeseen errors, the rollout ends with the last one."""
 MESSAGE_LIMIT = 1000
 NAMED = (SandboxLost, IdentityDiffers, ConfigurationError)
@@ -51,7 +51,7 @@ async def translated(work: Awaitable[Result]) -> Result:
     except ApplicationError:
         raise
     except OSError as error:
-        if error.errno not in OF_THE_HOST:
+        if error.errno not in HOST_ERRNOS:
             raise _of_bug(error) from error
         raise _of_failure(
             RetryHere(f"this host lacks resources: {error}", retry_after=ROOM_S)
@@ -92,5 +92,5 @@ def _of_bug(error: Exception) -> ApplicationError:
     return ApplicationError(
         f"{type(error).__name__}: {error}"[:MESSAGE_LIMIT],
         type="UnexpectedError",
-        non_retryable=activity.info().attempt >= BUG_TRIES,
+        non_retryable=activity.info().attempt >= MAX_UNFORESEEN_ERROR_ATTEMPTS,
     )

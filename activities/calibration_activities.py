@@ -3,7 +3,7 @@ report_calibration: the activities of `perdure.rollouts.calibration`."""
 
 from temporalio import activity
 
-from activities.activity_context import ThisTry
+from activities.activity_context import RunningActivityAttempt
 from activities.activity_decorator import shell
 from perdure.rollouts.activity_messages import (
     CalibrationPage,
@@ -39,7 +39,7 @@ class Calibrations:
     @shell("choose_twins")
     async def twins(self, row: RowToConclude) -> RowTwins:
         owner = activity.info().workflow_id or ""
-        return await choose(self.services, row, ThisTry(), owner)
+        return await choose(self.services, row, RunningActivityAttempt(), owner)
 
     @shell("report_calibration")
     async def report(self, request: CalibrationRequest) -> CalibrationSummary:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from temporalio import activity
 from temporalio.service import RPCError
 
-from activities.activity_context import ThisTry
+from activities.activity_context import RunningActivityAttempt
 from activities.activity_decorator import shell
 from perdure.client import temporal_names
 from perdure.rollouts.activity_messages import (
@@ -28,7 +28,7 @@ from perdure.rollouts.cleanup_stage import destroy
 from perdure.rollouts.episode_stage import emit_episode
 from perdure.rollouts.gateway_session.session_cleanup import forget_sessions
 from perdure.rollouts.grade_stage import grade
-from perdure.rollouts.sandbox.store_outage_keepalive import kept_alive
+from perdure.rollouts.sandbox.store_outage_keepalive import extend_ttl_on_store_outage
 from perdure.rollouts.stage_services import Services
 from perdure.types import EpisodeRef
 
@@ -43,16 +43,18 @@ class Stages:
     @shell("boot_sandbox")
     async def boot(self, attempt: Attempt) -> Booted:
         async with _said_if_it_lasts(attempt.attempt):
-            return await boot(await Job.of(self.services, attempt, ThisTry(), first=True))
+            return await boot(
+                await Job.of(self.services, attempt, RunningActivityAttempt(), first=True)
+            )
 
     @shell("run_agent", leave_at_once=True)
     async def run_agent(self, attempt: Attempt) -> AgentRun:
-        async with kept_alive(self.services, attempt):
+        async with extend_ttl_on_store_outage(self.services, attempt):
             return await run_agent(await self._job(attempt))
 
     @shell("capture_diff")
     async def capture(self, attempt: Attempt) -> Captured:
-        async with kept_alive(self.services, attempt):
+        async with extend_ttl_on_store_outage(self.services, attempt):
             return await capture(await self._job(attempt))
 
     @shell("grade_in_fresh_sandbox")
@@ -70,7 +72,7 @@ class Stages:
         await destroy(await self._job(attempt))
 
     async def _job(self, attempt: Attempt) -> Job:
-        return await Job.of(self.services, attempt, ThisTry())
+        return await Job.of(self.services, attempt, RunningActivityAttempt())
 
     async def _turns_again(self, session_id: str) -> None:
         """Ask the gateway only if turns are lost, because its settings may be wrong."""

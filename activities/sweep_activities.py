@@ -12,7 +12,7 @@ from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.sandbox_reaper import Owner, SweepReport
 
 
-class Leftovers:
+class SweepActivities:
     def __init__(self, services: Services) -> None:
         self.services = services
 
@@ -31,4 +31,4 @@ class Leftovers:
 
 
 async def _fate(workflow_id: str) -> Owner:
-    return await activity_context.fate_of(activity.client(), workflow_id)
+    return await activity_context.fetch_owner_state(activity.client(), workflow_id)

@@ -15,7 +15,7 @@ stored yet."""
 
 
 @dataclass(frozen=True)
-class Moment:
+class KillWindow:
     """The time of a kill, from the first signal to the last death."""
 
     began: float
@@ -23,18 +23,18 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class BoughtCall:
+class EndpointCall:
     """One call. `session`: the sandbox that it came from; empty if the caller named none."""
 
     session: str
     began: float
     ended: float
 
-    def in_flight(self, at: Moment) -> bool:
+    def in_flight(self, at: KillWindow) -> bool:
         return self.began <= at.ended and self.ended + DELIVERY_S >= at.began
 
 
-class Ledger:
+class CallLog:
     """An append-only file, so that a restarted endpoint can continue it."""
 
     def __init__(self, path: Path) -> None:
@@ -61,10 +61,10 @@ class Ledger:
     def close(self) -> None:
         os.close(self._file)
 
-    def calls(self) -> list[BoughtCall]:
+    def calls(self) -> list[EndpointCall]:
         """All calls since the last `clear`. A call without an end still runs."""
         begun: dict[str, tuple[str, float]] = {}
-        found: list[BoughtCall] = []
+        found: list[EndpointCall] = []
         for line in self._path.read_text().splitlines():
             what, name, at, session = line.split("\t")
             if what == "begin":
@@ -72,8 +72,8 @@ class Ledger:
                 continue
             for over in (*begun,) if what == "cut" else (name,):
                 if over in begun:  # false if it began before the last `clear`
-                    found.append(BoughtCall(*begun.pop(over), float(at)))
-        return found + [BoughtCall(*call, float("inf")) for call in begun.values()]
+                    found.append(EndpointCall(*begun.pop(over), float(at)))
+        return found + [EndpointCall(*call, float("inf")) for call in begun.values()]
 
     def _write(self, what: str, name: str, session: str) -> None:
         os.write(self._file, f"{what}\t{name}\t{time.monotonic()}\t{session}\n".encode())

@@ -136,7 +136,7 @@ def own_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
 
 
-def waited_for_seconds() -> float:
+def ended_children_cpu_seconds() -> float:
     """User plus system time of this process's children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

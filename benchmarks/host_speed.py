@@ -29,7 +29,7 @@ def measure() -> float:
     return (time.thread_time() - started) * 1e3
 
 
-class Yardstick:
+class HostSpeedProbe:
     """The output of a process that runs next to the measured ones."""
 
     def __init__(self, written: Path) -> None:
@@ -44,11 +44,11 @@ class Yardstick:
 
 
 @contextlib.contextmanager
-def beside(written: Path) -> Iterator[Yardstick]:
+def beside(written: Path) -> Iterator[HostSpeedProbe]:
     with written.open("wb") as file:
         process = subprocess.Popen([sys.executable, "-m", "benchmarks.host_speed"], stdout=file)
     try:
-        yield Yardstick(written)
+        yield HostSpeedProbe(written)
     finally:
         process.kill()
         process.wait()

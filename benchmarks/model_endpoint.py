@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.call_log import BoughtCall, Ledger
+from benchmarks.call_log import CallLog, EndpointCall
 from benchmarks.cpu_measurement import Meter, kill_all
 from perdure.engines.clients.vllm_control import PROBE_SESSION
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -45,7 +45,7 @@ class TimedEngine(ScriptedEngine):
 
     first = 0.0
     last = 0.0
-    ledger: Ledger
+    ledger: CallLog
 
     def app(self) -> Starlette:
         inner = super().app()
@@ -89,7 +89,7 @@ class Endpoint:
     def __init__(self, folder: Path, meter: Meter) -> None:
         self.meter = meter
         self._folder = folder
-        self._ledger = Ledger(folder / LEDGER)
+        self._ledger = CallLog(folder / LEDGER)
         self._control: dict[str, Any] = {}
         self._process, self.url = self._serve(port=0)
 
@@ -117,7 +117,7 @@ class Endpoint:
         self._ledger.clear()
         self._control |= control
 
-    def bought(self) -> list[BoughtCall]:
+    def bought(self) -> list[EndpointCall]:
         """Every call since the last reset, including calls whose caller or engine died."""
         return self._ledger.calls()
 
@@ -165,7 +165,7 @@ def _session(scope: Scope) -> str:
 async def _serve(folder: Path, port: int) -> None:
     script = json.loads((folder / SCRIPT).read_text())
     timed = TimedEngine(script, port=port)
-    timed.ledger = Ledger(folder / LEDGER)
+    timed.ledger = CallLog(folder / LEDGER)
     async with timed as engine:
         print(engine.url, flush=True)
         await asyncio.Event().wait()  # until it is killed

@@ -18,10 +18,10 @@ from typing import Any
 from benchmarks import common_job
 from benchmarks.cpu_measurement import (
     Meter,
+    ended_children_cpu_seconds,
     ended_if_interrupted,
     kill_all,
     own_seconds,
-    waited_for_seconds,
 )
 from perdure.instances import instance_catalog
 from perdure.instances.rows.content_diffs import added_file
@@ -180,7 +180,7 @@ class Stack:
     def run(self, arguments: list[str], log: Path) -> dict[str, Any]:
         """Run `perdure run toy ARGUMENTS --json` and return its document. Raises: RuntimeError."""
         argv = [*PERDURE, "run", DATASET, *arguments, "--json"]
-        before = waited_for_seconds()
+        before = ended_children_cpu_seconds()
         with log.open("ab") as file:
             process = self.meter.popen(
                 argv,
@@ -192,7 +192,7 @@ class Stack:
             )
             with ended_if_interrupted(process):
                 out, _ = process.communicate()
-        self._runs_took += waited_for_seconds() - before
+        self._runs_took += ended_children_cpu_seconds() - before
         if not out:
             raise RuntimeError(f"`perdure run` printed nothing: {log.read_text()[-2000:]}")
         document: dict[str, Any] = json.loads(out)

@@ -207,5 +207,7 @@ async def benched(
 
 def impatient(patch: pytest.MonkeyPatch, seconds: float) -> None:
     """Seconds after which a call is given up."""
-    defaults = service_retries.again.__kwdefaults__ or {}
-    patch.setattr(service_retries.again, "__kwdefaults__", {**defaults, "patience_s": seconds})
+    defaults = service_retries.retry_transient.__kwdefaults__ or {}
+    patch.setattr(
+        service_retries.retry_transient, "__kwdefaults__", {**defaults, "patience_s": seconds}
+    )

@@ -15,7 +15,7 @@ COUNT_EVERY_S = 15.0
 log = structlog.get_logger("perdure.worker")
 
 
-async def keep_counting(client: Client, settings: Settings) -> None:
+async def report_backlogs(client: Client, settings: Settings) -> None:
     while settings.metrics.port:
         try:
             for one in await backlogs(client):

@@ -19,7 +19,7 @@ from perdure.settings.settings_tree import DeploymentSettings
 
 PINNED = (temporal_names.ROLLOUT, temporal_names.GROUP)
 """Workflows that stay on the build that started them. They end within hours."""
-MOVING = (
+AUTO_UPGRADE_WORKFLOWS = (
     *(
         temporal_names.RUN,
         temporal_names.SHARD,
@@ -46,19 +46,19 @@ def build_of(settings: DeploymentSettings) -> WorkerDeploymentConfig | None:
 
 
 class MovingRunner(UnsandboxedWorkflowRunner):
-    """Declares each workflow in `MOVING` as AUTO_UPGRADE. `workflow.defn` cannot do that: a worker
+    """Declares each workflow in `AUTO_UPGRADE_WORKFLOWS` as AUTO_UPGRADE. `workflow.defn` cannot do that: a worker
     without a build would declare it too, and the server would refuse all its workflow task
     completions.
     """
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
-        if det.info.workflow_type in MOVING:
+        if det.info.workflow_type in AUTO_UPGRADE_WORKFLOWS:
             moves = replace(det.defn, versioning_behavior=VersioningBehavior.AUTO_UPGRADE)
             det = replace(det, defn=moves)
         return super().create_instance(det)
 
 
-async def say_if_not_current(client: Client, settings: DeploymentSettings) -> None:
+async def warn_if_not_current(client: Client, settings: DeploymentSettings) -> None:
     """Warn that a build gets no work before an operator makes it current. Nothing else says so."""
     request = DescribeWorkerDeploymentRequest(
         namespace=client.namespace, deployment_name=settings.name

@@ -17,7 +17,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError
 
 from perdure.client import temporal_names
-from perdure.client.sdk import is_passing
+from perdure.client.sdk import is_transient
 from perdure.stack.part_readiness import POLLED
 
 ANSWERS = {
@@ -61,7 +61,7 @@ async def answering(path: Path | None, is_ready: Callable[[], bool]) -> AsyncIte
         path.unlink(missing_ok=True)
 
 
-async def polled(client: Client, roles: Sequence[str], identity: str = "") -> None:
+async def wait_until_polling(client: Client, roles: Sequence[str], identity: str = "") -> None:
     """Return when the server has seen this worker, or the one with `identity`, poll for all
     `roles`.
 
@@ -69,10 +69,10 @@ async def polled(client: Client, roles: Sequence[str], identity: str = "") -> No
     """
     for role in roles:
         if role in QUEUES:
-            await seen_polling(client, *QUEUES[role], identity or client.identity)
+            await wait_for_poller(client, *QUEUES[role], identity or client.identity)
 
 
-async def seen_polling(
+async def wait_for_poller(
     client: Client, queue: str, kind: "TaskQueueType.ValueType", identity: str
 ) -> None:
     """Return when the server has seen `identity` poll. Raises: RPCError if it refuses to say."""
@@ -83,7 +83,7 @@ async def seen_polling(
         try:
             answer = await client.workflow_service.describe_task_queue(request)
         except RPCError as error:
-            if not is_passing(error):
+            if not is_transient(error):
                 raise
         else:
             if any(poller.identity == identity for poller in answer.pollers):

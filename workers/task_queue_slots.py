@@ -17,7 +17,7 @@ from activities.calibration_activities import Calibrations
 from activities.lost_host_activities import StandIn
 from activities.rollout_activities import Stages
 from activities.run_activities import Runs
-from activities.sweep_activities import Leftovers
+from activities.sweep_activities import SweepActivities
 from perdure.client import temporal_names
 from perdure.rollouts.stage_services import Services
 from workers.host import boot_slots
@@ -77,7 +77,7 @@ def queues(role: str, services: Services) -> list[Queue]:
     io: list[Callable[..., Any]] = [
         *_upkeep(services),
         Stages(services).emit,
-        Leftovers(services).closed_holders,
+        SweepActivities(services).closed_holders,
         runs.prepare,
         runs.page,
         runs.finish,
@@ -98,7 +98,7 @@ def _upkeep(services: Services) -> list[Callable[..., Any]]:
     return [
         Stages(services).capture,
         Stages(services).destroy,
-        Leftovers(services).sweep,
+        SweepActivities(services).sweep,
     ]
 
 

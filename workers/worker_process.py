@@ -38,8 +38,8 @@ from perdure.settings.settings_tree import Settings
 from perdure.stack import host_life
 from perdure.telemetry import configure_logging, temporal_runtime
 from workers import backlog_metrics
-from workers.deployment_version import build_of, say_if_not_current
-from workers.health_endpoints import answering, polled
+from workers.deployment_version import build_of, warn_if_not_current
+from workers.health_endpoints import answering, wait_until_polling
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """The roles of a worker process."""
@@ -71,13 +71,13 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
             check_path(
                 settings.gateway_socket
             )  # if the path is too long for a socket, fail now: the host would grant no seat
-            stack.enter_context(host_life.worker_is_here(settings))
+            stack.enter_context(host_life.hold_worker_lock(settings))
         workers = _workers(client, settings, roles)
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
         if settings.deployment.build_id:
-            await say_if_not_current(client, settings.deployment)
+            await warn_if_not_current(client, settings.deployment)
         keeping = asyncio.create_task(_keep_house(client, settings, roles, seen))
         await stop.wait()
         keeping.cancel()
@@ -112,18 +112,18 @@ async def _keep_house(
     seen it poll."""
 
     async def become_ready() -> None:
-        await polled(client, roles)
+        await wait_until_polling(client, roles)
         seen.set()
 
     keeping: list[Callable[[], Keeping]] = [become_ready]
     if "workflows" in roles:
-        keeping.append(partial(backlog_metrics.keep_counting, client, settings))
+        keeping.append(partial(backlog_metrics.report_backlogs, client, settings))
     if {"boot", "agent"} & set(roles):
         keeping.append(partial(host_life.keep_alive, settings))
     if "agent" in roles:
         keeping.append(partial(_keep_reaper, client, host_of(settings)))
         keeping += _housekeeping(client, settings)
-    await asyncio.gather(*map(kept_going, keeping))
+    await asyncio.gather(*map(restart_until_done, keeping))
 
 
 def _housekeeping(client: Client, settings: Settings) -> "list[partial[Keeping]]":
@@ -137,7 +137,7 @@ def _housekeeping(client: Client, settings: Settings) -> "list[partial[Keeping]]
     ]
 
 
-async def kept_going(keeping: Callable[[], Keeping]) -> None:
+async def restart_until_done(keeping: Callable[[], Keeping]) -> None:
     """Run a background task until it returns. An unforeseen error is logged and ends one round
     only, so that it does not end all sweeps of this worker."""
     while True:

@@ -8,7 +8,7 @@ from temporalio import workflow
 from temporalio.exceptions import ActivityError
 
 from perdure.rollouts.activity_messages import WORKER_EVICTED
-from workflows.workflow_failures import invalid_result, stop_if_cancelled, store_was_away, type_of
+from workflows.workflow_failures import invalid_result, is_store_outage, stop_if_cancelled, type_of
 
 Result = TypeVar("Result")
 
@@ -36,7 +36,7 @@ async def ordered(
             raw = await workflow.execute_activity(activity, argument, **options)
         except ActivityError as error:
             was_evicted = type_of(error) == WORKER_EVICTED
-            if not was_evicted and not store_was_away(error):
+            if not was_evicted and not is_store_outage(error):
                 raise
             if not cleaning:
                 stop_if_cancelled()

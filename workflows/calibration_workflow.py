@@ -30,7 +30,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
     from workflows.child_rollouts import play_rollout
-    from workflows.workflow_failures import parse, stop_if_cancelled, was_dropped
+    from workflows.workflow_failures import is_evicted_from_cache, parse, stop_if_cancelled
 
 PAGE = 50
 """Rows that one activity loads."""
@@ -115,7 +115,7 @@ class CalibrationWorkflow:
                         tasks.append(asyncio.create_task(self._calibrate(asked, row, places)))
             await asyncio.gather(*tasks)
         finally:
-            if not was_dropped():
+            if not is_evicted_from_cache():
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

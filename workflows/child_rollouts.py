@@ -22,7 +22,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.types import EpisodeRef, Failure, GroupRequest, RolloutRequest, RolloutStatus
     from workflows.workflow_failures import episode_of
 
-WAITS_FOR_THE_OTHER = "waits-for-the-rollout-of-another-parent"
+WAIT_FOR_OTHER_PARENT_PATCH_ID = "waits-for-the-rollout-of-another-parent"
 
 Child = workflow.ChildWorkflowHandle[Any, Any]
 
@@ -40,7 +40,7 @@ def summary_of_group(group: GroupRequest) -> str:
     return f"{one.instance_id} · {one.agent}{version} · group of {group.n_samples}"
 
 
-class Buyers:
+class BudgetedChildren:
     """Open children that make model calls, until they are told that the run's budget is used up."""
 
     def __init__(self) -> None:
@@ -89,14 +89,14 @@ async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
                 static_summary=summary_of(rollout),
             )
         except WorkflowAlreadyStartedError:
-            if not workflow.patched(WAITS_FOR_THE_OTHER):
+            if not workflow.patched(WAIT_FOR_OTHER_PARENT_PATCH_ID):
                 raise
         await workflow.sleep(pause, summary="another parent has this rollout")
         pause = min(2 * pause, timedelta(minutes=5))
 
 
 async def play_rollout(
-    rollout: RolloutRequest, buyers: Buyers | None = None, *, abandon: bool = False
+    rollout: RolloutRequest, buyers: BudgetedChildren | None = None, *, abandon: bool = False
 ) -> EpisodeRef:
     """Run one rollout. Returns an EpisodeRef, however the child ends.
 

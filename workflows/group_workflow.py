@@ -12,9 +12,9 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import temporal_names
     from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
     from workflows import web_ui_markdown
-    from workflows.child_rollouts import Buyers, play_rollout
+    from workflows.child_rollouts import BudgetedChildren, play_rollout
     from workflows.web_ui import ChildrenPage, Links
-    from workflows.workflow_failures import changed, check_own_id, parse, was_dropped
+    from workflows.workflow_failures import changed, check_own_id, is_evicted_from_cache, parse
 
 MAX_WAIT_S = 30.0
 
@@ -28,7 +28,7 @@ class RolloutGroupWorkflow:
         self.total = 0
         self.group: GroupRequest | None = None
         """The request, with all changes so far."""
-        self.buyers = Buyers()
+        self.buyers = BudgetedChildren()
         self.page: ChildrenPage | None = None
 
     @workflow.run
@@ -44,7 +44,7 @@ class RolloutGroupWorkflow:
         try:
             await self._until_enough(group)
         finally:
-            if not was_dropped():
+            if not is_evicted_from_cache():
                 await self._settle(tasks, group)
         await workflow.wait_condition(workflow.all_handlers_finished)
         group = self.group

@@ -17,7 +17,12 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import temporal_names
     from perdure.rollouts.activity_messages import WORKER_EVICTED, HostState, Term
     from workflows import activity_options
-    from workflows.workflow_failures import stop_if_cancelled, type_of, waited_too_long, was_dropped
+    from workflows.workflow_failures import (
+        is_evicted_from_cache,
+        is_schedule_to_start_timeout,
+        stop_if_cancelled,
+        type_of,
+    )
 
 
 @workflow.defn(name=temporal_names.HOST)
@@ -65,7 +70,7 @@ class HostWorkflow:
                     return  # the host has left
             except ActivityError as error:
                 stop_if_cancelled()
-                if waited_too_long(error):
+                if is_schedule_to_start_timeout(error):
                     return  # the host stayed silent when it was asked again
 
     async def _comes_back(self) -> bool:
@@ -83,11 +88,11 @@ class HostWorkflow:
             self._is_ahead(number)
         except ActivityError as error:
             stop_if_cancelled()
-            if not waited_too_long(error):
+            if not is_schedule_to_start_timeout(error):
                 raise
             return False
         finally:
-            if not was_dropped():
+            if not is_evicted_from_cache():
                 answering.cancel()
                 with contextlib.suppress(asyncio.CancelledError, ActivityError):
                     await answering

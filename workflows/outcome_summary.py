@@ -28,7 +28,7 @@ def of_episode(episode: EpisodeRef) -> str:
     )
 
 
-def badness(episode: EpisodeRef) -> tuple[int, float]:
+def worst_first_key(episode: EpisodeRef) -> tuple[int, float]:
     """Sort key, worst first: no verdict, then outcomes other than (un)resolved, then low
     rewards."""
     if episode.status is not RolloutStatus.GRADED:

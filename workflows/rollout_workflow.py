@@ -35,13 +35,13 @@ with workflow.unsafe.imports_passed_through():
     from workflows.workflow_failures import (
         check_own_id,
         failure_of,
+        is_evicted_from_cache,
         is_host_lost,
+        is_schedule_to_start_timeout,
         parse,
         stop_if_cancelled,
         to_the_end,
         type_of,
-        waited_too_long,
-        was_dropped,
         without_verdict,
     )
 
@@ -190,7 +190,7 @@ class RolloutWorkflow:
                 host = None  # a worker of any host can close the attempt's session
             raise
         finally:
-            if not clean and not was_dropped():
+            if not clean and not is_evicted_from_cache():
                 await to_the_end(self._destroy(attempt, host, booted=is_booted))
 
     async def _boot(self, attempt: Attempt) -> Booted:
@@ -205,7 +205,7 @@ class RolloutWorkflow:
             try:
                 booted = await self._do("boot_sandbox", attempt, Booted, options)
             except ActivityError as error:
-                if not waited_too_long(error):
+                if not is_schedule_to_start_timeout(error):
                     raise
                 return Booted(expired=True)
             if not booted.waits_for:

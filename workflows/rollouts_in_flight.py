@@ -23,18 +23,18 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
-    from workflows.child_rollouts import Buyers, play_rollout, summary_of_group
+    from workflows.child_rollouts import BudgetedChildren, play_rollout, summary_of_group
     from workflows.run_pause import ALIKE, Throttle
     from workflows.web_ui import ChildrenPage
-    from workflows.workflow_failures import stop_if_cancelled, was_dropped
+    from workflows.workflow_failures import is_evicted_from_cache, stop_if_cancelled
 
 PAGE = 100
 """Instances that one activity loads."""
 STILL_RUNNING = "running"
 """Used instead of a status for stragglers that outlive their group."""
 
-PAUSES_WHEN_ALIKE = "pauses-when-rollouts-fail-alike"
-STOPS_BUYING = "stops-buying-at-the-budget"
+PAUSE_ON_LIKE_FAILURES_PATCH_ID = "pauses-when-rollouts-fail-alike"
+STOP_AT_BUDGET_PATCH_ID = "stops-buying-at-the-budget"
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Window:
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
-        self.buyers = Buyers()
+        self.buyers = BudgetedChildren()
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
@@ -126,7 +126,7 @@ class Window:
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
             await workflow.wait_condition(lambda: not tasks or self._is_spent())
-            if tasks and workflow.patched(STOPS_BUYING):
+            if tasks and workflow.patched(STOP_AT_BUDGET_PATCH_ID):
                 await self.buyers.stop()
             await workflow.wait_condition(lambda: not tasks)
         except ActivityError as error:
@@ -134,7 +134,7 @@ class Window:
                 await workflow.wait_condition(lambda: not tasks)
             raise
         finally:
-            left = [] if was_dropped() else list(tasks)
+            left = [] if is_evicted_from_cache() else list(tasks)
             for task in left:
                 task.cancel()
             if left:
@@ -251,7 +251,7 @@ class Window:
             and episode.failure is not None
             and not self.nothing_left_to_start
             and not self.throttle.paused
-            and workflow.patched(PAUSES_WHEN_ALIKE)
+            and workflow.patched(PAUSE_ON_LIKE_FAILURES_PATCH_ID)
         ):
             self.throttle.stop_for(
                 f"{ALIKE} rollouts failed the same way: {episode.failure.message}"

@@ -9,7 +9,7 @@ with workflow.unsafe.imports_passed_through():
 
 ALIKE = 3
 """The run pauses for a user after this many instances in a row that failed the same way."""
-OF_ONE_ROLLOUT = frozenset({"PolicyTooStale", "WorkflowFailed"})
+ROLLOUT_SPECIFIC_FAILURES = frozenset({"PolicyTooStale", "WorkflowFailed"})
 """Failures that do not predict failures of other rollouts."""
 
 
@@ -43,10 +43,10 @@ class Throttle:
         """Whether rollouts of at least `ALIKE` instances in a row failed the same way."""
         failure = episode.failure
         likeness = failure.likeness if failure is not None else ()
-        if failure is None or failure.type in OF_ONE_ROLLOUT or likeness != self.alike:
+        if failure is None or failure.type in ROLLOUT_SPECIFIC_FAILURES or likeness != self.alike:
             self.alike = likeness
             self.failing.clear()
-        if failure is None or failure.type in OF_ONE_ROLLOUT:
+        if failure is None or failure.type in ROLLOUT_SPECIFIC_FAILURES:
             return False
         self.failing.add(episode.instance_id)
         return len(self.failing) >= ALIKE

@@ -39,10 +39,10 @@ with workflow.unsafe.imports_passed_through():
         as_sentence,
         changed,
         check_own_id,
+        is_evicted_from_cache,
         parse,
         stop_if_cancelled,
         to_the_end,
-        was_dropped,
     )
 
 SHARD = 500
@@ -50,8 +50,8 @@ SHARD = 500
 
 Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
-RECORDS_CHANGES = "records-changes"
-CHANGES_AFTER_LIST = "changes-after-the-list"
+RECORD_CHANGES_PATCH_ID = "records-changes"
+CHANGES_AFTER_LIST_PATCH_ID = "changes-after-the-list"
 LEAST_S = 0.001
 """Seconds between the times of two changes, so that they differ. Workflow time may not advance."""
 
@@ -189,7 +189,7 @@ class RunWorkflow:
     async def resize(self, concurrency: Any) -> RunStatus:
         """Change the maximum number of rollouts in flight. The argument is decoded as `Any`,
         because the converter's error for another type is not readable."""
-        if workflow.patched(RECORDS_CHANGES):
+        if workflow.patched(RECORD_CHANGES_PATCH_ID):
             return await self._change({"concurrency": concurrency})
         self.throttle.concurrency = concurrency
         await self._tell_room()
@@ -202,7 +202,7 @@ class RunWorkflow:
 
     async def _change(self, fields: Any) -> RunStatus:
         await workflow.wait_condition(lambda: self.request is not None)
-        if self.state == "starting" and workflow.patched(CHANGES_AFTER_LIST):
+        if self.state == "starting" and workflow.patched(CHANGES_AFTER_LIST_PATCH_ID):
             # The activity that lists the instances records the first request, before any change.
             await workflow.wait_condition(lambda: self.state != "starting")
         before = self.request
@@ -380,7 +380,7 @@ class RunShardWorkflow:
             await self._report(shard, playing)
             await playing
         finally:
-            if not was_dropped():
+            if not is_evicted_from_cache():
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
         return self._status()

@@ -30,7 +30,7 @@ LISTED = 10
 """Children per table in the details: the worst ones and the last ones."""
 SENTENCE = 400
 """Characters of a failure's message, which ends with the fix."""
-STORY = 30
+SHOWN_EVENT_LINES = 30
 """Number of a rollout's latest event lines in the details."""
 
 
@@ -54,7 +54,7 @@ class Links:
     def run(self, run_id: str) -> str:
         return self.workflow(run_id, f"run/{run_id}")
 
-    def viewed(self, label: str, run_id: str, instance_id: str, sample: int) -> str:
+    def rollout_link(self, label: str, run_id: str, instance_id: str, sample: int) -> str:
         """A link to a rollout's page in the viewer; empty without a viewer."""
         if not self.viewer:
             return ""
@@ -84,7 +84,7 @@ class RolloutPage:
         links = Links.here()
         rollout_of = rollout.run_id, rollout.instance_id, rollout.sample_index
         command = f"`perdure show {'/'.join(map(str, rollout_of))}`"
-        seen = links.viewed("in the viewer", *rollout_of)
+        seen = links.rollout_link("in the viewer", *rollout_of)
         self.open_with = f"{seen} or {command}" if seen else command
         self.headline = (
             f"**{web_ui_markdown.escaped(rollout.instance)}** · sample {rollout.sample_index}"
@@ -214,9 +214,9 @@ class RolloutPage:
         self._show()
 
     def _show(self) -> None:
-        earlier = len(self.lines) - STORY
+        earlier = len(self.lines) - SHOWN_EVENT_LINES
         told = [f"({earlier} earlier lines)"] if earlier > 0 else []
-        body = "\n".join(f"- {line}" for line in (*told, *self.lines[-STORY:]))
+        body = "\n".join(f"- {line}" for line in (*told, *self.lines[-SHOWN_EVENT_LINES:]))
         waits = " for a free seat on a host" if self.current == "waiting" else ""
         now = self.found or f"stage **{self.current}**{waits}, attempt {max(self.number, 1)}"
         # A browser cannot open a path on another host's disk.
@@ -242,7 +242,9 @@ class ChildrenPage:
         ending = episode.ending
         self._counts[ending] += 1
         if ending != Outcome.RESOLVED:
-            self._worst = sorted([*self._worst, episode], key=outcome_summary.badness)[:LISTED]
+            self._worst = sorted([*self._worst, episode], key=outcome_summary.worst_first_key)[
+                :LISTED
+            ]
         self._last.append(episode)
         self.show()
 
@@ -252,7 +254,7 @@ class ChildrenPage:
     def text(self) -> str:
         parts = [self._headline, _counted(self._counts, self._total)]
         if self._counts.total() <= LISTED:
-            tables = {"": sorted(self._last, key=outcome_summary.badness)}
+            tables = {"": sorted(self._last, key=outcome_summary.worst_first_key)}
         else:
             tables = {"The worst:": self._worst, "The last:": [*reversed(self._last)]}
         for title, episodes in tables.items():
@@ -266,7 +268,7 @@ class ChildrenPage:
     def _row(self, one: EpisodeRef) -> str:
         name, run = f"{one.instance_id} #{one.sample_index}", self._run_id
         link = self._links.workflow(name, f"rollout/{run}/{one.instance_id}/{one.sample_index}")
-        seen = self._links.viewed("view", run, one.instance_id, one.sample_index)
+        seen = self._links.rollout_link("view", run, one.instance_id, one.sample_index)
         return f"| {link}{seen and f' · {seen}'} | {_verdict(one)} |"
 
 

@@ -23,7 +23,7 @@ Request = TypeVar("Request", bound=Changeable)
 Result = TypeVar("Result")
 
 MESSAGE_LIMIT = 500
-CHECKS_OWN_ID = "checks-its-own-id"
+CHECK_OWN_ID_PATCH_ID = "checks-its-own-id"
 INVALID = "input:InvalidRequest"
 """`PerdureFailure` of a refused input."""
 
@@ -67,7 +67,7 @@ def check_own_id(expected: str) -> None:
     """Refuse another workflow id than the request's own. Under another id the request could run
     twice at once, and `perdure` would not list it."""
     own = workflow.info().workflow_id
-    if own != expected and workflow.patched(CHECKS_OWN_ID):
+    if own != expected and workflow.patched(CHECK_OWN_ID_PATCH_ID):
         raise _refused(
             f"this request belongs to the workflow id {expected}, not {own}: "
             f"start it with --workflow-id {expected}"
@@ -158,7 +158,7 @@ def episode_of(error: BaseException | None) -> EpisodeRef | None:
     return None
 
 
-def waited_too_long(error: ActivityError) -> bool:
+def is_schedule_to_start_timeout(error: ActivityError) -> bool:
     """Whether no worker took the activity in time, so that a try of it never ran."""
     cause = error.cause
     return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
@@ -170,7 +170,7 @@ def is_host_lost(error: ActivityError) -> bool:
 
 
 def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
-    if waited_too_long(error):
+    if is_schedule_to_start_timeout(error):
         return Failure(
             boundary=Boundary.SANDBOX,
             type="SandboxLost",
@@ -205,7 +205,7 @@ async def to_the_end(cleaning: Coroutine[Any, Any, Result]) -> Result:
     return work.result()
 
 
-def was_dropped() -> bool:
+def is_evicted_from_cache() -> bool:
     """In a `finally`: whether this worker is evicting the workflow, which continues elsewhere.
 
     If so, do not `await`: it would run outside of the workflow, or not at all.
@@ -217,7 +217,7 @@ def type_of(error: ActivityError) -> str | None:
     return error.cause.type if isinstance(error.cause, ApplicationError) else None
 
 
-def store_was_away(error: ActivityError) -> bool:
+def is_store_outage(error: ActivityError) -> bool:
     """Whether a store outage made the activity fail, so that the same work is dispatched again."""
     cause = error.cause
     if isinstance(cause, TimeoutError):

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(document | {"skipped": skipped}, indent=1) + "\n")
     print("\n".join([machine(), "", *_table(outcomes), "", *(f"Skipped: {s}" for s in skipped)]))
     ours = [o for o in outcomes if o.side.startswith("Perdure")]
-    return 0 if all(o.keeps_its_promise for o in ours) else 1
+    return 0 if all(o.meets_guarantees for o in ours) else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -107,11 +107,11 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
     rows = [f"| {HEAD} |", "|" + "---|" * (HEAD.count("|") + 1)]
     for o in outcomes:
         flight = ", ".join(f"{what} {count}" for what, count in o.in_flight.items())
-        kept = "yes" if o.bought_again <= o.most_bought_again else "**no**"
+        kept = "yes" if o.repeated_calls <= o.max_repeated_calls else "**no**"
         lost = f"{o.attempts_lost} of {o.sandboxes_killed} killed"
         rows.append(
-            f"| {o.side} | {o.finished_at_kill} | {o.calls} | **{o.bought_again}** |"
-            f" {o.most_bought_again} ({flight}) | {kept} | {o.left_behind} |"
+            f"| {o.side} | {o.finished_at_kill} | {o.calls} | **{o.repeated_calls}** |"
+            f" {o.max_repeated_calls} ({flight}) | {kept} | {o.left_behind} |"
             f" {o.resume_wall:.1f} | {o.right} of {o.rollouts} | {lost} |"
         )
     return rows

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.call_log import BoughtCall, Moment
+from benchmarks.call_log import EndpointCall, KillWindow
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Kill:
     """One kill. `sessions`: those of the killed sandboxes. None: it affected every call."""
 
     what: str
-    moment: Moment
+    moment: KillWindow
     sessions: tuple[str, ...] | None = None
 
-    def in_flight(self, calls: Sequence[BoughtCall], agents: int) -> int:
+    def in_flight(self, calls: Sequence[EndpointCall], agents: int) -> int:
         """Turns in flight that this kill could cut: at most one per agent.
 
         `agents`: how many run at once, for callers that name no session.
@@ -83,16 +83,16 @@ class Outcome:
     """Sandboxes that rollouts lost."""
 
     @property
-    def bought_again(self) -> int:
+    def repeated_calls(self) -> int:
         return self.calls - self.ideal_calls
 
     @property
-    def most_bought_again(self) -> int:
+    def max_repeated_calls(self) -> int:
         return sum(self.in_flight.values())
 
     @property
-    def keeps_its_promise(self) -> bool:
+    def meets_guarantees(self) -> bool:
         """Whether only turns in flight were bought again, nothing leaked and no result was lost."""
-        cheap = self.bought_again <= self.most_bought_again
+        cheap = self.repeated_calls <= self.max_repeated_calls
         lost = self.attempts_lost <= self.sandboxes_killed
         return cheap and lost and self.left_behind.nothing and self.right == self.rollouts

@@ -16,7 +16,7 @@ from benchmarks.peers.base import Grading, Job, Peer
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack, right_answers
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.host_processes import ProcessId, kill_process
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 
 RUN = "crash"
 
@@ -102,11 +102,11 @@ class CrashedPerdure:
             time.sleep(PAUSE_S)
         return tuple(killed)
 
-    def _working(self, without: Collection[str]) -> Iterator[Box]:
+    def _working(self, without: Collection[str]) -> Iterator[SandboxFolder]:
         asking = {c.session for c in self._endpoint.bought() if c.ended == float("inf")}
         for path in (self._home.folder / "sandboxes").glob("*/p-*-agent-1"):
-            if path.name in asking and path.name not in without and Box(path).alive:
-                yield Box(path)
+            if path.name in asking and path.name not in without and SandboxFolder(path).alive:
+                yield SandboxFolder(path)
 
     def _finished(self) -> int:
         return len(list((self._home.folder / "store/runs" / RUN).glob("rollouts/*/*/episode.json")))
@@ -181,7 +181,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _victim(box: Box, number: int) -> ProcessId | None:
+def _victim(box: SandboxFolder, number: int) -> ProcessId | None:
     return box.keeper if number % 2 == 0 else box.holder
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.call_log import Moment
+from benchmarks.call_log import KillWindow
 from benchmarks.crash.crash_outcome import Crash, Kill
 from benchmarks.model_endpoint import Endpoint
 
@@ -35,7 +35,7 @@ class Acts:
         self._wait_for(self._crash.sandboxes_at)
         began = time.monotonic()
         sessions = kill(self._crash.sandboxes)
-        moment = Moment(began, time.monotonic())
+        moment = KillWindow(began, time.monotonic())
         self.done.append(Kill(f"{self._crash.sandboxes} sandboxes", moment, sessions))
 
     def kill_everything(self, kill: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class Acts:
     def _record(self, what: str, kill: Callable[[], None]) -> None:
         began = time.monotonic()
         kill()
-        self.done.append(Kill(what, Moment(began, time.monotonic())))
+        self.done.append(Kill(what, KillWindow(began, time.monotonic())))
 
     def _wait_for(self, share: float) -> None:
         """Wait until that share of the calls has begun. Raises: RuntimeError if the runner ends first."""

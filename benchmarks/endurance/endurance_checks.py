@@ -14,7 +14,7 @@ from temporalio.client import Client
 
 from benchmarks.perdure_stack import PERDURE, ROOT, Stack
 from perdure.client import search_attribute_keys
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.storage import store_keys
 
 LIMIT_S = 120.0
@@ -125,7 +125,9 @@ class Watch:
         )
 
     def _sandboxes(self) -> int:
-        return sum(Box(path).alive for path in self.stack.home.folder.glob("sandboxes/*/p-*"))
+        return sum(
+            SandboxFolder(path).alive for path in self.stack.home.folder.glob("sandboxes/*/p-*")
+        )
 
     async def _histories(self) -> tuple[list[History], int]:
         """All histories of the run, and the largest payload among some of them."""

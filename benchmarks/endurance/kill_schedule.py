@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.perdure_stack import Stack
 from perdure.sandboxes.host.host_processes import kill_process
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 
 WEIGHTS = {"worker": 3, "gateway": 3, "sandbox": 6, "client": 1, "temporal": 1, "everything": 1}
 """The relative frequency of each kind."""
@@ -53,7 +53,7 @@ class Killer:
 
     def _kill_sandbox(self) -> bool:
         folders = sorted((self.stack.home.folder / "sandboxes").glob("*/p-*"))
-        living = [box for box in map(Box, folders) if box.alive]
+        living = [box for box in map(SandboxFolder, folders) if box.alive]
         if not living:
             return False
         box = self.rng.choice(living)

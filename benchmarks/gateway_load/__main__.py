@@ -29,7 +29,7 @@ import httpx
 from benchmarks.cpu_measurement import own_seconds
 from benchmarks.gateway_load import load_engines
 from benchmarks.gateway_load.load_figures import Level, memory_mb, print_table
-from benchmarks.host_speed import Yardstick, beside
+from benchmarks.host_speed import HostSpeedProbe, beside
 from perdure.gateway.base import SessionSpec
 from perdure.gateway.control_client import GatewayControl
 from perdure.gateway.rendering.tokenizers import load_tokenizer
@@ -100,7 +100,7 @@ class Load:
     client: httpx.AsyncClient
     control: GatewayControl
     calls_per_s: float
-    yardstick: Yardstick
+    yardstick: HostSpeedProbe
     stage: str = ""
 
     def begin(self, stage: str) -> None:

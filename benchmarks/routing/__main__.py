@@ -33,7 +33,7 @@ import structlog
 from perdure.engines.clients.engine_connections import Connections
 from perdure.engines.clients.token_endpoint import EngineRequest
 from perdure.engines.clients.vllm import VllmEngine
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_pool import EnginePool
@@ -103,7 +103,7 @@ async def side(name: str, job: Job, router: Path | None) -> Result:
             async with _router(router, name.removeprefix(ROUTER), urls) as url:
                 return await _play(name, job, engines, _plain(name, [url], connections))
         if name in ("leases", "two gateways"):
-            roster, count = LoneRoster(), 1 if name == "leases" else 2
+            roster, count = InMemoryRoster(), 1 if name == "leases" else 2
             pools = [
                 EnginePool(roster, client, [EngineSpec(url) for url in urls]) for _ in range(count)
             ]

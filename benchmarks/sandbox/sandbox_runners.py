@@ -20,7 +20,7 @@ from perdure.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host.host_processes import ProcessId, ended
 from perdure.sandboxes.host.procfs import started_at
 from perdure.sandboxes.host.root_folder import write_skeleton
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
@@ -138,7 +138,7 @@ class PlainBubblewrap(Side):
     name = "plain bwrap"
     steps = (BOOT, EXEC)
 
-    def __init__(self, provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> None:
+    def __init__(self, provider: Any, spec: SandboxSpec, box: SandboxFolder, folder: Path) -> None:
         argv = BubblewrapProvider.command(provider, spec, box)
         flags = argv[: argv.index("--")]
         for flag in ("--info-fd", "--seccomp"):  # file descriptors that a keeper would hold
@@ -207,7 +207,9 @@ class PlainEngine(Side):
             raise RuntimeError(f"{self.name} {arguments[0]}: {said[-300:].decode()}")
 
 
-def _plain_podman(provider: Any, spec: SandboxSpec, box: Box, folder: Path) -> PlainEngine:
+def _plain_podman(
+    provider: Any, spec: SandboxSpec, box: SandboxFolder, folder: Path
+) -> PlainEngine:
     """The flags of our containers on plain folders. They sleep instead of running a keeper."""
     argv = PodmanProvider.command(provider, spec, box)
     at = argv.index("run")

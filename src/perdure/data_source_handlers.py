@@ -141,7 +141,7 @@ class HookFailed(Exception):
 
 
 @contextmanager
-def calling(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None]:
+def wrap_hook_call(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None]:
     """Wraps the call of a hook. Raises: HookFailed, which names handler and hook."""
     token = _sandbox.set(sandbox)
     try:
@@ -157,7 +157,7 @@ def calling(handler: AgentHandler, hook: str, sandbox: Sandbox) -> Iterator[None
         _sandbox.reset(token)
 
 
-def wrong_answer(
+def wrong_return_error(
     handler: AgentHandler, hook: str, wanted: str, answer: object
 ) -> ConfigurationError:
     return ConfigurationError(
@@ -166,7 +166,7 @@ def wrong_answer(
     )
 
 
-class Published(AgentHandler):
+class PublicDatasetHandler(AgentHandler):
     """The handler of the data sources in `variant_registry.ROWS`. `grading.protocol` names the grader."""
 
     def __init__(self, name: str) -> None:
@@ -222,7 +222,7 @@ def handler_of(data_source: str) -> AgentHandler:
     if known in variant_registry.HANDLERS:
         return cast(AgentHandler, variant_registry.HANDLERS[known])
     if known is not None:
-        return Published(known)
+        return PublicDatasetHandler(known)
     if ":" in data_source:
         return cast(AgentHandler, variant_registry.load("handler", {}, data_source)())
     raise ConfigurationError(variant_registry.unknown_data_source(data_source))
@@ -255,7 +255,7 @@ def import_handlers(modules: str) -> None:
             ) from error
 
 
-def graded_of(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> Graded:
+def parse_verdict(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> Graded:
     """The verdict in the answer of a handler's `eval`. Raises: InstanceError if it is malformed."""
     if isinstance(answer, Graded):
         return answer

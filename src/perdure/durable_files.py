@@ -93,7 +93,7 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def check_again() -> None:
+def forget_checked_folders() -> None:
     """Make `is_whole` walk each folder again, because something on this host was damaged."""
     _whole.clear()
 

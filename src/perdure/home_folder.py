@@ -218,7 +218,7 @@ def _close(path: str | Path) -> None:
             os.chmod(path, stat.S_IMODE(mode) & 0o700)
 
 
-def show_to_sandboxes(folder: Path) -> None:
+def make_readable_by_sandboxes(folder: Path) -> None:
     """Let any user read a folder that sandboxes mount, because a sandbox's user may be another user
     of the host. The modes of the home keep the host's other users out."""
     for where, _, files in os.walk(folder):
@@ -229,7 +229,7 @@ def show_to_sandboxes(folder: Path) -> None:
                 os.chmod(path, wanted)
 
 
-def remember_sandboxes(home: Path, name: str) -> None:
+def record_provider(home: Path, name: str) -> None:
     """Record that this home uses provider `name`, unless the registry lists it."""
     if name not in SANDBOXES:
         folder = home / "providers"
@@ -237,7 +237,7 @@ def remember_sandboxes(home: Path, name: str) -> None:
         (folder / quote(name, safe="")).touch()
 
 
-def sandboxes_of(home: Path) -> list[str]:
+def list_recorded_providers(home: Path) -> list[str]:
     """All providers that may have sandboxes of this home: the registry's, and those recorded as
     used."""
     folder = home / "providers"

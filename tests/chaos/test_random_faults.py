@@ -70,7 +70,7 @@ async def test_each_rollout_gives_what_it_must(shared: World, seed: int, rollout
         "crashed": verdict.crashed,
         "sandboxes taken": world.record.sandboxes_taken.total(),
         "calls": verdict.bought,
-        "bought again": verdict.bought_again,
+        "bought again": verdict.repeated_calls,
         "turns cut": verdict.in_flight,
         "attempts": dict(verdict.attempts),
         "wrong": verdict.wrong[:5],

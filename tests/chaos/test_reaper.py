@@ -14,7 +14,7 @@ from temporalio.client import (
 )
 from temporalio.testing import ActivityEnvironment
 
-from activities.sweep_activities import Leftovers
+from activities.sweep_activities import SweepActivities
 from perdure.client import temporal_names
 from perdure.gateway.control_client import GatewayControl
 from perdure.home_folder import host_of, load_secrets
@@ -52,7 +52,7 @@ async def test_a_live_rollout_that_visibility_does_not_show_is_left_alone(stack:
     [request] = await stack.met("unlisted")
     blind = Client(stack.client.service_client, interceptors=[NothingListed()])
     assert (await blind.count_workflows()).count == 0
-    sweep = Leftovers(Services(stack.settings)).sweep
+    sweep = SweepActivities(Services(stack.settings)).sweep
     result = await ActivityEnvironment(client=blind).run(sweep, SweepRequest(grace_s=0))
 
     assert (result.killed, result.kept) == (0, 1)

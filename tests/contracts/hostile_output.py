@@ -15,8 +15,8 @@ from perdure.errors import InstanceError
 from perdure.graders.diff import diff_capture, git_diff_parser
 from perdure.graders.diff.git_diff_parser import MalformedDiff
 from perdure.graders.diff.patch_filter import filter_patch
-from perdure.graders.forged_results import guarded_command
-from perdure.graders.gold_and_base_check import passed_in
+from perdure.graders.forged_results import instrument_command
+from perdure.graders.gold_and_base_check import parse_passed_tests
 from perdure.graders.hidden_test_run import TestRun
 from perdure.graders.protocols import status_map, test_lists
 from perdure.graders.protocols.reward_file import reward_of
@@ -82,7 +82,7 @@ def _classified(agent: Agent, data: bytes) -> AgentEnd:
 
 
 def _suite(data: bytes) -> SuiteRun:
-    _, canary = guarded_command(_INSTANCE.grading, "/tmp/x")
+    _, canary = instrument_command(_INSTANCE.grading, "/tmp/x")
     return SuiteRun(TestRun(_EXITED, data, data), canary, writes_junit=True)
 
 
@@ -91,7 +91,7 @@ def _judged(data: bytes) -> object:
 
 
 def _calibrated(data: bytes) -> object:
-    return passed_in(_suite(data), "x")
+    return parse_passed_tests(_suite(data), "x")
 
 
 PIECES = [

@@ -478,7 +478,7 @@ def visited(holder: int) -> Iterator[None]:
         try:
             linux_syscalls.enter(
                 os.pidfd_open(holder),
-                linux_syscalls.users_to_enter_first(holder) | linux_syscalls.NEW_PIDS,
+                linux_syscalls.user_namespace_flag(holder) | linux_syscalls.CLONE_NEWPID,
             )
             if (child := os.fork()) == 0:
                 signal.pause()
@@ -665,5 +665,5 @@ def _forget_root() -> None:
     from perdure.sandboxes.host import namespaces
     from perdure.sandboxes.providers import bubblewrap
 
-    for cached in (namespaces.needs_own_users, bubblewrap._base):
+    for cached in (namespaces.needs_user_namespace, bubblewrap._base):
         cached.cache_clear()

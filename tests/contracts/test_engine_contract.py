@@ -14,7 +14,7 @@ from perdure.engines.clients import hosted_requests
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted, from_messages, to_messages
 from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.clients.openai_hosted import OpenAIHosted
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_fleet import PoolOptions
@@ -35,7 +35,7 @@ MakeChat = Callable[[str, httpx.AsyncClient, float], ChatEngine]
 
 TOKEN_ENGINES: dict[str, MakeToken] = {
     "pool": lambda url, client, patience: EnginePool(
-        LoneRoster(), client, [EngineSpec(url)], PoolOptions(patience_s=patience)
+        InMemoryRoster(), client, [EngineSpec(url)], PoolOptions(patience_s=patience)
     ),
 }
 HOSTED = {"api_key": "sk-secret-value", "key_source": "SOME_API_KEY"}

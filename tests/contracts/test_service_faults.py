@@ -93,7 +93,7 @@ async def test_cancelled_create_leaves_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A create that is cancelled while the service boots ends with no sandbox."""
-    monkeypatch.setattr(service_module, "CALLED_OFF_S", 60.0)
+    monkeypatch.setattr(service_module, "CANCEL_GRACE_S", 60.0)
     bench.server.settings["boot_s"] = 0.3
     creating = asyncio.create_task(bench.provider.create(SPEC, ID))
     while not bench.live:

@@ -25,7 +25,7 @@ from aiohttp import WSMsgType, web
 from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Network, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
 from tests.doubles.fault_rules import Faults, Rule, met_rule
@@ -60,7 +60,7 @@ class Containers(Guests):
     """Boxes whose processes may write below their own `/proc`, as in a container: the guest sets the
     oom score of commands. The host's files there stay read-only."""
 
-    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+    def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         argv = super().command(spec, box)
         at = argv.index("--chdir")  # the launcher takes what has a read-only /dev for sealed
         return [*argv[:at], "--remount-ro", "/dev", *argv[at:]]

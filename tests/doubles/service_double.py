@@ -26,7 +26,7 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
@@ -55,7 +55,7 @@ class Guests(BubblewrapProvider):
         shared = settings.sandbox.model_copy(update={"user_ids": 0})
         super().__init__(settings.model_copy(update={"sandbox": shared}))
 
-    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+    def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         argv = super().command(spec, box)
         at = next(n for n in range(len(argv)) if argv[n : n + 2] == ["--remount-ro", "/"])
         return argv[:at] + argv[at + 2 :]

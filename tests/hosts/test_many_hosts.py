@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 
 from perdure.errors import NotFound
-from perdure.rollouts.gateway_session.gateway_session import AWAY, GatewayAway
+from perdure.rollouts.gateway_session.gateway_session import AWAY, GatewayOutage
 from perdure.storage import store_keys
 from perdure.types import RolloutRequest
 from tests.hosts.host_cluster import Cluster
@@ -53,7 +53,7 @@ async def _sees_the_gateway_again(cluster: Cluster, request: RolloutRequest) -> 
     """Whether the worker noted the outage of the gateway, and afterwards its return."""
     key = f"{store_keys.attempt(request, 1)}/{AWAY}"
     with contextlib.suppress(NotFound):
-        away = GatewayAway.model_validate_json((await cluster.stack.store.get(key)).data)
+        away = GatewayOutage.model_validate_json((await cluster.stack.store.get(key)).data)
         return away.turns is not None
     return False
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from perdure.engines.base import Completion
-from perdure.engines.engine_roster import LoneRoster, SharedRoster
+from perdure.engines.engine_roster import InMemoryRoster, SharedRoster
 from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.completion_call import GenerateCall
@@ -34,7 +34,7 @@ async def opened(
     client: httpx.AsyncClient, *urls: str, roster: SharedRoster | None = None, **options: Any
 ) -> AsyncIterator[EnginePool]:
     pool = EnginePool(
-        roster or LoneRoster(),
+        roster or InMemoryRoster(),
         client,
         [EngineSpec(url) for url in urls],
         PoolOptions(**{"poll_s": 0.05, "hang_s": 60.0, **options}),

@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.rollout_activities import Stages
-from activities.sweep_activities import Leftovers
+from activities.sweep_activities import SweepActivities
 from perdure import home_folder
 from perdure.errors import ControlPlaneError, RateLimited
 from perdure.graders.base import Graded
@@ -299,7 +299,7 @@ async def test_a_provider_that_was_named_by_path_is_swept(services: Services) ->
     await services.provider(f"{__name__}:{OwnProvider.__name__}").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-own-1"
     )
-    another_worker = Leftovers(Services(services.settings))
+    another_worker = SweepActivities(Services(services.settings))
 
     swept = await ActivityEnvironment().run(another_worker.sweep, SweepRequest())
     killed = await kill_all(services.settings, print)
@@ -333,7 +333,7 @@ async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
 
 async def test_a_provider_that_has_moved_does_not_stop_the_rest(services: Services) -> None:
     """Sandboxes of the old name are left to their time limit; the others are ended."""
-    home_folder.remember_sandboxes(services.home, "gone.providers:Moved")
+    home_folder.record_provider(services.home, "gone.providers:Moved")
     await services.provider("local").create(
         SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-1"
     )

@@ -38,7 +38,7 @@ class Host:
             answer = await http.post("/v1/chat/completions", json=body, headers=headers)
         return answer.status_code
 
-    async def agent_run(self, this_try: int = 1) -> AgentRun:
+    async def agent_run(self, activity_attempt: int = 1) -> AgentRun:
         """What the agent stage makes of the session, after asking the gateway that holds it."""
 
         async def read(name: str, model: object) -> None:
@@ -46,7 +46,7 @@ class Host:
 
         fields: dict[str, Any] = {
             "services": SimpleNamespace(gateway=self.holder.control, unwritten_away=set()),
-            "this_try": SimpleNamespace(number=this_try),
+            "activity_attempt": SimpleNamespace(number=activity_attempt),
             "agent_identity": SESSION,
             "key": str,
             "read": read,
@@ -117,7 +117,7 @@ async def test_a_stage_that_goes_on_when_the_store_is_back_awaits_the_notes(
     monkeypatch.setattr(session_manager, "LONG_WAIT_S", 0.1)
     await host.ask_in_vain()
 
-    assert "the store is away" in (await host.agent_run(this_try=2)).broke
+    assert "the store is away" in (await host.agent_run(activity_attempt=2)).broke
 
 
 async def test_a_call_that_was_left_early_counts_for_nothing(host: Host) -> None:

@@ -12,9 +12,9 @@ from temporalio.activity import ActivityCancellationDetails
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.activity_context import ThisTry
+from activities.activity_context import RunningActivityAttempt
 from perdure.errors import RetryHere
-from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, killed_at_the_end
+from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
 from perdure.sandboxes.base import SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest import service_provider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
@@ -62,7 +62,7 @@ class Bench:
         return made
 
     async def make(self) -> None:
-        await create_sandbox(ThisTry(), self.provider, SPEC, ID)
+        await create_sandbox(RunningActivityAttempt(), self.provider, SPEC, ID)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ async def test_a_slow_create_that_is_cancelled_ends_at_once(
     bench: Bench, rollout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The try does not wait for the boot; the reaper finds the sandbox by its labels."""
-    monkeypatch.setattr(service_provider, "CALLED_OFF_S", 0.1)
+    monkeypatch.setattr(service_provider, "CANCEL_GRACE_S", 0.1)
     bench.server.settings["boot_s"] = 5.0
     await bench.cancelled_for(ASKED)
     still_boots = [record["state"] for record in bench.server.sandboxes.all()]
@@ -146,8 +146,8 @@ async def test_a_late_grading_kills_nothing_of_the_next(
     """A try kills its sandbox in the end, unless another try may have one of the same identity."""
 
     async def grade() -> None:
-        sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)
-        async with killed_at_the_end(ThisTry(), sandbox):
+        sandbox = await create_sandbox(RunningActivityAttempt(), bench.provider, SPEC, ID)
+        async with kill_on_exit(RunningActivityAttempt(), sandbox):
             bench.environment.cancel(why)
             await asyncio.Event().wait()
 
@@ -166,9 +166,9 @@ async def test_a_verdict_outlives_a_sandbox_that_ends_late(
         raise RetryHere("killed, but its processes did not end")
 
     async def grade() -> str:
-        sandbox = await create_sandbox(ThisTry(), bench.provider, SPEC, ID)
+        sandbox = await create_sandbox(RunningActivityAttempt(), bench.provider, SPEC, ID)
         monkeypatch.setattr(sandbox, "kill", busy)
-        async with killed_at_the_end(ThisTry(), sandbox):
+        async with kill_on_exit(RunningActivityAttempt(), sandbox):
             return "resolved"
 
     assert await bench.environment.run(grade) == "resolved"

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from perdure.engines.clients.hosted_requests import new_client
-from perdure.engines.engine_roster import LoneRoster, add_engine, drain_engine, remove_engine
+from perdure.engines.engine_roster import InMemoryRoster, add_engine, drain_engine, remove_engine
 from perdure.engines.engine_state import EngineSpec, EngineState, name_of
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.episodes.turns_parquet import decode
@@ -196,7 +196,7 @@ async def test_an_engine_that_only_says_it_is_healthy_is_not_ready(
 
 async def test_all_gateways_of_a_home_follow_one_roster(client: httpx.AsyncClient) -> None:
     """An engine added through one process is used, and drained, by the other."""
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     async with (
         ScriptedEngine(LONG) as one,
         ScriptedEngine(LONG) as two,

@@ -14,7 +14,7 @@ from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.engine_roster import (
     Change,
-    LoneRoster,
+    InMemoryRoster,
     Roster,
     add_engine,
     drain_engine,
@@ -49,7 +49,7 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-class Away(LoneRoster):
+class Away(InMemoryRoster):
     """A roster whose store may be unavailable."""
 
     away = False
@@ -63,7 +63,7 @@ class Away(LoneRoster):
         return await self.change(lambda roster: roster)
 
 
-class Stuck(LoneRoster):
+class Stuck(InMemoryRoster):
     """A roster whose store may not answer for a while."""
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ async def test_a_new_start_is_not_blamed_for_streams_that_the_old_one_broke(
     client: httpx.AsyncClient,
 ) -> None:
     """A gateway that learns of death and return at once cuts the old streams and leaves the new start alone."""
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.02) as engine,
         opened(client, engine.url, roster=roster, poll_s=0.2) as pool,
@@ -353,7 +353,7 @@ async def test_an_engine_that_answers_nonsense_is_checked_again(client: httpx.As
 async def test_a_slow_read_of_the_roster_restores_no_older_state(client: httpx.AsyncClient) -> None:
     """A read that began before a change and ended after it does not undo the change."""
 
-    class Slow(LoneRoster):
+    class Slow(InMemoryRoster):
         reading, let = asyncio.Event(), asyncio.Event()
 
         async def change(self, change: Change) -> Roster:
@@ -414,14 +414,14 @@ async def test_tokens_get_no_version_while_the_roster_cannot_be_read(tmp_path: P
 class Heard:
     """Reaches a roster that is unavailable to other processes."""
 
-    def __init__(self, roster: LoneRoster) -> None:
+    def __init__(self, roster: InMemoryRoster) -> None:
         self._roster = roster
 
     async def read(self) -> Roster:
         return await self.change(lambda roster: roster)
 
     async def change(self, change: Change) -> Roster:
-        return await LoneRoster.change(self._roster, change)
+        return await InMemoryRoster.change(self._roster, change)
 
 
 async def test_an_engine_whose_weights_two_updates_fought_over_does_not_serve(
@@ -589,7 +589,7 @@ async def test_a_drain_during_an_update_blocks_no_call(tmp_path: Path) -> None:
 
 async def test_draining_a_dead_engine_removes_it(client: httpx.AsyncClient) -> None:
     """It has no call to finish, and the answer says so."""
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     async with ScriptedEngine(LONG) as engine, opened(client, engine.url, roster=roster) as pool:
         await ready(pool, 1)
         (record,) = (await roster.read()).engines
@@ -601,7 +601,7 @@ async def test_draining_a_dead_engine_removes_it(client: httpx.AsyncClient) -> N
 
 async def test_a_wrong_clock_of_another_host_delays_no_drain(client: httpx.AsyncClient) -> None:
     """A deadline from a host whose clock is an hour ahead is kept by its length."""
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     async with (
         ScriptedEngine(LONG, chunk_delay_s=0.05) as one,
         ScriptedEngine(LONG, chunk_delay_s=0.05) as two,

@@ -217,11 +217,11 @@ async def silent(*_: object) -> None:
 async def ended(home: Path) -> Job:
     """An attempt on the full account, whose agent has left a tree without a diff."""
     services, request = await placed(home, FillingAgent.name, sandbox=FullAccount.name)
-    this_try = OneTry("p1")
-    this_try.tell_account = silent  # type: ignore[assignment]
+    activity_attempt = OneTry("p1")
+    activity_attempt.signal_account = silent  # type: ignore[assignment]
     attempt = Attempt(request=request, attempt=1, permit="1-agent")
-    await boot(await Job.of(services, attempt, this_try))
-    job = await Job.of(services, attempt, this_try)
+    await boot(await Job.of(services, attempt, activity_attempt))
+    job = await Job.of(services, attempt, activity_attempt)
     await run_agent(job)
     return job
 

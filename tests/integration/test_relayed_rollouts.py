@@ -17,7 +17,7 @@ from tests.stack.gated_engine import commands, script
 from tests.stack.host_requirements import why_not_here
 from tests.stack.running_stack import DEATH_S, Stack, running
 from tests.stack.stack_process import Process
-from workers.health_endpoints import polled
+from workers.health_endpoints import wait_until_polling
 from workers.worker_process import ROLES
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
@@ -46,7 +46,7 @@ async def start_worker(stack: Stack, reach: str, **env: str) -> Process:
     spec = stack.plan.worker()
     spec = replace(spec, env={**spec.env, "PERDURE_GATEWAY__REACH": reach, **env})
     process = stack.spawn(spec)
-    await polled(stack.client, ROLES, f"{process.pid}@{socket.gethostname()}")
+    await wait_until_polling(stack.client, ROLES, f"{process.pid}@{socket.gethostname()}")
     return process
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from perdure.engines.clients.hosted_requests import new_client
-from perdure.engines.engine_roster import LoneRoster, add_engine
+from perdure.engines.engine_roster import InMemoryRoster, add_engine
 from perdure.engines.engine_state import EngineSpec, EngineState, name_of
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine
@@ -95,7 +95,7 @@ async def test_a_call_without_another_engine_waits_and_says_why(client: httpx.As
 
 async def test_a_restart_of_a_gateway_forgets_no_model(client: httpx.AsyncClient) -> None:
     """The roster keeps what an engine served, so another model is noticed after a restart too."""
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     first = await ScriptedEngine(LONG).__aenter__()
     async with asyncio.timeout(SOON_S):
         async with opened(client, first.url, roster=roster) as pool:

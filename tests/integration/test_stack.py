@@ -36,7 +36,7 @@ from perdure.storage.store_url import open_store
 from perdure.types import Grading, Instance, Source, SourceKind
 from tests import docs_pages, document_003, held_ports
 from tests.stack.made_instances import GOLD
-from workers.health_endpoints import seen_polling
+from workers.health_endpoints import wait_for_poller
 
 pytestmark = pytest.mark.temporal
 
@@ -458,7 +458,7 @@ async def test_compose_worker_polls_its_stage(service: str, home: Home, client: 
     process = await asyncio.create_subprocess_exec(*command, env=env, cwd=ROOT)
     ended = asyncio.create_task(process.wait())
     identity = f"{process.pid}@{socket.gethostname()}"  # the SDK's default
-    polls = asyncio.create_task(seen_polling(client, queue, kind, identity))
+    polls = asyncio.create_task(wait_for_poller(client, queue, kind, identity))
     try:
         await asyncio.wait({ended, polls}, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert (polls.done(), process.returncode) == (True, None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.hosted_requests import new_client
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineSpec, EngineState, name_of
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_fleet import PoolOptions
@@ -45,7 +45,7 @@ def canary(weights: int) -> WeightCanary:
 
 @dataclass
 class Stand:
-    roster: LoneRoster
+    roster: InMemoryRoster
     pool: EnginePool
     updates: WeightUpdates
     engines: list[ScriptedEngine]
@@ -91,7 +91,7 @@ def recorded_versions(completion: Completion) -> list[int]:
 
 @asynccontextmanager
 async def stand(count: int, delay_s: float = 0.0) -> AsyncIterator[Stand]:
-    roster = LoneRoster()
+    roster = InMemoryRoster()
     engines = [ScriptedEngine(LONG, chunk_delay_s=delay_s, policy_version=1) for _ in range(count)]
     async with new_client() as client:
         for engine in engines:

@@ -23,7 +23,7 @@ import pytest
 
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.procfs import below
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.settings_tree import Settings
 from perdure.stack import part_readiness
@@ -121,7 +121,7 @@ class Life:
     def victims(self, chosen: str) -> Sequence[int]:
         workers = [worker.pid for worker in self.stack.workers]
         fork_servers = [pid for worker in workers for pid in _fork_servers(worker)]
-        boxes = [Box(path) for path in self.traces.boxes()]
+        boxes = [SandboxFolder(path) for path in self.traces.boxes()]
         keepers = [box.keeper.pid for box in boxes if box.keeper]
         holders = [box.holder.pid for box in boxes if box.holder]
         temporal = [p.pid for p in self.stack.processes if p.alive and p.name == "temporal"]

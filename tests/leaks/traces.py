@@ -9,7 +9,7 @@ from uuid import uuid4
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.cgroups import group_name
 from perdure.sandboxes.host.sandbox_folder import DRAFT
-from perdure.sandboxes.host.sandbox_teardown import GRAVE
+from perdure.sandboxes.host.sandbox_teardown import REMOVAL_PREFIX
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -96,7 +96,7 @@ class Traces:
         """Renames what was half made or half removed, as if it came from before the last start of this
         host: then the next sweep removes it."""
         for path in self.boxes():
-            for prefix in (DRAFT, GRAVE):
+            for prefix in (DRAFT, REMOVAL_PREFIX):
                 if path.name.startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):
                         path.rename(path.with_name(f"{prefix}aged-{uuid4().hex}"))

@@ -41,7 +41,7 @@ from perdure.engines.clients.token_endpoint import (
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_SESSION, EngineControl
 from perdure.engines.configured_engine import ConfiguredEngine
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.engines.health_check import HealthCheck, Load
 from perdure.engines.pool.completion_call import GenerateCall
@@ -284,7 +284,7 @@ async def test_a_prompt_beyond_the_context_is_told_as_such(engine: TokenEngine) 
 
 async def test_a_wrong_model_name_is_told_with_the_fix(url: str, client: httpx.AsyncClient) -> None:
     """vLLM's 404 names the settings that must agree with it."""
-    pool = EnginePool(LoneRoster(), client, [EngineSpec(url)], PoolOptions(model="another"))
+    pool = EnginePool(InMemoryRoster(), client, [EngineSpec(url)], PoolOptions(model="another"))
 
     with pytest.raises(CallsRefused, match="PERDURE_ENGINE__MODEL"):
         await pool.generate(GenerateCall(PROMPT, SAMPLING, "s", "name"))

@@ -38,7 +38,7 @@ from perdure.episodes.episode_store import read_episode
 from perdure.home_folder import host_of
 from perdure.rollouts.activity_messages import SweepRequest
 from perdure.sandboxes.base import identity_of
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.sandbox_reaper import SweepReport
 from perdure.settings.settings_tree import Settings
@@ -62,7 +62,7 @@ from tests.stack.host_requirements import cmdline, folders, pids, started_at
 from tests.stack.made_instances import INSTANCE, add_instances
 from tests.stack.stack_process import Process, answering
 from tests.stack.wait_until import LINGERS_S, nothing, until
-from workers.health_endpoints import polled
+from workers.health_endpoints import wait_until_polling
 from workers.worker_process import ROLES
 
 TOOLS = ROOT / ".perdure" / "tools"
@@ -171,7 +171,7 @@ class Stack:
         spec = replace(spec, env={**(spec.env or {}), **env})
         process = self.spawn(spec)
         identity = f"{process.pid}@{socket.gethostname()}"  # the SDK's default
-        await answering(process, polled(self.client, ROLES, identity))
+        await answering(process, wait_until_polling(self.client, ROLES, identity))
         return process
 
     async def recover(self) -> None:
@@ -335,8 +335,8 @@ class Stack:
     def identity(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> str:
         return identity_of(request.run_id, request.workflow_id, purpose, attempt)
 
-    def box(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> Box:
-        return Box(self.provider.root / self.identity(request, purpose, attempt))
+    def box(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> SandboxFolder:
+        return SandboxFolder(self.provider.root / self.identity(request, purpose, attempt))
 
     async def lose(self, request: RolloutRequest, purpose: str, attempt: int = 1) -> None:
         """kill -9 of the process that holds the sandbox."""

@@ -9,11 +9,11 @@ from perdure import variant_registry
 from perdure.data_source_handlers import (
     AgentHandler,
     JobDetails,
-    Published,
+    PublicDatasetHandler,
     get_registered_functions,
-    graded_of,
     handler_of,
     import_handlers,
+    parse_verdict,
     register_agent_handler,
 )
 from perdure.errors import ConfigurationError, InstanceError
@@ -67,7 +67,7 @@ def test_a_dotted_path_needs_no_registration() -> None:
 @pytest.mark.parametrize("name", ["swe-gym", "SWE-Gym", "princeton-nlp/SWE-bench_Verified"])
 def test_public_names_have_the_published_handler(name: str) -> None:
     """Owner, capitals, underscores and suffixes of a public dataset's name do not matter."""
-    assert isinstance(handler_of(name), Published)
+    assert isinstance(handler_of(name), PublicDatasetHandler)
 
 
 def test_an_unknown_data_source_is_named_with_the_nearest() -> None:
@@ -113,7 +113,7 @@ def test_a_report_becomes_a_grade(
     answer: Mapping[str, Any], outcome: Outcome, partial: float
 ) -> None:
     """`score` and `resolved` become outcome and rewards; `report` is unwrapped."""
-    grade = graded_of(Mine(), answer).grade
+    grade = parse_verdict(Mine(), answer).grade
 
     assert (grade.outcome, grade.rewards.partial, grade.grader) == (outcome, partial, "mine")
     assert grade.reward == float(outcome is Outcome.RESOLVED)
@@ -123,4 +123,4 @@ def test_a_report_becomes_a_grade(
 def test_a_report_without_a_verdict_is_refused(answer: Any) -> None:
     """A malformed answer is the handler's mistake, not a reward of 0."""
     with pytest.raises(InstanceError, match="'mine' must return a Graded"):
-        graded_of(Mine(), answer)
+        parse_verdict(Mine(), answer)

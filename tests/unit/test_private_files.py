@@ -11,7 +11,7 @@ import pytest
 
 from perdure.errors import ConfigurationError
 from perdure.gateway.http.listening_sockets import bind_unix
-from perdure.home_folder import keep_private, show_to_sandboxes
+from perdure.home_folder import keep_private, make_readable_by_sandboxes
 from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
 from perdure.storage.store_url import open_store
@@ -105,7 +105,7 @@ def test_what_sandboxes_mount_can_be_read_by_any_user_inside(tmp_path: Path) -> 
         (tmp_path / "env" / name).write_text("x")
         (tmp_path / "env" / name).chmod(0o700 if executable else 0o600)
     (tmp_path / "env" / "gone").symlink_to("nowhere")
-    show_to_sandboxes(tmp_path / "env")
+    make_readable_by_sandboxes(tmp_path / "env")
 
     found = [mode(tmp_path / "env" / name) for name in ("", "bin", "bin/tool", "data")]
     assert found == [0o755, 0o755, 0o755, 0o644]

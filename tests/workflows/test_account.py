@@ -14,7 +14,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.activity_context
 import workflows.account_workflow
-from activities.sweep_activities import Leftovers
+from activities.sweep_activities import SweepActivities
 from perdure.client import temporal_names
 from perdure.rollouts.admission.permit_rules import Account, AskPermit, Permit, PermitRequest
 from perdure.rollouts.stage_services import Services
@@ -45,7 +45,7 @@ class Holder:
 async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sequence[str]]:
     """Two workflows that stay open."""
     monkeypatch.setattr(workflows.account_workflow, "CHECK_EVERY_S", 0.2)
-    leftovers = Leftovers(Services(Settings()))
+    leftovers = SweepActivities(Services(Settings()))
     async with (
         workflow_worker(client, checking_runner()),
         Worker(client, task_queue=temporal_names.IO_QUEUE, activities=[leftovers.closed_holders]),
@@ -149,7 +149,7 @@ async def test_an_account_workflow_continues_if_its_holders_cannot_be_looked_up(
         looked.append(workflow_id)
         raise ApplicationError("the server is away", non_retryable=True)
 
-    monkeypatch.setattr(activities.activity_context, "fate_of", fail)
+    monkeypatch.setattr(activities.activity_context, "fetch_owner_state", fail)
     first, second = holders
     await ask(client, first)
     await holding(client, first)
@@ -172,7 +172,7 @@ async def test_an_account_goes_on_after_its_activity_was_completed_by_hand_with_
         await asyncio.Event().wait()
         return Owner.ALIVE
 
-    monkeypatch.setattr(activities.activity_context, "fate_of", by_hand)
+    monkeypatch.setattr(activities.activity_context, "fetch_owner_state", by_hand)
     first, second = holders
     await ask(client, first)
     await holding(client, first)

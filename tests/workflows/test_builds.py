@@ -17,7 +17,7 @@ from temporalio.worker._workflow import _DeadlockError
 from temporalio.workflow import _Definition
 
 from perdure.client import rollout_listing, temporal_names
-from perdure.client.deployment_routing import build_trouble, own_build_trouble
+from perdure.client.deployment_routing import explain_build_routing, explain_own_build_routing
 from perdure.client.sdk import Perdure
 from perdure.errors import Cancelled
 from perdure.rollouts.activity_messages import WORKER_EVICTED, AgentRun, Attempt
@@ -27,7 +27,7 @@ from tests.stack.wait_until import until
 from tests.workflows import dev_server, workflow_builds
 from tests.workflows.scripted_stages import Stages
 from tests.workflows.workflow_builds import Build
-from workers.deployment_version import MOVING, PINNED, say_if_not_current
+from workers.deployment_version import AUTO_UPGRADE_WORKFLOWS, PINNED, warn_if_not_current
 from workers.workflow_worker import WORKFLOWS, workflow_worker
 from workflows.rollout_workflow import RolloutWorkflow
 
@@ -185,10 +185,10 @@ async def test_a_worker_says_that_its_build_is_not_current(client: Client, tmp_p
     ours = workflow_builds.DEPLOYMENT.model_copy(update={"build_id": "v1"})
     async with Build("v1", Stages()).at_work(client, tmp_path):
         with capture_logs() as before:
-            await say_if_not_current(client, ours)
+            await warn_if_not_current(client, ours)
         await workflow_builds.make_current(client, "v1")
         with capture_logs() as after:
-            await say_if_not_current(client, ours)
+            await warn_if_not_current(client, ours)
 
     warnings = [line["fix"] for line in before + after if line["log_level"] == "warning"]
     assert warnings == [
@@ -203,10 +203,10 @@ async def test_work_of_a_build_without_workers_is_one_sentence(
     workers."""
     command = "temporal worker deployment set-current-version --deployment-name perdure"
     async with Build("v1", Stages()).at_work(client, tmp_path):
-        not_current = await until(lambda: build_trouble(client), "the workers are seen")
+        not_current = await until(lambda: explain_build_routing(client), "the workers are seen")
         await workflow_builds.make_current(client, "v1")
-        current = await build_trouble(client)
-    back = await own_build_trouble(client, DeploymentSettings())
+        current = await explain_build_routing(client)
+    back = await explain_own_build_routing(client, DeploymentSettings())
 
     assert not_current == (
         "new work goes to workers without a build id, but the workers here have build v1: "
@@ -233,8 +233,8 @@ async def test_open_rollouts_of_another_build_are_one_sentence(
         await gate.reached(rollout("long"))
         async with workflow_builds.next_build("v2").at_work(client, tmp_path):
             await workflow_builds.make_current(client, "v2")
-        told = await until(lambda: own_build_trouble(client, ours), "the server lists it")
-        same = await own_build_trouble(client, ours.model_copy(update={"build_id": "v1"}))
+        told = await until(lambda: explain_own_build_routing(client, ours), "the server lists it")
+        same = await explain_own_build_routing(client, ours.model_copy(update={"build_id": "v1"}))
         gate.open.set()
 
     assert told.startswith(
@@ -294,4 +294,4 @@ def test_it_is_known_of_every_workflow_what_a_deploy_does_to_it() -> None:
     one."""
     known = {str(_Definition.must_from_class(one).name) for one in WORKFLOWS}
 
-    assert known == {*PINNED, *MOVING}
+    assert known == {*PINNED, *AUTO_UPGRADE_WORKFLOWS}

@@ -62,11 +62,11 @@ async def test_rollouts_without_a_run_are_counted_under_their_run_id(client: Cli
         return await rollout_listing.count(client, "r1") == {"Running": 1, "Terminated": 1}
 
     await until(listed, "the server lists both")
-    found = await perdure.started_by_hand("r1")
+    found = await perdure.standalone_rollouts_status("r1")
 
     assert found is not None
     assert (found.state, found.total, found.done, found.running) == ("started by hand", 2, 1, 1)
-    assert await perdure.started_by_hand("nobody's") is None
+    assert await perdure.standalone_rollouts_status("nobody's") is None
 
 
 async def test_a_rollout_that_ran_again_is_listed_once(client: Client) -> None:

@@ -12,7 +12,7 @@ from temporalio.client import Client
 
 from perdure.client.sdk import Perdure
 from perdure.client.temporal_client import connect
-from perdure.client.temporal_server import given_address, given_server
+from perdure.client.temporal_server import configured_address, configured_server
 from perdure.errors import ConfigurationError
 from perdure.settings.settings_tree import Settings
 from perdure.types import RolloutRequest, RolloutStatus
@@ -186,7 +186,9 @@ async def test_a_wrong_api_key_is_refused_and_not_shown(
         with pytest.raises(ConfigurationError, match=proxy.address) as refused:
             await connect(settings=settings)
 
-    assert "wrong-key" not in str(refused.value) + repr(settings) + repr(given_server(settings))
+    assert "wrong-key" not in str(refused.value) + repr(settings) + repr(
+        configured_server(settings)
+    )
 
 
 CLOUD = "orders.a1b2c.tmprl.cloud"
@@ -194,7 +196,7 @@ REGION = "us-east-1.aws.api.temporal.io:7233"
 
 
 def _cloud(**temporal: Any) -> Any:
-    return given_server(Settings(temporal=temporal))
+    return configured_server(Settings(temporal=temporal))
 
 
 @pytest.fixture
@@ -243,7 +245,7 @@ def test_a_region_of_temporal_cloud_takes_a_key_and_a_full_namespace() -> None:
 def test_a_contradiction_is_refused_with_its_fix(temporal: dict[str, Any], fix: str) -> None:
     """A contradiction is refused before anything connects, and the message names what to set."""
     with pytest.raises(ConfigurationError, match=fix):
-        given_address(Settings(temporal=temporal))
+        configured_address(Settings(temporal=temporal))
 
 
 @pytest.mark.usefixtures("no_namespace")

@@ -164,7 +164,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
         }.items():
             monkeypatch.setenv(name, value)
         settings = Settings(home=home, store=str(tmp_path / "store"))
-        with host_life.worker_is_here(settings):
+        with host_life.hold_worker_lock(settings):
             yield Host(settings, tmp_path / "temporal.db", port)
 
 

@@ -40,7 +40,7 @@ async def opened(settings: Settings, gateways: Gateways) -> AsyncIterator[None]:
     """Inside this context, the gateway socket of this home leads to a gateway."""
     path = settings.home.absolute() / "run" / NAME
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(Passage(gateways).carry, path, backlog=BACKLOG)
+    server = await asyncio.start_unix_server(GatewayProxy(gateways).carry, path, backlog=BACKLOG)
     path.chmod(0o600)
     standing_in = asyncio.create_task(_stand_in(settings.gateway_socket))
     try:
@@ -77,7 +77,7 @@ def _kind(path: Path) -> int | None:
         return None
 
 
-class Passage:
+class GatewayProxy:
     def __init__(self, gateways: Gateways) -> None:
         self._gateways = gateways
 

@@ -68,7 +68,7 @@ log = structlog.get_logger("perdure.life")
 
 
 @dataclass
-class Life:
+class HostHeartbeat:
     """The heartbeats and terms of one host."""
 
     settings: Settings
@@ -261,7 +261,7 @@ class Life:
                 seen = monotonic()
                 continue
             absent = monotonic() - seen
-            if absent > 2 * LOOK_S and not await home_providers.any_alive(self.settings):
+            if absent > 2 * LOOK_S and not await home_providers.has_live_sandboxes(self.settings):
                 self.leaving.set()
                 return
             heard = monotonic() - self.answered_at < self.settings.host.silent_s
@@ -271,14 +271,14 @@ class Life:
                 return
 
 
-async def show_life(settings: Settings) -> None:
+async def run_host_heartbeat(settings: Settings) -> None:
     """Raises: ConfigurationError if no Temporal server answers at the configured address."""
-    with host_life.life_is_here(settings) as alone:
+    with host_life.hold_heartbeat_lock(settings) as alone:
         if not alone:
             return
         term = HostTerm(settings.home.absolute() / "run" / "term", settings.host.silent_s)
         client, store = await _connected(settings), open_store(settings)
-        life = Life(settings, client, store, host_of(settings), term)
+        life = HostHeartbeat(settings, client, store, host_of(settings), term)
         for signum in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signum, life.leaving.set)
         async with gateway_socket_proxy.opened(
@@ -302,7 +302,7 @@ def main() -> int:
     with contextlib.suppress(OSError):  # only root may raise its priority
         os.nice(-5)
     try:
-        asyncio.run(show_life(settings))
+        asyncio.run(run_host_heartbeat(settings))
     except PerdureError as error:
         log.error("cannot send heartbeats for this host", reason=str(error))
         return 1

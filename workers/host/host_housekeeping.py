@@ -7,7 +7,7 @@ import structlog
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.activity_context import fate_of
+from activities.activity_context import fetch_owner_state
 from activities.activity_decorator import at_work
 from perdure import home_folder
 from perdure.errors import PerdureError
@@ -35,7 +35,7 @@ async def sweep_often(client: Client, services: Services) -> None:
 
     async def fate(workflow_id: str) -> Owner:
         """Skip the request for rollouts with an activity here, whose heartbeats report the end."""
-        return Owner.ALIVE if at_work[workflow_id] else await fate_of(client, workflow_id)
+        return Owner.ALIVE if at_work[workflow_id] else await fetch_owner_state(client, workflow_id)
 
     usable: set[str] = set()
     while True:
@@ -63,7 +63,7 @@ async def count_sandboxes(services: Services) -> None:
     """Update the gauges of this host's live sandboxes and seats, if this worker serves metrics."""
     while services.settings.metrics.port:
         metrics.seats(services.seats.most, services.seats.agents())
-        for name in home_folder.sandboxes_of(services.home):
+        for name in home_folder.list_recorded_providers(services.home):
             with contextlib.suppress(PerdureError):
                 alive = sum(box.alive for box in await services.provider(name).list())
                 metrics.sandboxes_alive(name, alive)

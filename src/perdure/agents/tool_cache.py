@@ -17,7 +17,7 @@ from pathlib import Path
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import AgentError, MissingDependency
-from perdure.home_folder import show_to_sandboxes
+from perdure.home_folder import make_readable_by_sandboxes
 from perdure.python_interpreters import find_interpreter, find_uv, places_searched
 
 INSTALL_TIMEOUT_S = 900
@@ -46,7 +46,7 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
         partial = folder.with_name(f"{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         build(partial)
-        show_to_sandboxes(partial)
+        make_readable_by_sandboxes(partial)
         publish_folder(partial, folder)
 
 

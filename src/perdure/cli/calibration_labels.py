@@ -10,14 +10,14 @@ NOT_CALIBRATED = "not calibrated"
 SHOWN = 3
 
 
-def of_mark(mark: Mark) -> str:
+def label_mark(mark: Mark) -> str:
     """The text after a reference; empty if the row is proved."""
     if mark.state is CalibrationState.PROVED:
         return ""
     return f"  ({mark.state.value if mark.state else NOT_CALIBRATED})"
 
 
-def of_list(records: Sequence[Calibration]) -> str:
+def label_records(records: Sequence[Calibration]) -> str:
     """`proved in bubblewrap, quarantined in podman: <reason>`."""
     told = [
         f"{one.state.value} in {one.sandbox}{f': {one.reason}' if one.reason else ''}"
@@ -26,7 +26,7 @@ def of_list(records: Sequence[Calibration]) -> str:
     return ", ".join(told) or NOT_CALIBRATED
 
 
-def of_record(record: Calibration) -> str:
+def label_record(record: Calibration) -> str:
     """`proved in bubblewrap, 3 runs: 2 tests to fix, 40 to keep, 1 dropped as flaky, 10 twins`."""
     begins = f"{record.state.value} in {record.sandbox}, {many(record.runs, 'run')}"
     if record.state is CalibrationState.QUARANTINED:
@@ -43,7 +43,7 @@ def of_record(record: Calibration) -> str:
     return f"{begins}: {', '.join(told)}"
 
 
-def of_grade(grade: Grade) -> str:
+def label_grade(grade: Grade) -> str:
     """Empty if the row was proved."""
     if grade.calibration is CalibrationState.PROVED:
         return ""

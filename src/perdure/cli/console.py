@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 SILENCE_S = 4.0
-"""The longest silence of a command inside `keeps_talking`."""
+"""The longest silence of a command inside `print_when_silent`."""
 PIPED_COLUMNS = 160
 """Width of a table that is written to a file or a pipe."""
 
@@ -30,13 +30,13 @@ json_option = click.option(
 )
 
 
-class _Voice:
+class _LastOutput:
     """When this process last printed a line by `say`."""
 
     spoke_at = time.monotonic()
 
 
-_voice = _Voice()
+_last_output = _LastOutput()
 
 
 def only_one_of(**given: bool) -> None:
@@ -53,18 +53,18 @@ def answer(document: Any, err: bool = False) -> None:
 
 def say(text: str) -> None:
     """Print progress, a hint or a warning on stderr; it is never part of the answer."""
-    _voice.spoke_at = time.monotonic()
+    _last_output.spoke_at = time.monotonic()
     click.echo(text, err=True)
 
 
 @contextlib.contextmanager
-def keeps_talking(what: str) -> Iterator[None]:
+def print_when_silent(what: str) -> Iterator[None]:
     """Print `what` and the elapsed time whenever nothing has been printed for `SILENCE_S`."""
     started, over = time.monotonic(), threading.Event()
 
     def talk() -> None:
-        while not over.wait(max(0.1, _voice.spoke_at + SILENCE_S - time.monotonic())):
-            if time.monotonic() - _voice.spoke_at >= SILENCE_S:
+        while not over.wait(max(0.1, _last_output.spoke_at + SILENCE_S - time.monotonic())):
+            if time.monotonic() - _last_output.spoke_at >= SILENCE_S:
                 say(f"  {what} ({time.monotonic() - started:.0f} s)")
 
     talker = threading.Thread(target=talk, daemon=True)
@@ -89,7 +89,7 @@ def many(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def me() -> str:
+def invoked_command() -> str:
     """How the user calls this command: `perdure`, or the path of the script if it is not on PATH.
 
     `uv run` puts `perdure` on PATH for its own child only.

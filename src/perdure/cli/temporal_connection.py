@@ -7,7 +7,7 @@ from temporalio.runtime import Runtime
 from perdure import tracing
 from perdure.client import search_attribute_keys as attributes
 from perdure.client.sdk import Perdure
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.errors import ConfigurationError
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
@@ -77,7 +77,7 @@ def known_ui(settings: Settings) -> str:
 
 
 def _ui_url(settings: Settings) -> str:
-    if given_address(settings) is not None:
+    if configured_address(settings) is not None:
         return settings.temporal.ui_url
     state = stack_lifecycle.running(settings)
     if state is None:

@@ -212,7 +212,7 @@ class Collector:
     async def _tell(self) -> None:
         for started in list(self._running.values()):
             try:
-                why = await started.handle.why_open()
+                why = await started.handle.describe_open_rollouts()
             except RPCError as error:
                 why = f"Temporal does not answer: {error.message}"
             logger.warning("%s is still open: %s", started.request.group_id, why)

@@ -22,7 +22,7 @@ PINNED_TO = (
     "ExecutionStatus = 'Running' AND TemporalWorkflowVersioningBehavior = 'Pinned'"
     " AND TemporalWorkerDeploymentVersion = "
 )
-HAS_ENDED = {
+IDLE_VERSION_STATUSES = {
     WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_INACTIVE,
     WorkerDeploymentVersionStatus.WORKER_DEPLOYMENT_VERSION_STATUS_DRAINED,
 }
@@ -31,8 +31,8 @@ MOVE = "temporal workflow update-options --versioning-override-behavior auto_upg
 SET_CURRENT = "temporal worker deployment set-current-version --deployment-name"
 
 
-async def own_build_trouble(client: Client, settings: DeploymentSettings) -> str:
-    """Like `build_trouble`, for the workers that these settings would start. Also names open
+async def explain_own_build_routing(client: Client, settings: DeploymentSettings) -> str:
+    """Like `explain_build_routing`, for the workers that these settings would start. Also names open
     rollouts that only another build continues. Raises: RPCError."""
     ours = (settings.name, settings.build_id) if settings.build_id else NO_BUILD
     routed = trouble(_current(await _described(client)), {ours})
@@ -50,7 +50,7 @@ async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[
     told = []
     for one in answer.worker_deployment_info.version_summaries:
         build = one.deployment_version.build_id
-        if one.status in HAS_ENDED or build == settings.build_id:
+        if one.status in IDLE_VERSION_STATUSES or build == settings.build_id:
             continue
         query = f"{PINNED_TO}'{settings.name}:{build}'"
         if count := (await client.count_workflows(query)).count:
@@ -62,7 +62,7 @@ async def _left_to_others(client: Client, settings: DeploymentSettings) -> list[
     return told
 
 
-async def build_trouble(client: Client) -> str:
+async def explain_build_routing(client: Client) -> str:
     """Why no worker takes new work because of its build id, and the fix; empty if a worker does, or
     if there are no workers. Raises: RPCError."""
     answer = await _described(client)

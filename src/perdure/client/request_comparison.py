@@ -16,7 +16,7 @@ from perdure.types import Changeable, GroupRequest, RolloutRequest, RunRequest
 Identity = dict[str, str]
 """Dotted name -> value as text, so that a difference names a single field."""
 
-OF_ONE_START = {
+PER_START_FIELDS = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
     *("expires_at", "heartbeat_timeout_s"),
 }
@@ -27,25 +27,25 @@ SHOWN = 12
 """Maximum number of differences in an error message."""
 
 
-def of_rollouts(rollout: RolloutRequest) -> Identity:
+def outcome_fields(rollout: RolloutRequest) -> Identity:
     """The fields that affect the outcome of each rollout."""
-    return dict(_flat("", rollout.model_dump(mode="json", exclude=OF_ONE_START)))
+    return dict(_flat("", rollout.model_dump(mode="json", exclude=PER_START_FIELDS)))
 
 
-def of_request(request: BaseModel) -> Identity:
+def request_identity(request: BaseModel) -> Identity:
     """The identity in a request, for the SDK, which sees neither instances nor engines."""
     if isinstance(request, RunRequest):
         choice = request.model_dump(mode="json", include=set(CHOICE))
         return {
-            **of_rollouts(request.rollout_request("any/instance")),
+            **outcome_fields(request.rollout_request("any/instance")),
             **{name: json.dumps(one) for name, one in choice.items()},
         }
     if isinstance(request, GroupRequest):
         how = request.model_dump(
             mode="json", exclude={"rollout", "schema_version", *request.CHANGEABLE}
         )
-        return {**of_rollouts(request.rollout), **dict(_flat("", how))}
-    return of_rollouts(request) if isinstance(request, RolloutRequest) else {}
+        return {**outcome_fields(request.rollout), **dict(_flat("", how))}
+    return outcome_fields(request) if isinstance(request, RolloutRequest) else {}
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -60,7 +60,7 @@ async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
     """The last execution of each started rollout of a run, ordered by instance and sample."""
     found = [one async for one in client.list_workflows(_query(run_id), page_size=PAGE)]
     return sorted(
-        [await info(one) for one in last_of_each(found)],
+        [await info(one) for one in latest_executions(found)],
         key=lambda r: (r.instance, r.sample_index),
     )
 
@@ -72,7 +72,7 @@ async def of_instance(client: Client, run_id: str, instance_id: str) -> list[Rol
     return [await info(one) async for one in client.list_workflows(query, page_size=PAGE)]
 
 
-def what_they_do(found: Sequence[RolloutInfo], n_samples: int) -> str:
+def summarize_rollouts(found: Sequence[RolloutInfo], n_samples: int) -> str:
     """One line about the rollouts of a group, some of which may not have started."""
     if not found:
         return "no rollout has started: `perdure status` says whether workers poll"
@@ -112,10 +112,10 @@ async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
     """Rollouts in Temporal's order: open ones by start, then ended ones by end, the latest first.
     If a rollout was rerun or reset, its last execution."""
     listed = client.list_workflows(_query(run_id), page_size=limit, limit=limit)
-    return [await info(w) for w in last_of_each([w async for w in listed])]
+    return [await info(w) for w in latest_executions([w async for w in listed])]
 
 
-def last_of_each(found: Sequence[WorkflowExecution]) -> list[WorkflowExecution]:
+def latest_executions(found: Sequence[WorkflowExecution]) -> list[WorkflowExecution]:
     """The last started execution of each workflow id, in the order of `found`."""
     last: dict[str, WorkflowExecution] = {}
     for one in found:
@@ -131,7 +131,7 @@ async def waiting(client: Client, run_id: str) -> int:
     return (await client.count_workflows(query)).count
 
 
-async def code_fails(client: Client, run_id: str) -> AsyncIterator[str]:
+async def list_failing_workflows(client: Client, run_id: str) -> AsyncIterator[str]:
     """Open workflows of a run whose code keeps failing at the same task, for example after an
     upgrade."""
     query = f"{attributes.RUN.name} = '{run_id}' AND ExecutionStatus = 'Running'"

@@ -262,7 +262,7 @@ class Perdure:
         await _described(handle, f"run '{run_id}'")
         return RunHandle(self, run_id, handle)
 
-    async def started_by_hand(self, run_id: str) -> RunStatus | None:
+    async def standalone_rollouts_status(self, run_id: str) -> RunStatus | None:
         """Status of rollouts that were started one by one under this run id; None if there are
         none."""
         if not re.fullmatch(SLUG, run_id):
@@ -277,7 +277,7 @@ class Perdure:
         """Runs, newest first. If a run was started again, its last execution."""
         query = f"WorkflowType = '{temporal_names.RUN}'"
         found = [w async for w in self.client.list_workflows(query, limit=limit)]
-        return rollout_listing.last_of_each(found)
+        return rollout_listing.latest_executions(found)
 
     async def rollouts(self, run_id: str) -> list[RolloutInfo]:
         """All started rollouts of a run, in any state."""
@@ -356,7 +356,8 @@ class Perdure:
         before = await self._first_request(handle, type(request))
         if before is not None:
             changes = request_comparison.differences(
-                request_comparison.of_request(before), request_comparison.of_request(request)
+                request_comparison.request_identity(before),
+                request_comparison.request_identity(request),
             )
             request_comparison.refuse(
                 handle.id, changes, "give another run_id to start another one"
@@ -488,7 +489,10 @@ class RunHandle:
         Raises: NotFound if the run had ended before; the message says how.
         """
         failing = [
-            one async for one in rollout_listing.code_fails(self.perdure.client, self.run_id)
+            one
+            async for one in rollout_listing.list_failing_workflows(
+                self.perdure.client, self.run_id
+            )
         ]
         try:
             await _cancel(self.handle, f"run '{self.run_id}'")
@@ -569,14 +573,14 @@ class GroupHandle:
         what = f"group '{self.handle.id.removeprefix('group/')}'"
         return GroupResult.model_validate(await _result(self.handle, what))
 
-    async def why_open(self) -> str:
+    async def describe_open_rollouts(self) -> str:
         """What the group's rollouts are doing, according to the server, without asking a worker.
 
         Example: "5 of 8 rollouts have ended; 2 in stage agent, for up to 310 s; 1 in stage waiting, ..."
         """
         run_id, _, instance_id = self.handle.id.removeprefix("group/").partition("/")
         found = await rollout_listing.of_instance(self.perdure.client, run_id, instance_id)
-        return rollout_listing.what_they_do(found, self.n_samples)
+        return rollout_listing.summarize_rollouts(found, self.n_samples)
 
     async def cancel(self) -> None:
         await _durably(self.handle.cancel)
@@ -674,13 +678,13 @@ def _check_agent(rollout: dict[str, Any]) -> None:
         check_options(agent, rollout.get("agent_options", {}))
 
 
-def is_passing(error: RPCError) -> bool:
+def is_transient(error: RPCError) -> bool:
     """Whether the same call may succeed later: the server is down, starting, stopping or busy."""
     return error.status in PASSING or any(sign in error.message for sign in BROKEN)
 
 
 def _start_patience_s(error: RPCError) -> float:
-    if is_passing(error):
+    if is_transient(error):
         return START_PATIENCE_S
     if error.status is RPCStatusCode.NOT_FOUND and "Namespace" in error.message:
         return NAMESPACE_PATIENCE_S
@@ -699,11 +703,11 @@ def _unanswered(error: RPCError) -> bool:
     """Whether a query failed because no worker polls or the first workflow task is not done yet."""
     if error.status is RPCStatusCode.FAILED_PRECONDITION:
         return UNDECIDED not in error.message and FAILING not in error.message
-    return is_passing(error)
+    return is_transient(error)
 
 
 async def _durably(
-    call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = is_passing
+    call: Callable[[], Awaitable[Result]], passing: Callable[[RPCError], bool] = is_transient
 ) -> Result:
     """Retry through restarts of the server. The SDK's own retries give up after ten seconds."""
     errors = (RPCError, WorkflowUpdateRPCTimeoutOrCancelledError)

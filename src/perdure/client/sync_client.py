@@ -112,8 +112,8 @@ class GroupHandle:
     def result(self) -> GroupResult:
         return self._loop.do(self._handle.result())
 
-    def why_open(self) -> str:
-        return self._loop.do(self._handle.why_open())
+    def describe_open_rollouts(self) -> str:
+        return self._loop.do(self._handle.describe_open_rollouts())
 
     def cancel(self) -> None:
         self._loop.do(self._handle.cancel())

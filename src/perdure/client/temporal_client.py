@@ -17,7 +17,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from perdure import retry, tracing
 from perdure.client import local_stack_address
-from perdure.client.temporal_server import Server, dev_server, given_address, given_server
+from perdure.client.temporal_server import Server, configured_address, configured_server, dev_server
 from perdure.errors import ConfigurationError
 from perdure.settings import process_environment
 from perdure.settings.settings_loader import load_settings
@@ -85,8 +85,8 @@ async def connect(
     or if the settings are wrong.
     """
     settings = settings or load_settings()
-    if address or given_address(settings):
-        return await connect_to(given_server(settings, address or ""), settings, runtime)
+    if address or configured_address(settings):
+        return await connect_to(configured_server(settings, address or ""), settings, runtime)
     here = local_stack_address.address(settings)
     if here is None and process_environment.variables().get("TEMPORAL_ADDRESS") == "":
         raise ConfigurationError(

@@ -46,7 +46,7 @@ class Server:
         }
 
 
-def given_address(settings: Settings) -> str | None:
+def configured_address(settings: Settings) -> str | None:
     """The address in Perdure's settings, TEMPORAL_ADDRESS, TEMPORAL_PROFILE or Temporal's TOML
     file.
 
@@ -54,7 +54,7 @@ def given_address(settings: Settings) -> str | None:
     """
     if not (_is_named(settings.temporal) or _has_profile()):
         return None  # before the SDK is imported, which some long-lived programs avoid
-    server = given_server(settings)
+    server = configured_server(settings)
     if not server.address and (server.api_key is not None or server.tls):
         raise ConfigurationError(
             "an API key or TLS is set for Temporal, but no address: set PERDURE_TEMPORAL__ADDRESS "
@@ -63,7 +63,7 @@ def given_address(settings: Settings) -> str | None:
     return server.address or None
 
 
-def given_server(settings: Settings, address: str = "") -> Server:
+def configured_server(settings: Settings, address: str = "") -> Server:
     """The server that settings, variables and profile describe. `address` overrides theirs.
 
     Raises: ConfigurationError if they contradict each other, or if a file cannot be read.

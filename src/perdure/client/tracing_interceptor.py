@@ -28,7 +28,7 @@ SPANS = {
     temporal_names.RUN: "run",
 }
 """Workflow type -> name of its span. Other workflows have no span."""
-OF_A_RUN = "run/"
+RUN_ID_PREFIX = "run/"
 """Prefix of the workflow ids of runs."""
 
 
@@ -80,7 +80,9 @@ def _begin(name: str, info: workflow.Info, args: Any) -> trace.Span:
     """Start the span. A rollout of a run begins its own trace, linked to the run's, because one
     trace for a whole run would be too large to read."""
     current = trace.get_current_span().get_span_context()
-    apart = name != "run" and info.root is not None and info.root.workflow_id.startswith(OF_A_RUN)
+    apart = (
+        name != "run" and info.root is not None and info.root.workflow_id.startswith(RUN_ID_PREFIX)
+    )
     attributes = {"perdure.workflow_id": info.workflow_id, "temporal.run_id": info.run_id}
     request = args[0] if args else None
     for field in ("run_id", "instance", "agent"):

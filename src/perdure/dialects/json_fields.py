@@ -18,9 +18,9 @@ MAX_VALUES = 500_000
 MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
-HALF_A_PAIR = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def bad(param: str, problem: str) -> Refused:
@@ -141,7 +141,7 @@ def read_body(raw: bytes) -> Fields:
     if not isinstance(body, dict):
         raise Refused(400, "invalid_json", "the request body must be a JSON object")
     check_depth(body)
-    return Fields(encodable(body, raw))
+    return Fields(replace_lone_surrogates(body, raw))
 
 
 def read_json(text: str) -> Any:
@@ -194,16 +194,16 @@ def check_depth(body: dict[str, Any]) -> None:
     raise Refused(400, "invalid_json", f"the request is nested more than {MAX_DEPTH} deep")
 
 
-def encodable(value: dict[str, Any], raw: bytes) -> dict[str, Any]:
+def replace_lone_surrogates(value: dict[str, Any], raw: bytes) -> dict[str, Any]:
     """`value`, read from `raw`, with U+FFFD for each half of a surrogate pair."""
-    halved = b"\\u" in raw and ESCAPED_HALF.search(raw)
+    halved = b"\\u" in raw and ESCAPED_SURROGATE.search(raw)
     found: dict[str, Any] = _encodable(value) if halved else value
     return found
 
 
 def _encodable(value: Any) -> Any:
     if isinstance(value, str):
-        return HALF_A_PAIR.sub("\ufffd", value)
+        return LONE_SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
         return [_encodable(item) for item in value]
     if isinstance(value, dict):

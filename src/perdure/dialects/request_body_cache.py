@@ -18,8 +18,8 @@ from perdure.dialects.json_fields import (
     as_fields,
     check_depth,
     check_size,
-    encodable,
     read_body,
+    replace_lone_surrogates,
 )
 
 KEPT_BYTES = 64 << 20
@@ -199,7 +199,7 @@ def _append(
     new: Iterable[tuple[bytes, dict[str, Any]]], messages: Messages, ends: list[int]
 ) -> None:
     for data, message in new:
-        messages.append(encodable(message, data))
+        messages.append(replace_lone_surrogates(message, data))
         ends.append(ends[-1] + len(data))
 
 
@@ -221,7 +221,7 @@ class _Reader:
             fields[key] = self._value()
             self._expect(",")
         data = self._text[: self._at].encode()
-        return Part(data, encodable(fields, data))
+        return Part(data, replace_lone_surrogates(fields, data))
 
     def messages(self, *, opening: str, end: bool = False) -> list[tuple[bytes, dict[str, Any]]]:
         """The messages up to the end of their list. `end`: whether the text ends with the last message."""
@@ -249,7 +249,7 @@ class _Reader:
         if self._sign() or listed in fields:
             raise ValueError("text after the body, or a second list of messages")
         data = self._text[start:].encode()
-        return Part(data, encodable(fields, data))
+        return Part(data, replace_lone_surrogates(fields, data))
 
     def _sign(self) -> str:
         """The next character that is not white space; "" at the end."""

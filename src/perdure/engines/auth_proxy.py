@@ -24,7 +24,7 @@ HOP = (b"authorization", b"connection", b"keep-alive", b"proxy-connection", b"up
 LINE_ENDS = (b"\r", b"\n", b"\0")
 """Bytes that a line of the head may not contain. Some engines take them for the end of the line, and
 would read a second request after them."""
-OPEN_TO_GATEWAYS = frozenset(
+DATA_KEY_ROUTES = frozenset(
     {
         *(("GET", path) for path in ("/health", "/metrics", "/v1/models", "/version")),
         *(("GET", path) for path in ("/is_paused", "/weight_info")),
@@ -56,7 +56,7 @@ class KeyHashes(Frozen):
         found = digest(key)
         if hmac.compare_digest(found, self.control):
             return True
-        return hmac.compare_digest(found, self.data) and (method, path) in OPEN_TO_GATEWAYS
+        return hmac.compare_digest(found, self.data) and (method, path) in DATA_KEY_ROUTES
 
     def knows(self, key: str) -> bool:
         found = digest(key)

@@ -12,7 +12,7 @@ from perdure.engines.base import Engine, HostedEngine, Wait
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.hosted_requests import engine_name
 from perdure.engines.clients.openai_hosted import OpenAIHosted
-from perdure.engines.engine_roster import LoneRoster, SharedRoster
+from perdure.engines.engine_roster import InMemoryRoster, SharedRoster
 from perdure.engines.engine_state import EngineSpec, name_of
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
@@ -49,7 +49,7 @@ class ConfiguredEngine:
         model has."""
         self._settings = settings
         self._client = client
-        self._roster = roster or LoneRoster()
+        self._roster = roster or InMemoryRoster()
         self._engine: Engine | HostedEngine | None = None
         self._probing = asyncio.Lock()
         key_source = settings.engine.api_key_env

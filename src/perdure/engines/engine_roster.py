@@ -114,7 +114,7 @@ class StoredRoster:
         return True
 
 
-class LoneRoster:
+class InMemoryRoster:
     """The roster of a single process without a store, for scripts and benchmarks."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ OPENAI = frozenset(
 OTHER_SERVERS = frozenset({"top_k", "min_p", "repetition_penalty"})
 """Parameters that vLLM and other servers accept in a chat completion, but that OpenAI refuses."""
 ANTHROPIC = frozenset({"temperature", "top_p", "top_k", "stop"})
-OF_THE_GATEWAY = frozenset({"decided_by", "max_tokens_per_turn", "max_context_tokens"})
+GATEWAY_FIELDS = frozenset({"decided_by", "max_tokens_per_turn", "max_context_tokens"})
 """Fields of `Sampling` that the gateway applies itself."""
 
 
@@ -25,10 +25,10 @@ def fields_of(kind: str, url: str) -> frozenset[str]:
     """The fields of `Sampling` that a hosted API of this kind accepts."""
     if kind == "anthropic":
         return ANTHROPIC
-    return OPENAI if is_openais_own(url) else OPENAI | OTHER_SERVERS
+    return OPENAI if is_openai_api(url) else OPENAI | OTHER_SERVERS
 
 
-def is_openais_own(url: str) -> bool:
+def is_openai_api(url: str) -> bool:
     """Whether this is OpenAI's own API, which differs from other servers with the same protocol."""
     return (urlsplit(url).hostname or "").endswith("openai.com")
 
@@ -39,7 +39,7 @@ def set_fields(rules: Sampling) -> dict[str, Any]:
     found = {name: value for name, value in rules.model_dump().items() if value != default[name]}
     if found.get("top_k") == 0:  # off, like the default
         del found["top_k"]
-    return {name: value for name, value in found.items() if name not in OF_THE_GATEWAY}
+    return {name: value for name, value in found.items() if name not in GATEWAY_FIELDS}
 
 
 def check_hosted_sampling(rules: Sampling, kind: str, url: str) -> None:

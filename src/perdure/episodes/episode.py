@@ -340,7 +340,7 @@ class EpisodeParts:
     """The episode that this one replaces."""
 
 
-def build_episode_again(parts: EpisodeParts, earlier: Episode) -> Episode:
+def build_episode_from_earlier(parts: EpisodeParts, earlier: Episode) -> Episode:
     """The episode of an attempt whose turns are lost, with the counts that `earlier` has."""
     episode = build_episode(parts, ())
     known = {name: getattr(earlier, name) for name in _counts((), ())}

@@ -16,7 +16,7 @@ from perdure.episodes.episode import (
     EpisodeParts,
     ModelUsage,
     build_episode,
-    build_episode_again,
+    build_episode_from_earlier,
     usage_by_model,
     usage_of,
 )
@@ -26,7 +26,7 @@ Calls = Mapping[int, ModelUsage]
 """Index of a turn -> the call, for calls that the attempt paid for."""
 
 
-class Assembled(NamedTuple):
+class AssembledEpisode(NamedTuple):
     """An episode, and the content of its `episode.parquet`."""
 
     episode: Episode
@@ -35,7 +35,7 @@ class Assembled(NamedTuple):
 
 def assemble(
     parts: EpisodeParts, turns: bytes | None, discarded: Mapping[int, Calls] = MappingProxyType({})
-) -> Assembled:
+) -> AssembledEpisode:
     """`parts`: without turns; `turns`: the content of `turns.parquet`, None if there is no such file.
     `discarded`: the calls of attempts that no longer count, by the attempt's number.
 
@@ -75,7 +75,7 @@ def _bought(
     return [one.model_copy(update={"bought": found.get(one.attempt, ())}) for one in parts.attempts]
 
 
-def assemble_again(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> Assembled:
+def assemble_from_earlier(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> AssembledEpisode:
     """Assemble an episode whose turns are lost. `tokens`: the content of the earlier
     `episode.parquet`.
 
@@ -84,14 +84,14 @@ def assemble_again(parts: EpisodeParts, earlier: Episode, tokens: bytes) -> Asse
     from perdure.episodes.episode_parquet import decode_segments
 
     kept = decode_segments(tokens, earlier.tokens_key)
-    return _with_tokens(build_episode_again(replace(parts, turns_key=None), earlier), kept)
+    return _with_tokens(build_episode_from_earlier(replace(parts, turns_key=None), earlier), kept)
 
 
-def _with_tokens(episode: Episode, cut: Sequence[Segment]) -> Assembled:
+def _with_tokens(episode: Episode, cut: Sequence[Segment]) -> AssembledEpisode:
     from perdure.episodes.episode_parquet import encode_segments
 
     tokens = encode_segments(episode, cut)
-    return Assembled(episode.model_copy(update={"tokens_sha256": _sha256(tokens)}), tokens)
+    return AssembledEpisode(episode.model_copy(update={"tokens_sha256": _sha256(tokens)}), tokens)
 
 
 def _sha256(data: bytes) -> str:

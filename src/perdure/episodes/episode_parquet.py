@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from perdure.episodes.episode import Episode
-from perdure.episodes.turns_parquet import columns_of, written_as
+from perdure.episodes.turns_parquet import columns_of, parquet_writer_options
 from perdure.types import FinishReason, SamplingSpan, Segment, SegmentKind
 
 TOKENS_SCHEMA = pa.schema(
@@ -52,7 +52,7 @@ def encode_segments(episode: Episode, segments: Sequence[Segment]) -> bytes:
     rows = [_row(episode, segment) for segment in segments] or [_row(episode, None)]
     sink = io.BytesIO()
     table = pa.Table.from_pylist(rows, TOKENS_SCHEMA)
-    pq.write_table(table, sink, **written_as(TOKENS_SCHEMA))
+    pq.write_table(table, sink, **parquet_writer_options(TOKENS_SCHEMA))
     return sink.getvalue()
 
 

@@ -14,7 +14,7 @@ from perdure.episodes.output_file import is_standard_output
 from perdure.episodes.run_export import ExportReport, export_run
 from perdure.errors import ConfigurationError, MissingDependency
 from perdure.installation import command_for_packages
-from perdure.instances.rows.row_readers import hub_is_away
+from perdure.instances.rows.row_readers import hub_unreachable_reason
 from perdure.storage.base import Store
 
 CARD = """\
@@ -78,7 +78,7 @@ def push(folder: Path, repository: str) -> str:
             f"--push needs huggingface_hub: {command_for_packages('huggingface_hub')}"
         ) from None
     kept = f"{folder} was written but not pushed to {repository}"
-    if away := hub_is_away():
+    if away := hub_unreachable_reason():
         raise ConfigurationError(f"{kept}: {away}; check the network, HTTPS_PROXY or HF_ENDPOINT")
     api = HfApi()
     try:

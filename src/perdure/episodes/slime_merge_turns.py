@@ -7,13 +7,13 @@ elsewhere and histories that the agent edited.
 
 from collections.abc import Callable, Sequence
 
-from perdure.episodes.slime_tree_segments import Sequenced
+from perdure.episodes.slime_tree_segments import TokenSequence
 from perdure.types import Turn
 
 
 def merge_turns(
     turns: Sequence[Turn], versions_of: Callable[[Turn], Sequence[int]]
-) -> list[Sequenced]:
+) -> list[TokenSequence]:
     """The sequences of one chain. `versions_of`: one policy version per sampled token.
 
     A prompt's new tokens are context with mask 0; its answer has mask 1. From the first token that
@@ -21,11 +21,11 @@ def merge_turns(
     becomes context. A prompt that does not start with the sequence's first prompt starts the next
     sequence.
     """
-    found: list[Sequenced] = []
+    found: list[TokenSequence] = []
     for turn in turns:
-        kept = found[-1].kept_by(turn) if found else 0
+        kept = found[-1].count_shared_prefix(turn) if found else 0
         if not found or kept < found[-1].prompt:
-            found.append(Sequenced())
+            found.append(TokenSequence())
         else:
             found[-1].drop_from(kept)
         found[-1].add(turn, versions_of(turn), trained=True)

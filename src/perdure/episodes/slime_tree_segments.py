@@ -19,7 +19,7 @@ FORK_THRESHOLD = 1024
 """A turn of this many sampled tokens or more neither overwrites another nor is overwritten."""
 
 
-class Spoken(NamedTuple):
+class TurnMessages(NamedTuple):
     """A turn with the messages of its prompt and its answer."""
 
     turn: Turn
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 @dataclass
-class Sequenced:
+class TokenSequence:
     """A growing sequence. Shapes: ids, loss_mask, logprobs, versions [L], with the first prompt."""
 
     prompt: int = 0
@@ -53,7 +53,7 @@ class Sequenced:
 
     def fits(self, turn: Turn, threshold: int) -> bool:
         """Whether the turn continues this sequence or overwrites its newest completion."""
-        drift = self.kept_by(turn)
+        drift = self.count_shared_prefix(turn)
         if drift == len(self.ids):
             return True
         return drift >= self._answered_at and len(turn.completion_ids) < threshold
@@ -61,7 +61,7 @@ class Sequenced:
     def add(self, turn: Turn, versions: Sequence[int], *, trained: bool) -> None:
         if self.first is None:
             self.first, self.prompt = turn, len(turn.prompt_ids)
-        elif self.kept_by(turn) < len(self.ids):
+        elif self.count_shared_prefix(turn) < len(self.ids):
             self.drop_from(self._answered_at)
         self._context(turn.prompt_ids[len(self.ids) :])
         self._answered_at = len(self.ids)
@@ -81,7 +81,7 @@ class Sequenced:
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
 
-    def kept_by(self, turn: Turn) -> int:
+    def count_shared_prefix(self, turn: Turn) -> int:
         """Number of leading tokens that the turn's prompt repeats."""
         return _common(self.ids, turn.prompt_ids)
 
@@ -118,11 +118,11 @@ class _Node:
 
 
 def cut_like_slime(
-    spoken: Sequence[Spoken],
+    spoken: Sequence[TurnMessages],
     versions_of: Callable[[Turn], Sequence[int]],
     *,
     threshold: int = FORK_THRESHOLD,
-) -> list[Sequenced]:
+) -> list[TokenSequence]:
     """The sequences with a trained token, path by path. `versions_of`: one policy version per sampled
     token.
     """
@@ -130,21 +130,21 @@ def cut_like_slime(
     for one in spoken:
         if one.prompt:
             _mount(root, one, threshold)
-    found: list[Sequenced] = []
+    found: list[TokenSequence] = []
     for path in root.paths():
-        grown: list[Sequenced] = []
+        grown: list[TokenSequence] = []
         for node in path:
             if node.turn is None:
                 continue
             if not grown or not grown[-1].fits(node.turn, threshold):
-                grown.append(Sequenced())
+                grown.append(TokenSequence())
             grown[-1].add(node.turn, versions_of(node.turn), trained=not node.trained)
             node.trained = True
         found += [one for one in grown if any(one.loss_mask)]
     return found
 
 
-def _mount(root: _Node, spoken: Spoken, threshold: int) -> None:
+def _mount(root: _Node, spoken: TurnMessages, threshold: int) -> None:
     node, depth = root, 0
     messages = [_routed(message) for message in spoken.prompt]
     while depth < len(messages):

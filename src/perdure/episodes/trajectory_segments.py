@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.episodes.slime_merge_turns import merge_turns
-from perdure.episodes.slime_tree_segments import Sequenced, Spoken, cut_like_slime
+from perdure.episodes.slime_tree_segments import TokenSequence, TurnMessages, cut_like_slime
 from perdure.types import FinishReason, Purpose, SamplingSpan, Segment, SegmentKind, Turn
 
 MAIN = "main"
@@ -194,12 +194,12 @@ def _slimed(turns: Sequence[Turn]) -> list[_Stretch]:
     for turn in turns:
         if not said[turn.index]:
             raise ValueError(f"turn {turn.index} has no messages, which the mode slime needs")
-    spoken = [Spoken(turn, said[turn.index], answer_of(turn)) for turn in turns]
+    spoken = [TurnMessages(turn, said[turn.index], answer_of(turn)) for turn in turns]
     at = {turn.index: position for position, turn in enumerate(turns)}
     return [_from_slime(found, at) for found in cut_like_slime(spoken, token_versions)]
 
 
-def _from_slime(found: Sequenced, at: Mapping[int, int]) -> _Stretch:
+def _from_slime(found: TokenSequence, at: Mapping[int, int]) -> _Stretch:
     assert found.last is not None  # it has a trained token
     first = found.prompt
     return _Stretch(

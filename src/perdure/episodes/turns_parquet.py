@@ -39,7 +39,7 @@ SCALARS: dict[type, pa.DataType] = {
 }
 
 
-def written_as(schema: pa.Schema) -> dict[str, Any]:
+def parquet_writer_options(schema: pa.Schema) -> dict[str, Any]:
     """Options of a parquet writer. Dictionaries and statistics of all columns would be most of a
     small file, and most of the time to write it."""
     ids = [f"{name}.list.element" for name in IDS if name in schema.names]
@@ -92,7 +92,7 @@ def encode(turns: Sequence[Turn]) -> bytes:
 def encode_deltas(deltas: Iterable[Delta]) -> bytes:
     """As `encode`, for a writer without whole prompts. One row group is in memory at a time."""
     sink = io.BytesIO()
-    with pq.ParquetWriter(sink, SCHEMA, **written_as(SCHEMA)) as writer:
+    with pq.ParquetWriter(sink, SCHEMA, **parquet_writer_options(SCHEMA)) as writer:
         rows: list[dict[str, Any]] = []
         pending = 0
         for turn, kept in deltas:

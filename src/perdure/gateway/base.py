@@ -27,7 +27,7 @@ from pydantic import Field, StringConstraints, TypeAdapter
 from perdure.engines.base import Wait
 from perdure.types import DEFAULT_MODEL, Frozen, Sampling
 
-STORE_AWAY = "store_unavailable"
+STORE_UNAVAILABLE_CODE = "store_unavailable"
 """Error code: the gateway runs, but it cannot reach the store."""
 SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]

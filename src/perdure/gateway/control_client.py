@@ -11,7 +11,7 @@ import httpx
 
 from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, StoreUnavailable
 from perdure.gateway.base import (
-    STORE_AWAY,
+    STORE_UNAVAILABLE_CODE,
     SUMMARIES,
     SessionSpec,
     SessionSummary,
@@ -19,7 +19,7 @@ from perdure.gateway.base import (
     session_key,
 )
 from perdure.gateway.gateway_addresses import CONNECT_S, Gateways
-from perdure.gateway.status_batching import SharedLooks
+from perdure.gateway.status_batching import SummaryBatcher
 from perdure.home_folder import Secrets
 
 TIMEOUT_S = 60.0
@@ -42,13 +42,13 @@ class GatewayControl:
         transport: httpx.AsyncBaseTransport | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """`transport`: decides where requests go if `base_url` does not, such as `ToFirstThatAnswers`."""
+        """`transport`: decides where requests go if `base_url` does not, such as `FailoverTransport`."""
         self._secrets = secrets
         self._url = base_url.rstrip("/")
         self._timeout = httpx.Timeout(timeout_s).as_dict()
         # No `httpx.AsyncClient`: its redirects and cookies take a quarter of a request's CPU time.
         self._transport = transport or httpx.AsyncHTTPTransport()
-        self._looks = SharedLooks(self._summaries)
+        self._looks = SummaryBatcher(self._summaries)
 
     async def __aenter__(self) -> "GatewayControl":
         return self
@@ -141,7 +141,7 @@ class GatewayControl:
         raise _failure(response)
 
 
-class ToFirstThatAnswers(httpx.AsyncBaseTransport):
+class FailoverTransport(httpx.AsyncBaseTransport):
     """Sends each request to the first gateway that accepts a connection."""
 
     def __init__(self, gateways: Gateways) -> None:
@@ -171,7 +171,7 @@ def _failure(response: httpx.Response) -> Exception:
     status, message = response.status_code, _message(response)
     if status == httpx.codes.NOT_FOUND:
         return NotFound(message)
-    if _code(response) == STORE_AWAY:
+    if _code(response) == STORE_UNAVAILABLE_CODE:
         return StoreUnavailable(message)
     if status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS:
         return GatewayUnavailable(f"the gateway answered {status}: {message}")

@@ -30,7 +30,7 @@ READ_S = 30.0
 AVOID_S = 60.0
 """Seconds for which a host tries a gateway last after it failed to connect to it."""
 CONNECT_S = 5.0
-ANYWHERE = "192.0.2.1"
+TEST_NET_ADDRESS = "192.0.2.1"
 """A documentation address that no host has (RFC 5737). Packets to it would take the default route."""
 
 
@@ -74,7 +74,9 @@ def own_url(settings: Settings, port: int) -> str:
         return given
     host = settings.gateway.host
     if host in ("0.0.0.0", "::"):
-        host = _address_towards(urlsplit(settings.s3_endpoint_url or "").hostname or ANYWHERE)
+        host = _address_towards(
+            urlsplit(settings.s3_endpoint_url or "").hostname or TEST_NET_ADDRESS
+        )
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
     return "" if is_private_to_host(url) else url

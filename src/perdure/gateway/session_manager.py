@@ -35,7 +35,7 @@ from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.journal.closed_session_file import turns_file
 from perdure.gateway.journal.record_encoding import JournalDamaged
-from perdure.gateway.journal.turn_journal import Journal, Overtaken, Record
+from perdure.gateway.journal.turn_journal import Journal, Record, RecordNumberTaken
 from perdure.gateway.journal.turn_record import (
     CLOSED,
     DAMAGED,
@@ -56,10 +56,10 @@ from perdure.gateway.turns.canonical_request import ToolDigests
 from perdure.gateway.turns.identical_calls import UNKNOWN, Caller, is_retry, sibling_digest
 from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
-from perdure.gateway.turns.turn_maker import PendingTurn, TurnMaker, abandonable, replayed
+from perdure.gateway.turns.turn_maker import PendingTurn, TurnMaker, await_unless_closed, replayed
 from perdure.storage.base import Store
 
-OF_ENGINE = {
+ENGINE_REFUSAL_HINTS = {
     "engine_refused": "",
     "context_length_exceeded": (
         " Raise sampling.max_context_tokens or the server's --max-model-len: the first prompt does not fit"
@@ -137,7 +137,7 @@ class Sessions:
         record = {"kind": OPEN, "spec": spec.model_dump(mode="json")}
         try:
             await self._append(spec.session_id, record, 0)
-        except Overtaken:  # another process opened it at the same moment
+        except RecordNumberTaken:  # another process opened it at the same moment
             found = await self._find(spec.session_id)
             if found is None:
                 problem = (
@@ -152,7 +152,7 @@ class Sessions:
     async def get(self, session_id: str) -> SessionSummary:
         """Raises: NotFound."""
         async with self._using(session_id) as session:
-            with contextlib.suppress(JournalDamaged), session.noting_damage():
+            with contextlib.suppress(JournalDamaged), session.record_journal_damage():
                 await self._refresh(session)
             return session.summary()
 
@@ -164,7 +164,7 @@ class Sessions:
         """
         async with self._using(session_id) as session, session.close_lock:
             if not session.closed:
-                with contextlib.suppress(JournalDamaged), session.noting_damage():
+                with contextlib.suppress(JournalDamaged), session.record_journal_damage():
                     await self._close(session)
             return session.summary()
 
@@ -246,7 +246,7 @@ class Sessions:
         session = self._sessions.get(session_id) or await self._load(session_id)
         session.users += 1
         try:
-            with session.noting_damage():
+            with session.record_journal_damage():
                 yield session
         finally:
             session.users -= 1
@@ -548,7 +548,7 @@ class Sessions:
         if session.pace.wait_s() > 0:
             log.info("a session exceeds its rate limit", session_id=session.spec.session_id)
             self._metrics.paced.inc()
-            await abandonable(session, session.pace.turn())
+            await await_unless_closed(session, session.pace.turn())
         else:
             await session.pace.turn()
         chain = chain_of(pending.request.chain, pending.request.purpose)
@@ -562,8 +562,8 @@ class Sessions:
             if refused.code == TOO_STALE:
                 stale = {"kind": STALE, "message": str(refused)}
                 await self._note(session, stale, lambda: session.too_stale)
-            if refused.code in OF_ENGINE:
-                await self._note_refused(session, f"{refused}{OF_ENGINE[refused.code]}")
+            if refused.code in ENGINE_REFUSAL_HINTS:
+                await self._note_refused(session, f"{refused}{ENGINE_REFUSAL_HINTS[refused.code]}")
             raise
         except CallsRefused as error:
             await self._note_refused(session, str(error))
@@ -660,7 +660,7 @@ class Sessions:
                     raise JournalDamaged(session.damaged)
                 try:
                     await self._append(session.spec.session_id, record, session.position)
-                except Overtaken:
+                except RecordNumberTaken:
                     await self._read_on(session)
                 else:
                     return (apply or session.note)(record)

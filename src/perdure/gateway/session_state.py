@@ -27,7 +27,7 @@ from perdure.gateway.journal.turn_record import (
 )
 from perdure.gateway.rate_limits import Pace
 from perdure.gateway.turns.attempt_replay import Recording
-from perdure.gateway.turns.canonical_request import Rolled, ToolDigests
+from perdure.gateway.turns.canonical_request import RunningDigests, ToolDigests
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.gateway.turns.turn_chains import Node, Tree
 from perdure.types import EngineSpan, Purpose
@@ -136,7 +136,7 @@ class Session:
             raise Refused(403, "session_closed", "this session is closed: its attempt has ended")
 
     @contextlib.contextmanager
-    def noting_damage(self) -> Iterator[None]:
+    def record_journal_damage(self) -> Iterator[None]:
         """Wraps an access to its journal, and notes damage that the access finds."""
         try:
             yield
@@ -230,7 +230,7 @@ class Awake:
         self.apply(turn)
         self.session.elsewhere = turn.engines[-1] if turn.engines else None
 
-    def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
+    def apply(self, record: TurnRecord, rolled: RunningDigests | None = None) -> Node:
         """Add a committed turn. `rolled`: the digests of its request, if they are known."""
         node = self.tree.apply(record, rolled)
         self.session.position += 1

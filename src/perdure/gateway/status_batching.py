@@ -13,7 +13,7 @@ MOST = 1000
 Summaries = Callable[[Sequence[str]], Awaitable[Mapping[str, SessionSummary]]]
 
 
-class SharedLooks:
+class SummaryBatcher:
     """Calls `summaries` once for all sessions that watchers look up within `gather_s`."""
 
     def __init__(self, summaries: Summaries, gather_s: float = GATHER_S) -> None:

@@ -51,7 +51,7 @@ class Reading:
     junit: JunitReport | None
 
 
-def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest | None]:
+def instrument_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest | None]:
     """The row's test command with a canary and, if the runner can write one, a junit file. Runners
     of languages other than Python get neither: their command is unchanged.
 
@@ -68,7 +68,7 @@ def guarded_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest
     return Command(shell, {canary.path: canary.content}, junit), canary
 
 
-def distrust(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> str | None:
+def find_forgery(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> str | None:
     """Why a finished run is `tampered`; None if it is trusted. A difference counts only if the log
     is *better* than junit, because the other direction cannot raise a score.
     """

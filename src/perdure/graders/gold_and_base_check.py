@@ -167,14 +167,14 @@ async def _passed_in(suite: SuiteRun, instance: Instance) -> set[str]:
     Raises: InstanceError when the run cannot be trusted.
     """
     try:
-        return await read(passed_in, suite, instance.ref)
+        return await read(parse_passed_tests, suite, instance.ref)
     except Unparsable as error:
         raise InstanceError(
             f"{instance.ref}: the tests' output cannot be parsed: {error}"
         ) from error
 
 
-def passed_in(suite: SuiteRun, ref: str) -> set[str]:
+def parse_passed_tests(suite: SuiteRun, ref: str) -> set[str]:
     """Call this through `read`. Raises: InstanceError."""
     unfit = judge_refusal(suite.run) if suite.run.refusal else judge_killed(suite.run)
     if unfit is not None:
@@ -184,13 +184,13 @@ def passed_in(suite: SuiteRun, ref: str) -> set[str]:
         return set()
     if suite.canary and reading.canary_status is TestStatus.MISSING and code != 0:
         return set()  # collection failed: the base lacks a module that the hidden tests import
-    if forged := forged_results.distrust(reading, code, ()):
+    if forged := forged_results.find_forgery(reading, code, ()):
         raise InstanceError(
             f"{ref}: no canary test can guard the tests: {forged}; {last_line(suite.run)}"
         )
     passed = {test for test, status in reading.statuses.items() if status in F2P_PASSES}
     # A test counts only if junit confirms it: printed text can look like a result.
-    return {test for test in passed if not forged_results.distrust(reading, code, (test,))}
+    return {test for test in passed if not forged_results.find_forgery(reading, code, (test,))}
 
 
 def _fixed(gold: Sequence[set[str]], nop: Sequence[set[str]]) -> set[str]:

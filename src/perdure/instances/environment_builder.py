@@ -21,10 +21,10 @@ from uuid import uuid4
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
-from perdure.home_folder import show_to_sandboxes
+from perdure.home_folder import make_readable_by_sandboxes
 from perdure.instances import base_trees, host_git, uv_program
 from perdure.instances.package_index_hosts import how_to_allow, index_hosts
-from perdure.instances.package_index_proxy import Asked, index_proxy, variables
+from perdure.instances.package_index_proxy import UnreachedHosts, index_proxy, variables
 from perdure.instances.row_interpreter import find_python
 from perdure.python_interpreters import find_uv
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
@@ -147,11 +147,11 @@ class Environments:
             if instance.environment.install:
                 spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
                 spec = replace(spec, limits=limits, network=network)
-                async with self._way_out(instance, spec, key) as (spec, asked):
+                async with self._index_access(instance, spec, key) as (spec, asked):
                     await self._install(instance, key, spec, asked)
             commit = await asyncio.to_thread(_commit, folder / "tree")
             (folder / "base_commit").write_text(commit)
-            await asyncio.to_thread(show_to_sandboxes, folder)
+            await asyncio.to_thread(make_readable_by_sandboxes, folder)
             await asyncio.to_thread(publish_folder, folder, ready)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -164,12 +164,12 @@ class Environments:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     @asynccontextmanager
-    async def _way_out(
+    async def _index_access(
         self, instance: Instance, spec: SandboxSpec, key: str
-    ) -> AsyncIterator[tuple[SandboxSpec, Asked]]:
+    ) -> AsyncIterator[tuple[SandboxSpec, UnreachedHosts]]:
         """The spec of a sandbox that has only loopback and reaches the package index by a proxy."""
         if spec.network is not Network.INDEX:
-            yield spec, Asked()
+            yield spec, UnreachedHosts()
             return
         hosts = index_hosts(instance.environment.install, self._build_hosts)
         socket = self.root / f"{key[:12]}.index"
@@ -177,7 +177,9 @@ class Environments:
             env = {k: v for k, v in spec.env.items() if not k.lower().endswith("_proxy")}
             yield replace(spec, network=Network.NONE, gateway=socket, env=env), asked
 
-    async def _install(self, instance: Instance, key: str, spec: SandboxSpec, asked: Asked) -> None:
+    async def _install(
+        self, instance: Instance, key: str, spec: SandboxSpec, asked: UnreachedHosts
+    ) -> None:
         """Run the install lines under the same paths that later sandboxes use."""
         identity = f"p-{key[:24]}-build-{uuid4().hex[:8]}"
         try:
@@ -366,7 +368,7 @@ def _fingerprint(folder: Path) -> str:
 
 
 def _install_error(
-    instance: Instance, done: ExecResult, log: Path, asked: Asked
+    instance: Instance, done: ExecResult, log: Path, asked: UnreachedHosts
 ) -> InstanceError | RetryHere:
     output = done.stdout + done.stderr
     tail = "\n".join(output.decode("utf-8", "replace").splitlines()[-TAIL_LINES:])

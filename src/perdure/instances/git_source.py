@@ -38,7 +38,7 @@ def changed_paths(url: str, before: str, after: str) -> list[str]:
     return [name.decode("utf-8", "surrogateescape") for name in names.split(b"\0") if name]
 
 
-def existing(url: str, commit: str, paths: list[str]) -> list[str]:
+def list_existing_paths(url: str, commit: str, paths: list[str]) -> list[str]:
     """The given paths that exist in a commit. Raises: InstanceError, RetryHere."""
     words = ("ls-tree", "-r", "--name-only", "-z", commit, "--", *paths)
     names = host_git.git(_with(url, commit), *words) if paths else b""
@@ -75,7 +75,7 @@ def cache() -> Path:
     return load_settings().home.absolute() / "git"
 
 
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
+def create_repository_once(name: str, make: Callable[[Path], None]) -> Path:
     """The repository `name` of the cache, which `make` fills if it is absent. It gets its name once
     it is complete, so a killed process never leaves half of one there."""
     folder = cache() / name
@@ -111,7 +111,7 @@ def _prepare(folder: Path, url: str, lock: int) -> None:
     info.mkdir(exist_ok=True)
     (info / "attributes").write_text(ATTRIBUTES)
     _clear(folder)
-    _borrow(folder, url)
+    _add_alternate(folder, url)
 
 
 def _missing(folder: Path, commits: Iterable[str]) -> list[str]:
@@ -147,7 +147,7 @@ def _clear(folder: Path) -> None:
         left.unlink()
 
 
-def _borrow(folder: Path, url: str) -> None:
+def _add_alternate(folder: Path, url: str) -> None:
     """Make git read the objects of a clone on this host in place, instead of copying them."""
     clone = Path(url)
     if clone.is_absolute() and (clone / ".git").exists():

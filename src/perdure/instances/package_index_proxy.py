@@ -34,7 +34,7 @@ sends the host that it checked."""
 
 
 @dataclass
-class Asked:
+class UnreachedHosts:
     """The hosts that the build asked for and did not reach."""
 
     refused: set[str] = field(default_factory=set)
@@ -53,9 +53,9 @@ def variables(url: str) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def index_proxy(path: Path, hosts: IndexHosts) -> AsyncIterator[Asked]:
+async def index_proxy(path: Path, hosts: IndexHosts) -> AsyncIterator[UnreachedHosts]:
     """Serve on the unix socket `path` while the context is open."""
-    asked = Asked()
+    asked = UnreachedHosts()
     open_now: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -102,7 +102,7 @@ class _Exchange:
     def __init__(
         self,
         hosts: IndexHosts,
-        asked: Asked,
+        asked: UnreachedHosts,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:

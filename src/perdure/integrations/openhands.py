@@ -24,7 +24,7 @@ from perdure.client import search_attribute_keys as attributes
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure, RolloutHandle
 from perdure.client.sync_client import LoopThread
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.engines.engine_roster import StoredRoster, add_engine, remove_engine, roster_key
 from perdure.engines.engine_state import EngineSpec
 from perdure.episodes import turns_parquet
@@ -124,7 +124,7 @@ class OpenHandsServer:
             return
         for address in self._addresses:
             self.add_llm_server(address)
-        if given_address(self._settings) is None:
+        if configured_address(self._settings) is None:
             from perdure.stack import stack_lifecycle
 
             _, self._started_stack = stack_lifecycle.ensure_up(self._settings, "", logger.info)

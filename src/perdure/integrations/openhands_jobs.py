@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.client import WorkflowExecutionDescription
 
-from perdure.client.request_comparison import differences, of_rollouts, refuse
+from perdure.client.request_comparison import differences, outcome_fields, refuse
 from perdure.data_source_handlers import handler_of
 from perdure.episodes.demonstrations.demonstration_messages import conversations
 from perdure.episodes.episode import Episode
@@ -177,7 +177,7 @@ def rollout_of(
 
 def check_same(known: JobRecord, asked: JobRecord) -> None:
     """Raises: IdentityDiffers if the job id belongs to another job."""
-    sides = ({"instance": j.request.instance, **of_rollouts(j.request)} for j in (known, asked))
+    sides = ({"instance": j.request.instance, **outcome_fields(j.request)} for j in (known, asked))
     refuse(f"job {asked.job_id}", differences(*sides), "give another job_id")
 
 

@@ -33,7 +33,7 @@ RENAMED = {
     "sampling_seed": "seed",
 }
 SAMPLING = frozenset(Sampling.model_fields) - {"max_context_tokens", "decided_by"}
-OF_A_CLIENT = frozenset(
+CLIENT_ARGUMENTS = frozenset(
     {
         *("model", "api_key", "api_version", "base_url", "custom_llm_provider", "timeout"),
         *("num_retries", "n", "stream", "logprobs", "skip_special_tokens", "no_stop_trim"),
@@ -70,7 +70,7 @@ def check_sampling_names(parameters: Mapping[str, Any]) -> None:
     Raises: ConfigurationError, which gives the nearest known name.
     """
     known = {*SAMPLING, *RENAMED}
-    for name in sorted(set(parameters) - known - OF_A_CLIENT):
+    for name in sorted(set(parameters) - known - CLIENT_ARGUMENTS):
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(known))}"
         raise ConfigurationError(f"unknown sampling parameter {name!r}: {hint}")

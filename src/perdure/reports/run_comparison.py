@@ -52,11 +52,11 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
 
 def shares(run: RunFacts) -> dict[str, float]:
     """Instance id -> the resolved share of its graded samples."""
-    return {name: sum(tried) / len(tried) for name, tried in tries_of(run).items()}
+    return {name: sum(tried) / len(tried) for name, tried in resolved_samples(run).items()}
 
 
-def first_tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
-    """As `tries_of`, but with each rollout's first verdict, from before any retry."""
+def first_resolved_samples(run: RunFacts) -> Mapping[str, Sequence[bool]]:
+    """As `resolved_samples`, but with each rollout's first verdict, from before any retry."""
     tries: dict[str, list[bool]] = {}
     for one in run.rollouts:
         if one.graded:
@@ -65,7 +65,7 @@ def first_tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
     return tries
 
 
-def tries_of(run: RunFacts) -> Mapping[str, Sequence[bool]]:
+def resolved_samples(run: RunFacts) -> Mapping[str, Sequence[bool]]:
     """Instance id -> whether each graded sample is resolved."""
     tries: dict[str, list[bool]] = {}
     for one in run.rollouts:

@@ -9,7 +9,7 @@ from perdure.reports.calibration_bounds import Bounds
 from perdure.reports.failure_groups import FailureGroup, failure_groups
 from perdure.reports.report_statistics import NO_INTERVAL, Interval, pass_curve, quantile
 from perdure.reports.rollout_facts import RESOLVED, RolloutFacts, RunFacts
-from perdure.reports.run_comparison import first_tries_of, tries_of
+from perdure.reports.run_comparison import first_resolved_samples, resolved_samples
 from perdure.reports.token_prices import Prices
 
 SLOWEST = 10
@@ -124,7 +124,7 @@ def build_report(
     graded = [one for one in rollouts if one.graded]
     engine = math.fsum(one.engine_seconds for one in rollouts)
     environment = math.fsum(one.environment_seconds for one in rollouts)
-    curve = pass_curve(tries_of(run))
+    curve = pass_curve(resolved_samples(run))
     unpriced = tuple(prices.missing(rollouts)) if prices else ()
     costs = prices.costs(rollouts) if prices else []
     replayed = [one for one in graded if one.earlier_outcomes]
@@ -146,7 +146,7 @@ def build_report(
         resolved_share=curve.get(1, NO_INTERVAL),
         pass_at_k=curve,
         played_again=len(replayed),
-        first_share=pass_curve(first_tries_of(run)).get(1, NO_INTERVAL),
+        first_share=pass_curve(first_resolved_samples(run)).get(1, NO_INTERVAL),
         discarded_prompt_tokens=sum(one.prompt_tokens for one in discarded),
         discarded_sampled_tokens=sum(one.sampled_tokens for one in discarded),
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
@@ -209,7 +209,7 @@ def _slow(one: RolloutFacts) -> Slow:
 
 
 def _mixed(run: RunFacts) -> tuple[str, ...]:
-    tries = tries_of(run).items()
+    tries = resolved_samples(run).items()
     return tuple(f"{name} {sum(one)}/{len(one)}" for name, one in tries if 0 < sum(one) < len(one))
 
 

@@ -62,9 +62,12 @@ async def _run(job: Job) -> AgentRun:
                 span.set({"process.exit.code": status.code})
         return await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
     except asyncio.CancelledError:
-        if job.this_try.is_cancelled_on_purpose():
+        if job.activity_attempt.is_cancelled_on_purpose():
             await asyncio.shield(_abort(job, session, sandbox))
-        elif job.this_try.is_superseded() and not await job.this_try.workflow_may_be_open():
+        elif (
+            job.activity_attempt.is_superseded()
+            and not await job.activity_attempt.workflow_may_be_open()
+        ):
             # A terminated workflow runs no cleanup, and its agent would keep making model calls.
             await asyncio.shield(destroy(job))
         raise
@@ -246,4 +249,4 @@ def _report(job: Job, session: SessionSummary) -> None:
     """Show turns and what the agent waits for next to the pending activity in the Web UI."""
     waits = session.waits
     shown = {"since": round(waits.since), "reason": waits.reason[:REASON_LIMIT]} if waits else None
-    job.this_try.report(turns=session.turns, waits=shown)
+    job.activity_attempt.report(turns=session.turns, waits=shown)

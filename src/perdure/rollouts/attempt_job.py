@@ -17,7 +17,7 @@ from perdure.instances import instance_catalog
 from perdure.instances.environment_builder import Prepared
 from perdure.rollouts import stage_checkpoints
 from perdure.rollouts.activity_messages import Attempt
-from perdure.rollouts.admission.account_client import Admission, TellAccount
+from perdure.rollouts.admission.account_client import Admission, SignalAccount
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import SandboxProvider, identity_of
@@ -28,7 +28,7 @@ from perdure.types import CalibrationState, Instance, PhaseName, RolloutRequest
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class Try(Protocol):
+class ActivityAttempt(Protocol):
     """The activity attempt that runs a stage. A stage sees nothing else of Temporal."""
 
     @property
@@ -37,7 +37,7 @@ class Try(Protocol):
         ...
 
     @property
-    def tell_account(self) -> TellAccount: ...
+    def signal_account(self) -> SignalAccount: ...
 
     @property
     def play(self) -> str:
@@ -82,7 +82,7 @@ class Job:
     """One attempt of one rollout, with everything that its stages need."""
 
     services: Services
-    this_try: Try
+    activity_attempt: ActivityAttempt
     request: RolloutRequest
     attempt: int
     workflow_run_id: str
@@ -100,13 +100,18 @@ class Job:
 
     @classmethod
     async def of(
-        cls, services: Services, attempt: Attempt, this_try: Try, *, first: bool = False
+        cls,
+        services: Services,
+        attempt: Attempt,
+        activity_attempt: ActivityAttempt,
+        *,
+        first: bool = False,
     ) -> "Job":
         """`first`: this is the rollout's first stage, which reads the row from the store.
 
         Raises: ConfigurationError; InstanceError if the stored row is not an instance.
         """
-        ref, play = attempt.request.instance, this_try.play
+        ref, play = attempt.request.instance, activity_attempt.play
         row: Instance | NotFound | None
         row = None if first else services.memory.recall(play, ref, Instance)
         if row is None:
@@ -117,7 +122,7 @@ class Job:
                 row = error
         return cls(
             services=services,
-            this_try=this_try,
+            activity_attempt=activity_attempt,
             request=attempt.request,
             attempt=attempt.attempt,
             workflow_run_id=attempt.workflow_run_id,
@@ -199,7 +204,7 @@ class Job:
 
     async def recall(self, name: str, model: type[Model]) -> Model | None:
         """Like `read`, but cached in this process, for a checkpoint that never changes."""
-        memory, play, key = self.services.memory, self.this_try.play, self.key(name)
+        memory, play, key = self.services.memory, self.activity_attempt.play, self.key(name)
         known = memory.recall(play, key, model)
         if known is None and (known := await self.read(name, model)) is not None:
             memory.keep(play, key, known)
@@ -240,7 +245,7 @@ class Job:
             placement=placement,
             provider=services.provider(placement.provider),
             admission=Admission.of(
-                services, placement.provider, self.request, self.this_try.tell_account
+                services, placement.provider, self.request, self.activity_attempt.signal_account
             ),
         )
 

@@ -52,18 +52,22 @@ class BootRecord(Frozen):
 
 async def boot(job: Job) -> Booted:
     asked = await rollout_identity(job)
-    await run_identity.check_rollout(job.services.store, job.request, job.this_try.play, asked)
+    await run_identity.check_rollout(
+        job.services.store, job.request, job.activity_attempt.play, asked
+    )
     done = await _finished(job)
     if done is not None:
         await job.agent_sandbox.admission.release()
         return Booted(done=done)
-    if job.request.expires_at is not None and job.this_try.now() > job.request.expires_at:
+    if job.request.expires_at is not None and job.activity_attempt.now() > job.request.expires_at:
         await job.agent_sandbox.admission.release()
         return Booted(expired=True)
     uri = f"{job.services.store.url}/{store_keys.rollout_of(job.request)}"
     if job.request.start_at == "grade":
         attempt = await _last_captured(job)
-        await run_identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
+        await run_identity.keep_rollout(
+            job.services.store, job.request, job.activity_attempt.play, asked
+        )
         return Booted(uri=uri, attempt=attempt)
     while True:
         try:
@@ -167,7 +171,9 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     """None if the account has not granted this rollout a sandbox yet."""
     started = time.monotonic()
     _refuse_what_cannot_run(job)
-    await run_identity.keep_rollout(job.services.store, job.request, job.this_try.play, asked)
+    await run_identity.keep_rollout(
+        job.services.store, job.request, job.activity_attempt.play, asked
+    )
     plan = job.agent_sandbox
     if plan.provider.host_bound:
         job.services.term.check()
@@ -195,7 +201,7 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
 
 def _says(job: Job, what: str) -> None:
     """Show `what` next to the pending activity in the Web UI, with the next heartbeat."""
-    job.this_try.report(doing={"what": what, "since": round(time.time())})
+    job.activity_attempt.report(doing={"what": what, "since": round(time.time())})
 
 
 async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
@@ -206,7 +212,9 @@ async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
         return None
     try:
         async with plan.admission.starting():
-            return await create_sandbox(job.this_try, plan.provider, spec, job.agent_identity)
+            return await create_sandbox(
+                job.activity_attempt, plan.provider, spec, job.agent_identity
+            )
     except RateLimited:
         if not plan.admission.metered:
             raise

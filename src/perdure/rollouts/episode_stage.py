@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
-from perdure.episodes.episode_assembly import Assembled, Calls, assemble, assemble_again, calls_of
+from perdure.episodes.episode_assembly import (
+    AssembledEpisode,
+    Calls,
+    assemble,
+    assemble_from_earlier,
+    calls_of,
+)
 from perdure.episodes.episode_store import read_episode, write_episode
 from perdure.errors import AttemptDamaged, Boundary, NotFound
 from perdure.instances import instance_catalog
@@ -184,7 +190,7 @@ async def _assembled(
     parts: EpisodeParts,
     discarded: Mapping[int, Calls],
     turns_again: Callable[[], Awaitable[object]],
-) -> Assembled:
+) -> AssembledEpisode:
     """Assemble from the recorded turns. If they are lost, use the earlier episode's tokens, then
     the journal, and otherwise no turns, which the episode says."""
     key = parts.turns_key
@@ -212,7 +218,7 @@ async def _assembled(
     )
 
 
-async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
+async def _again(store: Store, parts: EpisodeParts) -> AssembledEpisode | None:
     """Assemble a regraded attempt from the tokens of its earlier episode, if they are intact."""
     earlier = parts.earlier
     if earlier is None or not earlier.segments or not same_attempt(earlier, parts):
@@ -222,7 +228,7 @@ async def _again(store: Store, parts: EpisodeParts) -> Assembled | None:
         return None
     try:
         stored_json.check_file(earlier.tokens_key, tokens, earlier.tokens_sha256)
-        return await asyncio.to_thread(assemble_again, parts, earlier, tokens)
+        return await asyncio.to_thread(assemble_from_earlier, parts, earlier, tokens)
     except ValueError:
         return None
 

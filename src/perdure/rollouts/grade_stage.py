@@ -5,7 +5,7 @@ import itertools
 import time
 
 from perdure import retry, tracing
-from perdure.data_source_handlers import JobDetails, calling, graded_of
+from perdure.data_source_handlers import JobDetails, parse_verdict, wrap_hook_call
 from perdure.errors import (
     AttemptDamaged,
     Boundary,
@@ -19,7 +19,7 @@ from perdure.graders.base import Graded
 from perdure.graders.hidden_test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
 from perdure.graders.twins.paired_runs import verified
-from perdure.graders.twins.twin_verdict import official_only
+from perdure.graders.twins.twin_verdict import follow_official_verdict
 from perdure.graders.verdict_rules import failing
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import GradedPatch
@@ -27,7 +27,7 @@ from perdure.rollouts.admission.permit_rules import PAUSE_S
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import init_metadata
 from perdure.rollouts.calibration.calibration_stages import with_calibration
-from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, killed_at_the_end
+from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
@@ -35,7 +35,7 @@ MAX_LOST = 3
 """Lost grading sandboxes after which grading stops, because some tests always end their sandbox."""
 TOLD_TESTS, TOLD_CHARACTERS = 5, 160
 """Failing tests reported to the workflow, and characters of each. The grade lists all of them."""
-BY_THE_TESTS = "-by-the-tests.txt"
+TESTS_CAUSED_LOSS_SUFFIX = "-by-the-tests.txt"
 """Suffix of the key that records a loss caused by the code under test."""
 
 
@@ -110,7 +110,7 @@ async def _grade(job: Job) -> Grade:
         if graded.junit is not None:
             await store.put_if_absent(f"{key}.xml", graded.junit)
     follows_official = job.request.verdict == "official"
-    grade = official_only(found.grade) if follows_official else found.grade
+    grade = follow_official_verdict(found.grade) if follows_official else found.grade
     return grade.model_copy(
         update={
             "log_key": f"{name}.log",
@@ -162,7 +162,7 @@ async def _run_once(
     await plan.provider.kill(identity)
     spec = await grading_spec(job, timeout_s, job.labels("grade"))
     sandbox = await _created(job, spec, identity, is_first=is_first)
-    async with killed_at_the_end(job.this_try, sandbox):
+    async with kill_on_exit(job.activity_attempt, sandbox):
         await plan.admission.started()
         if spec.tree is None:  # the code under test could also search later commits for the fix
             instance = await with_committed_tests(sandbox, instance)
@@ -179,10 +179,10 @@ async def _run_once(
         skips = not job.request.grade_empty_patch
         with (
             tracing.span("run tests", {"perdure.handler": handler.name}),
-            calling(handler, "eval", sandbox),
+            wrap_hook_call(handler, "eval", sandbox),
         ):
             answer = await handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=skips)
-        return graded_of(handler, answer)
+        return parse_verdict(handler, answer)
 
 
 async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool) -> Sandbox:
@@ -192,7 +192,7 @@ async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool
 
     async def create() -> Sandbox:
         async with plan.admission.starting():
-            return await create_sandbox(job.this_try, plan.provider, spec, identity)
+            return await create_sandbox(job.activity_attempt, plan.provider, spec, identity)
 
     return await retry.again(
         create, RateLimited, pauses=(PAUSE_S, PAUSE_S), passes=lambda _: not is_first
@@ -228,11 +228,11 @@ async def _after_loss(job: Job, error: SandboxLost) -> Graded:
     prefix = job.key(f"grade-{_generation(job.workflow_run_id)}-lost-")
     losses = [key async for key in store.list(prefix)]
     number = 1 + len(losses)
-    losses.append(f"{prefix}{number}{BY_THE_TESTS if is_theirs else '.txt'}")
+    losses.append(f"{prefix}{number}{TESTS_CAUSED_LOSS_SUFFIX if is_theirs else '.txt'}")
     await store.put_if_absent(losses[-1], f"{error}\n".encode())
     if number < MAX_LOST:
         raise RetryHere(f"the grading sandbox was lost: {error}", boundary=Boundary.SANDBOX)
-    if not all(key.endswith(BY_THE_TESTS) for key in losses):
+    if not all(key.endswith(TESTS_CAUSED_LOSS_SUFFIX) for key in losses):
         raise GradingSandboxesLost(
             f"{number} grading sandboxes were lost; last error: {error}"
         ) from error

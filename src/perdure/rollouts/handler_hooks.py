@@ -12,9 +12,9 @@ from perdure.data_source_handlers import (
     AgentHandler,
     HookFailed,
     LLMConfig,
-    calling,
     runs_own_agent,
-    wrong_answer,
+    wrap_hook_call,
+    wrong_return_error,
 )
 from perdure.errors import Boundary, ConfigurationError, SandboxLost
 from perdure.rollouts.attempt_job import Job
@@ -54,7 +54,7 @@ async def init(job: Job, sandbox: Sandbox) -> Initialised:
     options = job.request.agent_options
     limits = (options.get(name) for name in LIMITS)
     limit = next((one for one in limits if isinstance(one, int)), 1)
-    with calling(handler, "init", sandbox):
+    with wrap_hook_call(handler, "init", sandbox):
         made = await handler.init(
             instance,
             await _llm_config(job),
@@ -62,17 +62,17 @@ async def init(job: Job, sandbox: Sandbox) -> Initialised:
             max_iterations=limit,
         )
     if not isinstance(made, tuple) or len(made) != 3:
-        raise wrong_answer(handler, "init", "(runtime, metadata, config)", made)
+        raise wrong_return_error(handler, "init", "(runtime, metadata, config)", made)
     runtime, metadata, config = made
     return Initialised(runtime=runtime, metadata=metadata, config=config)
 
 
 def remember(job: Job, made: Initialised) -> None:
-    job.services.memory.keep(job.this_try.play, job.key("init"), made)
+    job.services.memory.keep(job.activity_attempt.play, job.key("init"), made)
 
 
 def remembered(job: Job) -> Initialised | None:
-    return job.services.memory.recall(job.this_try.play, job.key("init"), Initialised)
+    return job.services.memory.recall(job.activity_attempt.play, job.key("init"), Initialised)
 
 
 async def run(job: Job, sandbox: Sandbox) -> None:
@@ -95,14 +95,14 @@ async def run(job: Job, sandbox: Sandbox) -> None:
         made = await init(job, sandbox)
         remember(job, made)
     try:
-        with calling(handler, "run", sandbox):
+        with wrap_hook_call(handler, "run", sandbox):
             results = await handler.run(made.runtime, made.metadata, made.config, job.instance)
     except HookFailed as error:
         raise SandboxLost(str(error), boundary=Boundary.AGENT) from error
     finally:
         await _close(made.runtime, sandbox)
     if not isinstance(results, Mapping):
-        raise wrong_answer(handler, "run", "an object such as {'git_patch': ...}", results)
+        raise wrong_return_error(handler, "run", "an object such as {'git_patch': ...}", results)
     try:
         data = json.dumps(dict(results), default=str).encode()  # `default`: any value
     except (TypeError, ValueError) as error:

@@ -9,13 +9,13 @@ from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.sandboxes.sandbox_reaper import Owner, Sweep, SweepReport
 
-FateOf = Callable[[str], Awaitable[Owner]]
+FetchOwnerState = Callable[[str], Awaitable[Owner]]
 """What the Temporal server says about the workflow with this id."""
 
 
 async def sweep(
     services: Services,
-    fate_of: FateOf,
+    fetch_owner_state: FetchOwnerState,
     grace_s: float,
     providers: Sequence[SandboxProvider] | None = None,
 ) -> SweepReport:
@@ -25,7 +25,7 @@ async def sweep(
         workflow_id = info.labels.get("rollout")
         if workflow_id is None:
             return Owner.ALIVE  # Perdure did not make it
-        return await fate_of(workflow_id)
+        return await fetch_owner_state(workflow_id)
 
     async def orphaned(info: SandboxInfo) -> None:
         """Close the agent's session, so that it makes no more model calls. Both have one name."""

@@ -23,7 +23,7 @@ async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
 
 async def next_round(store: Store, run_id: str) -> int:
     """The first round number that no earlier start of the run has used."""
-    lists = [key async for key in store.list(store_keys.lists_again(run_id))]
+    lists = [key async for key in store.list(store_keys.rerun_lists_prefix(run_id))]
     return 1 + max((int(key.rsplit("/", 1)[1].removesuffix(".json")) for key in lists), default=0)
 
 
@@ -58,7 +58,7 @@ async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
 
     Raises: ConfigurationError if the list is empty.
     """
-    key = store_keys.list_again(run.run_id, again.round)
+    key = store_keys.rerun_list(run.run_id, again.round)
     chosen = await select(store, run, again)
     if not chosen:
         raise ConfigurationError(f"run {run.run_id} has no matching rollout: {asked(again)}")
@@ -69,7 +69,7 @@ async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
 
 
 async def read_list(store: Store, run_id: str, round: int) -> list[RolloutAgain]:
-    stored = await store.get(store_keys.list_again(run_id, round))
+    stored = await store.get(store_keys.rerun_list(run_id, round))
     return [RolloutAgain.model_validate(one) for one in json.loads(stored.data)]
 
 

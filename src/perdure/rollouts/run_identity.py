@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
 
-from perdure.client.request_comparison import Identity, differences, of_rollouts, refuse
+from perdure.client.request_comparison import Identity, differences, outcome_fields, refuse
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
 from perdure.engines.reported_model import reported
 from perdure.errors import NotFound
@@ -44,7 +44,7 @@ async def identity_of(
     """
     if kind := hosted_kind(engine):
         check_hosted_sampling(request.sampling, kind, engine.get("url", ""))
-    found = {**of_rollouts(request), **await _instances(store, refs)}
+    found = {**outcome_fields(request), **await _instances(store, refs)}
     if (version := _agent_version(request.agent)) is not None:
         found["agent.version"] = version
     return found | (await reported(settings, engine, request.model) if engine else {})
@@ -83,7 +83,7 @@ async def check_rollout(store: Store, request: RolloutRequest, play: str, now: I
     if before is None or before.pop(WORKFLOW_RUN, "") == play:
         return
     if request.start_at == "grade":
-        before, now = _made_the_patch(before), _made_the_patch(of_rollouts(request))
+        before, now = _made_the_patch(before), _made_the_patch(outcome_fields(request))
     what = request.workflow_id.replace("/", " ", 1)
     refuse(what, differences(before, now), FIX_OF_ROLLOUT)
 

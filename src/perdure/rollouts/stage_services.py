@@ -13,7 +13,7 @@ from perdure.agents.base import Agent
 from perdure.data_source_handlers import AgentHandler
 from perdure.engines.reported_model import engine_settings, reported
 from perdure.errors import ConfigurationError, PerdureError
-from perdure.gateway.control_client import GatewayControl, ToFirstThatAnswers
+from perdure.gateway.control_client import FailoverTransport, GatewayControl
 from perdure.gateway.gateway_addresses import Gateways
 from perdure.home_folder import host_of, load_secrets
 from perdure.instances.environment_builder import Environments
@@ -64,7 +64,7 @@ class Services:
 
     @functools.cached_property
     def gateway(self) -> GatewayControl:
-        secrets, to = load_secrets(self.settings), ToFirstThatAnswers(self.gateways)
+        secrets, to = load_secrets(self.settings), FailoverTransport(self.gateways)
         given = self.settings.gateway.url
         base_url = given or self.settings.gateway_base_url
         return GatewayControl(base_url, secrets, transport=None if given else to)
@@ -81,14 +81,14 @@ class Services:
             )(self.settings)
             caps = self.settings.sandbox.caps.get(name)
             provider.waits_at_caps = caps is None and provider.account_caps is None
-            home_folder.remember_sandboxes(self.home, name)
+            home_folder.record_provider(self.home, name)
             self._providers[name] = provider
         return self._providers[name]
 
     def providers_used(self) -> list[SandboxProvider]:
         """The providers that may have sandboxes of this home and can be loaded."""
         found = []
-        for name in home_folder.sandboxes_of(self.home):
+        for name in home_folder.list_recorded_providers(self.home):
             try:
                 found.append(self.provider(name))
             except PerdureError:

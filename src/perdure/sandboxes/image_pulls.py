@@ -38,7 +38,7 @@ LOG_IN = (
     "username and password",
     "username or password",
 )
-NEVER_TO_BE_PULLED = (
+PERMANENT_PULL_ERRORS = (
     "manifest unknown",
     "manifest for",
     "name unknown",
@@ -138,7 +138,7 @@ def refused(name: str, said: str, puller: Puller, *, asked: str = "") -> Perdure
         return ControlPlaneError(what)
     registry = image_names.registry_of(name)
     log_in = puller.log_in.format(registry=registry)
-    if says(NEVER_TO_BE_PULLED) and not says(("getting credentials",)):
+    if says(PERMANENT_PULL_ERRORS) and not says(("getting credentials",)):
         return InstanceError(f"{what}; {fix}, or, if it is private, {log_in}")
     if says(LOG_IN):
         return ConfigurationError(

@@ -326,7 +326,7 @@ class EngineManager:
             if held is not None:
                 await asyncio.sleep(notice_s)
                 problem = await start.placed.take(published, self._settings)
-                await self._pool.caught_up(held, problem)
+                await self._pool.finish_catch_up(held, problem)
         except (PerdureError, ray.exceptions.RayError) as error:
             log.warning(
                 "cannot load the published weights into a replica",

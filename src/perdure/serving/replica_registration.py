@@ -15,7 +15,7 @@ CATCHING_UP = "catching up with "
 """Prefix of `held_by` while the manager loads the published version into a replica."""
 
 
-def who_brings(published: Published) -> str:
+def held_by_prefix(published: Published) -> str:
     """Prefix of `held_by` for a replica that joins. If a trainer sends weights by its own transfer, the
     replica gets them only with the trainer's next update."""
     return CATCHING_UP if published.source else UPDATE
@@ -55,7 +55,7 @@ class ReplicaRegistration:
         With `published` it joins paused and takes no session before it has that version. `held_by`
         says which side loads it: the manager (`CATCHING_UP`) or a trainer (`UPDATE`).
         """
-        held = "" if published is None else f"{who_brings(published)}{published.version}"
+        held = "" if published is None else f"{held_by_prefix(published)}{published.version}"
         record = EngineRecord(
             name=name_of(url),
             url=url,
@@ -96,7 +96,7 @@ class ReplicaRegistration:
         ours = record is not None and (record.generation, record.held_by) == (generation, why)
         return record if ours else None
 
-    async def caught_up(self, held: EngineRecord, problem: str = "") -> None:
+    async def finish_catch_up(self, held: EngineRecord, problem: str = "") -> None:
         """Mark the held engine ready with its version or, with a `problem`, failed."""
 
         def over(roster: Roster) -> Roster:

@@ -90,7 +90,7 @@ def origin(path: str, settings: Settings) -> Origin:
     """Where the value of one setting came from."""
     if _is_given(path):
         return Origin("environment", variable(path))
-    if alias := variable_aliases.given_for(path):
+    if alias := variable_aliases.find_set_alias(path):
         return Origin("environment", alias.name)
     if is_set(settings, path):
         return Origin("file", toml_file().name)
@@ -196,7 +196,7 @@ def _source(path: str) -> str:
     """The name that the user wrote: the variable, its alias, or the key in the file."""
     if _is_given(path):
         return variable(path)
-    if alias := variable_aliases.given_for(path):
+    if alias := variable_aliases.find_set_alias(path):
         return alias.name
     return f"{toml_file().name}: {path}"
 

@@ -370,7 +370,7 @@ class _Aliases(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         tree: dict[str, Any] = {}
-        for path, value in variable_aliases.settings_given().items():
+        for path, value in variable_aliases.read_alias_settings().items():
             group, _, name = path.partition(".")
             tree.setdefault(group, {})[name] = value
         return tree

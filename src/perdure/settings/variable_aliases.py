@@ -81,15 +81,15 @@ NOT_APPLICABLE = {
 """Variables of the same systems that set nothing here, each with the reason."""
 
 
-def given_for(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
+def find_set_alias(path: str, variables: Mapping[str, str] | None = None) -> Alias | None:
     """The alias that gives this setting its value, if one is set."""
     found = process_environment.variables() if variables is None else variables
     ours = (one for one in SETTINGS if one.stands_for == path)
     return next((one for one in ours if found.get(one.name)), None)
 
 
-def settings_given() -> dict[str, str]:
+def read_alias_settings() -> dict[str, str]:
     """Path -> value of the settings that aliases set."""
     paths = {one.stands_for for one in SETTINGS}
-    given = {path: alias for path in paths if (alias := given_for(path)) is not None}
+    given = {path: alias for path in paths if (alias := find_set_alias(path)) is not None}
     return {path: process_environment.variables()[alias.name] for path, alias in given.items()}

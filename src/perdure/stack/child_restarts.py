@@ -36,7 +36,7 @@ _LAUNCH = (
 )
 
 
-def ends_with_us(argv: Sequence[str]) -> list[str]:
+def with_parent_death_signal(argv: Sequence[str]) -> list[str]:
     """Wraps a command so that the kernel sends its process SIGTERM when this process dies."""
     return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), *argv]
 
@@ -126,7 +126,7 @@ class Child:
     async def _launch(self, last_exit: str) -> None:
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *ends_with_us(self.spec.argv),
+                *with_parent_death_signal(self.spec.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -125,12 +125,12 @@ def home_roster_key(settings: Settings) -> str:
     return roster_key(load_secret(settings))
 
 
-def any_added(settings: Settings) -> bool:
+def has_added_engines(settings: Settings) -> bool:
     """Whether the roster has engines that did not come from a gateway's settings."""
     return bool(_added(settings))
 
 
-def none_ready(settings: Settings) -> bool:
+def has_no_ready_engine(settings: Settings) -> bool:
     """Whether none of those engines is ready. A gateway that starts later may still find one ready."""
     return not any(record.serves for record in _added(settings))
 

@@ -37,7 +37,7 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
     `tell` gets a warning for each provider that did not answer.
     """
     killed = 0
-    for name in home_folder.sandboxes_of(settings.home.absolute()):
+    for name in home_folder.list_recorded_providers(settings.home.absolute()):
         try:
             found = provider(settings, name)
         except ConfigurationError as error:  # a dotted path whose module has moved
@@ -52,9 +52,9 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
     return killed
 
 
-async def any_alive(settings: Settings) -> bool:
+async def has_live_sandboxes(settings: Settings) -> bool:
     """Whether a sandbox that is bound to this host is alive. Providers that do not answer are skipped."""
-    for name in home_folder.sandboxes_of(settings.home.absolute()):
+    for name in home_folder.list_recorded_providers(settings.home.absolute()):
         with contextlib.suppress(PerdureError, TimeoutError):
             found = provider(settings, name)
             if found.host_bound:

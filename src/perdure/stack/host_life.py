@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import IO
 
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.sandboxes.host.host_processes import ProcessId
 from perdure.settings.settings_tree import Settings
 from perdure.stack.process_stopping import identify, stop
@@ -27,7 +27,7 @@ LOOK_S = 2.0
 
 
 @contextlib.contextmanager
-def worker_is_here(settings: Settings) -> Iterator[None]:
+def hold_worker_lock(settings: Settings) -> Iterator[None]:
     """Marks, inside the context, that this home has a worker."""
     with _open(settings, WORKERS) as file:
         fcntl.flock(file, fcntl.LOCK_SH)
@@ -39,7 +39,7 @@ def has_worker(settings: Settings) -> bool:
 
 
 @contextlib.contextmanager
-def life_is_here(settings: Settings) -> Iterator[bool]:
+def hold_heartbeat_lock(settings: Settings) -> Iterator[bool]:
     """Marks, inside the context, that this is the home's process. False: another one exists already."""
     with _open(settings, LIFE) as file:
         try:
@@ -48,7 +48,7 @@ def life_is_here(settings: Settings) -> Iterator[bool]:
             yield False
             return
         os.truncate(file.fileno(), 0)
-        file.write(f"{os.getpid()}\n{given_address(settings) or ''}\n".encode())
+        file.write(f"{os.getpid()}\n{configured_address(settings) or ''}\n".encode())
         file.flush()
         yield True
 
@@ -104,7 +104,7 @@ def _end_of_another_server(settings: Settings) -> bool:
     process continues its term and the sandboxes stay.
     """
     process, address = _found(settings)
-    if process is None or address == (given_address(settings) or ""):
+    if process is None or address == (configured_address(settings) or ""):
         return False
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.engines.reported_model import engine_settings
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.http import listening_sockets
@@ -28,7 +28,7 @@ from perdure.sandboxes.host import procfs
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.stack import part_readiness, stack_state, start_limit
-from perdure.stack.child_restarts import Child, ChildSpec, ends_with_us
+from perdure.stack.child_restarts import Child, ChildSpec, with_parent_death_signal
 from perdure.stack.engine_presence import forget_scripted, key_digest
 from perdure.stack.error_lines import USAGE, explain
 from perdure.stack.hang_detection import Watch
@@ -56,7 +56,7 @@ class StartFailed(PerdureError):
     """A part did not start; the message ends with the end of its log."""
 
 
-class NotPrepared(PerdureError):
+class TemporalSetupFailed(PerdureError):
     """Temporal refused a change that rollouts need."""
 
 
@@ -78,7 +78,7 @@ class Supervisor:
     async def run(self, stopping: asyncio.Event) -> None:
         """Start everything, keep it running until `stopping` is set, then stop everything.
 
-        Raises: StartFailed, NotPrepared, ConfigurationError.
+        Raises: StartFailed, TemporalSetupFailed, ConfigurationError.
         """
         try:
             start = asyncio.create_task(self._start())
@@ -101,7 +101,7 @@ class Supervisor:
     def _works(self) -> bool:
         """Whether a part that has not answered yet is working."""
         starting = (child.state for name, child in self.children.items() if name not in self._up)
-        return any(procfs.works(process.pid) for process in starting if process is not None)
+        return any(procfs.is_busy(process.pid) for process in starting if process is not None)
 
     async def _start_everything(self) -> None:
         engine = self.plan.scripted_engine()
@@ -153,10 +153,10 @@ class Supervisor:
     async def _prepare_temporal(self) -> dict[str, str]:
         """Wait until the server answers; return the namespace and a warning.
 
-        Raises: ConfigurationError, NotPrepared.
+        Raises: ConfigurationError, TemporalSetupFailed.
         """
         process = await asyncio.create_subprocess_exec(
-            *ends_with_us(self.plan.temporal_setup()),
+            *with_parent_death_signal(self.plan.temporal_setup()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -174,7 +174,7 @@ class Supervisor:
             prepared: dict[str, str] = json.loads(answer)
             return prepared
         told = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise (ConfigurationError if process.returncode == USAGE else NotPrepared)(told)
+        raise (ConfigurationError if process.returncode == USAGE else TemporalSetupFailed)(told)
 
     async def _launch(self, spec: ChildSpec) -> None:
         child = Child(spec, self.plan.home / "logs", self._write)
@@ -263,7 +263,9 @@ class Supervisor:
             status=self.status,
             pid=os.getpid(),
             started=self._me.started if self._me else 0,
-            temporal_address=plan.addresses.temporal_address or given_address(plan.settings) or "",
+            temporal_address=plan.addresses.temporal_address
+            or configured_address(plan.settings)
+            or "",
             namespace=self.namespace,
             ui_url=plan.addresses.ui_url,
             gateway_url=plan.gateway_url,
@@ -299,7 +301,7 @@ async def supervise(settings: Settings, engine: str, report: Report) -> None:
                     "text": f"stopped processes of an earlier stack: {', '.join(left)}",
                 }
             )
-        own = given_address(settings) is None
+        own = configured_address(settings) is None
         plan = Plan(
             settings, service_folder(), Addresses.choose(settings, own_temporal=own), engine=engine
         )

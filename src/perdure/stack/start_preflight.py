@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from perdure import retry
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_ports
@@ -38,7 +38,7 @@ def check(settings: Settings, engine: str, tell: Callable[[str], None]) -> None:
         asyncio.run(check_store(settings))
     except StoreUnavailable as error:
         tell(f"warning: rollouts wait for the store: {error}")
-    if given_address(settings) is not None:
+    if configured_address(settings) is not None:
         asyncio.run(_temporal_answers(settings))
 
 

@@ -26,7 +26,7 @@ from temporalio.service import RPCError
 
 from perdure import retry
 from perdure.client import temporal_names
-from perdure.client.deployment_routing import own_build_trouble
+from perdure.client.deployment_routing import explain_own_build_routing
 from perdure.client.temporal_client import connect, connect_to
 from perdure.client.temporal_server import dev_server
 from perdure.errors import ConfigurationError
@@ -48,7 +48,7 @@ async def prepare(settings: Settings, own: str | None) -> dict[str, str]:
         await register_search_attributes(client)
         if own is not None:
             await keep_closed_workflows(client)
-        prepared["warning"] = await own_build_trouble(client, settings.deployment)
+        prepared["warning"] = await explain_own_build_routing(client, settings.deployment)
     except RPCError as error:
         if own is not None:
             raise

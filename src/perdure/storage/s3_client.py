@@ -48,7 +48,7 @@ PAUSES_S = (0.1, 0.3, 0.9)
 async def tries(limit: "Limit") -> AsyncIterator[bool]:
     """Yield once per try, with a pause before each retry. Yields True for the last try."""
     for pause in PAUSES_S:
-        if limit.half_over():
+        if limit.is_too_late_to_retry():
             break
         yield False
         await asyncio.sleep(pause * random.uniform(1.0, 1.5))
@@ -69,7 +69,7 @@ class Limit:
     def left(self) -> float:
         return self._end - time.monotonic()
 
-    def half_over(self) -> bool:
+    def is_too_late_to_retry(self) -> bool:
         """Whether it is too late for another try."""
         return time.monotonic() > self._half
 

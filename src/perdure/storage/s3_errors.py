@@ -45,7 +45,7 @@ BUSY_CODE = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException"}
 KEYS = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE"
 
 
-class Garbled(OSError):
+class MalformedResponse(OSError):
     """An answer that an S3 server would not send."""
 
 
@@ -85,7 +85,7 @@ class Place:
             return ConfigurationError(f"{said}; correct PERDURE_STORE")
         if isinstance(error, NO_KEYS):
             return StoreUnavailable(said, fix=f"set {KEYS}")
-        if isinstance(error, (Garbled, ResponseParserError)):
+        if isinstance(error, (MalformedResponse, ResponseParserError)):
             return StoreUnavailable(said, fix=self._no_s3_api())
         return StoreUnavailable(said, fix=self.unreachable())
 

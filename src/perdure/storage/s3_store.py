@@ -23,7 +23,7 @@ try:
     from botocore.exceptions import ClientError
 
     from perdure.storage.s3_client import Limit, S3Calls, tries
-    from perdure.storage.s3_errors import Garbled, Place, is_empty_object
+    from perdure.storage.s3_errors import MalformedResponse, Place, is_empty_object
 except ImportError as error:
     raise MissingDependency(f"a store on S3 needs boto3: {command_for_extra('s3')}") from error
 
@@ -174,7 +174,7 @@ class S3Store:
         ask = partial(s3.list_objects_v2, Bucket=self.bucket, MaxKeys=PAGE)
         page = ask(Prefix=self._prefix + prefix, **start)  # type: ignore[arg-type]  # where to start
         if "IsTruncated" not in page:
-            raise Garbled("the answer is not a list of objects")
+            raise MalformedResponse("the answer is not a list of objects")
         return page
 
     async def _read_back(self, key: str) -> Stored | None:
@@ -187,5 +187,5 @@ class S3Store:
 
 def _etag(etag: str | None) -> str:
     if etag is None:
-        raise Garbled("the answer has no ETag")
+        raise MalformedResponse("the answer has no ETag")
     return etag

@@ -82,14 +82,14 @@ def run_changes(run_id: str) -> str:
     return f"runs/{run_id}/changes/"
 
 
-def lists_again(run_id: str) -> str:
-    """Prefix of the keys of `list_again`."""
+def rerun_lists_prefix(run_id: str) -> str:
+    """Prefix of the keys of `rerun_list`."""
     return f"runs/{run_id}/again/"
 
 
-def list_again(run_id: str, round: int) -> str:
+def rerun_list(run_id: str, round: int) -> str:
     """JSON list of the rollouts that a later start of a run reruns."""
-    return f"{lists_again(run_id)}{round}.json"
+    return f"{rerun_lists_prefix(run_id)}{round}.json"
 
 
 def manifest(run_id: str) -> str:

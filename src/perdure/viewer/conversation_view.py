@@ -173,7 +173,7 @@ def _message(message: Mapping[str, Any]) -> Iterator[Part]:
         yield Part("thinks", text=hidden(thought))
     if role == "tool":
         if diff_colors.is_diff(text):
-            yield Part("result", diff=diff_colors.coloured(text))
+            yield Part("result", diff=diff_colors.color_diff(text))
         else:
             yield Part("result", text=folded(text))
     elif text and role == "system":
@@ -195,7 +195,7 @@ def _call(name: str, given: Any) -> Part:
     arguments = parsed(given, None) if isinstance(given, str) else given
     if not isinstance(arguments, dict):
         return Part("calls", name, text=folded(text_of(given)))
-    if (diff := diff_colors.of_edit(arguments)) is not None:
+    if (diff := diff_colors.diff_of_edit(arguments)) is not None:
         return Part("calls", name, diff=diff)
     rest = {key: value for key, value in arguments.items() if key not in COMMANDS}
     command = next((arguments[key] for key in COMMANDS if key in arguments), None)
@@ -219,7 +219,7 @@ def text_of(content: Any) -> str:
     return "" if content is None else json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def said_in(new_messages: str, answer: str) -> Iterator[str]:
+def turn_texts(new_messages: str, answer: str) -> Iterator[str]:
     """All texts of a turn, for the search index."""
     for part in parts(parsed(new_messages, []), parsed(answer, {})):
         yield part.title

@@ -33,7 +33,7 @@ def is_diff(text: str) -> bool:
     return HUNK.search(text) is not None
 
 
-def coloured(text: str) -> Diff:
+def color_diff(text: str) -> Diff:
     """The lines of a unified diff. In a hunk, `--- a` is a deleted line."""
     lines: list[Line] = []
     old = new = 0
@@ -58,7 +58,7 @@ def _in_hunk(line: str) -> Kind:
     return "del" if line.startswith("-") else "same"
 
 
-def of_edit(arguments: dict[str, Any]) -> Diff | None:
+def diff_of_edit(arguments: dict[str, Any]) -> Diff | None:
     """The edit that a tool call asks for; None if its arguments are not of an editing tool."""
     old = next((arguments[name] for name in OLD if name in arguments), None)
     new = next((arguments[name] for name in NEW if name in arguments), None)

@@ -19,7 +19,7 @@ from perdure.reports.rollout_facts import RolloutFacts, parse_facts
 from perdure.reports.stored_rollout import RolloutName, StoredRollout
 from perdure.storage import store_keys
 from perdure.storage.base import Store
-from perdure.viewer.conversation_view import said_in
+from perdure.viewer.conversation_view import turn_texts
 from perdure.viewer.search_index import PATCH, TESTS, About, Index, Row
 
 WAIT_S = 0.4
@@ -339,7 +339,7 @@ def _about_tests(found: StoredRollout) -> str:
 
 def _of_turns(data: bytes) -> Iterator[tuple[int, str]]:
     for turn in turns_parquet.decode_texts(data):
-        yield turn.index, "\n".join(said_in(turn.new_messages, turn.answer))[:TEXT_CHARS]
+        yield turn.index, "\n".join(turn_texts(turn.new_messages, turn.answer))[:TEXT_CHARS]
 
 
 def _bounded(texts: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:

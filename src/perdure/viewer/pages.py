@@ -258,7 +258,7 @@ class Pages:
         data = (await self.store.get(key)).data if key else b""
         text = data[: 4 * FILE_CHARS].decode("utf-8", "replace")
         return self._page(
-            "patch.html", **shown, patch=last and last.patch, diff=diff_colors.coloured(text)
+            "patch.html", **shown, patch=last and last.patch, diff=diff_colors.color_diff(text)
         )
 
     async def tests(self, request: Request) -> Response:
@@ -327,7 +327,7 @@ class Pages:
         if last is None or not last.patch:
             return diff_colors.Diff(())
         data = (await self.store.get(last.patch["key"])).data
-        return diff_colors.coloured(data[:FILE_CHARS].decode("utf-8", "replace"))
+        return diff_colors.color_diff(data[:FILE_CHARS].decode("utf-8", "replace"))
 
     async def _rollout(self, request: Request, part: str) -> dict[str, Any]:
         """Values that all pages of a rollout show. Raises: NotFound."""

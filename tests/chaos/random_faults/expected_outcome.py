@@ -43,7 +43,7 @@ class Verdict:
 
     wrong: tuple[str, ...]
     bought: int
-    bought_again: int
+    repeated_calls: int
     in_flight: int
     """Turns that the acts cut: at most these may be bought again."""
     attempts: Counter[int]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from perdure.sandboxes.host.host_processes import ProcessId
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from tests import s3_proxy
 from tests.chaos.random_faults.system_under_test import World
 from tests.cuttable_connection import Fault
@@ -126,22 +126,24 @@ async def kill_graders_keeper(world: World) -> None:
         await _take(world, box, lambda box: box.keeper)
 
 
-async def _any_box(world: World, purpose: str = "-") -> Box | None:
+async def _any_box(world: World, purpose: str = "-") -> SandboxFolder | None:
     """One that is alive on one of the hosts, if there is one."""
     found = await _boxes(world, purpose)
     return world.dice.choice(found) if found else None
 
 
-async def _boxes(world: World, purpose: str) -> list[Box]:
+async def _boxes(world: World, purpose: str) -> list[SandboxFolder]:
     return [
-        Box(host.provider.root / info.identity)
+        SandboxFolder(host.provider.root / info.identity)
         for host in world.hosts
         for info in await host.provider.list()
         if info.alive and purpose in info.identity
     ]
 
 
-async def _take(world: World, box: Box | None, victim: Callable[[Box], ProcessId | None]) -> None:
+async def _take(
+    world: World, box: SandboxFolder | None, victim: Callable[[SandboxFolder], ProcessId | None]
+) -> None:
     """Kill a process without which this sandbox is lost."""
     process = victim(box) if box is not None else None
     if box is None or process is None:
@@ -170,7 +172,7 @@ async def kill_launcher(world: World) -> None:
         await _take(world, found[pid], lambda _: ProcessId(pid, started_at(pid)))
 
 
-async def _helpers(world: World, name: bytes) -> dict[int, Box]:
+async def _helpers(world: World, name: bytes) -> dict[int, SandboxFolder]:
     """Children of this name of the keepers of living sandboxes, by pid."""
     boxes = {box.keeper.pid: box for box in await _boxes(world, "-") if box.keeper}
     named = [pid for pid in pids() if comm(pid) == name]
@@ -215,7 +217,7 @@ def _on_the_wire(fault: Fault) -> Callable[[World], Awaitable[None]]:
     return play
 
 
-async def refuse_calls(world: World) -> None:
+async def install_seccomp_filter(world: World) -> None:
     """The engine, or a proxy in front of it, answers every call and every probe with one status."""
     engine = world.first.engine
     engine.control(kind="status", status=world.dice.choice(REFUSALS))
@@ -310,7 +312,7 @@ MENU: Mapping[str, Act] = {
     "reset engine": Act(_on_the_wire(Fault.RESET)),
     "silence engine": Act(_on_the_wire(Fault.BLACK_HOLE)),
     "slow engine": Act(_on_the_wire(Fault.SLOW)),
-    "engine refuses": Act(refuse_calls),
+    "engine refuses": Act(install_seccomp_filter),
     "kill ray node": Act(kill_ray_node, needs=lambda world: world.ray),
     "cut a host off": Act(cut_host_off),
     "store refuses": Act(_store(s3_proxy.refuse(403, "InvalidAccessKeyId"))),

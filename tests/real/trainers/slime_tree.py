@@ -18,7 +18,7 @@ sys.modules["tests"].__path__ = [f"{sys.argv[1]}/tests"]
 
 from tests.test_agent import test_trajectory_manager_branching as published  # noqa: E402
 
-from perdure.episodes.slime_tree_segments import Spoken, cut_like_slime  # noqa: E402
+from perdure.episodes.slime_tree_segments import TurnMessages, cut_like_slime  # noqa: E402
 from perdure.episodes.trajectory_segments import token_versions  # noqa: E402
 from perdure.types import Turn  # noqa: E402
 
@@ -47,7 +47,7 @@ class Noting(published.TrajectoryManager):
             completion_ids=tuple(turn.output_ids),
             logprobs=tuple(turn.output_log_probs or [0.0] * len(turn.output_ids)),
         )
-        known.append(Spoken(ours, prompt_messages, response_message))
+        known.append(TurnMessages(ours, prompt_messages, response_message))
 
     def get_trajectory(self, sid, **options):
         now = {node.turn_index: node.turn for node in _nodes(self._trees.get(sid)) if node.turn}

@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.call_log import DELIVERY_S, BoughtCall, Ledger, Moment
+from benchmarks.call_log import DELIVERY_S, CallLog, EndpointCall, KillWindow
 from benchmarks.crash.crash_outcome import Kill
 
-AT = Moment(100.0, 100.1)
+AT = KillWindow(100.0, 100.1)
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    made = Ledger(tmp_path / "ledger.tsv")
+def ledger(tmp_path: Path) -> Iterator[CallLog]:
+    made = CallLog(tmp_path / "ledger.tsv")
     yield made
     made.close()
 
 
-def _call(session: str, began: float, ended: float) -> BoughtCall:
-    return BoughtCall(session, began, ended)
+def _call(session: str, began: float, ended: float) -> EndpointCall:
+    return EndpointCall(session, began, ended)
 
 
-def test_a_call_of_a_killed_engine_is_bought_and_over(ledger: Ledger) -> None:
+def test_a_call_of_a_killed_engine_is_bought_and_over(ledger: CallLog) -> None:
     """Its line was written before its answer, and the kill ends it for every later kill."""
     ledger.begin("a")
     open_call = ledger.calls()[0]
@@ -34,7 +34,7 @@ def test_a_call_of_a_killed_engine_is_bought_and_over(ledger: Ledger) -> None:
     assert call.ended <= time.monotonic()
 
 
-def test_an_end_without_a_beginning_is_another_jobs(ledger: Ledger) -> None:
+def test_an_end_without_a_beginning_is_another_jobs(ledger: CallLog) -> None:
     """A call that still ran when the counts were reset is not counted for the next side."""
     name = ledger.begin("a")
     ledger.clear()

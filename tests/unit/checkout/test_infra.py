@@ -17,7 +17,7 @@ import yaml
 from temporalio.common import SearchAttributeKey
 
 from perdure.client import search_attribute_keys, temporal_names
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.pool_metrics import pool_metrics
 from perdure.gateway.gateway_metrics import Metrics as GatewayMetrics
@@ -236,7 +236,7 @@ async def test_panels_and_alerts_read_metrics_that_exist() -> None:
     asks a live stack for their labels."""
     gateway = GatewayMetrics().text().decode()
     async with httpx.AsyncClient() as client:
-        pool = pool_metrics(EnginePool(LoneRoster(), client)).decode()
+        pool = pool_metrics(EnginePool(InMemoryRoster(), client)).decode()
     workers = {name + suffix for name in METRICS for suffix in ("", "_total", "_bucket", "_count")}
     served = promql.served(gateway, pool) | dict.fromkeys(workers)
     ours = {

@@ -464,9 +464,9 @@ def test_only_a_new_run_needs_an_engine_at_once(
         request = RunRequest(run_id="r", dataset="rows", rollout=rollout)
 
         with pytest.raises(GatewayUnavailable, match="cannot be reached"):
-            run_launcher.make_ready(settings, request)
+            run_launcher.ensure_stack_ready(settings, request)
         assert not started
-        run_launcher.make_ready(settings, request, joins=True)
+        run_launcher.ensure_stack_ready(settings, request, joins=True)
 
     assert len(started) == 1
     assert "open rollouts wait for the engine" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from perdure.engines.engine_state import EngineRecord, EngineState, name_of
 from perdure.home_folder import load_secret
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus, write_status
 from perdure.settings.settings_tree import Settings
-from perdure.stack.engine_presence import any_added, none_ready
+from perdure.stack.engine_presence import has_added_engines, has_no_ready_engine
 from perdure.storage.store_url import open_store
 
 
@@ -88,14 +88,14 @@ def test_engines_of_another_gateways_settings_are_told_apart(
     invoke(["engines", "list"])
 
     assert ("not used by this gateway" in capsys.readouterr().out) == foreign
-    assert not any_added(settings)
+    assert not has_added_engines(settings)
 
 
 def test_engines_that_were_added_and_are_not_ready_are_known(settings: Settings) -> None:
     """`run` continues and says that rollouts wait for an engine."""
     invoke(["engines", "add", "http://h:1"])
 
-    assert (any_added(settings), none_ready(settings)) == (True, True)
+    assert (has_added_engines(settings), has_no_ready_engine(settings)) == (True, True)
 
 
 def test_an_engine_can_be_named_by_its_url(

@@ -43,7 +43,7 @@ def test_a_long_step_is_not_silent(
         spoken.release()
 
     monkeypatch.setattr(console, "say", heard)
-    with console.keeps_talking("still building"):
+    with console.print_when_silent("still building"):
         for _ in range(2):
             assert spoken.acquire(timeout=PATIENCE_S)
 

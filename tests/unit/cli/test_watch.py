@@ -31,8 +31,8 @@ def test_the_exit_code_tells_of_rollouts_without_a_verdict(
     async def connect(_: Any) -> Any:
         return SimpleNamespace(perdure=SimpleNamespace(run=run))
 
-    async def to_the_end(*_: Any, **__: Any) -> run_launcher.Ended:
-        return run_launcher.Ended([episode], stopped)
+    async def to_the_end(*_: Any, **__: Any) -> run_launcher.RunEnd:
+        return run_launcher.RunEnd([episode], stopped)
 
     monkeypatch.setattr(temporal_connection, "connect", connect)
     monkeypatch.setattr(run_launcher, "to_the_end", to_the_end)

@@ -6,7 +6,7 @@ import pytest
 
 from perdure.client.batch_collection import FinishedGroup, fresh
 from perdure.client.instance_sampler import InstanceOrder
-from perdure.client.rollout_listing import RolloutInfo, what_they_do
+from perdure.client.rollout_listing import RolloutInfo, summarize_rollouts
 from perdure.errors import ConfigurationError
 from perdure.types import EpisodeRef, RolloutStatus
 
@@ -96,8 +96,8 @@ def test_an_open_group_says_what_its_rollouts_do() -> None:
         info("waiting", "Running", 5),
     ]
 
-    assert what_they_do(found, 8) == (
+    assert summarize_rollouts(found, 8) == (
         "1 of 8 rollouts have ended; 2 in stage agent, for up to 310 s; "
         "1 in stage waiting, for up to 5 s"
     )
-    assert "no rollout has started" in what_they_do([], 8)
+    assert "no rollout has started" in summarize_rollouts([], 8)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from perdure.engines.auth_proxy import EngineProxy, Rejected, engine_keys, key_hashes, read_head
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineRecord, EngineState, name_of
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_fleet import PoolOptions
@@ -81,7 +81,7 @@ async def test_a_pool_samples_through_the_proxy() -> None:
     turns = {"default": {"turns": [{"content": "Said through the proxy."}]}}
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
         engine.control(scripts=turns)
-        roster = LoneRoster()
+        roster = InMemoryRoster()
         record = EngineRecord(
             name=url[7:], url=url, model="policy", generation=1, behind_proxy=True
         )
@@ -185,7 +185,7 @@ async def test_new_weights_are_loaded_through_the_proxy(tmp_path: Path) -> None:
     """An update needs the control key; with a gateway's data key it is refused."""
     (tmp_path / "weights.json").write_text(json.dumps({"weights": 7}))
     async with guarded() as (engine, url), httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        roster = LoneRoster()
+        roster = InMemoryRoster()
         record = EngineRecord(
             name=name_of(url),
             url=url,

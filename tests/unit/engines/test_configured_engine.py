@@ -15,7 +15,7 @@ from perdure.dialects.base import ModelRequest
 from perdure.engines.clients import hosted_requests
 from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.configured_engine import ConfiguredEngine, check_engine_settings, engine_specs
-from perdure.engines.engine_roster import LoneRoster, StoredRoster, add_engine, roster_key
+from perdure.engines.engine_roster import InMemoryRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.engine_state import EngineRecord, EngineSpec
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.episodes.turns_parquet import decode
@@ -275,7 +275,7 @@ def test_a_secret_from_the_settings_is_used_and_must_be_long(
 
 async def test_engines_of_other_gateways_settings_are_not_waited_for(tmp_path: Path) -> None:
     """A gateway without an engine reports at once that none is configured."""
-    roster, url = LoneRoster(), "http://127.0.0.1:9"
+    roster, url = InMemoryRoster(), "http://127.0.0.1:9"
     theirs = EngineRecord(name="a", url=url, model="m", generation=1, from_settings=True)
     await roster.change(lambda known: known.having(theirs))
     async with new_client() as client:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perdure.engines.clients.engine_errors import content_refusal, is_passing, trouble
+from perdure.engines.clients.engine_errors import content_refusal, is_transient, trouble
 
 OPENAI = {"message": "Invalid schema for function 'bash'", "type": "invalid_request_error"}
 CONTENT = {
@@ -71,5 +71,5 @@ def test_only_three_statuses_can_refuse_the_content() -> None:
 def test_temporary_errors_are_told_from_those_that_a_user_must_fix() -> None:
     """A server error or a busy server passes; a wrong key, a wrong model or an empty account may
     not."""
-    assert [is_passing(status, "") for status in (429, 503, 529, 401, 402, 404, 302)] == [True] * 3 + [False] * 4  # fmt: skip
-    assert not is_passing(429, '{"error": {"code": "insufficient_quota"}}')
+    assert [is_transient(status, "") for status in (429, 503, 529, 401, 402, 404, 302)] == [True] * 3 + [False] * 4  # fmt: skip
+    assert not is_transient(429, '{"error": {"code": "insufficient_quota"}}')

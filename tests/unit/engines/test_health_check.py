@@ -12,7 +12,7 @@ import pytest
 from perdure.engines.clients.engine_connections import Connections
 from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl, EngineSilent
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineRecord, EngineState, name_of
 from perdure.engines.health_check import HealthCheck, Load
 from perdure.engines.pool.engine_pool import EnginePool
@@ -273,7 +273,7 @@ def test_an_event_with_an_invalid_id_adds_no_token() -> None:
 
 async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient) -> None:
     """Versions start at 0, so the metric shows -1 for an unknown version."""
-    pool = EnginePool(LoneRoster(), client)
+    pool = EnginePool(InMemoryRoster(), client)
     pooled = seated("http://10.0.0.7:8000", client)
     pooled.record = pooled.record.model_copy(update={"version": None})
     pool.fleet.engines["10.0.0.7:8000"] = pooled

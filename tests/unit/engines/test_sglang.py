@@ -16,7 +16,7 @@ from perdure.engines.clients.sglang import SglangEngine, new_tokens, sampling_pa
 from perdure.engines.clients.sglang_control import SglangControl
 from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.configured_engine import ConfiguredEngine
-from perdure.engines.engine_roster import LoneRoster
+from perdure.engines.engine_roster import InMemoryRoster
 from perdure.engines.engine_state import EngineRecord, name_of
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_fleet import PoolOptions
@@ -121,7 +121,7 @@ async def test_a_call_on_a_lost_sglang_continues_on_another_engine() -> None:
     ):
         for engine in (first, second):
             engine.control(kind="eof_mid_stream", times=1)
-        roster = LoneRoster()
+        roster = InMemoryRoster()
         for number, face in enumerate((one, other), 1):
             record = EngineRecord(
                 name=name_of(face.url), url=face.url, kind="sglang", model="p", generation=number

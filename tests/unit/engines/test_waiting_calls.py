@@ -10,7 +10,7 @@ import pytest
 
 from perdure.engines.base import Completion, Wait
 from perdure.engines.clients.hosted_requests import new_client
-from perdure.engines.engine_roster import LoneRoster, StoredRoster, add_engine, roster_key
+from perdure.engines.engine_roster import InMemoryRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.completion_call import GenerateCall
@@ -41,7 +41,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 async def pool() -> AsyncIterator[EnginePool]:
     """Has no engine."""
     async with new_client() as client:
-        pool = EnginePool(LoneRoster(), client, options=PoolOptions(poll_s=0.05))
+        pool = EnginePool(InMemoryRoster(), client, options=PoolOptions(poll_s=0.05))
         await pool.start()
         yield pool
         await pool.aclose()

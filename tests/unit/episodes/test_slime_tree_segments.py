@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perdure.episodes.slime_tree_segments import Sequenced, Spoken, cut_like_slime
+from perdure.episodes.slime_tree_segments import TokenSequence, TurnMessages, cut_like_slime
 from perdure.episodes.trajectory_segments import Untrained, cut, token_versions, untrained
 from perdure.types import SegmentKind, Turn, TurnSampling
 
@@ -30,10 +30,10 @@ def turn(index: int, prompt: list[int], completion: list[int], **fields: Any) ->
     )
 
 
-FIRST = Spoken(turn(0, [1], [2, 3]), [USER], said("a"))
+FIRST = TurnMessages(turn(0, [1], [2, 3]), [USER], said("a"))
 
 
-def trained(*spoken: Spoken, threshold: int = 1024) -> list[tuple[list[int], list[int]]]:
+def trained(*spoken: TurnMessages, threshold: int = 1024) -> list[tuple[list[int], list[int]]]:
     """Ids and mask of each sequence."""
     found = cut_like_slime(spoken, token_versions, threshold=threshold)
     return [(one.ids, one.loss_mask) for one in found]
@@ -43,9 +43,9 @@ def test_a_repeated_history_continues_the_sequence() -> None:
     """Neither tool-call ids nor the order of a call's arguments count."""
     call = {"id": "x", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
     echo = {"id": "y", "function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}}
-    first = Spoken(FIRST.turn, [USER], {"role": "assistant", "tool_calls": [call]})
+    first = TurnMessages(FIRST.turn, [USER], {"role": "assistant", "tool_calls": [call]})
     prompt = [USER, {"role": "assistant", "tool_calls": [echo]}, {**TOOL, "tool_call_id": "z"}]
-    second = Spoken(turn(1, [1, 2, 3, 4], [5]), prompt, said("b"))
+    second = TurnMessages(turn(1, [1, 2, 3, 4], [5]), prompt, said("b"))
 
     assert trained(first, second) == [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])]
 
@@ -59,14 +59,14 @@ def test_a_repeated_history_continues_the_sequence() -> None:
 )
 def test_a_short_turn_overwrites_an_answer_that_drifted(threshold: int, sequences: Any) -> None:
     """A turn of at least the threshold starts a sequence, and the answer stays trained."""
-    second = Spoken(turn(1, [1, 2, 9, 4], [5]), [USER, said("a"), TOOL], said("b"))
+    second = TurnMessages(turn(1, [1, 2, 9, 4], [5]), [USER, said("a"), TOOL], said("b"))
 
     assert trained(FIRST, second, threshold=threshold) == sequences
 
 
 def test_drift_before_the_newest_answer_begins_a_sequence() -> None:
     """This holds for short turns too."""
-    second = Spoken(turn(1, [7, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
+    second = TurnMessages(turn(1, [7, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
 
     assert [ids for ids, _ in trained(FIRST, second)] == [[1, 2, 3], [7, 2, 3, 4, 5]]
 
@@ -76,15 +76,15 @@ def test_drift_before_the_newest_answer_begins_a_sequence() -> None:
 )
 def test_a_short_answer_that_is_rewritten_is_not_trained(threshold: int, ids: Any) -> None:
     """A longer answer gets its own path."""
-    second = Spoken(turn(1, [1, 8, 9], [5]), [USER, said("A"), TOOL], said("b"))
+    second = TurnMessages(turn(1, [1, 8, 9], [5]), [USER, said("A"), TOOL], said("b"))
 
     assert [one for one, _ in trained(FIRST, second, threshold=threshold)] == ids
 
 
 def test_a_turn_of_two_paths_is_trained_in_the_first() -> None:
     """The second path has it as context."""
-    left = Spoken(turn(1, [1, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
-    right = Spoken(turn(2, [1, 2, 3, 6], [7]), [USER, said("a"), USER], said("c"))
+    left = TurnMessages(turn(1, [1, 2, 3, 4], [5]), [USER, said("a"), TOOL], said("b"))
+    right = TurnMessages(turn(2, [1, 2, 3, 6], [7]), [USER, said("a"), USER], said("c"))
 
     assert trained(FIRST, left, right) == [
         ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]),
@@ -94,10 +94,10 @@ def test_a_turn_of_two_paths_is_trained_in_the_first() -> None:
 
 def test_masked_tokens_have_no_logprob_and_no_version() -> None:
     """Each array of a sequence has a value for each id."""
-    second = Spoken(turn(1, [1, 2, 9], [5]), [USER, said("a"), TOOL], said("b"))
+    second = TurnMessages(turn(1, [1, 2, 9], [5]), [USER, said("a"), TOOL], said("b"))
     (one,) = cut_like_slime([FIRST, second], token_versions)
 
-    assert isinstance(one, Sequenced)
+    assert isinstance(one, TokenSequence)
     assert (one.logprobs, one.versions) == ([0.0, 0.0, 0.0, -0.05], [-1, -1, -1, -1])
     assert [(span.turn.index, span.start, span.end) for span in one.spans] == [(1, 3, 4)]
 

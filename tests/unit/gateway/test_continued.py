@@ -5,7 +5,7 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from perdure.gateway.turns.canonical_request import Rolled
+from perdure.gateway.turns.canonical_request import RunningDigests
 from perdure.gateway.turns.turn_chains import Continued, Node
 
 
@@ -23,7 +23,7 @@ def _turn(dice: random.Random, base: Node | None) -> Node:
         completion=array("i", dice.choices(range(1000), k=dice.randrange(9))),
     )
     record.length = record.kept_messages + len(record.messages)
-    return Node(record, base, base, Rolled())
+    return Node(record, base, base, RunningDigests())
 
 
 def test_the_cache_equals_the_tree() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure.errors import GatewayUnavailable
-from perdure.gateway.control_client import GatewayControl, ToFirstThatAnswers
+from perdure.gateway.control_client import FailoverTransport, GatewayControl
 from perdure.gateway.gateway_addresses import Address, Gateways, announce, own_url, records
 from perdure.home_folder import Secrets, host_of
 from perdure.settings.settings_tree import Settings
@@ -135,7 +135,7 @@ async def test_a_control_call_goes_to_the_next_gateway(
         port = server.sockets[0].getsockname()[1]
         await _record(store, host_of(settings), f"http://127.0.0.1:{closed.getsockname()[1]}")
         await _record(store, "other", f"http://127.0.0.1:{port}")
-        to = ToFirstThatAnswers(Gateways(settings, store, SECRETS))
+        to = FailoverTransport(Gateways(settings, store, SECRETS))
         async with GatewayControl("http://gateway", SECRETS, transport=to) as control:
             summary = await control.get("a")
             server.close()

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from perdure.gateway.http.http_protocol import MAX_HEAD, Gathering, HttpProtocol
+from perdure.gateway.http.http_protocol import MAX_HEAD, CoalescingTransport, HttpProtocol
 from perdure.testing.local_server import served
 
 LARGE = 16 << 10
@@ -246,7 +246,7 @@ class Written(asyncio.Transport):
 async def test_an_answers_head_and_body_are_one_write() -> None:
     """Each packet wakes the client, and costs the gateway more than writing the answer."""
     written = Written()
-    transport = Gathering(written, asyncio.get_running_loop())
+    transport = CoalescingTransport(written, asyncio.get_running_loop())
     transport.write(b"head")
     transport.write(b"body")
     await asyncio.sleep(0)
@@ -260,7 +260,7 @@ async def test_an_answers_head_and_body_are_one_write() -> None:
 async def test_a_long_answer_is_not_buffered_until_its_end() -> None:
     """The real transport must see it to apply its limits."""
     written = Written()
-    transport = Gathering(written, asyncio.get_running_loop())
+    transport = CoalescingTransport(written, asyncio.get_running_loop())
     for _ in range(3):
         transport.write(bytes(MAX_HEAD))
 

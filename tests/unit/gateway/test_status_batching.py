@@ -9,7 +9,7 @@ import pytest
 from perdure.errors import GatewayUnavailable, NotFound
 from perdure.gateway import status_batching
 from perdure.gateway.base import SessionSummary
-from perdure.gateway.status_batching import SharedLooks
+from perdure.gateway.status_batching import SummaryBatcher
 from tests.local_gateway import LocalGateway
 
 
@@ -32,7 +32,7 @@ class Gateway:
 async def test_concurrent_lookups_are_one_request() -> None:
     """Two watchers of a session share its answer, and the next lookup makes a new request."""
     gateway = Gateway("a", "b")
-    looks = SharedLooks(gateway.summaries, gather_s=0.0)
+    looks = SummaryBatcher(gateway.summaries, gather_s=0.0)
     first = await asyncio.gather(looks.look("a"), looks.look("b"), looks.look("a"))
     await looks.look("b")
 
@@ -43,14 +43,14 @@ async def test_concurrent_lookups_are_one_request() -> None:
 async def test_a_large_process_sends_several_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_batching, "MOST", 2)
     gateway = Gateway("a", "b", "c")
-    looks = SharedLooks(gateway.summaries, gather_s=0.0)
+    looks = SummaryBatcher(gateway.summaries, gather_s=0.0)
     await asyncio.gather(*map(looks.look, gateway.known))
 
     assert gateway.asked == [["a", "b"], ["c"]]
 
 
 async def test_a_missing_session_fails_only_its_own_watcher() -> None:
-    looks = SharedLooks(Gateway("a").summaries, gather_s=0.0)
+    looks = SummaryBatcher(Gateway("a").summaries, gather_s=0.0)
     known, absent = await asyncio.gather(
         looks.look("a"), looks.look("gone"), return_exceptions=True
     )
@@ -62,7 +62,7 @@ async def test_a_missing_session_fails_only_its_own_watcher() -> None:
 async def test_an_unreachable_gateway_fails_all_watchers_and_is_called_again() -> None:
     gateway = Gateway("a", "b")
     gateway.away = True
-    looks = SharedLooks(gateway.summaries, gather_s=0.0)
+    looks = SummaryBatcher(gateway.summaries, gather_s=0.0)
     failed = await asyncio.gather(looks.look("a"), looks.look("b"), return_exceptions=True)
     gateway.away = False
 
@@ -71,7 +71,7 @@ async def test_an_unreachable_gateway_fails_all_watchers_and_is_called_again() -
 
 
 async def test_a_cancelled_watcher_disturbs_no_other() -> None:
-    looks = SharedLooks(Gateway("a").summaries, gather_s=0.0)
+    looks = SummaryBatcher(Gateway("a").summaries, gather_s=0.0)
     leaving, staying = (asyncio.create_task(looks.look("a")) for _ in range(2))
     await asyncio.sleep(0)
     leaving.cancel()

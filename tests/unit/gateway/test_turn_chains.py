@@ -33,7 +33,7 @@ from perdure.gateway.session_manager import Sessions
 from perdure.gateway.turns.answer_parsing import PLACEHOLDER
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.gateway.turns.prompt_bridge import bridge
-from perdure.gateway.turns.turn_maker import abandonable
+from perdure.gateway.turns.turn_maker import await_unless_closed
 from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy
@@ -688,7 +688,7 @@ async def test_a_prompt_that_is_made_too_late_is_not_sampled(start: Start) -> No
     session.sealing = True
 
     with pytest.raises(Refused, match="closed"):
-        await abandonable(session, speaker.generate(GenerateCall([], {}, "s", "1")))
+        await await_unless_closed(session, speaker.generate(GenerateCall([], {}, "s", "1")))
     assert speaker.seen == []
 
 

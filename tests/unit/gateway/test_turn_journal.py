@@ -10,7 +10,7 @@ import pytest
 
 from perdure.errors import ConfigurationError, StoreUnavailable
 from perdure.gateway.journal.record_encoding import JournalDamaged
-from perdure.gateway.journal.turn_journal import Journal, Overtaken, refuse_earlier
+from perdure.gateway.journal.turn_journal import Journal, RecordNumberTaken, refuse_earlier
 from perdure.settings.settings_tree import Settings
 from perdure.storage import s3_client
 from perdure.storage.base import Store
@@ -69,7 +69,7 @@ async def test_a_process_that_slept_cannot_overwrite_newer_records(
     """The number of its record is taken."""
     await _write(store, range(2))
 
-    with pytest.raises(Overtaken):
+    with pytest.raises(RecordNumberTaken):
         await Journal(store).append("s", {"n": "stale"}, position=1)
     assert await _numbers(store) == [0, 1]
 
@@ -190,7 +190,7 @@ class Race:
                 if self.random.random() < 0.5:
                     await asyncio.sleep(0)
                 await journal.append("s", {"word": word}, position=known)
-            except (Overtaken, StoreUnavailable):
+            except (RecordNumberTaken, StoreUnavailable):
                 continue
             self.acknowledged.append((known, word))
             known += 1

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from perdure.errors import InstanceError, MissingDependency
-from perdure.graders.forged_results import guarded_command
+from perdure.graders.forged_results import instrument_command
 from perdure.graders.hidden_test_run import TestRun
 from perdure.graders.protocols.test_lists import SuiteRun, judge
 from perdure.graders.reports.junit_statuses import parse_junit
@@ -199,7 +199,7 @@ def test_an_exit_code_that_no_failure_explains_is_not_believed() -> None:
 def test_other_runners_run_as_they_are() -> None:
     """If Perdure cannot add a test to a runner, the row's command is unchanged."""
     grading = Grading(test_cmd="go test -v ./...", log_parser="parse_log_gotest")
-    guarded, canary = guarded_command(grading, "/tmp/x")
+    guarded, canary = instrument_command(grading, "/tmp/x")
 
     assert (guarded.shell, guarded.junit_path, canary) == ("go test -v ./...", "", None)
 

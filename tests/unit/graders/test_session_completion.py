@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.graders.reports.session_completion import unfinished
+from perdure.graders.reports.session_completion import find_truncation
 
 SYMPY = b"""\
 sympy/sets/tests/test_a.py[2]
@@ -37,8 +37,8 @@ def test_a_session_that_ended_by_itself_is_believed(parser: str, log: bytes) -> 
     """A summary with a failure and with as many tests as must have run is trusted."""
     wrapped = log.replace(b"1 failed, in", b"1 failed,\nin")
 
-    assert unfinished(parser, log, 1, TESTS) == ""
-    assert unfinished(parser, wrapped, 1, TESTS) == ""
+    assert find_truncation(parser, log, 1, TESTS) == ""
+    assert find_truncation(parser, wrapped, 1, TESTS) == ""
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_a_session_that_ended_by_itself_is_believed(parser: str, log: bytes) -> 
 )
 def test_a_cut_log_is_not(parser: str, log: bytes, words: str) -> None:
     """The reason names the part of the summary that is missing or wrong."""
-    assert words in unfinished(parser, log, 1, TESTS)
+    assert words in find_truncation(parser, log, 1, TESTS)
 
 
 @pytest.mark.parametrize("code", [0, 2, 94, 137, None])
 def test_only_a_runner_that_failed_a_test_ends_with_1(code: int | None) -> None:
     """The canary fails, so another exit code means that the runner did not end by itself."""
-    assert "exit code" in unfinished("pytest", b"", code, TESTS)
+    assert "exit code" in find_truncation("pytest", b"", code, TESTS)

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from perdure.errors import InstanceError
-from perdure.graders.forged_results import guarded_command
+from perdure.graders.forged_results import instrument_command
 from perdure.graders.protocols.test_lists import SwebenchGrader
 from perdure.graders.reports.junit_statuses import UnusableJunit, parse_junit
 from perdure.graders.verdict_rules import score, status_of
@@ -124,7 +124,7 @@ def test_truncated_ids_need_agreement(
 def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -> None:
     """The canary is in the folder of the command's first test, and is named only if other tests
     are."""
-    guarded, canary = guarded_command(tiny_instance(test_cmd=command).grading, "/tmp/x")
+    guarded, canary = instrument_command(tiny_instance(test_cmd=command).grading, "/tmp/x")
 
     assert canary is not None
     assert canary.path.rpartition("/")[0] == folder.removeprefix(".")
@@ -134,7 +134,7 @@ def test_canary_joins_the_hidden_tests(command: str, folder: str, named: bool) -
 
 def test_a_junit_path_with_a_space_is_one_argument() -> None:
     """The `local` provider's temporary folder is below the home, which may have any name."""
-    guarded, _ = guarded_command(tiny_instance(test_cmd="pytest tests").grading, "/my home/x")
+    guarded, _ = instrument_command(tiny_instance(test_cmd="pytest tests").grading, "/my home/x")
 
     assert f"--junitxml={guarded.junit_path}" in shlex.split(guarded.shell)
 
@@ -143,7 +143,7 @@ def test_canary_matches_a_keyword_expression() -> None:
     """If `-k` selects tests, it also selects the canary's name."""
     grading = tiny_instance(test_cmd="pytest -rA tests/a.py -k 'not slow and parser'").grading
 
-    _, canary = guarded_command(grading, "/tmp/x")
+    _, canary = instrument_command(grading, "/tmp/x")
 
     assert canary is not None
     assert "parser" in canary.name
@@ -160,7 +160,7 @@ def test_canary_speaks_each_runners_language(parser: str, command: str, argument
     """Runners without junit get the canary as a path or as a label."""
     grading = Grading(test_cmd=command, log_parser=parser)
 
-    guarded, _ = guarded_command(grading, "/tmp/x")
+    guarded, _ = instrument_command(grading, "/tmp/x")
 
     assert guarded.shell.startswith(f"{command} {argument}")
     assert guarded.junit_path == ""

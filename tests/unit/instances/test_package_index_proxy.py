@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure.instances.package_index_hosts import IndexHosts, Place
-from perdure.instances.package_index_proxy import HEAD_BYTES, Asked, index_proxy
+from perdure.instances.package_index_proxy import HEAD_BYTES, UnreachedHosts, index_proxy
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ def without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def proxy(
     folder: Path, *configured: Place, public: Place | None = None
-) -> AsyncIterator[Asked]:
+) -> AsyncIterator[UnreachedHosts]:
     hosts = IndexHosts(frozenset(configured), frozenset([public] if public else []))
     async with index_proxy(folder / "p", hosts) as asked:
         yield asked

@@ -212,4 +212,4 @@ async def test_no_row_that_was_asked_for(
     with pytest.raises(ConfigurationError, match=rf"select none of {ROWS} instances .*c-11"):
         await resolve(store, path, Choice(include=("d-*",)))
     assert await instance_catalog.refs(store, "rows") == []
-    assert issubclass(instance_selection.NoneChosen, ConfigurationError)
+    assert issubclass(instance_selection.NoRowsSelected, ConfigurationError)

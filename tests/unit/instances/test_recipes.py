@@ -44,7 +44,7 @@ def instance(grading: Grading, phases: Phases | None = None) -> Instance:
 
 def test_a_row_that_says_nothing_gets_the_datasets_defaults() -> None:
     """Time limit, sandbox limits and the globs of graded paths."""
-    found = RECIPE.applied_to(instance(Grading()))
+    found = RECIPE.apply_defaults(instance(Grading()))
 
     assert found.grading.timeout_s == 3600
     assert found.grading.patch_exclude == ("Lib/test/*",)
@@ -56,7 +56,7 @@ def test_what_a_row_says_itself_is_kept() -> None:
     own = Phases.model_validate({"grade": {"limits": {"memory_mb": 100}}})
     grading = Grading(timeout_s=60.0, patch_include=("src/*",))
 
-    found = RECIPE.applied_to(instance(grading, own))
+    found = RECIPE.apply_defaults(instance(grading, own))
 
     assert (found.grading, found.phases) == (grading, own)
 

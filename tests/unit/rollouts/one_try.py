@@ -1,13 +1,13 @@
 """A try of a stage without Temporal."""
 
-from activities.activity_context import tell_account
+from activities.activity_context import signal_account
 
 
 class OneTry:
     """A try of a stage, in one run of the rollout's workflow."""
 
     number = 1
-    tell_account = staticmethod(tell_account)
+    signal_account = staticmethod(signal_account)
 
     def __init__(self, play: str) -> None:
         self.play = play

@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from perdure.rollouts.gateway_session.replayed_attempt import most_recorded
+from perdure.rollouts.gateway_session.replayed_attempt import find_longest_recording
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.local_gateway import LocalGateway
 
@@ -34,7 +34,7 @@ async def test_an_attempt_that_died_while_it_booted_is_passed_over(gateway: Loca
     """The second attempt never opened a session, so the third replays the first."""
     await _attempt(gateway, "one", 2)
 
-    assert await most_recorded(gateway.control, ["one", "two"]) == "one"
+    assert await find_longest_recording(gateway.control, ["one", "two"]) == "one"
 
 
 async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: LocalGateway) -> None:
@@ -43,11 +43,11 @@ async def test_an_attempt_that_died_while_it_replayed_is_passed_over(gateway: Lo
     for session_id, turns in (("one", 2), ("two", 2), ("three", 1), ("four", 0)):
         await _attempt(gateway, session_id, turns)
 
-    assert await most_recorded(gateway.control, ["one", "two", "three", "four"]) == "two"
+    assert await find_longest_recording(gateway.control, ["one", "two", "three", "four"]) == "two"
 
 
 async def test_nothing_recorded_is_nothing_to_replay(gateway: LocalGateway) -> None:
     """If no earlier attempt has a recorded turn, there is no session to replay."""
     await gateway.open("one")
 
-    assert await most_recorded(gateway.control, ["one", "two"]) is None
+    assert await find_longest_recording(gateway.control, ["one", "two"]) is None

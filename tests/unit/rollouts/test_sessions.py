@@ -60,7 +60,7 @@ def session(gateway: Gateway, try_number: int, store: UnsteadyStore | None = Non
     fields: dict[str, Any] = {
         "services": SimpleNamespace(gateway=gateway, store=store, unwritten_away=set()),
         "agent_identity": "s",
-        "this_try": SimpleNamespace(number=try_number),
+        "activity_attempt": SimpleNamespace(number=try_number),
         "key": str,
         "read": read,
     }

@@ -77,7 +77,7 @@ async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
             settings=SimpleNamespace(sandbox=SimpleNamespace(ttl_s=3600)),
             seats=SimpleNamespace(take=lambda _: None),
         ),
-        this_try=SimpleNamespace(report=lambda **_: None),
+        activity_attempt=SimpleNamespace(report=lambda **_: None),
     )
     route = SimpleNamespace(check=lambda: None)
     session = SimpleNamespace(look=look)

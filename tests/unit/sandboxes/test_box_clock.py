@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, age_of, hidden_name
+from perdure.sandboxes.host.sandbox_folder import (
+    DRAFT,
+    SandboxFolder,
+    SandboxMeta,
+    age_of,
+    timestamped_name,
+)
 from perdure.sandboxes.host.sandbox_folder import META as META_FILE
 
-META = BoxMeta("p", "one", 0.0, "/", {}, {}, 1, 1)
+META = SandboxMeta("p", "one", 0.0, "/", {}, {}, 1, 1)
 
 
 JUMPS = pytest.mark.parametrize("jump", [7200, -7200], ids=["forward", "back"])
@@ -26,8 +32,8 @@ def test_its_deadline_stays_as_far_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renewed: bool, jump: float
 ) -> None:
     """When the wall clock is moved by two hours, the sandbox's remaining time does not change."""
-    box = Box(tmp_path / "one")
-    box.lay_out(META, 600)
+    box = SandboxFolder(tmp_path / "one")
+    box.create_folder(META, 600)
     if renewed:
         box.extend(600)
     _set_clock(monkeypatch, jump)
@@ -37,8 +43,8 @@ def test_its_deadline_stays_as_far_away(
 
 def test_a_folder_that_a_power_cut_emptied_is_a_dead_sandbox(tmp_path: Path) -> None:
     """It can be listed and removed, like a sandbox whose processes have ended."""
-    box = Box(tmp_path / "one")
-    box.lay_out(META, 60)
+    box = SandboxFolder(tmp_path / "one")
+    box.create_folder(META, 60)
     (box.path / META_FILE).write_bytes(b"")
 
     assert (box.meta().identity, box.alive) == ("one", False)
@@ -46,8 +52,8 @@ def test_a_folder_that_a_power_cut_emptied_is_a_dead_sandbox(tmp_path: Path) -> 
 
 def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:
     """A sandbox can be renewed while the disk is full, because that writes no byte."""
-    box = Box(tmp_path / "one")
-    box.lay_out(META, 60)
+    box = SandboxFolder(tmp_path / "one")
+    box.create_folder(META, 60)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -61,7 +67,7 @@ def test_a_deadline_moves_on_a_full_disk(tmp_path: Path) -> None:
 @JUMPS
 def test_what_is_being_made_is_young(monkeypatch: pytest.MonkeyPatch, jump: float) -> None:
     """No other process removes the draft of a sandbox as a leftover when the clock is set."""
-    name = hidden_name(DRAFT)
+    name = timestamped_name(DRAFT)
     _set_clock(monkeypatch, jump)
 
     assert age_of(name, DRAFT) < 60

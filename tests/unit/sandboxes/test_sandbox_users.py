@@ -15,7 +15,7 @@ from perdure.sandboxes.base import Exec, Mount, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_processes import ended
 from perdure.sandboxes.host.keeper import sandbox_users
-from perdure.sandboxes.host.namespaces import NamespaceSandbox, needs_own_users
+from perdure.sandboxes.host.namespaces import NamespaceSandbox, needs_user_namespace
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
@@ -41,7 +41,7 @@ def provider(tmp_path_factory: pytest.TempPathFactory) -> BubblewrapProvider:
     provider = BubblewrapProvider(Settings(home=home, sandbox={"user_ids": FIRST}))
     if missing := provider.check():
         pytest.skip(missing[0])
-    if os.geteuid() or needs_own_users():
+    if os.geteuid() or needs_user_namespace():
         pytest.skip("only root gives sandboxes other users")
     return provider
 

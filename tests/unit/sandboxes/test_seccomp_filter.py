@@ -8,7 +8,7 @@ import pytest
 from perdure.sandboxes.host.keeper import seccomp_filter
 
 ALLOWED = 0
-NEW_USERS, NEW_TIME, SIGCHLD = 0x10000000, 0x80, 17
+CLONE_NEWUSER, NEW_TIME, SIGCHLD = 0x10000000, 0x80, 17
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "i386": 0x40000003}
 NUMBERS = {
     "x86_64": {"clone": 56, "clone3": 435, "fcntl": 72, "ioctl": 16, "mount": 165, "openat": 257,
@@ -43,10 +43,10 @@ def verdict(machine: str, number: int, *arguments: int, audit: int | None = None
     [
         ("openat", (), ALLOWED),
         ("clone", (SIGCHLD,), ALLOWED),
-        ("clone", (NEW_USERS | SIGCHLD,), errno.EPERM),
+        ("clone", (CLONE_NEWUSER | SIGCHLD,), errno.EPERM),
         ("clone3", (), errno.ENOSYS),
         ("unshare", (0x400,), ALLOWED),
-        ("unshare", (NEW_USERS,), errno.EPERM),
+        ("unshare", (CLONE_NEWUSER,), errno.EPERM),
         ("unshare", (NEW_TIME,), errno.EPERM),
         ("mount", (), errno.EPERM),
         ("ptrace", (0,), ALLOWED),

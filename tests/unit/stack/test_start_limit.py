@@ -70,14 +70,14 @@ async def test_work_is_seen_in_any_thread_of_a_process() -> None:
     ]
     try:
         busy, idle = (process.pid for process in started)
-        await until(lambda: _threads(busy) > 1 and procfs.works(busy), "it computes")
-        await until(lambda: not procfs.works(idle), "it waits")
+        await until(lambda: _threads(busy) > 1 and procfs.is_busy(busy), "it computes")
+        await until(lambda: not procfs.is_busy(idle), "it waits")
     finally:
         for process in started:
             process.kill()
             process.wait()
 
-    assert not procfs.works(started[0].pid)
+    assert not procfs.is_busy(started[0].pid)
 
 
 def _threads(pid: int) -> int:

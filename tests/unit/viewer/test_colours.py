@@ -13,7 +13,7 @@ def test_lines_of_a_diff() -> None:
     """Position decides the kind of a line: `--- x` within a hunk is a deletion of `-- x`."""
     text = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n--- x\n+++ y\n z\nafter"
 
-    kinds = [line.kind for line in diff_colors.coloured(text).lines]
+    kinds = [line.kind for line in diff_colors.color_diff(text).lines]
 
     assert kinds == ["file", "file", "file", "hunk", "del", "add", "same", "same"]
 
@@ -28,13 +28,13 @@ def test_what_is_a_diff(text: str, found: bool) -> None:
 
 def test_an_edit_is_a_diff() -> None:
     """Arguments with an old and a new text are shown as a diff."""
-    found = diff_colors.of_edit({"path": "x.py", "old_str": "a\nb", "new_str": "a\nc"})
+    found = diff_colors.diff_of_edit({"path": "x.py", "old_str": "a\nb", "new_str": "a\nc"})
 
     assert found is not None
     assert [(line.kind, line.text) for line in found.lines if line.kind != "hunk"] == [
         ("file", "x.py"), ("same", " a"), ("del", "-b"), ("add", "+c"),
     ]  # fmt: skip
-    assert diff_colors.of_edit({"old_str": 1, "new_str": "x"}) is None
+    assert diff_colors.diff_of_edit({"old_str": 1, "new_str": "x"}) is None
 
 
 def test_tokens_are_what_the_trainer_reads() -> None:

@@ -23,7 +23,7 @@ async def test_an_unforeseen_error_ends_no_housekeeping(monkeypatch: pytest.Monk
         if len(rounds) < 3:
             raise ValueError("a sandbox's folder with half of a file")
 
-    await worker_process.kept_going(sweeps)
+    await worker_process.restart_until_done(sweeps)
 
     assert len(rounds) == 3
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from typing import Any, cast
 
 from perdure.client import temporal_names
-from workflows.child_rollouts import Buyers, Child
+from workflows.child_rollouts import BudgetedChildren, Child
 
 
 class Played:
@@ -29,7 +29,12 @@ class Played:
 async def test_open_children_and_those_whose_start_was_under_way_are_told() -> None:
     """A start that was requested before the budget was used up returns after it. Ended children are
     left alone."""
-    buyers, ended, early, late = Buyers(), Played("ended"), Played("early"), Played("late")
+    buyers, ended, early, late = (
+        BudgetedChildren(),
+        Played("ended"),
+        Played("early"),
+        Played("late"),
+    )
     ended.ends.set()
     await buyers.result_of(cast(Child, ended))
     waiting = [asyncio.create_task(buyers.result_of(cast(Child, early)))]

@@ -87,7 +87,7 @@ async def _request(
     Raises: ConfigurationError, pydantic.ValidationError.
     """
     from perdure.cli.runs import instance_selection
-    from perdure.cli.runs.run_launcher import make_ready
+    from perdure.cli.runs.run_launcher import ensure_stack_ready
     from perdure.data_source_handlers import import_handlers
     from perdure.instances.rows.row_choice import Choice
     from perdure.storage.store_preflight import check_store
@@ -103,7 +103,7 @@ async def _request(
     if found.refs is not None and len(found.refs) == 1:
         chosen = {**chosen, "include": (found.refs[0].split("/", 1)[1],)}
     request = CalibrationRequest(dataset=found.dataset, **chosen)
-    await asyncio.to_thread(make_ready, settings, request.run_request())
+    await asyncio.to_thread(ensure_stack_ready, settings, request.run_request())
     return request
 
 

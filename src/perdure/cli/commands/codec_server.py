@@ -58,13 +58,13 @@ async def _serve(settings: Settings, host: str, port: int) -> None:
 
 
 def _ui_url(settings: Settings) -> str:
-    from perdure.client.temporal_server import given_address
+    from perdure.client.temporal_server import configured_address
     from perdure.stack import stack_lifecycle
 
     state = stack_lifecycle.running(settings)
     if settings.temporal.ui_url:
         return settings.temporal.ui_url
-    if given_address(settings) is None:
+    if configured_address(settings) is None:
         return state.ui_url if state else f"http://127.0.0.1:{settings.temporal.ui_port}"
     raise ConfigurationError(
         "set PERDURE_TEMPORAL__UI_URL: the codec server answers only pages of that web UI"

@@ -15,7 +15,15 @@ from typing import Any
 import click
 
 from perdure.cli import signal_cleanup
-from perdure.cli.console import answer, json_option, keeps_talking, many, me, print_table, say
+from perdure.cli.console import (
+    answer,
+    invoked_command,
+    json_option,
+    many,
+    print_table,
+    print_when_silent,
+    say,
+)
 from perdure.errors import InstanceError
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
@@ -40,10 +48,10 @@ def demo(keep_running: bool, as_json: bool) -> None:
     settings = load_settings()
     stack_lifecycle.require_service()
     started = time.monotonic()
-    with keeps_talking("still building from PyPI"):
+    with print_when_silent("still building from PyPI"):
         instances = signal_cleanup.run(_instances(settings))
     engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"
-    with keeps_talking("still starting"):
+    with print_when_silent("still starting"):
         state, ours = stack_lifecycle.ensure_up(settings, engine, say)
     say(f"Web UI: {state.ui_url}")
     say(f"Temporal: {state.temporal_address}")
@@ -51,7 +59,7 @@ def demo(keep_running: bool, as_json: bool) -> None:
         episodes = asyncio.run(_run_all(settings, instances))
     finally:
         if ours and not keep_running:
-            with keeps_talking("still stopping"):
+            with print_when_silent("still stopping"):
                 stack_lifecycle.shut_down(settings, say)
     if as_json:
         from perdure.cli.runs import run_results
@@ -99,7 +107,7 @@ async def _run_all(settings: Settings, instances: Sequence[Instance]) -> list[Ep
     handles = [await connection.perdure.start_run(request) for request in requests]
     # The live view already shows the elapsed time.
     live = run_follower.console.is_terminal
-    talking = contextlib.nullcontext() if live else keeps_talking("still running")
+    talking = contextlib.nullcontext() if live else print_when_silent("still running")
     with run_follower.shown() as show, talking:
         await asyncio.gather(*(run_follower.follow(handle, show) for handle in handles))
     store = open_store(settings)
@@ -117,10 +125,12 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
     run_id = re.sub(r"^.*/runs/([^/]+)/.*$", r"\1", last.uri)
     click.echo(f"{many(len(episodes), 'graded rollout')} in {run_text.clock(seconds)}")
     click.echo(f"Episodes  {settings.store_url}/runs")
-    click.echo(f"Web UI    {ui_url} (while `{me()} up` runs)")
-    click.echo(f"Next      {me()} show {run_id}/{last.instance_id}")
-    click.echo(f"          {me()} up")
-    click.echo(f"          {me()} run {DATASET}/{last.instance_id} --agent oracle -n 4")
+    click.echo(f"Web UI    {ui_url} (while `{invoked_command()} up` runs)")
+    click.echo(f"Next      {invoked_command()} show {run_id}/{last.instance_id}")
+    click.echo(f"          {invoked_command()} up")
+    click.echo(
+        f"          {invoked_command()} run {DATASET}/{last.instance_id} --agent oracle -n 4"
+    )
 
 
 def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:

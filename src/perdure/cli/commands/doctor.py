@@ -184,9 +184,9 @@ def store(settings: Settings) -> Finding:
 
 def temporal(settings: Settings) -> Finding:
     from perdure.cli.temporal_connection import connect
-    from perdure.client.temporal_server import given_address
+    from perdure.client.temporal_server import configured_address
 
-    given = given_address(settings)
+    given = configured_address(settings)
     state = stack_lifecycle.running(settings)
     if given is None and state is None:
         from perdure.stack.stack_plan import temporal_binary
@@ -199,14 +199,14 @@ def temporal(settings: Settings) -> Finding:
 
 def builds(settings: Settings) -> Finding:
     from perdure.cli.temporal_connection import connect
-    from perdure.client.deployment_routing import build_trouble
-    from perdure.client.temporal_server import given_address
+    from perdure.client.deployment_routing import explain_build_routing
+    from perdure.client.temporal_server import configured_address
 
-    if given_address(settings) is None and stack_lifecycle.running(settings) is None:
+    if configured_address(settings) is None and stack_lifecycle.running(settings) is None:
         return Finding("builds", "ok", "unknown while Temporal is not running")
 
     async def ask() -> str:
-        return await build_trouble((await connect(settings)).perdure.client)
+        return await explain_build_routing((await connect(settings)).perdure.client)
 
     if wrong := asyncio.run(ask()):
         what, _, fix = wrong.partition(": ")

@@ -11,7 +11,7 @@ import click
 from perdure.cli import signal_cleanup
 from perdure.cli.commands import completion
 from perdure.cli.commands.calibrate import calibrate
-from perdure.cli.console import answer, json_option, many, me, only_one_of, say
+from perdure.cli.console import answer, invoked_command, json_option, many, only_one_of, say
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
@@ -91,7 +91,7 @@ def build(
         good = [one.instance for one in built if one.instance is not None]
         click.echo(f"{len(good)} of {many(len(built), 'instance')} in {settings.store_url}")
         if good:
-            click.echo(f"Next      {me()} run {good[0].dataset} --agent oracle")
+            click.echo(f"Next      {invoked_command()} run {good[0].dataset} --agent oracle")
     if any(one.problem for one in built):
         raise click.exceptions.Exit(1)
 
@@ -181,14 +181,14 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     settings = load_settings()
     from dataclasses import replace
 
-    from perdure.cli.runs.instance_selection import check_row, published_as
+    from perdure.cli.runs.instance_selection import check_row, find_public_rows
     from perdure.data_source_handlers import import_handlers
     from perdure.instances.rows.row_choice import Choice
     from perdure.instances.rows.row_import import import_rows
     from perdure.storage.store_url import open_store
 
     import_handlers(settings.handlers)
-    published = published_as(dataset or source)
+    published = find_public_rows(dataset or source)
     if published is not None and dataset is not None and source != published.recipe.name:
         published = replace(published, elsewhere=source)
     store, choice = open_store(settings), Choice(limit=limit)
@@ -200,7 +200,7 @@ def import_(source: str, dataset: str | None, limit: int | None, as_json: bool) 
     else:
         click.echo(f"{many(len(report.refs), 'instance')} imported as {report.dataset}")
         if report.refs:
-            click.echo(f"Next      {me()} run {report.dataset} --agent oracle")
+            click.echo(f"Next      {invoked_command()} run {report.dataset} --agent oracle")
     if report.problems:
         raise click.exceptions.Exit(1)
 
@@ -262,7 +262,7 @@ def show(ref: str, gold: bool, tests: bool, as_json: bool) -> None:
         "grader": f"{grading.protocol}: {grading.test_cmd or grading.eval_cmd or ''}",
         "tests": f"{len(grading.fail_to_pass)} to fix, {len(grading.pass_to_pass)} to keep",
         "gold": f"{len(instance.gold_patch)} bytes (--gold prints it)",
-        "calibration": "; ".join(map(calibration_labels.of_record, records))
+        "calibration": "; ".join(map(calibration_labels.label_record, records))
         or calibration_labels.NOT_CALIBRATED,
     }
     for name, value in facts.items():
@@ -296,7 +296,7 @@ def _list_one(settings: Settings, dataset: str, refs: list[str], left: int, as_j
     click.echo(_counted(dataset, len(refs), left))
     wide = max(map(len, refs))
     for ref, here in records.items():
-        click.echo(f"  {ref:<{wide}}  {calibration_labels.of_list(here)}")
+        click.echo(f"  {ref:<{wide}}  {calibration_labels.label_records(here)}")
 
 
 async def _listed(settings: Settings, dataset: str | None) -> dict[str, list[str]]:

@@ -23,7 +23,7 @@ FAILURES = (
 
 
 @dataclass(frozen=True)
-class Manner:
+class LaunchOptions:
     """How a command starts and follows a run; RunOptions says what it runs."""
 
     wait: bool = True
@@ -211,7 +211,7 @@ def read(
     as_json: bool,
     notify: str,
     **options: Any,
-) -> "tuple[Settings, RunOptions, Manner]":
+) -> "tuple[Settings, RunOptions, LaunchOptions]":
     """Turn the command line into settings, options and manner. Raises: ConfigurationError."""
     from perdure.cli.runs.run_request import RunOptions, budget_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
@@ -237,11 +237,11 @@ def read(
         of_run={name: value for name, value in of_run.items() if value is not None},
         **options,
     )
-    return settings, asked, Manner(wait, dry_run, as_json, notify, prices, like)
+    return settings, asked, LaunchOptions(wait, dry_run, as_json, notify, prices, like)
 
 
 def play(
-    settings: "Settings", asked: "RunOptions", manner: Manner, *, reports: bool = False
+    settings: "Settings", asked: "RunOptions", manner: LaunchOptions, *, reports: bool = False
 ) -> None:
     """Run it, or with --dry-run print what would run.
 

@@ -195,7 +195,7 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
 
 
 def _steps(attempt: "StoredAttempt") -> str:
-    from perdure.cli.calibration_labels import of_grade
+    from perdure.cli.calibration_labels import label_grade
 
     steps = []
     if attempt.sandbox:
@@ -218,7 +218,7 @@ def _steps(attempt: "StoredAttempt") -> str:
         if grade.verification:
             why = f": {grade.verification.reason}" if grade.verification.reason else ""
             twins = f", officially {grade.official}; {grade.verification.state}{why}"
-        marked = f"; {mark}" if (mark := of_grade(grade)) else ""
+        marked = f"; {mark}" if (mark := label_grade(grade)) else ""
         steps.append(f"grade {grade.outcome.value}{reason} in {grade.seconds:.1f} s{twins}{marked}")
     return "\n          ".join(steps) or "no files"
 

@@ -88,12 +88,12 @@ async def _what_waits(client: "Client", settings: Settings) -> str:
     from temporalio.service import RPCError
 
     from perdure.client import bottlenecks
-    from perdure.client.deployment_routing import build_trouble
+    from perdure.client.deployment_routing import explain_build_routing
     from perdure.errors import PerdureError
 
     queues, engines = [], None
     with contextlib.suppress(RPCError):
-        if wrong_build := await build_trouble(client):
+        if wrong_build := await explain_build_routing(client):
             return wrong_build
         queues = await bottlenecks.backlogs(client)
     with contextlib.suppress(PerdureError, TimeoutError):
@@ -201,7 +201,7 @@ async def _progress_of_run(perdure: "Perdure", settings: Settings, run_id: str) 
     try:
         run = await perdure.run(run_id)
     except NotFound:
-        by_hand = await perdure.started_by_hand(run_id)
+        by_hand = await perdure.standalone_rollouts_status(run_id)
         if (found := by_hand or await _as_stored(settings, run_id)) is None:
             raise
         return found

@@ -79,10 +79,10 @@ def _run_here(settings: Settings, engine: str) -> None:
 
 def _roster_line(settings: Settings) -> str:
     """Which engines serve when the settings name none."""
-    from perdure.stack.engine_presence import any_added
+    from perdure.stack.engine_presence import has_added_engines
 
     try:
-        added = any_added(settings)
+        added = has_added_engines(settings)
     except StoreUnavailable:  # the preflight has warned
         added = True
     if added:

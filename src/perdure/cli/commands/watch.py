@@ -20,13 +20,13 @@ def watch(run_id: str, notify: str, as_json: bool) -> None:
     Exit code 1: a rollout failed, or the budget ended the run before all rollouts had a verdict.
     """
     settings = load_settings()
-    from perdure.cli.runs.run_launcher import follow_to_the_end
+    from perdure.cli.runs.run_launcher import watch_run
     from perdure.cli.temporal_connection import connect
 
     async def work() -> int:
         connection = await connect(settings)
         handle = await connection.perdure.run(run_id)
-        return await follow_to_the_end(settings, connection, handle, as_json=as_json, notify=notify)
+        return await watch_run(settings, connection, handle, as_json=as_json, notify=notify)
 
     if code := asyncio.run(work()):
         raise click.exceptions.Exit(code)

@@ -9,7 +9,7 @@ from perdure.settings import process_environment
 LIMIT_S = 60.0
 
 
-async def notified(command: str, run_id: str, told: str) -> None:
+async def run_completion_command(command: str, run_id: str, told: str) -> None:
     """Run the shell command with `RUN_ID` and `RUN_TEXT`; do nothing if it is empty.
 
     A failing command causes a warning and does not change the run's result.

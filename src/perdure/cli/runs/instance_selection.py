@@ -44,7 +44,7 @@ class Selection:
     notes: tuple[str, ...] = ()
 
 
-class NoneChosen(ConfigurationError):
+class NoRowsSelected(ConfigurationError):
     """--include and --exclude select no row of the source."""
 
 
@@ -94,7 +94,7 @@ async def _dataset(store: Store, name: str, choice: Choice) -> Selection:
     """A dataset in the store. A public set is imported at its first use."""
     if name in ALIASES and not await instance_catalog.refs(store, name):
         name = ALIASES[name]
-    published = published_as(name)
+    published = find_public_rows(name)
     if published is not None:
         wanted = await _without_quarantined(store, name, choice)
         report = await import_rows(store, published, None, wanted, check_row, keep=True)
@@ -115,7 +115,7 @@ async def _without_quarantined(store: Store, dataset: str, choice: Choice) -> Ch
     return replace(choice, limit=choice.limit + len(bad))
 
 
-def published_as(name: str) -> PublicSet | None:
+def find_public_rows(name: str) -> PublicSet | None:
     """The public rows that this dataset's recipe names; None if it names none."""
     folder = find_recipe(name)
     recipe = load_recipe(folder) if folder is not None else None
@@ -161,12 +161,12 @@ def _judged(
     """Notes about bad rows among the chosen ones. Other rows do not matter.
 
     Raises: InstanceError if a chosen row is bad and may not be skipped; ConfigurationError if no row
-    is usable; NoneChosen.
+    is usable; NoRowsSelected.
     """
     asked = [row for row in rows if choice.wants(row.instance_id)]
     if rows and not asked:
         some = ", ".join(row.instance_id for row in rows[:3])
-        raise NoneChosen(
+        raise NoRowsSelected(
             f"--include / --exclude select none of {len(rows)} instances (such as {some})"
         )
     if not choice.skip_bad_rows:

@@ -72,7 +72,7 @@ async def _plan(
         found = await instance_selection.resolve(
             store, options.source, Choice(ids, skip_bad_rows=True)
         )
-    except instance_selection.NoneChosen:
+    except instance_selection.NoRowsSelected:
         raise _lacks(options.source, ids) from None
     refs = await _refs(store, found)
     kept = _known(given, refs, options.source, skip_unknown)

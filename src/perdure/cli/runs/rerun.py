@@ -43,7 +43,7 @@ def play(
         _show(request, chosen, as_json=as_json)
         return 0
     needs_model = request.again is not None and request.again.start_at == "boot"
-    run_launcher.make_ready(settings, request, joins=True, samples=needs_model)
+    run_launcher.ensure_stack_ready(settings, request, joins=True, samples=needs_model)
     return asyncio.run(_drive(settings, request, chosen, wait=wait, as_json=as_json, notify=notify))
 
 
@@ -95,11 +95,11 @@ async def _drive(
     connection = await connect(settings)
     handle = await connection.perdure.play_again(request)
     say(f"Started run {handle.run_id} again: {many(len(chosen), 'rollout')}")
-    run_launcher.tell_where(settings, connection, handle.run_id)
+    run_launcher.print_run_links(settings, connection, handle.run_id)
     if not wait:
-        run_launcher.tell_detached(connection, handle.run_id, as_json)
+        run_launcher.print_watch_command(connection, handle.run_id, as_json)
         return 0
-    episodes, stopped = await run_launcher.to_the_end(settings, handle, notify=notify)
+    episodes, stopped = await run_launcher.follow_run(settings, handle, notify=notify)
     asked = {(one.instance, one.sample_index) for one in chosen}
     ended = [one for one in await handle.rollouts() if (one.instance, one.sample_index) in asked]
     without = [one.episode for one in ended if one.episode and not _graded(one.episode)]

@@ -21,11 +21,11 @@ from perdure.client.sdk import CODE_FAILS, FAILING
 QUIET = timedelta(seconds=1)
 """If a rollout's workflow does not answer a query for this long, we say that no worker answers."""
 FAILED = "; last failure: "
-WAITS = ": waits for "
-DOES = ": busy with "
+WAITS_FOR = ": waits for "
+BUSY_WITH = ": busy with "
 BOOT = "boot_sandbox"
-AT_ITS_HOST = ("run_agent", "capture_diff")
-OF_ITS_HOST = (
+HOST_ACTIVITIES = ("run_agent", "capture_diff")
+HOST_WORKER_HINT = (
     "a worker that reaches its sandbox (is its host down, or does another stack with this store "
     "run it?)"
 )
@@ -68,8 +68,8 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
     if _is_not_taken(step) and step.activity_type.name == BOOT:
         return "waits for a free seat on a host"
-    if _is_not_taken(step) and step.activity_type.name in AT_ITS_HOST:
-        return f"{step.activity_type.name}{WAITS}{OF_ITS_HOST}"
+    if _is_not_taken(step) and step.activity_type.name in HOST_ACTIVITIES:
+        return f"{step.activity_type.name}{WAITS_FOR}{HOST_WORKER_HINT}"
     turns, waits, doing = (progress.get(name) for name in ("turns", "waits", "doing"))
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
@@ -77,7 +77,7 @@ def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -
     if waits:
         return line + _wait(waits)
     if doing:
-        line += f"{DOES}{doing['what']} ({clock(max(0.0, time.time() - doing['since']))})"
+        line += f"{BUSY_WITH}{doing['what']} ({clock(max(0.0, time.time() - doing['since']))})"
     return line + (f"{FAILED}{failed}" if failed else "")
 
 
@@ -91,7 +91,7 @@ def _wait(waits: dict[str, Any]) -> str:
     """`: waits for an engine since 16:31:05 (2:10): vllm at 10.0.0.7:8000 is suspect`."""
     since = time.strftime("%H:%M:%S", time.localtime(waits["since"]))
     seconds = max(0.0, time.time() - waits["since"])
-    return f"{WAITS}an engine since {since} ({clock(seconds)}): {waits['reason']}"
+    return f"{WAITS_FOR}an engine since {since} ({clock(seconds)}): {waits['reason']}"
 
 
 async def current_steps(client: Client, run_id: str, quiet: timedelta = QUIET) -> list[str]:

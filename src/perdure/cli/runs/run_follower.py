@@ -13,7 +13,7 @@ from temporalio.service import RPCError
 
 from perdure.cli.console import say
 from perdure.cli.runs import run_tables
-from perdure.cli.runs.rollout_progress import DOES, FAILED, WAITS, current_steps
+from perdure.cli.runs.rollout_progress import BUSY_WITH, FAILED, WAITS_FOR, current_steps
 from perdure.cli.runs.run_tables import View
 from perdure.cli.runs.run_text import progress_line
 from perdure.client.rollout_listing import RolloutInfo
@@ -80,7 +80,7 @@ async def _held_up(run: RunHandle) -> str:
     """A line about the oldest open rollouts: a step that is retried after a failure, a wait, or what
     boot is busy with. Empty if none applies."""
     lines = await current_steps(run.perdure.client, run.run_id)
-    telling = FAILED, WAITS, DOES
+    telling = FAILED, WAITS_FOR, BUSY_WITH
     return next((line for sign in telling for line in lines if sign in line), "")
 
 

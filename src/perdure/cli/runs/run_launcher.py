@@ -11,9 +11,9 @@ import click
 from perdure import tracing, variant_registry
 from perdure.agents.base import ChecksHost
 from perdure.cli import calibration_labels
-from perdure.cli.console import answer, many, me, print_table, say
+from perdure.cli.console import answer, invoked_command, many, print_table, say
 from perdure.cli.runs import instance_selection, run_follower, run_results, run_tables, run_text
-from perdure.cli.runs.completion_command import notified
+from perdure.cli.runs.completion_command import run_completion_command
 from perdure.cli.runs.run_request import (
     RunOptions,
     build,
@@ -24,7 +24,7 @@ from perdure.cli.runs.run_request import (
 )
 from perdure.cli.temporal_connection import Connection, connect, viewer_link
 from perdure.client.sdk import RunHandle
-from perdure.client.temporal_server import given_address
+from perdure.client.temporal_server import configured_address
 from perdure.engines.reported_model import engine_settings, named_engine
 from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
 from perdure.instances import instance_catalog, row_interpreter
@@ -36,7 +36,12 @@ from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
-from perdure.stack.engine_presence import any_added, check_engine, check_same_engine, none_ready
+from perdure.stack.engine_presence import (
+    check_engine,
+    check_same_engine,
+    has_added_engines,
+    has_no_ready_engine,
+)
 from perdure.stack.home_providers import provider, ready_provider
 from perdure.storage import store_keys
 from perdure.storage.base import Store
@@ -83,16 +88,16 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
     grading = phase_specs.place(rollout, None, "grade").provider
     click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {grading}")
     for ref in planned.refs:
-        click.echo(f"  {ref}{calibration_labels.of_mark(planned.marks[ref])}")
+        click.echo(f"  {ref}{calibration_labels.label_mark(planned.marks[ref])}")
 
 
 def play(
     settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool, notify: str = ""
 ) -> int:
     """Start a checked run and follow it; return the exit code. `notify`: as for `to_the_end`."""
-    if given_address(settings) is None:
+    if configured_address(settings) is None:
         asyncio.run(_check_images(settings, planned))
-    make_ready(settings, planned.request, joins=planned.joins)
+    ensure_stack_ready(settings, planned.request, joins=planned.joins)
     for note in planned.notes:
         say(note)
     return asyncio.run(_drive(settings, planned, wait, as_json, notify))
@@ -119,7 +124,7 @@ async def checked(
     refs, marked = await instances_of(store, request, found)
     sandbox = phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = calibration_labels.notes(found.dataset, sandbox, refs, marked)
-    if given_address(settings) is None:  # otherwise the workers run on other machines
+    if configured_address(settings) is None:  # otherwise the workers run on other machines
         await row_interpreter.check([await instance_catalog.load(store, ref) for ref in refs])
     await instance_selection.keep_list(store, request.run_id, found)
     joins = await store.exists(store_keys.run(request.run_id))
@@ -160,7 +165,7 @@ async def check_same(
     rollout = request.rollout_request("any/instance")
     engine: Mapping[str, str] = {}
     if (
-        needs_model(rollout.agent) and given_address(settings) is None
+        needs_model(rollout.agent) and configured_address(settings) is None
     ):  # otherwise the engines run on other machines
         state = stack_lifecycle.running(settings)
         engine = state.engine_settings if state is not None else engine_settings(settings)
@@ -168,7 +173,7 @@ async def check_same(
     await run_identity.check(store, request.run_id, asked)
 
 
-def make_ready(
+def ensure_stack_ready(
     settings: Settings, request: RunRequest, *, joins: bool = False, samples: bool = True
 ) -> None:
     """Check sandbox providers and engine; start a stack if none runs.
@@ -176,7 +181,7 @@ def make_ready(
     `joins`: the run has begun, so an engine that does not answer is only a warning.
     `samples`: False if no agent will call a model.
     """
-    if given_address(settings) is not None:
+    if configured_address(settings) is not None:
         return  # a cluster's workers check its hosts and engines
     rollout = request.rollout_request("any/instance")
     agent = rollout.agent
@@ -201,9 +206,9 @@ def _engine_ready(settings: Settings, agent: str) -> None:
     if state is not None:
         check_same_engine(settings, state)
     engine = named_engine(settings).url if state is None else state.engine
-    if engine or not any_added(settings):
+    if engine or not has_added_engines(settings):
         check_engine(engine, agent)
-    elif none_ready(settings):
+    elif has_no_ready_engine(settings):
         say(NONE_READY)
 
 
@@ -219,18 +224,18 @@ async def _drive(
         say(f"Joined: {run_text.progress_line(await handle.progress())}")
     else:
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
-    tell_where(settings, connection, handle.run_id)
+    print_run_links(settings, connection, handle.run_id)
     if not wait:
-        tell_detached(connection, handle.run_id, as_json)
+        print_watch_command(connection, handle.run_id, as_json)
         return 0
-    return await follow_to_the_end(settings, connection, handle, as_json=as_json, notify=notify)
+    return await watch_run(settings, connection, handle, as_json=as_json, notify=notify)
 
 
-async def follow_to_the_end(
+async def watch_run(
     settings: Settings, connection: Connection, handle: RunHandle, *, as_json: bool, notify: str
 ) -> int:
     """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
-    episodes, stopped = await to_the_end(settings, handle, notify=notify)
+    episodes, stopped = await follow_run(settings, handle, notify=notify)
     if as_json:
         answer(run_results.document(handle.run_id, episodes, stopped))
     else:
@@ -240,14 +245,14 @@ async def follow_to_the_end(
     return 1 if stopped or any(e.status is RolloutStatus.FAILED for e in episodes) else 0
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
     """A run's episodes. `stopped`: a sentence if its budget ended it, otherwise empty."""
 
     episodes: list[EpisodeRef]
     stopped: str = ""
 
 
-async def to_the_end(settings: Settings, handle: RunHandle, *, notify: str = "") -> Ended:
+async def follow_run(settings: Settings, handle: RunHandle, *, notify: str = "") -> RunEnd:
     """Follow a run; at Ctrl-C print how to follow it again.
 
     `notify`: a shell command to run when the run ends or waits for a person.
@@ -256,15 +261,15 @@ async def to_the_end(settings: Settings, handle: RunHandle, *, notify: str = "")
         with run_follower.shown() as show:
             progress = await run_follower.follow(handle, show)
     except (ActionNeeded, NoResult) as error:
-        await notified(notify, handle.run_id, str(error))
+        await run_completion_command(notify, handle.run_id, str(error))
         raise
     except asyncio.CancelledError:
         say(f"\nDetached; the run continues. `perdure watch {handle.run_id}` follows it again,")
         say(f"and so does the same command; `perdure cancel {handle.run_id}` ends it.")
         raise
-    await notified(notify, handle.run_id, run_text.progress_line(progress))
+    await run_completion_command(notify, handle.run_id, run_text.progress_line(progress))
     stopped = run_text.stopped(progress)
-    return Ended(await run_results.episodes(open_store(settings), handle.run_id), stopped)
+    return RunEnd(await run_results.episodes(open_store(settings), handle.run_id), stopped)
 
 
 def show_results(
@@ -286,14 +291,14 @@ def show_results(
         if value:
             click.echo(f"{name:<9} {value}")
     first = f"{episodes[0].instance_id}/{episodes[0].sample_index}" if episodes else "INSTANCE"
-    click.echo(f"Next      {me()} show {run_id}/{first}")
+    click.echo(f"Next      {invoked_command()} show {run_id}/{first}")
     if any(episode.turns for episode in episodes):
-        click.echo(f"          {me()} show {run_id}/{first} --turns")
-    click.echo(f"          {me()} view {run_id}")
-    click.echo(f"          {me()} export {run_id} --format preds")
+        click.echo(f"          {invoked_command()} show {run_id}/{first} --turns")
+    click.echo(f"          {invoked_command()} view {run_id}")
+    click.echo(f"          {invoked_command()} export {run_id} --format preds")
 
 
-def tell_where(settings: Settings, connection: Connection, run_id: str) -> None:
+def print_run_links(settings: Settings, connection: Connection, run_id: str) -> None:
     """Print where to see a run: in the browser and with the `temporal` command."""
     if connection.ui_url:
         say(f"Web UI: {connection.link(f'run/{run_id}')}")
@@ -302,7 +307,7 @@ def tell_where(settings: Settings, connection: Connection, run_id: str) -> None:
     say(f"Temporal: {connection.address}")
 
 
-def tell_detached(connection: Connection, run_id: str, as_json: bool) -> None:
+def print_watch_command(connection: Connection, run_id: str, as_json: bool) -> None:
     if as_json:
         answer({"run_id": run_id, "web_ui": connection.link(f"run/{run_id}")})
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.cli.console import answer, me, print_table, say
+from perdure.cli.console import answer, invoked_command, print_table, say
 from perdure.episodes.output_file import output_file
 from perdure.errors import NotFound
 from perdure.reports import calibration_bounds, metric_loggers, report_tables, rollout_facts
@@ -26,7 +26,7 @@ from perdure.types import RunRequest
 
 
 @dataclass(frozen=True)
-class Made:
+class RunReports:
     """The report of some runs."""
 
     runs: Sequence[tuple[RunFacts, Report]]
@@ -40,7 +40,7 @@ class Made:
         return report_tables.sections(self.reports, self.comparisons)
 
 
-async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> Made:
+async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) -> RunReports:
     """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
     store = store_to_read(settings)
     known = read_prices(prices) if prices is not None else None
@@ -54,7 +54,7 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
             )
     made = [(run, await _report(store, run, runs, known)) for run in runs]
     others = [run for run in runs[1:] if not calibration_bounds.gives_bounds(run, runs[0])]
-    return Made(made, [compare(runs[0], run) for run in others])
+    return RunReports(made, [compare(runs[0], run) for run in others])
 
 
 async def log(
@@ -113,11 +113,11 @@ def _graded_in(request: RunRequest | None) -> str:
     return phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
 
 
-def print_document(made: Made) -> None:
+def print_document(made: RunReports) -> None:
     answer(document(made.reports, made.comparisons))
 
 
-def print_text(made: Made) -> None:
+def print_text(made: RunReports) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -135,27 +135,27 @@ def print_text(made: Made) -> None:
         print_table(table)
 
 
-def print_links(settings: Settings, made: Made) -> None:
+def print_links(settings: Settings, made: RunReports) -> None:
     """Print links to the Web UI's failed workflows and the viewer, if known. It opens no connection."""
     from perdure.cli.temporal_connection import failed_link, known_ui, viewer_link
-    from perdure.client.temporal_server import given_server
+    from perdure.client.temporal_server import configured_server
 
     ui_url = known_ui(settings)
     for report in made.reports:
         if ui_url and report.failures:
-            namespace = given_server(settings).namespace
+            namespace = configured_server(settings).namespace
             say(f"Failed: {failed_link(ui_url, namespace, report.run_id)}")
         if viewer := viewer_link(settings, report.run_id):
             say(f"Viewer: {viewer}")
 
 
-def write_page(made: Made, path: Path) -> None:
+def write_page(made: RunReports, path: Path) -> None:
     """Raises: MissingDependency if matplotlib is not installed."""
     from perdure.reports.report_html import page
     from perdure.reports.svg_plots import plots
 
     title = " and ".join(report.run_id for report in made.reports)
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    text = page(title, made.sections(), plots(made.runs), f"{me()} report, {stamp}")
+    text = page(title, made.sections(), plots(made.runs), f"{invoked_command()} report, {stamp}")
     with output_file(path) as file:
         file.write(text.encode())

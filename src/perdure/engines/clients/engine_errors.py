@@ -16,7 +16,7 @@ from perdure.dialects.base import Refused
 CONTENT_STATUSES = frozenset({400, 413, 422})
 """Statuses with which servers refuse a request because of its content."""
 KEY_STATUSES = frozenset({401, 403})
-PASSING_STATUSES = frozenset({408, 409, 425, 429})
+TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 """Statuses of a server that is temporarily busy, in addition to 5xx."""
 TOO_LONG = re.compile(
     r"context.?length|maximum model length|maximum context|max_model_len"
@@ -87,10 +87,10 @@ def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
     return said
 
 
-def is_passing(status: int, text: str) -> bool:
+def is_transient(status: int, text: str) -> bool:
     """Whether the error may pass without action. Otherwise a user may have to fix a key, a model name or
     the account's credit."""
-    return (status >= 500 or status in PASSING_STATUSES) and not says_no_quota(text)
+    return (status >= 500 or status in TRANSIENT_STATUSES) and not says_no_quota(text)
 
 
 def says_no_quota(text: str) -> bool:

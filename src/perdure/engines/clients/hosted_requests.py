@@ -18,7 +18,7 @@ import httpx
 from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.base import Wait
-from perdure.engines.clients.engine_errors import content_refusal, excerpt, is_passing, trouble
+from perdure.engines.clients.engine_errors import content_refusal, excerpt, is_transient, trouble
 from perdure.engines.hosted_sampling import check_hosted_sampling
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import Boundary, CallsRefused, ConfigurationError, GatewayUnavailable
@@ -161,7 +161,7 @@ class HostedApi(ABC):
             return refused
         told = trouble(self.name, status, text, self._key_source)
         wait = retry_after(response.headers)
-        if is_passing(status, text):
+        if is_transient(status, text):
             return GatewayUnavailable(told, retry_after=wait, boundary=Boundary.ENGINE)
         self._refused_since = self._refused_since or time.monotonic()
         return CallsRefused(told, retry_after=wait)

@@ -8,7 +8,7 @@ from typing import Any
 
 from perdure.dialects import openai_chat
 from perdure.engines.clients.hosted_requests import HostedApi
-from perdure.engines.hosted_sampling import is_openais_own
+from perdure.engines.hosted_sampling import is_openai_api
 
 
 class OpenAIHosted(HostedApi):
@@ -21,7 +21,7 @@ class OpenAIHosted(HostedApi):
         body = {**request, "model": self.model or request["model"], "stream": False}
         body.pop("stream_options", None)
         # OpenAI's newer models refuse the old name; other servers know only the old name.
-        body["max_completion_tokens" if is_openais_own(self._root) else "max_tokens"] = body.pop(
+        body["max_completion_tokens" if is_openai_api(self._root) else "max_tokens"] = body.pop(
             "max_tokens"
         )
         return await self._post("/chat/completions", body, _checked, session_id=session_id)

@@ -97,7 +97,7 @@ class GenerateCall:
             self.salvage.cut()
             self.gained = 0
         if self.gained:
-            self.be_patient()
+            self.reset_patience()
             self._pause = FIRST_PAUSE_S
         return self.ended()
 
@@ -118,7 +118,7 @@ class GenerateCall:
         outside = (span.start for span in spans if not self.versions.include(span.version))
         return next(outside, len(self.salvage.ids))
 
-    def be_patient(self) -> None:
+    def reset_patience(self) -> None:
         """Restart the patience, because the call makes progress or waits only for room."""
         self._since = time.monotonic()
 

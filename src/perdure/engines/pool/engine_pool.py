@@ -44,7 +44,7 @@ class EnginePool:
     """Many engines as one `TokenEngine`.
 
     Example:
-        pool = EnginePool(LoneRoster(), client, [EngineSpec("http://10.0.0.7:8000")])
+        pool = EnginePool(InMemoryRoster(), client, [EngineSpec("http://10.0.0.7:8000")])
         completion = await pool.generate(GenerateCall(ids, {"max_tokens": 64}, "s", "s-0"))
         await pool.aclose()
     """
@@ -176,7 +176,7 @@ class EnginePool:
         while call.engine is None:
             # The wait for room has no limit; the wait for a usable engine has one.
             if short_of_room := self._usable(call):
-                call.be_patient()
+                call.reset_patience()
             timeout = max(call.patience(self._patience_s), FIRST_CHECK_S)
             line = self._line(call)
             try:
@@ -189,7 +189,7 @@ class EnginePool:
                     )
             except TimeoutError:
                 if short_of_room:
-                    call.be_patient()  # if the engines have left since, the patience starts now
+                    call.reset_patience()  # if the engines have left since, the patience starts now
                 elif all(one.checked for one in self.engines.values()) and not self._usable(call):
                     raise self._unusable(call) from None
             if call.engine is not None and not call.engine.record.serves:
@@ -254,7 +254,7 @@ class EnginePool:
         states = "; ".join(
             f"{one.client.name} is {one.record.state}"
             + (f" ({one.record.reason})" if one.record.reason else "")
-            + call.versions.lacked_by(one.record)
+            + call.versions.explain_mismatch(one.record)
             for one in self.engines.values()
         )
         return states or "none is registered"

@@ -40,7 +40,7 @@ class Versions:
         """Whether an engine with this version may sample now or after an update. Versions only increase."""
         return self.last is None or version is None or version <= self.last
 
-    def lacked_by(self, record: EngineRecord) -> str:
+    def explain_mismatch(self, record: EngineRecord) -> str:
         """Which version an engine has instead, as text for people; empty if its version is accepted."""
         if self.include(record.version):
             return ""

@@ -6,7 +6,7 @@ from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import sampling_facts
 from perdure.types import Segment
 
-NOT_TRAINED = -100
+IGNORE_INDEX = -100
 """The label that torch's cross entropy ignores."""
 
 
@@ -25,7 +25,9 @@ def _row(found: EpisodeSegments, segment: Segment) -> dict[str, Any]:
     mask = (*(0 for _ in segment.prompt_ids), *segment.loss_mask)
     return {
         "input_ids": list(ids),
-        "labels": [one if trained else NOT_TRAINED for one, trained in zip(ids, mask, strict=True)],
+        "labels": [
+            one if trained else IGNORE_INDEX for one, trained in zip(ids, mask, strict=True)
+        ],
         "assistant_masks": list(mask),
         "instance_id": episode.instance_id,
         "sample_index": episode.sample_index,

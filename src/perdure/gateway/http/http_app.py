@@ -33,7 +33,7 @@ from perdure.errors import (
     RetryHere,
     StoreUnavailable,
 )
-from perdure.gateway.base import STORE_AWAY, SUMMARIES, SessionSpec, SessionSummary
+from perdure.gateway.base import STORE_UNAVAILABLE_CODE, SUMMARIES, SessionSpec, SessionSummary
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.http import engine_routes, episode_routes
 from perdure.gateway.http.api_keys import may_control, session_of
@@ -416,7 +416,7 @@ def _as_refused(error: Exception) -> Refused:
         case NotFound():
             return Refused(403, "session_not_open", "this session is not open")
         case StoreUnavailable():
-            return Refused(503, STORE_AWAY, str(error))
+            return Refused(503, STORE_UNAVAILABLE_CODE, str(error))
         case RetryHere():
             return Refused(503, "engine_unavailable", str(error))
         case RecursionError():

@@ -21,7 +21,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Bytes received since the last byte of a body, or since the end of a head or a request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        gathering = Gathering(cast(asyncio.Transport, transport), self.loop)
+        gathering = CoalescingTransport(cast(asyncio.Transport, transport), self.loop)
         super().connection_made(cast(asyncio.Transport, gathering))
 
     def data_received(self, data: bytes) -> None:
@@ -57,7 +57,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
 
-class Gathering:
+class CoalescingTransport:
     """A transport that joins all writes of one event loop iteration. uvloop would send the head of an
     answer as a separate packet."""
 

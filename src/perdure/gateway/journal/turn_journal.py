@@ -17,7 +17,7 @@ READ_AT_ONCE = 16
 Record = dict[str, Any]
 
 
-class Overtaken(PerdureError):
+class RecordNumberTaken(PerdureError):
     """Another gateway process wrote this record number first: read its records, then decide again."""
 
     boundary = Boundary.GATEWAY
@@ -53,12 +53,12 @@ class Journal:
     async def append(self, session_id: str, record: Record, *, position: int) -> None:
         """Write a record; it is durable on return.
 
-        Raises: Overtaken if number `position` is taken. After StoreUnavailable the store may still have
-        the record; then the next append at `position` raises Overtaken.
+        Raises: RecordNumberTaken if number `position` is taken. After StoreUnavailable the store may still have
+        the record; then the next append at `position` raises RecordNumberTaken.
         """
         name = store_keys.journal_record(session_id, position)
         if not await self._store.put_if_absent(name, frame(record)):
-            raise Overtaken(f"{name} was written by another gateway")
+            raise RecordNumberTaken(f"{name} was written by another gateway")
 
     async def forget(self, session_id: str) -> None:
         """Delete the records of a closed session. Repeating is harmless."""

@@ -19,7 +19,7 @@ from perdure.types import Turn, TurnFacts, Usage
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED, REFUSED, DAMAGED = "stale", "unanswered", "refused", "damaged"
 TURN: Literal["turn"] = "turn"
-AS_THEY_ARE = {"messages", "answer", "tools"}
+UNVALIDATED_FIELDS = {"messages", "answer", "tools"}
 """Fields that clients and models wrote. They may hold lone surrogates, which pydantic refuses."""
 
 
@@ -87,7 +87,7 @@ class TurnRecord(TurnFacts):
 
 
 def to_journal(record: TurnRecord) -> dict[str, Any]:
-    fields = record.model_dump(mode="json", exclude=AS_THEY_ARE)
+    fields = record.model_dump(mode="json", exclude=UNVALIDATED_FIELDS)
     answer = {**vars(record.answer)}
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of earlier versions refuse unknown fields

@@ -32,7 +32,7 @@ class ChatTemplate:
         chat.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
     """
 
-    looks_back = 64
+    tail_length = 64
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class ChatTemplate:
 
     def _opened(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the prompt already opened the reasoning, so that the answer only closes it."""
-        tail = self._tokenizer.decode(prompt_ids[-self.looks_back :])
+        tail = self._tokenizer.decode(prompt_ids[-self.tail_length :])
         return self.parser.opens_reasoning(tail)
 
 

@@ -26,7 +26,7 @@ class MessageFormat(Protocol):
         ...
 
     @property
-    def looks_back(self) -> int:
+    def tail_length(self) -> int:
         """How many ids at a prompt's end show whether the prompt opened the answer's reasoning."""
         ...
 

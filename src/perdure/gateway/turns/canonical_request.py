@@ -79,7 +79,9 @@ def visible(text: str) -> str:
     return " ".join(text.split())
 
 
-def in_order(messages: Iterable[Message], known_ids: Collection[str]) -> Iterator[list[Any]]:
+def canonical_messages(
+    messages: Iterable[Message], known_ids: Collection[str]
+) -> Iterator[list[Any]]:
     """Canonical messages. Results of parallel calls may arrive in any order, so they are sorted by call."""
     results: list[list[Any]] = []
     for message in messages:
@@ -99,25 +101,27 @@ def same_messages(these: list[Message], those: list[Message], known_ids: Collect
         return True
     if len(these) != len(those):
         return False
-    return list(in_order(these, known_ids)) == list(in_order(those, known_ids))
+    return list(canonical_messages(these, known_ids)) == list(canonical_messages(those, known_ids))
 
 
-class Rolled(NamedTuple):
+class RunningDigests(NamedTuple):
     """Two running digests of a history: one exact, one that ignores what differs between attempts."""
 
     exact: bytes = b""
     across: bytes = b""
 
 
-def roll(state: Rolled, messages: Iterable[Message], known_ids: Collection[str]) -> Rolled:
+def roll(
+    state: RunningDigests, messages: Iterable[Message], known_ids: Collection[str]
+) -> RunningDigests:
     """`state` continued over `messages`, so that only new text is hashed."""
     exact, across = state
-    for form in in_order(messages, known_ids):
+    for form in canonical_messages(messages, known_ids):
         text = json.dumps(form, sort_keys=True)
         blind = VOLATILE.sub("*", text)
         exact = _hash(exact + text.encode())
         across = _hash(across + blind.encode())
-    return Rolled(exact, across)
+    return RunningDigests(exact, across)
 
 
 def _hash(data: bytes) -> bytes:
@@ -137,7 +141,7 @@ class Digests(NamedTuple):
     """The same for the equal request of another attempt."""
 
 
-def digests_of(request: ModelRequest, rolled: Rolled, tools_sha256: str) -> Digests:
+def digests_of(request: ModelRequest, rolled: RunningDigests, tools_sha256: str) -> Digests:
     rest = {name: v for name, v in request.body.items() if name not in PASSING_FIELDS}
     rest |= {"sampling": request.sampling, "max_tokens": request.max_tokens}
     head = digest_of([tools_sha256, rest])

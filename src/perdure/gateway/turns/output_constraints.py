@@ -18,7 +18,7 @@ from perdure.gateway.rendering.tool_call_parsers.no_calls import NoCalls
 from perdure.types import Sampling
 
 MOST_BIAS = 100.0
-NOT_ANY = {"type": "object"}
+ANY_OBJECT_SCHEMA = {"type": "object"}
 """The schema of arguments for a tool that describes none."""
 
 
@@ -102,7 +102,7 @@ def _one_call(model_format: Format, functions: list[dict[str, Any]]) -> str:
 
 
 def _call_tag(function: dict[str, Any]) -> dict[str, Any]:
-    schema = function.get("parameters") or NOT_ANY
+    schema = function.get("parameters") or ANY_OBJECT_SCHEMA
     return {
         "type": "tag",
         "begin": f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ',

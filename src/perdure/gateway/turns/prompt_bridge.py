@@ -38,7 +38,7 @@ def bridge(
     completion = node.record.completion.tolist()
     sampled = len(completion)
     whole = len(held) - sampled
-    tail = list(held[max(0, whole - renderer.looks_back) : whole])
+    tail = list(held[max(0, whole - renderer.tail_length) : whole])
     answered = _answering(renderer, node, completion, new)
     ids = renderer.bridge_to_next_turn(tail, completion, answered, tools=tools)
     if ids is None:
@@ -73,7 +73,7 @@ def _sampled_ids(renderer: MessageFormat, completion: list[int]) -> list[str | N
 
 def end_of(prompt: Sequence[int], renderer: MessageFormat) -> Sequence[int]:
     """The end of a prompt, as much of it as the format reads."""
-    return prompt[-renderer.looks_back :]
+    return prompt[-renderer.tail_length :]
 
 
 def common_ids(base: Node | None, prompt: "array[int]") -> int:

@@ -14,7 +14,7 @@ from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.turns.canonical_request import (
     Digests,
     Message,
-    Rolled,
+    RunningDigests,
     ToolDigests,
     compare_echo,
     digests_of,
@@ -40,7 +40,7 @@ class Node:
     record: TurnRecord
     parent: "Node | None"
     base: "Node | None"
-    rolled: Rolled
+    rolled: RunningDigests
     """The digests of its whole request, which later requests continue."""
     acknowledged: bool = False
     repeats: int = 0
@@ -118,7 +118,7 @@ class Location:
     """Where a request continues the tree, and the digests that show whether it is a retry."""
 
     digests: Digests
-    rolled: Rolled
+    rolled: RunningDigests
     tools_sha256: str
     echo_of: Node | None
     """The turn whose answer the request's newest assistant message repeats."""
@@ -176,7 +176,7 @@ class Tree:
         else:
             newest = self.nodes[-1] if self.nodes else None
             base = self._newest.get(request.chain, newest)
-            rolled, kept = Rolled(), _common(base, messages)
+            rolled, kept = RunningDigests(), _common(base, messages)
         rolled = roll(rolled, messages[match.record.length if match else 0 :], self._calls)
         tools = self.tool_digests.of(request.tools)
         reason, changes = self._judge(request, at, echo_of, match, tools)
@@ -288,7 +288,7 @@ class Tree:
 
     # --- growing -------------------------------------------------------------------------------
 
-    def apply(self, record: TurnRecord, rolled: Rolled | None = None) -> Node:
+    def apply(self, record: TurnRecord, rolled: RunningDigests | None = None) -> Node:
         """Add a committed turn. `rolled`: the digests of its request, known only for a live turn."""
         base = self._node(record.base)
         continued = rolled or self._rolled(base, record)
@@ -305,7 +305,7 @@ class Tree:
         self.weight += _weight(record)
         return node
 
-    def _rolled(self, base: Node | None, record: TurnRecord) -> Rolled:
+    def _rolled(self, base: Node | None, record: TurnRecord) -> RunningDigests:
         if (
             base is not None
             and record.kept_messages == base.record.length
@@ -313,7 +313,7 @@ class Tree:
         ):
             return roll(base.rolled, record.messages, self._calls)
         kept = base.request_messages()[: record.kept_messages] if base is not None else []
-        return roll(Rolled(), [*kept, *record.messages], self._calls)
+        return roll(RunningDigests(), [*kept, *record.messages], self._calls)
 
     def _node(self, index: int | None) -> Node | None:
         return None if index is None else self.nodes[index]

@@ -86,7 +86,7 @@ class TurnMaker:
 
     async def sampled(self, pending: PendingTurn) -> TurnRecord:
         """Raises: ContextExhausted, Refused, GatewayUnavailable."""
-        engine = await abandonable(pending.session, self._engine.current())
+        engine = await await_unless_closed(pending.session, self._engine.current())
         if isinstance(engine, HostedEngine):
             return await self._ask(pending, engine.chat, engine.name)
         return await self._sample(pending, engine.tokens)
@@ -105,7 +105,7 @@ class TurnMaker:
             span.set({"perdure.bridge_miss": miss})
         sampling = self._sampling(pending, len(prompt))
         started = time.monotonic()
-        completion = await abandonable(
+        completion = await await_unless_closed(
             session,
             engine.generate(
                 GenerateCall(
@@ -217,7 +217,7 @@ class TurnMaker:
             "perdure.engine": name,
         }
         with tracing.span("engine call", attributes, kind="client"):
-            completion = await abandonable(
+            completion = await await_unless_closed(
                 session, engine.chat(body, session_id=session.spec.session_id)
             )
         engine_seconds = time.monotonic() - started
@@ -331,7 +331,7 @@ def _index(node: Node | None) -> int | None:
     return None if node is None else node.record.index
 
 
-async def abandonable(session: Session, call: Awaitable[T]) -> T:
+async def await_unless_closed(session: Session, call: Awaitable[T]) -> T:
     """Await an engine's call. Closing the session cancels it, because the agent has then ended."""
     task = asyncio.ensure_future(call)
     session.sampling.add(task)

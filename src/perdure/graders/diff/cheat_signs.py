@@ -17,7 +17,7 @@ _OWN_TEST = re.compile(rb"(?:^|/)(?:test_[^/]*|[^/]*_test)\.py$")
 """Test files that the agent writes may name these words; the grader does not run them."""
 
 
-def signals_in(files: Iterable[FileDiff]) -> tuple[str, ...]:
+def find_cheat_signs(files: Iterable[FileDiff]) -> tuple[str, ...]:
     """Added lines that touch test machinery, as `path: word`; at most 50, sorted."""
     found = {
         f"{_shown(file.new_path)}: {_shown(word)}"

@@ -169,7 +169,7 @@ async def _take(sandbox: Sandbox, order: _Order, mode: str) -> _Taken:
     """Raises: SandboxLost."""
     name = f".perdure-capture-{uuid4().hex}"
     limits = (str(order.max_bytes), str(order.max_files))
-    argv = ["bash", "-c", diff_capture_script.CAPTURE, "capture", sandbox.workdir, order.base, name, mode, diff_capture_script.ASIDE, *limits]  # fmt: skip
+    argv = ["bash", "-c", diff_capture_script.CAPTURE, "capture", sandbox.workdir, order.base, name, mode, diff_capture_script.RENAMED_GIT_DIR, *limits]  # fmt: skip
     # The cwd is not the workdir, because the agent may have removed its permissions.
     await sandbox.start(
         name[1:], Exec(argv, cwd="/", stdin=order.upload or b"", timeout_s=_LIMIT_S)

@@ -1,6 +1,6 @@
 """The shell scripts of `diff_capture.py`. They run in a sandbox, on a tree that hostile code has made."""
 
-ASIDE = ".git.perdure-aside"
+RENAMED_GIT_DIR = ".git.perdure-aside"
 BASE_IS_UNREADABLE, TOO_MUCH = 3, 4
 """Exit codes of `CAPTURE`."""
 

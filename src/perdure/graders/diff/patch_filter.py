@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import dropwhile
 
 from perdure.errors import InstanceError
-from perdure.graders.diff.cheat_signs import signals_in
+from perdure.graders.diff.cheat_signs import find_cheat_signs
 from perdure.graders.diff.git_diff_parser import (
     EXECUTABLE,
     REGULAR,
@@ -87,7 +87,7 @@ def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
         flagged_paths=_shown(
             path for file in kept for path in file.paths if _is_flagged(path, rules)
         ),
-        signals=signals_in(kept),
+        signals=find_cheat_signs(kept),
     )
 
 

@@ -47,7 +47,7 @@ def judge(suite: SuiteRun, expected: Mapping[str, str]) -> Verdict:
     if reading.canary_status is TestStatus.MISSING and code != 0 and found.rewards.binary == 0:
         reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason)
-    if forged := forged_results.distrust(reading, code, ()) or _unconfirmed(reading):
+    if forged := forged_results.find_forgery(reading, code, ()) or _unconfirmed(reading):
         return Verdict(Outcome.TAMPERED, forged, score=found.score)
     return found
 

@@ -12,7 +12,7 @@ from perdure.graders.hidden_test_run import TestRun, run_tests, scratch_folder
 from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
 from perdure.graders.reports.junit_statuses import JunitReport, UnusableJunit, parse_junit
 from perdure.graders.reports.log_parsers import LogParser, Statuses, parser_of
-from perdure.graders.reports.session_completion import unfinished
+from perdure.graders.reports.session_completion import find_truncation
 from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.limited_process import read
 from perdure.sandboxes.base import Sandbox
@@ -53,7 +53,7 @@ def planned(
     instance: Instance, scratch: str, judge: Callable[[SuiteRun, Rules], Verdict], rules: Rules
 ) -> Plan:
     """The row's guarded test command; `judge` reads its output in another process."""
-    command, canary = forged_results.guarded_command(instance.grading, scratch)
+    command, canary = forged_results.instrument_command(instance.grading, scratch)
     parser = parser_of(instance)
 
     async def judged(run: TestRun) -> Verdict:
@@ -78,7 +78,7 @@ def validate_suite(instance: Instance) -> None:
     except MalformedDiff as error:
         raise InstanceError(f"{instance.ref}: `test_patch` is not a git diff: {error}") from error
     parser_of(instance)
-    forged_results.guarded_command(grading, scratch="/tmp")
+    forged_results.instrument_command(grading, scratch="/tmp")
 
 
 async def run_suite(
@@ -89,7 +89,7 @@ async def run_suite(
     Raises: InstanceError, RetryHere, SandboxLost.
     """
     scratch = scratch_folder(sandbox)
-    command, canary = forged_results.guarded_command(instance.grading, scratch)
+    command, canary = forged_results.instrument_command(instance.grading, scratch)
     run = await run_tests(sandbox, instance, patch, command, scratch=scratch, timeout_s=timeout_s)
     return SuiteRun(run, canary, bool(command.junit_path), parser_of(instance))
 
@@ -150,10 +150,10 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
         reason = f"the test run ended early (exit code {code}): {last_line(suite.run)}"
         return Verdict(Outcome.UNRESOLVED, reason, score=score)
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)
-    if forged := forged_results.distrust(reading, code, tests):
+    if forged := forged_results.find_forgery(reading, code, tests):
         return Verdict(Outcome.TAMPERED, forged, score=score)
     if score.outcome is Outcome.RESOLVED and (
-        cut := unfinished(grading.log_parser, suite.run.log, code, tests)
+        cut := find_truncation(grading.log_parser, suite.run.log, code, tests)
     ):
         return Verdict(Outcome.TAMPERED, cut, score=score)
     return Verdict(score.outcome, score.reason, score.rewards, score)

@@ -16,7 +16,7 @@ _FAILED = 1
 """Exit code of pytest, unittest, django and sympy when a test fails, as the canary always does."""
 
 
-def unfinished(parser: str, log: bytes, exit_code: int | None, tests: Collection[str]) -> str:
+def find_truncation(parser: str, log: bytes, exit_code: int | None, tests: Collection[str]) -> str:
     """Why a session that claims success was cut or contradicts itself; otherwise empty.
 
     `parser`: the row's, with or without `parse_log_`. `tests`: those that the log says passed; the

@@ -83,7 +83,7 @@ def _suite(instance: Instance, scratch: str) -> _Suite:
         return _of_swepro(instance, scratch)
     if instance.grading.protocol == "multi_swe":
         return _of_multi_swe(instance)
-    command, canary = forged_results.guarded_command(instance.grading, scratch)
+    command, canary = forged_results.instrument_command(instance.grading, scratch)
     has_junit, parser = bool(command.junit_path), parser_of(instance)
     shell = command.shell + (" --tb=native" if has_junit else "")
     return _Suite(

@@ -79,7 +79,9 @@ def _edits(
         if not isinstance(node, ast.Constant) or place is None or place.line in without:
             continue
         own = source.text(node)
-        for step, text in enumerate(wrong_literals.of_type(source, function, type(node.value))[:6]):
+        for step, text in enumerate(
+            wrong_literals.literals_of_type(source, function, type(node.value))[:6]
+        ):
             if text != own:
                 yield step, place.with_text(text)
 

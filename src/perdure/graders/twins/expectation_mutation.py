@@ -198,7 +198,7 @@ def _whole(
     place = source.place(side)
     if place is None or not isinstance(value, ast.Constant):
         return
-    for text in wrong_literals.of_type(source, function, type(value.value)):
+    for text in wrong_literals.literals_of_type(source, function, type(value.value)):
         if text != source.text(value):
             yield _Change((place.with_text(text),), "literal instead of a variable", 5)
 

@@ -22,7 +22,7 @@ class Run:
     twins: tuple[Twin, ...] = ()
 
     @property
-    def twinned(self) -> frozenset[str]:
+    def twin_test_ids(self) -> frozenset[str]:
         """The FAIL_TO_PASS ids that are twins here."""
         return frozenset(test for twin in self.twins for test in twin.tests)
 

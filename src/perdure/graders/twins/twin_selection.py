@@ -299,8 +299,10 @@ async def _proven(bench: Bench, plain: Instance, twins: list[Twin]) -> list[Twin
         )
         with_gold = await bench.read(_statuses, gold)
         with_base = await bench.read(_statuses, base)
-        twinned = {test for twin in together for test in twin.tests}
-        others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in twinned]
+        twin_test_ids = {test for twin in together for test in twin.tests}
+        others = [
+            t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in twin_test_ids
+        ]
         if any(
             verdict_rules.status_of(t, with_gold) not in verdict_rules.P2P_PASSES for t in others
         ):

@@ -24,7 +24,7 @@ def is_decided(first: Ran) -> bool:
     """Whether a pair's second run could change neither the verdict nor the rewards."""
     if first.grade.outcome not in _RAN or not first.grade.fail_to_pass:
         return True  # tampered, timed out or killed: no test result counts
-    return not first.run.twinned and first.grade.outcome is Outcome.UNRESOLVED
+    return not first.run.twin_test_ids and first.grade.outcome is Outcome.UNRESOLVED
 
 
 def unverified(grade: Grade, reason: str) -> Grade:
@@ -57,7 +57,7 @@ def combined(instance: Instance, runs: Sequence[Ran]) -> Grade:
     return official.model_copy(update={"official": Outcome.RESOLVED, "verification": checked})
 
 
-def official_only(grade: Grade) -> Grade:
+def follow_official_verdict(grade: Grade) -> Grade:
     """The same grade for a request whose reward follows the official verdict."""
     if grade.official is not Outcome.RESOLVED or grade.outcome is Outcome.RESOLVED:
         return grade
@@ -72,10 +72,10 @@ def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
     if first.grade.outcome not in _RAN or not others:
         return first.grade
     second = others[0]
-    if second.grade.outcome not in _RAN and first.run.twinned:
+    if second.grade.outcome not in _RAN and first.run.twin_test_ids:
         return second.grade  # its originals did not run to their end
     f2p = {
-        test: (second if test in first.run.twinned else first).grade.fail_to_pass.get(
+        test: (second if test in first.run.twin_test_ids else first).grade.fail_to_pass.get(
             test, TestStatus.MISSING
         )
         for test in instance.grading.fail_to_pass
@@ -115,7 +115,7 @@ def _doubt(runs: Sequence[Ran]) -> "_Doubt | None":
 
 def _twins_of(ran: Ran) -> dict[str, TestStatus]:
     found = ran.grade.fail_to_pass
-    return {test: found.get(test, TestStatus.MISSING) for test in sorted(ran.run.twinned)}
+    return {test: found.get(test, TestStatus.MISSING) for test in sorted(ran.run.twin_test_ids)}
 
 
 def _originals_that_failed(later: Sequence[Ran]) -> list[str]:
@@ -123,7 +123,7 @@ def _originals_that_failed(later: Sequence[Ran]) -> list[str]:
         test
         for ran in later
         for test, status in ran.grade.fail_to_pass.items()
-        if test not in ran.run.twinned and status not in verdict_rules.F2P_PASSES
+        if test not in ran.run.twin_test_ids and status not in verdict_rules.F2P_PASSES
     ]
 
 

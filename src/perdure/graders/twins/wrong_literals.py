@@ -26,7 +26,7 @@ def replacements(source: Source, function: Function, leaf: ast.expr) -> Iterator
     if isinstance(value, str | bytes):
         yield from _other_text(source, function, leaf, place)
     elif place is not None:
-        for text in (*_other_value(value), *of_type(source, function, type(value))):
+        for text in (*_other_value(value), *literals_of_type(source, function, type(value))):
             if text != source.text(leaf):
                 yield place.with_text(text)
 
@@ -52,7 +52,7 @@ def _other_text(
     inner = [*_within(source, function, leaf)]
     whole: list[Edit] = []
     if place is not None and _is_one_token(source.text(leaf) or b""):
-        texts = of_type(source, function, type(leaf.value))[:40]
+        texts = literals_of_type(source, function, type(leaf.value))[:40]
         size = len(source.text(leaf) or b"")
         own = _shape(source.text(leaf) or b"")
         near = sorted(texts, key=lambda text: (_shape(text) != own, abs(len(text) - size)))
@@ -98,7 +98,7 @@ def _words(source: Source, function: Function) -> list[bytes]:
     return list(dict.fromkeys(word for _, word in sorted(found, key=lambda one: one[0])))
 
 
-def of_type(source: Source, function: Function, kind: type) -> list[bytes]:
+def literals_of_type(source: Source, function: Function, kind: type) -> list[bytes]:
     """Literals of this type: of the function first, then of added lines, then of the file."""
     found: list[tuple[int, bytes]] = []
     for line, value, text in source.texts_and_values:
@@ -125,7 +125,7 @@ def texts_unlike(
     for edit in _within(source, function, leaf):
         start = leaf.col_offset
         texts.append(written[: edit.start - start] + edit.text + written[edit.end - start :])
-    for text in (*texts[:4], *of_type(source, function, type(leaf.value))[:4]):
+    for text in (*texts[:4], *literals_of_type(source, function, type(leaf.value))[:4]):
         if text == written:
             continue
         try:

@@ -156,7 +156,7 @@ class Builder:
         return Built(candidate.instance_id, seconds, found.instance, found.report)
 
     async def _made(self, candidate: Candidate, facts: str) -> Calibrated:
-        instance = self.recipe.applied_to(await candidate.make(self.recipe.name, self.store))
+        instance = self.recipe.apply_defaults(await candidate.make(self.recipe.name, self.store))
         metadata = {**instance.metadata, DIGEST: facts}
         instance = instance.model_copy(update={"metadata": metadata})
         await self.environments.prepare(instance)

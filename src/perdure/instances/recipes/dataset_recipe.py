@@ -209,7 +209,7 @@ class Recipe(Request):
             raise ValueError(f"give exactly one of {names}")
         return self
 
-    def applied_to(self, instance: Instance) -> Instance:
+    def apply_defaults(self, instance: Instance) -> Instance:
         """The instance with this dataset's defaults. Values of the row itself win."""
         grading = instance.grading
         changes: dict[str, object] = {}

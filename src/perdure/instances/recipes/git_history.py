@@ -105,7 +105,7 @@ class CommitRow:
         gold = git_source.difference(url, commit.parent, commit.id, list(commit.gold))
         if (lines := gold.count(b"\n")) > MAX_GOLD_LINES:
             raise InstanceError(f"{commit.id} changes {lines} lines; the limit is {MAX_GOLD_LINES}")
-        left = git_source.existing(url, commit.id, list(commit.tests))
+        left = git_source.list_existing_paths(url, commit.id, list(commit.tests))
         command = path_purpose.pytest_command(left)
         if not command:
             raise InstanceError(f"{commit.id} removes the test modules that it changes")

@@ -93,7 +93,7 @@ def repository_of(series: PatchSeries) -> Path:
     """
     given = series.model_dump_json(include={"upstream", "packaging", "first"})
     digest = hashlib.sha256(given.encode()).hexdigest()[:16]
-    return git_source.made_once(f"patches-{digest}", functools.partial(_make, series))
+    return git_source.create_repository_once(f"patches-{digest}", functools.partial(_make, series))
 
 
 def _make(series: PatchSeries, folder: Path) -> None:

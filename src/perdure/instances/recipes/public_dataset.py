@@ -48,7 +48,7 @@ class PublicSet:
                 f"{instance.ref}: its fields select the grader {protocol!r}, but {self.recipe.name} "
                 f"allows only {', '.join(self.rows.graders)}: change the row or `rows.graders`"
             )
-        return self.recipe.applied_to(instance)
+        return self.recipe.apply_defaults(instance)
 
     def _stored(self) -> Iterator[NumberedRow]:
         rows = self.rows
@@ -64,6 +64,8 @@ class PublicSet:
         fields = {**self.rows.defaults, **row.fields}
         if not fields.get("data_source"):
             fields["data_source"] = self.rows.format
-        if self.rows.image != FROM_ROW and not any(fields.get(name) for name in image_rules.GIVEN):
+        if self.rows.image != FROM_ROW and not any(
+            fields.get(name) for name in image_rules.IMAGE_FIELDS
+        ):
             fields["image"] = image_rules.rule_named(self.rows.image)(Row(row.number, fields))
         return fields

@@ -19,7 +19,7 @@ def repository_of(package: str, versions: Sequence[str]) -> Path:
     """
     digest = hashlib.sha256(" ".join((package, *versions)).encode()).hexdigest()[:16]
     make = functools.partial(_make, package, versions)
-    return git_source.made_once(f"releases-{digest}", make)
+    return git_source.create_repository_once(f"releases-{digest}", make)
 
 
 def _make(package: str, versions: Sequence[str], folder: Path) -> None:

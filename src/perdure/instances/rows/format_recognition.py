@@ -91,7 +91,7 @@ def recognised(row: Row) -> str:
     return marked[0] if marked else _nearest(row)
 
 
-def given_id(row: Row) -> str:
+def read_instance_id(row: Row) -> str:
     """The instance id, if the row's format takes it from the field `instance_id`; otherwise empty,
     because only the conversion gives it."""
     try:
@@ -106,7 +106,7 @@ def given_id(row: Row) -> str:
         return ""
 
 
-def refuse_other_marks(row: Row, name: str) -> None:
+def refuse_ambiguous_format(row: Row, name: str) -> None:
     """Refuse a field that this format would ignore but by which another format grades.
 
     Raises: InstanceError naming both formats.

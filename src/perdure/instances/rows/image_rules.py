@@ -8,7 +8,7 @@ from collections.abc import Callable
 from perdure.errors import ConfigurationError
 from perdure.instances.rows.row_fields import Row
 
-GIVEN = ("image", "image_name", "docker_image", "image_url")
+IMAGE_FIELDS = ("image", "image_name", "docker_image", "image_url")
 """Fields that may name the image; rows of Scale-SWE, SWE-smith and R2E-Gym always have one."""
 
 Rule = Callable[[Row], str | None]
@@ -36,7 +36,7 @@ def rule_named(name: str) -> Rule:
 
 def given(row: Row) -> str | None:
     """The image that the row itself names."""
-    return next((name for field in GIVEN if (name := row.optional_text(field))), None)
+    return next((name for field in IMAGE_FIELDS if (name := row.optional_text(field))), None)
 
 
 def swebench(row: Row) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from perdure import variant_registry
-from perdure.instances.rows.format_recognition import recognised, refuse_other_marks
+from perdure.instances.rows.format_recognition import recognised, refuse_ambiguous_format
 from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance, slugify
 
@@ -47,7 +47,7 @@ def _reader_named(row: Row, source: str) -> Reader:
     if known in variant_registry.HANDLERS:
         return cast(Reader, variant_registry.HANDLERS[known].to_instance)
     if known is not None:
-        refuse_other_marks(row, known)
+        refuse_ambiguous_format(row, known)
         return cast(Reader, variant_registry.load("row format", variant_registry.ROWS, known))
     if ":" in source:
         return cast(Reader, variant_registry.load("handler", {}, source)().to_instance)

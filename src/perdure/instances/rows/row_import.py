@@ -11,7 +11,7 @@ from typing import NamedTuple
 from perdure.errors import InstanceError, RetryHere
 from perdure.instances import instance_catalog
 from perdure.instances.recipes.public_dataset import PublicSet
-from perdure.instances.rows.format_recognition import given_id
+from perdure.instances.rows.format_recognition import read_instance_id
 from perdure.instances.rows.row_choice import ALL, Choice
 from perdure.instances.rows.row_conversion import dataset_name, to_instance
 from perdure.instances.rows.row_fields import Row
@@ -225,7 +225,7 @@ def _listed(
 ) -> Iterator[ImportedRow]:
     """The rows of the source, with their state after earlier imports."""
     for place, row in enumerate(_read(source)):
-        given = "" if row.problem else given_id(Row(row.number, row.fields))
+        given = "" if row.problem else read_instance_id(Row(row.number, row.fields))
         known = earlier[place] if place < len(earlier) else ImportedRow(0, "", is_left=True)
         if known.is_left or given not in ("", known.instance_id):
             yield ImportedRow(row.number, given, is_left=True)

@@ -157,7 +157,7 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
             "reading a folder or the Hugging Face hub needs the package `datasets`: "
             f"{command_for_extra('instances')}"
         ) from None
-    away = "" if Path(name).is_dir() else hub_is_away()
+    away = "" if Path(name).is_dir() else hub_unreachable_reason()
     if away:  # online, the library would retry for minutes; its cache may have the rows
         process_environment.force({"HF_HUB_OFFLINE": "1"})
     import datasets
@@ -176,7 +176,7 @@ def _load(name: str, config: str | None = None, **options: Any) -> Any:
         raise ConfigurationError(f"cannot load {name!r}{asked}{where}: {error}") from error
 
 
-def hub_is_away() -> str:
+def hub_unreachable_reason() -> str:
     """Why the Hugging Face hub cannot be reached; empty if it can, or if a proxy is set."""
     proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     if any(process_environment.foreign(name) for name in proxies):

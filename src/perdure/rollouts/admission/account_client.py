@@ -12,7 +12,7 @@ from perdure.rollouts.stage_services import Services
 from perdure.types import AccountCaps, RolloutRequest
 
 
-class TellAccount(Protocol):
+class SignalAccount(Protocol):
     """Signal the workflow that keeps an account's permits. `ask` starts it if necessary."""
 
     def __call__(
@@ -30,11 +30,11 @@ class Admission:
     caps: AccountCaps | None
     account: str
     request: RolloutRequest
-    tell: TellAccount
+    tell: SignalAccount
 
     @classmethod
     def of(
-        cls, services: Services, provider: str, request: RolloutRequest, tell: TellAccount
+        cls, services: Services, provider: str, request: RolloutRequest, tell: SignalAccount
     ) -> "Admission":
         caps = services.caps(provider)
         account = services.provider(provider).account if caps is not None else ""

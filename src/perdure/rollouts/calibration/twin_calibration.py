@@ -8,7 +8,7 @@ from perdure.graders.image.image_setup import set_up_image
 from perdure.graders.twins.twin_selection import choose_twins
 from perdure.instances import calibration_record, instance_catalog
 from perdure.rollouts.activity_messages import Attempt, RowToConclude, RowTwins
-from perdure.rollouts.attempt_job import Job, Try
+from perdure.rollouts.attempt_job import ActivityAttempt, Job
 from perdure.rollouts.grade_stage import grading_spec
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.rollouts.stage_services import Services
@@ -16,7 +16,9 @@ from perdure.sandboxes.base import Sandbox, identity_of
 from perdure.types import CalibrationState, Twin
 
 
-async def choose(services: Services, asked: RowToConclude, this_try: Try, owner: str) -> RowTwins:
+async def choose(
+    services: Services, asked: RowToConclude, activity_attempt: ActivityAttempt, owner: str
+) -> RowTwins:
     """Add the twins to the row's record, or the reason why it has none. `owner`: the workflow that
     owns the sandboxes, so that two calibrations of one row do not kill each other's.
 
@@ -24,7 +26,7 @@ async def choose(services: Services, asked: RowToConclude, this_try: Try, owner:
     """
     row = await instance_catalog.load(services.store, asked.row.instance)
     rollout = asked.row.rollout(asked.calibration, "oracle", 0)
-    job = await Job.of(services, Attempt(request=rollout, attempt=1), this_try, first=True)
+    job = await Job.of(services, Attempt(request=rollout, attempt=1), activity_attempt, first=True)
     plan = job.grade_sandbox
     record = await calibration_record.read(services.store, row, plan.placement.provider)
     if record is None or record.state is not CalibrationState.PROVED:
@@ -40,7 +42,7 @@ async def choose(services: Services, asked: RowToConclude, this_try: Try, owner:
         )
         await plan.provider.kill(identity)  # an earlier try may have left it
         spec = await grading_spec(job, timeout_s, labels)
-        sandbox = await create_sandbox(this_try, plan.provider, spec, identity)
+        sandbox = await create_sandbox(activity_attempt, plan.provider, spec, identity)
         if spec.tree is None:
             await set_up_image(sandbox, proved)
         return sandbox

@@ -15,7 +15,7 @@ from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts import stage_checkpoints
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import CHECKPOINT, BootRecord
-from perdure.rollouts.gateway_session.replayed_attempt import most_recorded
+from perdure.rollouts.gateway_session.replayed_attempt import find_longest_recording
 from perdure.storage import store_keys
 from perdure.types import Frozen, RolloutRequest
 
@@ -24,7 +24,7 @@ NOTES_TAKE_S = 5.0
 """Seconds that gateways need after a store outage to note the calls that waited for the store."""
 
 
-class GatewayAway(Frozen):
+class GatewayOutage(Frozen):
     """The stage could not reach the gateway while its agent ran."""
 
     turns: int | None = None
@@ -51,7 +51,7 @@ class AgentSession:
         """
         if is_started:
             return await self._answered(await self._existing(self._found()))
-        if self._job.this_try.number > 1:
+        if self._job.activity_attempt.number > 1:
             try:
                 return await self._answered(self._whole(await self._found()))
             except NotFound:
@@ -111,24 +111,24 @@ class AgentSession:
         try:
             return await answer
         except GatewayUnavailable:
-            await self._note(GatewayAway())
+            await self._note(GatewayOutage())
             raise
 
-    async def _note(self, away: GatewayAway) -> None:
+    async def _note(self, away: GatewayOutage) -> None:
         services = self._job.services
         services.unwritten_away.add(self._away_key)
         await services.store.put(self._away_key, away.model_dump_json().encode())
         services.unwritten_away.discard(self._away_key)
 
-    async def _noted(self) -> GatewayAway | None:
+    async def _noted(self) -> GatewayOutage | None:
         if self._away_key in self._job.services.unwritten_away:
-            return GatewayAway()
-        return await self._job.read(AWAY, GatewayAway)
+            return GatewayOutage()
+        return await self._job.read(AWAY, GatewayOutage)
 
     async def close(self) -> SessionSummary:
         """Close the session of a started agent. Its `unanswered` is also set if the gateway has
         been unavailable since the last answer. Raises: AttemptDamaged."""
-        if self._job.this_try.number > 1:
+        if self._job.activity_attempt.number > 1:
             # The store may be back only now, and a closed session takes no more notes of calls.
             await asyncio.sleep(NOTES_TAKE_S)
         summary = await self._existing(self._known(self._gateway.close(self._id)))
@@ -143,7 +143,7 @@ class AgentSession:
         answer."""
         away = await self._noted()
         if away is not None and away.turns is None:
-            await self._note(GatewayAway(turns=summary.turns))
+            await self._note(GatewayOutage(turns=summary.turns))
         return summary
 
     @property
@@ -155,7 +155,7 @@ class AgentSession:
         job = self._job
         first = await _first_of_round(job)
         sessions = [job.session_of(number) for number in range(first, job.attempt)]
-        return await most_recorded(self._gateway, sessions)
+        return await find_longest_recording(self._gateway, sessions)
 
 
 def _damaged(what: str) -> AttemptDamaged:

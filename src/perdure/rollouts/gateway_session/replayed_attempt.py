@@ -9,7 +9,7 @@ from perdure.errors import NotFound
 from perdure.gateway.control_client import GatewayControl
 
 
-async def most_recorded(gateway: GatewayControl, session_ids: Sequence[str]) -> str | None:
+async def find_longest_recording(gateway: GatewayControl, session_ids: Sequence[str]) -> str | None:
     """The session that recorded the most turns, the later one of two equals; None if none has
     turns.
 

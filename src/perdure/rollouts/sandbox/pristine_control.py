@@ -29,7 +29,7 @@ async def sandboxes_work(job: Job) -> bool:
     except (PerdureError, OSError):  # TimeoutError is an OSError
         works = False
     if not works:
-        durable_files.check_again()  # finds a damaged environment, which is then rebuilt
+        durable_files.forget_checked_folders()  # finds a damaged environment, which is then rebuilt
     return works
 
 

@@ -16,7 +16,7 @@ from perdure.sandboxes.base import identity_of
 
 
 @asynccontextmanager
-async def kept_alive(services: Services, attempt: Attempt) -> AsyncIterator[None]:
+async def extend_ttl_on_store_outage(services: Services, attempt: Attempt) -> AsyncIterator[None]:
     try:
         yield
     except StoreUnavailable:

@@ -63,7 +63,7 @@ def names_missing_program(said: str) -> bool:
     return any(words in said.lower() for words in NO_PROGRAM)
 
 
-def lacks_programs(identity: str, said: str) -> InstanceError:
+def missing_programs_error(identity: str, said: str) -> InstanceError:
     return InstanceError(
         f"the image of sandbox {identity!r} lacks python3 or a shell tool: {said[-300:]}"
     )

@@ -38,7 +38,7 @@ from perdure.sandboxes.base import (
     SandboxSpec,
 )
 from perdure.sandboxes.guest.folder_archives import pack
-from perdure.sandboxes.guest.service_retries import again
+from perdure.sandboxes.guest.service_retries import retry_transient
 from perdure.sandboxes.host.exec_records import argv_digest
 from perdure.sandboxes.spec_validation import check_argv, check_exec_id, check_variables
 
@@ -175,7 +175,7 @@ class GuestSandbox(Sandbox):
         check_exec_id(exec_id)
         order = {"exec_id": exec_id, "stream": "out", "seconds": wait_s}
         size = min(PIECE, limit)
-        return await again(lambda: self._piece("output", offset, size, order))
+        return await retry_transient(lambda: self._piece("output", offset, size, order))
 
     async def signal(self, exec_id: str, signum: int) -> None:
         check_exec_id(exec_id)
@@ -197,7 +197,7 @@ class GuestSandbox(Sandbox):
             await self._guest("place", sha256=sha256, data=text, **order)
             return
         sha256 = await asyncio.to_thread(_digest, data)
-        await again(lambda: self._deliver("place", data, sha256=sha256, **order))
+        await retry_transient(lambda: self._deliver("place", data, sha256=sha256, **order))
 
     async def get(self, path: str, offset: int = 0, limit: int | None = None) -> bytes:
         return await self._range("read", offset, limit, path=path)
@@ -211,7 +211,7 @@ class GuestSandbox(Sandbox):
         targets += [spec.workdir] if spec.tree is not None else []
         settings = self._settings(spec)
         self._is_new = True
-        begun = await again(lambda: self._begin(targets, settings))
+        begun = await retry_transient(lambda: self._begin(targets, settings))
         self._is_new = False
         if begun["ready"]:
             return
@@ -268,7 +268,7 @@ class GuestSandbox(Sandbox):
     async def _unpack(self, folder: Path, target: str, *, agent_owned: bool) -> None:
         packed = await asyncio.to_thread(pack, folder, self._packs)
         order = {"target": target, "sha256": packed.sha256, "agent_owned": agent_owned}
-        await again(lambda: self._deliver("unpack", packed.path, **order))
+        await retry_transient(lambda: self._deliver("unpack", packed.path, **order))
 
     async def _deliver(self, op: str, data: bytes | Path, **order: Any) -> None:
         """Upload `data` for the guest to verify and use. An incomplete upload is sent again."""
@@ -291,7 +291,7 @@ class GuestSandbox(Sandbox):
 
     async def _guest(self, op: str, **order: Any) -> dict[str, Any]:
         """One operation of the guest, repeated until it is answered."""
-        return await again(lambda: self._guest_once(op, **order))
+        return await retry_transient(lambda: self._guest_once(op, **order))
 
     async def _guest_once(self, op: str, **order: Any) -> dict[str, Any]:
         call = {"op": op, **order}
@@ -366,7 +366,9 @@ class GuestSandbox(Sandbox):
         pieces, left = [], math.inf if limit is None else max(0, limit)
         while left > 0:
             size = int(min(PIECE, left))
-            piece = await again(lambda size=size, at=offset: self._piece(op, at, size, order))  # type: ignore[misc]
+            piece = await retry_transient(
+                lambda size=size, at=offset: self._piece(op, at, size, order)  # type: ignore[misc]
+            )
             pieces.append(piece)
             offset, left = offset + len(piece), left - len(piece)
             if len(piece) < size:

@@ -33,8 +33,8 @@ from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     Silences,
-    again,
-    lost,
+    retry_transient,
+    sandbox_lost_error,
     was_refused,
 )
 from perdure.sandboxes.spec_validation import check_identity
@@ -42,7 +42,7 @@ from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
 
 REQUEST_S = 60.0
-CALLED_OFF_S = 5.0
+CANCEL_GRACE_S = 5.0
 """Seconds that a cancelled create may take to end. After that its outcome is unknown."""
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class ServiceProvider(SandboxProvider):
 
     @abstractmethod
     async def _create(self, spec: SandboxSpec, identity: str) -> Sandbox:
-        """As `create`. It is cancelled only CALLED_OFF_S seconds after the caller was cancelled."""
+        """As `create`. It is cancelled only CANCEL_GRACE_S seconds after the caller was cancelled."""
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
@@ -99,10 +99,10 @@ class ServiceProvider(SandboxProvider):
     async def _call_off(self, making: asyncio.Task[Sandbox], identity: str) -> None:
         """Kill the sandbox that the create may have made. One that appears later has its identity,
         labels and deadline: the next activity attempt adopts it, or the reaper kills it."""
-        await asyncio.wait([making], timeout=CALLED_OFF_S)
+        await asyncio.wait([making], timeout=CANCEL_GRACE_S)
         making.cancel()
         try:
-            async with asyncio.timeout(CALLED_OFF_S):
+            async with asyncio.timeout(CANCEL_GRACE_S):
                 await asyncio.gather(making, return_exceptions=True)
                 await self.kill(identity)
         except (PerdureError, TimeoutError) as error:
@@ -128,7 +128,7 @@ class ServiceProvider(SandboxProvider):
         Raises: RateLimited; OutcomeUnknown when the answer to a create may have been lost.
         """
         try:
-            return await again(ask, wait_at_caps=self.waits_at_caps)
+            return await retry_transient(ask, wait_at_caps=self.waits_at_caps)
         except RateLimited:
             raise
         except ControlPlaneError as error:
@@ -216,7 +216,7 @@ class SdkSandbox(GuestSandbox):
     async def _call(
         self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
     ) -> T:
-        return await again(lambda: self._once(what, call, in_sandbox=in_sandbox))
+        return await retry_transient(lambda: self._once(what, call, in_sandbox=in_sandbox))
 
     async def _once(
         self, what: str, call: Callable[[], Awaitable[T]], *, in_sandbox: bool = True
@@ -234,7 +234,7 @@ class SdkSandbox(GuestSandbox):
                 raise found from error
             if isinstance(found, Missing | Conflict | ControlPlaneError):
                 if not await self._is_there(error, found, in_sandbox=in_sandbox):
-                    raise lost(self.provider.name, self.identity) from error
+                    raise sandbox_lost_error(self.provider.name, self.identity) from error
                 if not isinstance(found, ControlPlaneError):
                     raise ControlPlaneError(str(found)) from error
             raise found from error

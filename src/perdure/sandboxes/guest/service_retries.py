@@ -32,7 +32,7 @@ class Missing(PerdureError):
     """404 or the like. The caller knows whether the sandbox or only a path is missing."""
 
 
-async def again(
+async def retry_transient(
     call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, wait_at_caps: bool = True
 ) -> T:
     """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient."""
@@ -45,7 +45,9 @@ async def again(
     )
 
 
-async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]) -> T:
+async def treat_as_transient(
+    refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]
+) -> T:
     """Treat this refusal as transient. For example, a list cannot be missing: a proxy answered 404."""
     try:
         return await call()
@@ -53,7 +55,7 @@ async def passing(refusal: type[Conflict | Missing], call: Callable[[], Awaitabl
         raise ControlPlaneError(str(error)) from error
 
 
-async def confirmed(look: Callable[[], Awaitable[T]]) -> T:
+async def recheck_missing(look: Callable[[], Awaitable[T]]) -> T:
     """Look again after a 404: a service's reads lag behind its creates.
 
     Raises: Missing.
@@ -100,5 +102,5 @@ class Silences:
         return now - self._since.setdefault(sandbox_id, now)
 
 
-def lost(service: str, identity: str, why: object = "") -> SandboxLost:
+def sandbox_lost_error(service: str, identity: str, why: object = "") -> SandboxLost:
     return SandboxLost(f"{service} sandbox {identity!r} is gone; boot a new one {why}".strip())

@@ -35,7 +35,7 @@ from perdure.sandboxes.host.host_processes import ended, is_alive, one_ended
 from perdure.sandboxes.host.host_shortage import Refusals
 from perdure.sandboxes.host.keeper.process_killing import end_all, end_command, kill_group
 from perdure.sandboxes.host.procfs import below, marked
-from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.sandbox_teardown import destroy, lock_of
 from perdure.sandboxes.spec_validation import check_argv, check_variables
 
@@ -69,7 +69,7 @@ def _lost_with_its_folder(method: Method) -> Method:
 class HostSandbox(Sandbox):
     """A sandbox whose keeper runs on this host."""
 
-    def __init__(self, box: Box, meta: BoxMeta) -> None:
+    def __init__(self, box: SandboxFolder, meta: SandboxMeta) -> None:
         self.box = box
         self.meta = meta
         self.identity = box.identity

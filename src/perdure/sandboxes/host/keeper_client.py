@@ -15,7 +15,7 @@ from pathlib import Path
 from perdure.errors import Boundary, RetryHere
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_processes import reap
-from perdure.sandboxes.host.sandbox_folder import META, Box
+from perdure.sandboxes.host.sandbox_folder import META, SandboxFolder
 
 BOOT_TIMEOUT_S = 60.0
 
@@ -56,7 +56,7 @@ class Holder:
 
 
 async def start_keeper(
-    box: Box,
+    box: SandboxFolder,
     plan: cgroups.Plan,
     holder: Holder | None = None,
     gateway: tuple[int, Path] | None = None,

@@ -14,7 +14,7 @@ from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
 from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.root_folder import etc_digest, write_etc
-from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 
 GATEWAY_PORT = 18001
@@ -58,7 +58,7 @@ class NamespaceSandbox(HostSandbox):
 class NamespaceProvider(HostProvider):
     """Its sandboxes reach the gateway through a forwarder of their keeper."""
 
-    def _handle(self, box: Box, meta: BoxMeta) -> NamespaceSandbox:
+    def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> NamespaceSandbox:
         return NamespaceSandbox(box, meta)
 
     @cached_property
@@ -84,7 +84,7 @@ def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
 
 def overlay_option() -> str:
     """`redirect_dir`: without it a folder of the tree can be copied, but not renamed."""
-    return "userxattr" if needs_own_users() else "redirect_dir=on"
+    return "userxattr" if needs_user_namespace() else "redirect_dir=on"
 
 
 def resolver_of(network: Network) -> Path | None:
@@ -105,7 +105,7 @@ def enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:
 
 
 @cache
-def needs_own_users() -> bool:
+def needs_user_namespace() -> bool:
     """True when this process may not mount: then the keeper becomes root of a user namespace."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("CapEff:"))

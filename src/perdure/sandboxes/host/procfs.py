@@ -48,7 +48,7 @@ def runs(pid: int) -> bool:
     return bool(fields) and (fields[0] not in b"ZX" or int(fields[17]) > 1)
 
 
-def works(pid: int) -> bool:
+def is_busy(pid: int) -> bool:
     """Whether any of its threads runs, or waits for a core or a disk."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")

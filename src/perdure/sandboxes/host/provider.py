@@ -11,13 +11,19 @@ from pathlib import Path
 
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import NotFound, SandboxLost
-from perdure.home_folder import show_to_sandboxes
+from perdure.home_folder import make_readable_by_sandboxes
 from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, SandboxSpec
 from perdure.sandboxes.file_locks import locked
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_sandbox import HostSandbox
-from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, age_of, hidden_name
-from perdure.sandboxes.host.sandbox_teardown import GRAVE, destroy, lock_of
+from perdure.sandboxes.host.sandbox_folder import (
+    DRAFT,
+    SandboxFolder,
+    SandboxMeta,
+    age_of,
+    timestamped_name,
+)
+from perdure.sandboxes.host.sandbox_teardown import REMOVAL_PREFIX, destroy, lock_of
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings.settings_tree import Settings
 
@@ -36,7 +42,7 @@ class HostProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
-        box = Box(self.root / identity)
+        box = SandboxFolder(self.root / identity)
         async with locked(lock_of(box)):
             if box.ready:
                 return self._adopt(box)
@@ -50,7 +56,7 @@ class HostProvider(SandboxProvider):
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
-        box = Box(self.root / identity)
+        box = SandboxFolder(self.root / identity)
         with contextlib.suppress(FileNotFoundError):  # another process killed it just now
             if box.ready:
                 return self._adopt(box)
@@ -61,23 +67,23 @@ class HostProvider(SandboxProvider):
             return []
         await asyncio.to_thread(self._clear_leftovers)
         paths = sorted(path for path in self.root.iterdir() if not path.name.startswith("."))
-        found = [self._info(Box(path)) for path in paths]
+        found = [self._info(SandboxFolder(path)) for path in paths]
         wanted = (labels or {}).items()
         return [info for info in found if info is not None and wanted <= info.labels.items()]
 
     async def kill(self, identity: str) -> None:
         check_identity(identity)
-        box = Box(self.root / identity)
+        box = SandboxFolder(self.root / identity)
         async with locked(lock_of(box)):
             await destroy(box)
 
     # -- what differs by provider ---------------------------------------------------------------
 
     @abstractmethod
-    def _handle(self, box: Box, meta: BoxMeta) -> HostSandbox: ...
+    def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> HostSandbox: ...
 
     @abstractmethod
-    async def _boot(self, spec: SandboxSpec, box: Box) -> HostSandbox: ...
+    async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> HostSandbox: ...
 
     # -- helpers ----------------------------------------------------------------------------------
 
@@ -88,26 +94,26 @@ class HostProvider(SandboxProvider):
             with (self.root / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not is_whole(folder):
-                    draft = self.root / hidden_name(DRAFT)
+                    draft = self.root / timestamped_name(DRAFT)
                     write(draft)
-                    show_to_sandboxes(draft)
+                    make_readable_by_sandboxes(draft)
                     publish_folder(draft, folder)
         return folder
 
     def _clear_leftovers(self) -> None:
         """Remove folders whose creator or remover was killed. No process ever ran in them."""
-        for prefix in (DRAFT, GRAVE):
+        for prefix in (DRAFT, REMOVAL_PREFIX):
             for path in self.root.glob(f"{prefix}*"):
                 if age_of(path.name, prefix) > STALE_S:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def _adopt(self, box: Box) -> HostSandbox:
+    def _adopt(self, box: SandboxFolder) -> HostSandbox:
         sandbox = self._handle(box, box.meta())
         if not sandbox.alive:
             raise SandboxLost(f"{self.name} sandbox {box.identity!r} is dead; boot a new one")
         return sandbox
 
-    def _info(self, box: Box) -> SandboxInfo | None:
+    def _info(self, box: SandboxFolder) -> SandboxInfo | None:
         try:
             meta, expires = box.meta(), box.expires()
         except (FileNotFoundError, NotADirectoryError):
@@ -119,7 +125,7 @@ class HostProvider(SandboxProvider):
     def _meta(
         self,
         spec: SandboxSpec,
-        box: Box,
+        box: SandboxFolder,
         plan: cgroups.Plan,
         *,
         workdir: str,
@@ -127,8 +133,8 @@ class HostProvider(SandboxProvider):
         enforced: Mapping[str, str],
         paths: Mapping[str, str] | None = None,
         farewell: tuple[str, ...] = (),
-    ) -> BoxMeta:
-        return BoxMeta(
+    ) -> SandboxMeta:
+        return SandboxMeta(
             provider=self.name,
             identity=box.identity,
             created=time.time(),

@@ -23,7 +23,7 @@ META = "meta.json"
 """The file's modification time is the deadline."""
 
 
-def hidden_name(prefix: str) -> str:
+def timestamped_name(prefix: str) -> str:
     """A new name that contains the current monotonic time."""
     return f"{prefix}{time.monotonic():.0f}-{uuid4().hex}"
 
@@ -38,7 +38,7 @@ def age_of(name: str, prefix: str) -> float:
 
 
 @dataclass(frozen=True)
-class BoxMeta:
+class SandboxMeta:
     """Written once, before the boot, so that every process and cgroup can be found and killed."""
 
     provider: str
@@ -91,7 +91,7 @@ class Booted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Box:
+class SandboxFolder:
     """One sandbox's folder, `<root>/<identity>`."""
 
     path: Path
@@ -133,24 +133,24 @@ class Box:
     def alive(self) -> bool:
         return self.ready and all(map(is_alive, self.processes))
 
-    def lay_out(self, meta: BoxMeta, ttl_s: float) -> None:
+    def create_folder(self, meta: SandboxMeta, ttl_s: float) -> None:
         """Create the complete folder, by rename."""
-        draft = self.path.parent / hidden_name(DRAFT)
+        draft = self.path.parent / timestamped_name(DRAFT)
         draft.mkdir(mode=0o700, parents=True)
         for name in ("disk", "execs"):
             (draft / name).mkdir()
         os.mkfifo(draft / "requests", 0o600)
         (draft / META).write_text(json.dumps(vars(meta)))
-        Box(draft).extend(ttl_s)
+        SandboxFolder(draft).extend(ttl_s)
         draft.rename(self.path)
 
-    def meta(self) -> BoxMeta:
+    def meta(self) -> SandboxMeta:
         text = (self.path / META).read_text()
         if not text:  # after a power failure, so no process of the sandbox is alive
-            return BoxMeta("", self.identity, 0.0, "", {}, {}, 0, 0)
+            return SandboxMeta("", self.identity, 0.0, "", {}, {}, 0, 0)
         fields = json.loads(text)
         tuples = {name: tuple(fields.get(name, ())) for name in ("groups", "farewell")}
-        return BoxMeta(**{**fields, **tuples})
+        return SandboxMeta(**{**fields, **tuples})
 
     def expires(self) -> float:
         """Unix seconds. The file's time is on the monotonic clock, which all processes of a host

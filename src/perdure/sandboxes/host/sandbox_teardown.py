@@ -13,18 +13,18 @@ from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.exec_records import ExecRecord
 from perdure.sandboxes.host.host_processes import ProcessId, ended, is_alive, kill_process
 from perdure.sandboxes.host.procfs import marked
-from perdure.sandboxes.host.sandbox_folder import Box, hidden_name
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder, timestamped_name
 
-GRAVE = ".grave-"
+REMOVAL_PREFIX = ".grave-"
 """Prefix of a sandbox's folder while it is being removed."""
 
 
-def lock_of(box: Box) -> Path:
+def lock_of(box: SandboxFolder) -> Path:
     """The lock under which one process at a time boots or kills this sandbox."""
     return box.path.parent / ".locks" / box.identity
 
 
-async def destroy(box: Box) -> None:
+async def destroy(box: SandboxFolder) -> None:
     """End every process of the sandbox, then remove its cgroups and its folder.
 
     Raises: RetryHere while a killed process has not ended yet. The sandbox stays listed, so that a
@@ -47,19 +47,19 @@ async def destroy(box: Box) -> None:
     for process in (holder, keeper):
         if process is not None:
             await ended(process, 5.0)
-    await _bid_farewell(meta.farewell)
+    await _run_teardown_command(meta.farewell)
     if not await cgroups.remove(map(Path, meta.groups)):
         raise RetryHere(
             f"sandbox {box.identity!r} was killed, but its processes did not end within "
             f"{cgroups.BUSY_S:g} s",
             boundary=Boundary.SANDBOX,
         )
-    grave = box.path.with_name(hidden_name(GRAVE))
+    grave = box.path.with_name(timestamped_name(REMOVAL_PREFIX))
     box.path.rename(grave)  # every process sees it gone at once, however long the removal takes
     await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
 
 
-async def _bid_farewell(command: Sequence[str]) -> None:
+async def _run_teardown_command(command: Sequence[str]) -> None:
     """Ignores failures, because what the command removes may never have existed."""
     if command:
         process = await asyncio.create_subprocess_exec(
@@ -81,7 +81,7 @@ def _kill_session(keeper: ProcessId) -> bool:
     return True
 
 
-def _kill_commands(box: Box) -> None:
+def _kill_commands(box: SandboxFolder) -> None:
     for path in (box.path / "execs").iterdir():
         record = ExecRecord(path)
         if record.process is not None:

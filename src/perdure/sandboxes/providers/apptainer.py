@@ -27,11 +27,16 @@ from perdure.sandboxes.host.namespaces import (
     disk_of,
     enforced,
     gateway_of,
-    needs_own_users,
+    needs_user_namespace,
     resolver_of,
 )
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
-from perdure.sandboxes.host.sandbox_folder import DRAFT, Box, BoxMeta, hidden_name
+from perdure.sandboxes.host.sandbox_folder import (
+    DRAFT,
+    SandboxFolder,
+    SandboxMeta,
+    timestamped_name,
+)
 from perdure.sandboxes.host.sandbox_programs import program
 from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, printed
 from perdure.sandboxes.spec_validation import check_folders
@@ -91,7 +96,7 @@ class ApptainerProvider(NamespaceProvider):
             return [f"apptainer {found} is too old; install 1.1 or later"]
         return []
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> NamespaceSandbox:
+    async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
         check_folders(spec)
         image = await self._root_of(spec)
         variables = await self._variables(image) if spec.image else {}
@@ -105,22 +110,22 @@ class ApptainerProvider(NamespaceProvider):
             enforced=enforced(plan, spec),
             farewell=tuple(stop_command(self._binary, _name(box))),
         )
-        box.lay_out(meta, spec.ttl_s)
+        box.create_folder(meta, spec.ttl_s)
         holder = Holder(
             tuple(self.command_over(image, spec, box)),
             *disk_of(spec),
             pid_file=str(box.path / "pid"),
         )
-        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_own_users())
+        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
         return self._handle(box, meta)
 
-    def command_over(self, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
+    def command_over(self, image: Path, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         """The command that the keeper runs in the sandbox's folder after mounting the disk."""
         start = shlex.join(start_command(self._binary, image, spec, box))
         script = HOLD.format(start=start, stop=shlex.join(stop_command(self._binary, _name(box))))
         return ["/usr/bin/env", f"PERDURE_BOX={box.path}", *_settings(), "sh", "-c", script]
 
-    def _handle(self, box: Box, meta: BoxMeta) -> ApptainerSandbox:
+    def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> ApptainerSandbox:
         return ApptainerSandbox(box, meta)
 
     # -- images -----------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ class ApptainerProvider(NamespaceProvider):
         shutil.copytree(self._etc, folder / "etc", symlinks=True, dirs_exist_ok=True)
 
 
-def start_command(binary: str, image: Path, spec: SandboxSpec, box: Box) -> list[str]:
+def start_command(binary: str, image: Path, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
     """`apptainer instance start` of one sandbox, in the box's folder."""
     disk = box.path / "disk"
     mounts = [
@@ -179,7 +184,7 @@ def start_command(binary: str, image: Path, spec: SandboxSpec, box: Box) -> list
     resolver = resolver_of(spec.network)
     return [
         *(binary, "instance", "start", "--containall", "--cleanenv", "--no-home"),
-        *(["--userns"] if os.geteuid() or needs_own_users() else ["--no-privs"]),
+        *(["--userns"] if os.geteuid() or needs_user_namespace() else ["--no-privs"]),
         *(*network, "--hostname", "sandbox"),
         *("--overlay", str(disk / "over"), "--workdir", str(disk / "session")),
         *(part for bind in binds for part in ("--bind", bind)),
@@ -198,7 +203,7 @@ def stop_command(binary: str, name: str) -> list[str]:
 def _build(binary: str, mirrored: str, folder: Path) -> str:
     """Unpack under a draft name, then rename, so that a folder named `folder` is complete."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = folder.with_name(hidden_name(DRAFT))
+    draft = folder.with_name(timestamped_name(DRAFT))
     try:
         _apptainer(binary, "build", "--sandbox", str(draft), f"docker://{mirrored}")
         publish_folder(draft, folder)
@@ -226,7 +231,7 @@ def _settings() -> list[str]:
     return [f"PATH={SYSTEM_PATH}", *process_environment.assignments(names)]
 
 
-def _name(box: Box) -> str:
+def _name(box: SandboxFolder) -> str:
     return cgroups.group_name(box.path)
 
 

@@ -22,12 +22,12 @@ from perdure.sandboxes.host.namespaces import (
     disk_of,
     enforced,
     gateway_of,
-    needs_own_users,
+    needs_user_namespace,
     overlay_option,
     resolver_of,
 )
 from perdure.sandboxes.host.root_folder import LINKED
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.spec_validation import check_folders
 
@@ -54,7 +54,7 @@ class BubblewrapProvider(NamespaceProvider):
             missing.append(refusal)
         return missing
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> NamespaceSandbox:
+    async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
         check_folders(spec)
         plan = cgroups.plan(box.path, spec.limits)
         meta = self._meta(
@@ -65,17 +65,17 @@ class BubblewrapProvider(NamespaceProvider):
             env={**ENVIRONMENT, **spec.env},
             enforced=enforced(plan, spec),
         )
-        box.lay_out(meta, spec.ttl_s)
+        box.create_folder(meta, spec.ttl_s)
         holder = self._with_own_user(
             spec, Holder(tuple(self.command(spec, box)), *disk_of(spec), kills=True)
         )
-        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_own_users())
+        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
         return self._handle(box, meta)
 
     def _with_own_user(self, spec: SandboxSpec, holder: Holder) -> Holder:
         """Give the sandbox its own user if this process is root and overlays show mapped owners."""
         first = self.settings.sandbox.user_ids
-        if not first or os.geteuid() or needs_own_users() or _kernel() < OVERLAYS_MAP_OWNERS:
+        if not first or os.geteuid() or needs_user_namespace() or _kernel() < OVERLAYS_MAP_OWNERS:
             return holder
         at = holder.argv.index(WORKERS_USER[0])
         own = (*holder.argv[:at], *OWN_USER, *holder.argv[at + len(WORKERS_USER) :])
@@ -84,7 +84,7 @@ class BubblewrapProvider(NamespaceProvider):
             holder, own_argv=own, user_ids=first, paths=tuple(dict.fromkeys(map(str, paths)))
         )
 
-    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+    def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         """The `bwrap` command that makes this sandbox once its disk is mounted."""
         return _bwrap(spec, box, self._etc)
 
@@ -92,7 +92,7 @@ class BubblewrapProvider(NamespaceProvider):
 # -- the command that the keeper runs ---------------------------------------------------------------
 
 
-def _bwrap(spec: SandboxSpec, box: Box, etc: Path) -> list[str]:
+def _bwrap(spec: SandboxSpec, box: SandboxFolder, etc: Path) -> list[str]:
     disk = box.path / "disk"
     resolver = resolver_of(spec.network)
     share = [] if resolver else ["--unshare-net"]
@@ -176,7 +176,7 @@ def _mount_binds(mounts: Iterable[Mount]) -> list[str]:
 
 def _refusal() -> str | None:
     """Try the namespaces and the overlay once. If they are refused, the reason in one line."""
-    users = ["--user", "--map-root-user"] if needs_own_users() else []
+    users = ["--user", "--map-root-user"] if needs_user_namespace() else []
     extra = overlay_option()
     script = (
         "cd /tmp && mount -t tmpfs tmpfs /tmp && mkdir /tmp/l /tmp/u /tmp/w /tmp/t && "

@@ -25,7 +25,7 @@ from perdure.sandboxes.host.host_sandbox import HostSandbox
 from perdure.sandboxes.host.keeper.full_disk import is_full
 from perdure.sandboxes.host.keeper_client import start_keeper
 from perdure.sandboxes.host.provider import HostProvider
-from perdure.sandboxes.host.sandbox_folder import Box, BoxMeta
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 from perdure.types import Limits
 
@@ -38,7 +38,7 @@ OWN_FOLDERS = ("tree", "home", "tmp")
 class LocalSandbox(HostSandbox):
     """A folder and a keeper. `workdir` is the real folder, not the path that the spec names."""
 
-    def __init__(self, box: Box, meta: BoxMeta) -> None:
+    def __init__(self, box: SandboxFolder, meta: SandboxMeta) -> None:
         super().__init__(box, meta)
         self.tmp = str(box.path / "tmp")
 
@@ -108,7 +108,7 @@ class LocalProvider(HostProvider):
             "bubblewrap"
         ]
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> LocalSandbox:
+    async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> LocalSandbox:
         for refusal in self.check():
             raise ConfigurationError(refusal)
         _check_room(box)
@@ -127,7 +127,7 @@ class LocalProvider(HostProvider):
             enforced=_enforced(plan, spec.limits),
             paths=_paths(spec, box),
         )
-        box.lay_out(meta, spec.ttl_s)
+        box.create_folder(meta, spec.ttl_s)
         for name in OWN_FOLDERS[1:]:
             (box.path / name).mkdir()
         await asyncio.to_thread(_copy_tree, spec.tree, box.path / "tree")
@@ -135,11 +135,11 @@ class LocalProvider(HostProvider):
         await start_keeper(box, plan, gateway=gateway)
         return self._handle(box, meta)
 
-    def _handle(self, box: Box, meta: BoxMeta) -> LocalSandbox:
+    def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> LocalSandbox:
         return LocalSandbox(box, meta)
 
 
-def _environment(box: Box) -> Mapping[str, str]:
+def _environment(box: SandboxFolder) -> Mapping[str, str]:
     return {
         "HOME": str(box.path / "home"),
         "LANG": "C.UTF-8",
@@ -148,7 +148,7 @@ def _environment(box: Box) -> Mapping[str, str]:
     }
 
 
-def _paths(spec: SandboxSpec, box: Box) -> dict[str, str]:
+def _paths(spec: SandboxSpec, box: SandboxFolder) -> dict[str, str]:
     paths = {spec.workdir: str(box.path / "tree")}
     for mount in spec.mounts:
         if not mount.source.exists():
@@ -180,7 +180,7 @@ def _copy_tree(tree: Path | None, target: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target)) from None
 
 
-def _check_room(box: Box) -> None:
+def _check_room(box: SandboxFolder) -> None:
     """Raises: OSError when the disk is full, because commands there would fail at their writes."""
     box.path.parent.mkdir(parents=True, exist_ok=True)
     if is_full(str(box.path.parent)):

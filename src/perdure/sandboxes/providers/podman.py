@@ -29,7 +29,7 @@ from perdure.sandboxes.host.namespaces import (
     gateway_of,
 )
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
-from perdure.sandboxes.host.sandbox_folder import Box
+from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, printed
 from perdure.sandboxes.spec_validation import check_folders
@@ -56,7 +56,7 @@ class PodmanProvider(NamespaceProvider):
             missing.append(f"podman cannot run a container: {found}; install runc or crun")
         return missing
 
-    async def _boot(self, spec: SandboxSpec, box: Box) -> NamespaceSandbox:
+    async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
         check_folders(spec)
         image = None if spec.image is None else await self._image(spec.image)
         plan = cgroups.plan(box.path, spec.limits)
@@ -70,7 +70,7 @@ class PodmanProvider(NamespaceProvider):
             enforced=enforced(plan, spec),
             farewell=(program("podman"), "rm", "--force", "--ignore", "--time", "0", _name(box)),
         )
-        box.lay_out(meta, spec.ttl_s)
+        box.create_folder(meta, spec.ttl_s)
         lower = self._skeleton if image is None else image.root
         disk, overlay = disk_of(spec)
         root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
@@ -83,7 +83,7 @@ class PodmanProvider(NamespaceProvider):
         await start_keeper(box, plan, holder, gateway_of(spec))
         return self._handle(box, meta)
 
-    def command(self, spec: SandboxSpec, box: Box) -> list[str]:
+    def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
         disk = box.path / "disk"
         mounts = [
             *(() if spec.image else self._programs()),
@@ -229,7 +229,7 @@ def _variables() -> list[str]:
 
 
 def _in_own_users(
-    command: Sequence[str], box: Box, disk: str, overlay: str | None, root: str
+    command: Sequence[str], box: SandboxFolder, disk: str, overlay: str | None, root: str
 ) -> list[str]:
     """For an ordinary user, who may mount the sandbox's disk only in podman's user namespace."""
     folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
@@ -249,7 +249,7 @@ def _in_own_users(
     ]
 
 
-def _name(box: Box) -> str:
+def _name(box: SandboxFolder) -> str:
     return cgroups.group_name(box.path)
 
 

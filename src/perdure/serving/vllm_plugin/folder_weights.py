@@ -36,7 +36,7 @@ class Folder(WeightTransferUpdateInfo):
     path: str = ""
 
 
-class FromFolder(WeightTransferEngine[NoInit, Folder]):
+class FolderWeightTransferEngine(WeightTransferEngine[NoInit, Folder]):
     """Loads a checkpoint into the running model, with vLLM's own loader."""
 
     init_info_cls = NoInit

@@ -20,4 +20,4 @@ def register() -> None:
         return  # a vLLM without weight transfer reports itself that the backend is unknown
 
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FromFolder")
+        WeightTransferEngineFactory.register_engine(BACKEND, MODULE, "FolderWeightTransferEngine")

@@ -70,7 +70,7 @@ class NodeWorker:
         We stop the worker first: the answer is final only when nothing polls any more.
         """
         await self.stop()
-        if self._seats.agents() or await home_providers.any_alive(self._settings):
+        if self._seats.agents() or await home_providers.has_live_sandboxes(self._settings):
             self._keeping = asyncio.create_task(self._keep())
             return False
         await asyncio.to_thread(host_life.end, self._settings)

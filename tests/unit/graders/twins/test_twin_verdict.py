@@ -9,7 +9,7 @@ from perdure.graders.diff.patch_filter import filter_patch
 from perdure.graders.protocols import multi_swe
 from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_draw import Run
-from perdure.graders.twins.twin_verdict import Ran, combined, official_only
+from perdure.graders.twins.twin_verdict import Ran, combined, follow_official_verdict
 from perdure.graders.verdict_rules import make_grade, score
 from perdure.testing.grader_contract import FAIL_TO_PASS, PASS_TO_PASS, tiny_instance
 from perdure.types import Grade, Instance, Outcome, Rewards, TestStatus
@@ -61,8 +61,10 @@ def test_a_twin_that_passes_exposes_a_forgery() -> None:
     )
     assert found.verification is not None
     assert found.verification.state == "exposed"
-    assert official_only(found).outcome is Outcome.RESOLVED
-    assert official_only(found).rewards.model_dump() == dict.fromkeys(Rewards.model_fields, 1.0)
+    assert follow_official_verdict(found).outcome is Outcome.RESOLVED
+    assert follow_official_verdict(found).rewards.model_dump() == dict.fromkeys(
+        Rewards.model_fields, 1.0
+    )
 
 
 def test_a_twin_that_did_not_run_is_no_failure_of_a_twin() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from perdure.cli.commands.engines.engine_options import ADDRESS, WEIGHT
-from perdure.cli.console import answer, json_option, me, say
+from perdure.cli.console import answer, invoked_command, json_option, say
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
@@ -250,9 +250,11 @@ async def _log_end(settings: Settings, replica: int, address: str) -> bytes:
 
     actor = replica_manager.find(home_roster_key(settings))
     if actor is None:
-        raise NotFound(f"no replicas: start some with `{me()} engines up --model M`")
+        raise NotFound(f"no replicas: start some with `{invoked_command()} engines up --model M`")
     status = PoolStatus.model_validate_json(await actor.status.remote())
     if replica not in {one.index for one in status.replicas}:
-        raise NotFound(f"no replica {replica}: `{me()} engines list` shows their numbers")
+        raise NotFound(
+            f"no replica {replica}: `{invoked_command()} engines list` shows their numbers"
+        )
     log: bytes = await actor.tail.remote(replica)
     return log

@@ -9,7 +9,7 @@ from typing import Literal
 import click
 
 from perdure.cli.commands.engines.engine_options import NAME, WEIGHT
-from perdure.cli.console import answer, json_option, me
+from perdure.cli.console import answer, invoked_command, json_option
 from perdure.settings.settings_loader import load_settings
 from perdure.stack import stack_lifecycle
 
@@ -49,14 +49,17 @@ def list_(as_json: bool) -> None:
             f"version {version}  weight {record.weight:g}  {note}".rstrip()
         )
     if not known and not status.replicas:
-        add, up = f"{me()} engines add URL", f"{me()} engines up --model M"
+        add, up = (
+            f"{invoked_command()} engines add URL",
+            f"{invoked_command()} engines up --model M",
+        )
         click.echo(f"No engines: add one with `{add}`, or start some with `{up}`")
     if status.replicas:
         print_replicas(status)
         if (silent_s := time.time() - status.at) > SILENT_S:
             click.echo(
                 f"The engine manager last wrote this {silent_s / 60:.0f} min ago: "
-                f"restart it with `{me()} engines up`"
+                f"restart it with `{invoked_command()} engines up`"
             )
     if known and (state is not None or settings.gateway.url):
         gateway = state.gateway_url if state is not None else settings.gateway.url

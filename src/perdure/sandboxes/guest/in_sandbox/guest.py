@@ -28,7 +28,7 @@ else:  # in the sandbox they are in the folder of this file
 
 
 MARK = "perdure-answer:"
-BRINGING = ("begin", "place", "ready", "unpack")
+UPLOAD_OPERATIONS = ("begin", "place", "ready", "unpack")
 """Operations that write what the host sends."""
 
 
@@ -56,7 +56,7 @@ def refusal(op: str, code: int | None) -> str:
     small for our uploads is a configuration error (os)."""
     if code in files.PASSING:
         return "busy"
-    return "full" if code in files.FULL and op not in BRINGING else "os"
+    return "full" if code in files.FULL and op not in UPLOAD_OPERATIONS else "os"
 
 
 def begin(targets: list[str], settings: Answer | None) -> Answer:

@@ -36,7 +36,7 @@ def main() -> None:
     born = _version()
     guest = __import__("guest")
     _print(guest.answer(sys.argv[1]))
-    _leave_resident(guest.answer, born, silent)
+    _start_resident(guest.answer, born, silent)
 
 
 def _print(answer: str) -> None:
@@ -77,7 +77,7 @@ def _asked(order: str) -> "str | None":
 # -- the resident ---------------------------------------------------------------------------------
 
 
-def _leave_resident(answer: "Callable[[str], str]", born: object, replace_silent: bool) -> None:
+def _start_resident(answer: "Callable[[str], str]", born: object, replace_silent: bool) -> None:
     """Start a resident, and return when it listens or is not needed. `replace_silent`: kill one that
     does not answer."""
     import os
@@ -90,7 +90,7 @@ def _leave_resident(answer: "Callable[[str], str]", born: object, replace_silent
             os.close(reading)
             os.setsid()
             if os.fork() == 0:
-                _reside(answer, born, replace_silent, writing)
+                _run_resident(answer, born, replace_silent, writing)
         finally:
             os._exit(0)
     os.close(writing)
@@ -99,7 +99,9 @@ def _leave_resident(answer: "Callable[[str], str]", born: object, replace_silent
     os.close(reading)
 
 
-def _reside(answer: "Callable[[str], str]", born: object, replace_silent: bool, told: int) -> None:
+def _run_resident(
+    answer: "Callable[[str], str]", born: object, replace_silent: bool, told: int
+) -> None:
     import os
     import socket
 

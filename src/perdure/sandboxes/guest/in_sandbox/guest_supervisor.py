@@ -111,7 +111,7 @@ def become(folder: str, order: Answer, settings: Answer) -> None:
         os.setgid(gid)
         os.setuid(uid)
     if seal is not None:
-        shed_privileges(seal)
+        drop_privileges(seal)
     env = dict(settings["env"], PERDURE_EXEC=order["token"])
     env.update(order["env"])
     cwd = os.path.join(settings["workdir"], order["cwd"] or "")
@@ -138,7 +138,7 @@ def bound_capabilities() -> None:
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
-def shed_privileges(filters: dict[str, str]) -> None:
+def drop_privileges(filters: dict[str, str]) -> None:
     """Drop capabilities and filter system calls, irrevocably, for this process and its children."""
     import ctypes
 

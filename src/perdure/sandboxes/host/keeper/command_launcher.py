@@ -21,15 +21,15 @@ CANNOT_START, CANNOT_EXECUTE, NOT_FOUND = 125, 126, 127
 """Exit codes of a command that could not be executed, as `env` uses them."""
 
 _INSIDE = (
-    linux_syscalls.NEW_MOUNTS
-    | linux_syscalls.NEW_PIDS
-    | linux_syscalls.NEW_IPC
-    | linux_syscalls.NEW_HOSTNAME
+    linux_syscalls.CLONE_NEWNS
+    | linux_syscalls.CLONE_NEWPID
+    | linux_syscalls.CLONE_NEWIPC
+    | linux_syscalls.CLONE_NEWUTS
 )
 _TO_COMPARE = (
-    ("net", linux_syscalls.NEW_NETWORK),
-    ("user", linux_syscalls.NEW_USERS),
-    ("cgroup", linux_syscalls.NEW_CGROUPS),
+    ("net", linux_syscalls.CLONE_NEWNET),
+    ("user", linux_syscalls.CLONE_NEWUSER),
+    ("cgroup", linux_syscalls.CLONE_NEWCGROUP),
 )
 _NO_BIRTH_IN_GROUP = (
     errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP, errno.EBUSY, errno.EPERM, errno.E2BIG
@@ -40,7 +40,7 @@ _TO_DEFAULT = (
 )  # fmt: skip
 
 
-TOLD_TO_ROOT = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
+MASKED_PROC_FILES = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
 """Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 """Device nodes of the host that commands may use but not change. Their owner could otherwise change
@@ -93,15 +93,17 @@ class Launcher:
         for name, flag in _TO_COMPARE:
             own, theirs = (os.readlink(f"/proc/{pid}/ns/{name}") for pid in ("self", holder))
             others |= flag if own != theirs else 0
-        self._last_to_enter = others & (linux_syscalls.NEW_USERS | linux_syscalls.NEW_CGROUPS)
+        self._last_to_enter = others & (
+            linux_syscalls.CLONE_NEWUSER | linux_syscalls.CLONE_NEWCGROUP
+        )
         # the holder's folder is the workdir, a mount point that no command can replace
         folder = os.open(f"/proc/{holder}/cwd", os.O_PATH)
         terminals = kernel_quotas.terminals_of(holder)
         settings = os.open("/proc/sys", os.O_PATH)
-        first = linux_syscalls.users_to_enter_first(holder)
+        first = linux_syscalls.user_namespace_flag(holder)
         self._last_to_enter &= ~first
-        linux_syscalls.enter(self._holder, first | _INSIDE | others & linux_syscalls.NEW_NETWORK)
-        if self._last_to_enter & linux_syscalls.NEW_USERS and not self._becomes_agent:
+        linux_syscalls.enter(self._holder, first | _INSIDE | others & linux_syscalls.CLONE_NEWNET)
+        if self._last_to_enter & linux_syscalls.CLONE_NEWUSER and not self._becomes_agent:
             self._bound_inotify(settings)
         _seal()
         if terminals is not None:
@@ -115,7 +117,7 @@ class Launcher:
         pid = os.fork()
         if pid == 0:
             try:
-                linux_syscalls.enter(self._holder, linux_syscalls.NEW_USERS)
+                linux_syscalls.enter(self._holder, linux_syscalls.CLONE_NEWUSER)
                 kernel_quotas.bound_inotify(settings)
                 os._exit(0)
             finally:
@@ -169,14 +171,14 @@ class Launcher:
             number, value = map(int, limit.split(b"="))
             resource.setrlimit(number, (value, value))
         if self._holder is not None:
-            alone = self._last_to_enter & linux_syscalls.NEW_USERS
+            alone = self._last_to_enter & linux_syscalls.CLONE_NEWUSER
             kernel_quotas.bound_user(
                 kernel_quotas.SHARES if alone else kernel_quotas.SHARES_OF_MANY
             )
             linux_syscalls.drop_capabilities()
             if self._becomes_agent:
                 become_agent()
-            linux_syscalls.refuse_calls(FILTER)
+            linux_syscalls.install_seccomp_filter(FILTER)
         _execute(argv, env)
 
 
@@ -186,7 +188,7 @@ def _seal() -> None:
     takes one system call here; `bwrap` takes three, and reads the list of all mounts again."""
     if os.statvfs("/dev").f_flag & linux_syscalls.MS_RDONLY:  # the container runtime has done it
         return
-    for name in TOLD_TO_ROOT:
+    for name in MASKED_PROC_FILES:
         if os.path.exists(f"/proc/{name}"):
             linux_syscalls.mount("/dev/null", f"/proc/{name}", "", linux_syscalls.MS_BIND, "")
     own = os.stat("/dev").st_dev

@@ -3,13 +3,13 @@
 import ctypes
 import os
 
-NEW_MOUNTS = 0x00020000
-NEW_CGROUPS = 0x02000000
-NEW_HOSTNAME = 0x04000000
-NEW_IPC = 0x08000000
-NEW_USERS = 0x10000000
-NEW_PIDS = 0x20000000
-NEW_NETWORK = 0x40000000
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT = 0x1, 0x2, 0x4, 0x20
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -53,12 +53,12 @@ def enter(pidfd: int, flags: int) -> None:
     _call("setns", ctypes.c_int(pidfd), ctypes.c_int(flags))
 
 
-def users_to_enter_first(pid: int) -> int:
-    """NEW_USERS if this process must enter the user namespace of `pid` before the others; or 0."""
+def user_namespace_flag(pid: int) -> int:
+    """CLONE_NEWUSER if this process must enter the user namespace of `pid` before the others; or 0."""
     with open("/proc/self/status", "rb") as file:
         effective = next(line for line in file if line.startswith(b"CapEff:")).split()[1]
     same = os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{pid}/ns/user")
-    return 0 if same or int(effective, 16) >> _CAP_SYS_ADMIN & 1 else NEW_USERS
+    return 0 if same or int(effective, 16) >> _CAP_SYS_ADMIN & 1 else CLONE_NEWUSER
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str) -> None:
@@ -148,7 +148,7 @@ def drop_capabilities(kept: frozenset[int] = frozenset()) -> None:
             return  # beyond the kernel's last capability
 
 
-def refuse_calls(instructions: bytes) -> None:
+def install_seccomp_filter(instructions: bytes) -> None:
     """Install a system-call filter, irrevocably, for this process and all its children."""
     zeros = [ctypes.c_ulong(0)] * 3
     _call("prctl", ctypes.c_int(_PR_SET_NO_NEW_PRIVS), ctypes.c_ulong(1), *zeros)
@@ -157,10 +157,10 @@ def refuse_calls(instructions: bytes) -> None:
     _call("prctl", ctypes.c_int(_PR_SET_SECCOMP), mode, ctypes.byref(program))
 
 
-def become_root_of_own_users() -> None:
+def enter_new_user_namespace() -> None:
     """Enter a new user namespace, where the process may mount. Outside, its rights do not change."""
     user, group = os.geteuid(), os.getegid()
-    unshare(NEW_USERS)
+    unshare(CLONE_NEWUSER)
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"0 {user} 1"),

@@ -35,7 +35,7 @@ def become_holder(
 
 
 def _mount_disk(holder: dict[str, object], user: OwnUser | None) -> None:
-    linux_syscalls.unshare(linux_syscalls.NEW_MOUNTS)
+    linux_syscalls.unshare(linux_syscalls.CLONE_NEWNS)
     linux_syscalls.mount("none", "/", "", linux_syscalls.MS_REC | linux_syscalls.MS_PRIVATE, "")
     if user:
         user.mount_over()

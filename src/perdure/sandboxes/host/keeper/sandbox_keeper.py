@@ -57,7 +57,7 @@ def keep(line: socket) -> None:
     with open("keeper", "x") as file:
         file.write(f"{os.getpid()} {procfs.started_at(os.getpid())}\n")
     if order["own_users"]:
-        linux_syscalls.become_root_of_own_users()
+        linux_syscalls.enter_new_user_namespace()
     keeper = Keeper(order, line)
     keeper.boot()
     line.sendall(b"ready\n")
@@ -263,8 +263,8 @@ class Keeper:
                 signal.set_wakeup_fd(-1)
                 self._line.close()
                 if self._holder:
-                    users = linux_syscalls.users_to_enter_first(self._holder)
-                    linux_syscalls.enter(self._holder_fd, users | linux_syscalls.NEW_NETWORK)
+                    users = linux_syscalls.user_namespace_flag(self._holder)
+                    linux_syscalls.enter(self._holder_fd, users | linux_syscalls.CLONE_NEWNET)
                 gateway_forwarder.serve(port, path, tell=writer, groups=self._helpers_groups())
             except Exception as error:
                 _log(error)

@@ -107,12 +107,12 @@ def _namespaces(user: int) -> tuple[int, int]:
 
 def _make_namespaces(user: int, hear: int, tell: int) -> None:
     linux_syscalls.become_user_with_capabilities(user)
-    linux_syscalls.unshare(linux_syscalls.NEW_USERS)
+    linux_syscalls.unshare(linux_syscalls.CLONE_NEWUSER)
     os.write(tell, b"+")
     os.read(hear, 1)
     settings = os.open("/proc/sys", os.O_PATH | os.O_CLOEXEC)
     kernel_quotas.bound_inotify(settings)
     os.close(settings)
-    linux_syscalls.become_root_of_own_users()
+    linux_syscalls.enter_new_user_namespace()
     os.write(tell, b"+")
     os.read(hear, 1)

@@ -29,10 +29,10 @@ from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
-    again,
-    confirmed,
-    lost,
-    passing,
+    recheck_missing,
+    retry_transient,
+    sandbox_lost_error,
+    treat_as_transient,
 )
 from perdure.sandboxes.providers.daytona.daytona_client import client, unread_file
 from perdure.sandboxes.providers.daytona.daytona_errors import typed
@@ -185,7 +185,9 @@ class DaytonaProvider(SdkProvider):
                     if not name.startswith(OWN) and name != "code-toolbox-language"
                 },
             )
-            for sdk in await again(lambda: passing(Missing, lambda: self._once("list", found)))
+            for sdk in await retry_transient(
+                lambda: treat_as_transient(Missing, lambda: self._once("list", found))
+            )
             if _state(sdk) not in GONE
         ]
 
@@ -198,7 +200,9 @@ class DaytonaProvider(SdkProvider):
                 await sdk.delete(timeout=self.request_s)
 
         with contextlib.suppress(Missing):
-            await again(lambda: passing(Conflict, lambda: self._once("delete", end)))
+            await retry_transient(
+                lambda: treat_as_transient(Conflict, lambda: self._once("delete", end))
+            )
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -269,11 +273,11 @@ class DaytonaProvider(SdkProvider):
                     # if the service refuses, the reaper deletes it
                     await self.kill(identity)
                 why = f"it made no progress in {state}" if stuck else f"{state}: {sdk.error_reason}"
-                raise lost(self.name, identity, f"({why})")
+                raise sandbox_lost_error(self.name, identity, f"({why})")
             await asyncio.sleep(LOOK_S)
             found = await self._find(identity)
             if found is None:
-                raise lost(self.name, identity)
+                raise sandbox_lost_error(self.name, identity)
             sdk = found
         return sdk
 
@@ -306,7 +310,7 @@ class DaytonaProvider(SdkProvider):
 
     async def _get(self, id_or_name: str) -> "AsyncSandbox":
         """Raises: Missing."""
-        return await again(lambda: self._once("get", lambda: self._look(id_or_name)))
+        return await retry_transient(lambda: self._once("get", lambda: self._look(id_or_name)))
 
     async def _find(self, identity: str, *, expected: bool = False) -> "AsyncSandbox | None":
         """Look it up by name. `expected`: it should exist, so one 404 is not enough.
@@ -315,17 +319,19 @@ class DaytonaProvider(SdkProvider):
         """
         name = self._name(identity)
         try:
-            sdk = await (confirmed(lambda: self._get(name)) if expected else self._get(name))
+            sdk = await (recheck_missing(lambda: self._get(name)) if expected else self._get(name))
         except Missing:
             return None
         if sdk.queue_timed_out_at or sdk.spot_evicted_at:
-            raise lost(self.name, identity, "(the service found no machine for it, or evicted it)")
+            raise sandbox_lost_error(
+                self.name, identity, "(the service found no machine for it, or evicted it)"
+            )
         return None if _state(sdk) in GONE else sdk
 
     async def lives(self, sandbox_id: str, *, silent: bool) -> bool:
         """What the control plane says, except that a daemon `silent` for too long is dead."""
         try:
-            sdk = await confirmed(lambda: self._get(sandbox_id))
+            sdk = await recheck_missing(lambda: self._get(sandbox_id))
         except Missing:
             return False
         if _state(sdk) in GONE | ENDED:

@@ -28,11 +28,16 @@ from perdure.sandboxes.guest.container_options import (
     DEADLINE,
     ROOT,
     ContainerSandbox,
-    lacks_programs,
+    missing_programs_error,
     names_missing_program,
 )
 from perdure.sandboxes.guest.service_provider import ServiceProvider
-from perdure.sandboxes.guest.service_retries import Conflict, Missing, again, lost
+from perdure.sandboxes.guest.service_retries import (
+    Conflict,
+    Missing,
+    retry_transient,
+    sandbox_lost_error,
+)
 from perdure.sandboxes.host.sandbox_programs import program
 from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, last_error
 from perdure.sandboxes.providers.docker import docker_cli
@@ -124,11 +129,11 @@ class DockerSandbox(ContainerSandbox):
             return said
         words = f"{said.err} {said.out[-400:].decode('utf-8', 'replace')}".strip()
         if isinstance(found := docker_cli.typed(what, words), Missing):
-            raise self.provider.lost(self.identity, words)
+            raise self.provider.sandbox_lost_error(self.identity, words)
         if said.code in (126, 127) and names_missing_program(words):
-            raise self._lacking(lacks_programs(self.identity, words))
+            raise self._lacking(missing_programs_error(self.identity, words))
         if not await self.provider.is_running(self.name):
-            raise self.provider.lost(self.identity, words)
+            raise self.provider.sandbox_lost_error(self.identity, words)
         if docker_cli.lacks_processes(words):
             await self.provider.make_room(self.name)
         raise found
@@ -223,7 +228,7 @@ class DockerProvider(ServiceProvider):
             if said.code and await self._find(name) is not None:
                 raise ControlPlaneError(f"docker rm: {said.err}")
 
-        await again(remove)
+        await retry_transient(remove)
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -243,9 +248,9 @@ class DockerProvider(ServiceProvider):
             command = run_command(spec, name, image, labels, engine, settings=self.settings)
             await docker_cli.done(*command, seconds=BOOT_S, what="run")
         except Conflict:  # another creator was quicker: both use its container
-            return await again(lambda: self._made(name))
+            return await retry_transient(lambda: self._made(name))
         except Missing as error:  # it was killed before it started
-            raise self.lost(identity, error) from error
+            raise self.sandbox_lost_error(identity, error) from error
         except ConfigurationError:
             await self.kill(identity)
             raise
@@ -276,10 +281,10 @@ class DockerProvider(ServiceProvider):
             try:
                 await docker_cli.done("start", found.name, seconds=BOOT_S)
             except (Conflict, Missing) as error:
-                raise self.lost(found.identity, error) from error
+                raise self.sandbox_lost_error(found.identity, error) from error
         elif found.state != "running":
             why = "it ran out of memory" if found.out_of_memory else f"it is {found.state}"
-            raise self.lost(found.identity, why)
+            raise self.sandbox_lost_error(found.identity, why)
         return DockerSandbox(self, found)
 
     def _own(
@@ -309,7 +314,9 @@ class DockerProvider(ServiceProvider):
         """The id of the image of this name. Pulls it if the engine does not have it."""
         until, found = self._ids.get(name, (0.0, ""))
         if time.monotonic() > until:
-            found = await again(lambda: self._pulls.present(name, self._image, self._pull))
+            found = await retry_transient(
+                lambda: self._pulls.present(name, self._image, self._pull)
+            )
             self._ids[name] = time.monotonic() + IMAGE_STAYS_S, found
         return found
 
@@ -345,7 +352,7 @@ class DockerProvider(ServiceProvider):
 
     async def _ours(self) -> Sequence[Found]:
         scope = f"label={LABEL}.scope={self._scope}"
-        listed = await again(
+        listed = await retry_transient(
             lambda: docker_cli.done(
                 "ps", "--all", "--quiet", "--no-trunc", "--filter", scope, seconds=60
             )
@@ -396,15 +403,15 @@ class DockerProvider(ServiceProvider):
         except (tarfile.TarError, KeyError, ValueError, IndexError):
             return None
 
-    def lost(self, identity: str, why: object = "") -> Exception:
-        return lost("docker", identity, why)
+    def sandbox_lost_error(self, identity: str, why: object = "") -> Exception:
+        return sandbox_lost_error("docker", identity, why)
 
     def _name(self, identity: str) -> str:
         return f"{LABEL}-{self._scope}-{identity}"
 
     async def _engine(self) -> DockerEngine:
         if self._asked is None:
-            text = await again(
+            text = await retry_transient(
                 lambda: docker_cli.done("info", "--format", "{{json .}}", seconds=REQUEST_S)
             )
             self._asked = engine_of(json.loads(text), here=self.host_bound)

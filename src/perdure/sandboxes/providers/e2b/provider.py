@@ -30,10 +30,10 @@ from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
-    again,
-    confirmed,
-    lost,
-    passing,
+    recheck_missing,
+    retry_transient,
+    sandbox_lost_error,
+    treat_as_transient,
 )
 from perdure.sandboxes.providers.e2b.e2b_errors import typed
 from perdure.sandboxes.spec_validation import check_identity
@@ -124,7 +124,7 @@ class E2BSandbox(SdkSandbox):
         was_denied = isinstance(found, Missing) or "port is not open" in str(found)
         limit_s = DAEMON_GONE_S if was_denied else UNREACHABLE_S
         if self.provider.silences.lasts(self.sdk.sandbox_id) > limit_s:
-            raise lost(
+            raise sandbox_lost_error(
                 "e2b", self.identity, f"(it runs, but has not answered for {limit_s:g} s: {found})"
             )
 
@@ -308,8 +308,8 @@ class E2BProvider(SdkProvider):
         found: list[Any] = []
         token: str | None = None
         while True:
-            items, token = await again(
-                lambda token=token: passing(  # type: ignore[misc]
+            items, token = await retry_transient(
+                lambda token=token: treat_as_transient(  # type: ignore[misc]
                     Missing, lambda: self._once("list", lambda: page(token))
                 )
             )
@@ -332,7 +332,7 @@ class E2BProvider(SdkProvider):
         async def info() -> Any:
             return await AsyncSandbox.get_info(sandbox_id, **self.options)
 
-        return await confirmed(lambda: again(lambda: self._once("get_info", info)))
+        return await recheck_missing(lambda: retry_transient(lambda: self._once("get_info", info)))
 
     async def _known(self, identity: str) -> E2BSandbox | None:
         """This host's sandbox, even if the list does not show it yet. Raises: SandboxLost."""
@@ -343,7 +343,7 @@ class E2BProvider(SdkProvider):
             info = await self._info(sandbox_id)
             return await self._connect(sandbox_id, identity, info.metadata)
         except Missing:
-            raise lost(self.name, identity) from None
+            raise sandbox_lost_error(self.name, identity) from None
 
     async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
         await _import()
@@ -353,9 +353,11 @@ class E2BProvider(SdkProvider):
             return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.options)
 
         try:
-            sdk = await again(lambda: passing(Conflict, lambda: self._once("connect", connect)))
+            sdk = await retry_transient(
+                lambda: treat_as_transient(Conflict, lambda: self._once("connect", connect))
+            )
         except Missing as error:
-            raise lost(self.name, identity, error) from error
+            raise sandbox_lost_error(self.name, identity, error) from error
         self._remember(identity, sandbox_id)
         return E2BSandbox(self, sdk, identity, own)
 
@@ -367,7 +369,9 @@ class E2BProvider(SdkProvider):
             return await AsyncSandbox.kill(sandbox_id, **self.options)
 
         with contextlib.suppress(Missing):
-            await again(lambda: passing(Conflict, lambda: self._once("kill", kill)))
+            await retry_transient(
+                lambda: treat_as_transient(Conflict, lambda: self._once("kill", kill))
+            )
 
     # -- this host's notes ------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from perdure.errors import (
     PerdureError,
     RateLimited,
 )
-from perdure.sandboxes.guest.container_options import lacks_programs, names_missing_program
-from perdure.sandboxes.guest.service_retries import lost
+from perdure.sandboxes.guest.container_options import missing_programs_error, names_missing_program
+from perdure.sandboxes.guest.service_retries import sandbox_lost_error
 from perdure.sandboxes.image_pulls import Puller, refused
 from perdure.sandboxes.providers.kubernetes import kubernetes_errors, pods
 from perdure.sandboxes.providers.kubernetes.pods import Pod
@@ -50,15 +50,21 @@ class BootWait:
         if found is None:
             if time.monotonic() - self._began < BOOT_S:
                 return None
-            return lost("kubernetes", self.identity, f"(it did not start in {BOOT_S:g} s)")
+            return sandbox_lost_error(
+                "kubernetes", self.identity, f"(it did not start in {BOOT_S:g} s)"
+            )
         said = f"{found.reason}: {found.message}"
         match found.kind:
             case "image":
                 return self._judged_image(pod, found, lasts)
             case "container":
                 if names_missing_program(said):
-                    return lacks_programs(self.identity, said)
-                return lost("kubernetes", self.identity, f"({said})") if lasts > STUCK_S else None
+                    return missing_programs_error(self.identity, said)
+                return (
+                    sandbox_lost_error("kubernetes", self.identity, f"({said})")
+                    if lasts > STUCK_S
+                    else None
+                )
         return self._no_node(found, lasts)
 
     def _judged_image(self, pod: Pod, found: pods.Obstacle, lasts: float) -> PerdureError | None:

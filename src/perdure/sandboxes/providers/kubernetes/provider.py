@@ -30,12 +30,18 @@ from perdure.sandboxes.agent_user import ROOT_VARIABLES
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import (
     ContainerSandbox,
-    lacks_programs,
+    missing_programs_error,
     names_missing_program,
 )
 from perdure.sandboxes.guest.guest_sandbox import MARK
 from perdure.sandboxes.guest.service_provider import ServiceProvider
-from perdure.sandboxes.guest.service_retries import Conflict, Missing, again, lost, was_refused
+from perdure.sandboxes.guest.service_retries import (
+    Conflict,
+    Missing,
+    retry_transient,
+    sandbox_lost_error,
+    was_refused,
+)
 from perdure.sandboxes.providers.kubernetes import kubernetes_client, kubernetes_errors, pods
 from perdure.sandboxes.providers.kubernetes.pod_boot_wait import BootWait
 from perdure.sandboxes.providers.kubernetes.pods import Pod
@@ -90,7 +96,7 @@ class KubernetesSandbox(ContainerSandbox):
 
     async def set_up(self, spec: SandboxSpec) -> None:
         self._is_new = True
-        self._variables = await again(lambda: self._look(spec))
+        self._variables = await retry_transient(lambda: self._look(spec))
         await super().set_up(spec)
 
     async def _look(self, spec: SandboxSpec) -> Mapping[str, str]:
@@ -148,7 +154,7 @@ class KubernetesSandbox(ContainerSandbox):
         if said.code == 0 or MARK.encode() in said.out:
             return said
         if said.status is not None and (said.code == 127 or names_missing_program(said.words)):
-            raise self._lacking(lacks_programs(self.identity, said.words))
+            raise self._lacking(missing_programs_error(self.identity, said.words))
         await self._check_lives(None)
         raise ControlPlaneError(
             f"Kubernetes: {what}: the socket or the command failed: {said.words}"
@@ -156,15 +162,15 @@ class KubernetesSandbox(ContainerSandbox):
 
     async def _check_lives(self, error: PerdureError | None) -> None:
         """Raises: SandboxLost."""
-        pod = await again(lambda: self.provider.find(self.identity))
+        pod = await retry_transient(lambda: self.provider.find(self.identity))
         if pod is None or pod["metadata"]["uid"] != self.uid:
-            raise lost("kubernetes", self.identity) from error
+            raise sandbox_lost_error("kubernetes", self.identity) from error
         now = pods.state_of(pod)
         if now.state in ("going", "over"):
-            raise lost("kubernetes", self.identity, f"({now.why})") from error
+            raise sandbox_lost_error("kubernetes", self.identity, f"({now.why})") from error
         if error is not None and self.provider.silences.lasts(self.uid) > SILENT_S:
             why = f"(it runs, but has not answered for {SILENT_S:g} s: {error})"
-            raise lost("kubernetes", self.identity, why) from error
+            raise sandbox_lost_error("kubernetes", self.identity, why) from error
 
 
 class KubernetesProvider(ServiceProvider):
@@ -218,14 +224,14 @@ class KubernetesProvider(ServiceProvider):
 
     async def attach(self, identity: str) -> Sandbox:
         check_identity(identity)
-        pod = await again(lambda: self.find(identity))
+        pod = await retry_transient(lambda: self.find(identity))
         if pod is None:
             raise NotFound(f"no kubernetes sandbox {identity!r}")
         return KubernetesSandbox(self, await self._up(pod, identity))
 
     async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
         selector = f"{pods.SCOPE}={self._scope}"
-        found = await again(lambda: self._call("list", lambda it: it.listed(selector)))
+        found = await retry_transient(lambda: self._call("list", lambda it: it.listed(selector)))
         wanted = labels.items()
         infos = [self._info(pod) for pod in found if pods.annotation(pod, pods.SPEC)]
         return [info for info in infos if wanted <= info.labels.items()]
@@ -244,7 +250,7 @@ class KubernetesProvider(ServiceProvider):
         check_identity(identity)
         name = self._name(identity)
         with contextlib.suppress(Missing):
-            pod = await again(
+            pod = await retry_transient(
                 lambda: self._call("delete", lambda it: it.delete(name, pods.GRACE_S))
             )
             await self._gone(name, pod["metadata"]["uid"])
@@ -257,17 +263,17 @@ class KubernetesProvider(ServiceProvider):
         """
         end, pause = time.monotonic() + GONE_S, LOOK_S[0]
         while time.monotonic() < end:
-            pod = await again(lambda: self._call("get", lambda it: it.read(name)))
+            pod = await retry_transient(lambda: self._call("get", lambda it: it.read(name)))
             if pod["metadata"]["uid"] != uid:
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, LOOK_S[1])
-        await again(lambda: self._call("delete", lambda it: it.delete(name, 0)))
+        await retry_transient(lambda: self._call("delete", lambda it: it.delete(name, 0)))
 
     # -- making -----------------------------------------------------------------------------------
 
     async def _create(self, spec: SandboxSpec, identity: str) -> KubernetesSandbox:
-        pod = await again(lambda: self._settled(identity))
+        pod = await retry_transient(lambda: self._settled(identity))
         if pod is None:
             pod = await self._make(spec, identity)
         box = KubernetesSandbox(self, await self._up(pod, identity))
@@ -341,15 +347,15 @@ class KubernetesProvider(ServiceProvider):
                 raise reason
             await asyncio.sleep(pause)
             pause = min(2 * pause, LOOK_S[1])
-            found = await again(lambda: self.find(identity))
+            found = await retry_transient(lambda: self.find(identity))
             if found is None or found["metadata"]["uid"] != pod["metadata"]["uid"]:
-                raise lost(self.name, identity, "(it was deleted)")
+                raise sandbox_lost_error(self.name, identity, "(it was deleted)")
             pod = found
         if now.state != "up":
             if now.why.startswith(pods.NEVER_BEGAN) and names_missing_program(now.why):
                 await self.kill(identity)
-                raise lacks_programs(identity, now.why)
-            raise lost(self.name, identity, f"({now.why})")
+                raise missing_programs_error(identity, now.why)
+            raise sandbox_lost_error(self.name, identity, f"({now.why})")
         return pod
 
     def _name(self, identity: str) -> str:
@@ -369,9 +375,9 @@ class KubernetesProvider(ServiceProvider):
         """Update the annotation, so that `list` shows the deadline that the pod's first process enforces."""
         until = {pods.EXPIRES: str(time.time() + ttl_s)}
         try:
-            await again(lambda: self._call("patch", lambda it: it.annotate(name, until)))
+            await retry_transient(lambda: self._call("patch", lambda it: it.annotate(name, until)))
         except Missing as error:
-            raise lost(self.name, identity, error) from error
+            raise sandbox_lost_error(self.name, identity, error) from error
 
     async def run(
         self,
