@@ -35,6 +35,6 @@ def test_the_exit_code_tells_of_rollouts_without_a_verdict(
         return run_launcher.RunEnd([episode], stopped)
 
     monkeypatch.setattr(temporal_connection, "connect", connect)
-    monkeypatch.setattr(run_launcher, "to_the_end", to_the_end)
+    monkeypatch.setattr(run_launcher, "follow_run", to_the_end)
 
     assert invoke(["watch", "r", "--json"]) == code
