@@ -13,7 +13,7 @@ import json
 import math
 from pathlib import Path
 
-from perdure.engines.pool.capacity import LEAST_AGENTS
+from perdure.engines.pool.engine_capacity import LEAST_AGENTS
 from perdure.testing.scripted_engine import CacheModel, ScriptedEngine
 
 AGENTS = LEAST_AGENTS * 3 // 4

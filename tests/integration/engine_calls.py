@@ -10,8 +10,8 @@ import httpx
 from perdure.engines.base import Completion
 from perdure.engines.engine_roster import InMemoryRoster, SharedRoster
 from perdure.engines.engine_state import EngineSpec
-from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_capacity import Capacity
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.pool.pooled_engine import PooledEngine

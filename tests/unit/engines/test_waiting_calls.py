@@ -12,8 +12,8 @@ from perdure.engines.base import Completion, Wait
 from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.engine_roster import InMemoryRoster, StoredRoster, add_engine, roster_key
 from perdure.engines.engine_state import EngineSpec
-from perdure.engines.pool.capacity import Capacity
 from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.engine_capacity import Capacity
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.home_folder import load_secrets

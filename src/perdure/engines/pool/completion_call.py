@@ -15,9 +15,9 @@ from perdure.engines.base import Completion
 from perdure.engines.clients.hosted_requests import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.engine_state import EngineRecord
-from perdure.engines.pool.leases import EngineStart
 from perdure.engines.pool.policy_versions import Versions
 from perdure.engines.pool.pooled_engine import PooledEngine
+from perdure.engines.pool.session_routing import EngineStart
 from perdure.engines.pool.token_salvage import Salvage, resumable
 from perdure.types import EngineSpan, FinishReason
 

@@ -1,6 +1,6 @@
 """The engines that this process knows: each one's record in the shared roster, and its health checks.
 
-Follows the roster and checks engines. `pooled_engine` has the calls on an engine; `leases` and
+Follows the roster and checks engines. `pooled_engine` has the calls on an engine; `session_routing` and
 `engine_pool` decide which sessions it gets.
 """
 
@@ -24,9 +24,9 @@ from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import PROBE_S, EngineControl
 from perdure.engines.engine_roster import Change, Roster, SharedRoster
 from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of, root_of
-from perdure.engines.pool.capacity import MOST_AGENTS, Capacity
-from perdure.engines.pool.leases import Candidate, Leases
+from perdure.engines.pool.engine_capacity import MOST_AGENTS, Capacity
 from perdure.engines.pool.pooled_engine import PooledEngine
+from perdure.engines.pool.session_routing import Candidate, Leases
 from perdure.engines.weights.weight_update import NOTICE_S
 from perdure.errors import PerdureError
 from perdure.types import DEFAULT_MODEL

@@ -1,7 +1,7 @@
 """A gateway's engines as one: a call in, one whole completion out, even if engines fail.
 
 Owns the loop over engines and the calls that wait for one. `engine_fleet` knows the engines,
-`pooled_engine` the calls on each, `completion_call` one completion, and `leases` which session uses
+`pooled_engine` the calls on each, `completion_call` one completion, and `session_routing` which session uses
 which engine.
 """
 
@@ -23,8 +23,8 @@ from perdure.engines.engine_state import EngineSpec, EngineState
 from perdure.engines.pool.completion_call import MOST_MOVES, GenerateCall
 from perdure.engines.pool.engine_fleet import Fleet, PoolOptions
 from perdure.engines.pool.fair_queue import FairQueue
-from perdure.engines.pool.leases import EngineStart, Leases
 from perdure.engines.pool.pooled_engine import PooledEngine, RunningCall
+from perdure.engines.pool.session_routing import EngineStart, Leases
 from perdure.errors import Boundary, CallsRefused, GatewayUnavailable
 from perdure.types import EngineSpan, FinishReason
 

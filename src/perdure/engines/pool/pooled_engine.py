@@ -1,7 +1,7 @@
 """One engine as this process uses it: its client, its health check, and the calls that run on it.
 
 Owns what happens to those calls when the engine's record changes. Which engines there are is in
-`engine_fleet`; which session gets which engine is in `leases`.
+`engine_fleet`; which session gets which engine is in `session_routing`.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.engine_state import EngineRecord, EngineState
 from perdure.engines.health_check import HealthCheck, Load
-from perdure.engines.pool.capacity import Capacity
-from perdure.engines.pool.leases import Candidate, EngineStart
+from perdure.engines.pool.engine_capacity import Capacity
 from perdure.engines.pool.policy_versions import Versions
+from perdure.engines.pool.session_routing import Candidate, EngineStart
 from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import FinishReason
 

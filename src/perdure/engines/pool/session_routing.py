@@ -9,7 +9,7 @@
   its share.
 - A full engine gets no new session. Requests of other gateways' agents count as agents.
 
-Owns no clock, socket or task. `fair_queue` holds the calls that wait for room, and `capacity` decides how
+Owns no clock, socket or task. `fair_queue` holds the calls that wait for room, and `engine_capacity` decides how
 many agents an engine may have.
 """
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from perdure.engines.clients.vllm_control import Vitals
-from perdure.engines.pool.capacity import Capacity
+from perdure.engines.pool.engine_capacity import Capacity
 from perdure.engines.pool.fair_queue import FairQueue
-from perdure.engines.pool.leases import (
+from perdure.engines.pool.session_routing import (
     IDLE_S,
     RECLAIM_S,
     Candidate,
