@@ -157,8 +157,10 @@ async def behind_http2(backend: str, tls: ssl.SSLContext, port: int = 0) -> Asyn
     async with aiohttp.ClientSession(
         backend, timeout=unlimited, auto_decompress=False, headers={BEHIND_HTTP2: "1"}
     ) as session:
+        writers: list[asyncio.StreamWriter] = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
             try:
                 if writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2":
                     await _Connection(reader, writer, session).serve()
@@ -175,3 +177,6 @@ async def behind_http2(backend: str, tls: ssl.SSLContext, port: int = 0) -> Asyn
             yield f"https://127.0.0.1:{bound}"
         finally:
             server.close()
+            for writer in writers:
+                writer.transport.abort()  # TLS waits long for a client that does not say goodbye
+            await asyncio.sleep(0)
