@@ -20,6 +20,7 @@ from tests.docker_engine import IMAGE, docker_address, docker_engine
 __all__ = ["docker_address", "docker_engine"]
 
 
+@pytest.mark.longer
 class TestDocker(SandboxContract):
     reaches_gateway = False  # through a relay, not a socket of this host
 

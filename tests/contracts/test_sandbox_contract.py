@@ -57,6 +57,7 @@ class TestBubblewrap(SandboxContract):
         return provider
 
 
+@pytest.mark.longer
 class TestPodman(SandboxContract):
     @pytest.fixture
     def provider(self, tmp_path: Path) -> PodmanProvider:
@@ -66,6 +67,7 @@ class TestPodman(SandboxContract):
         return provider
 
 
+@pytest.mark.longer
 class TestApptainerOverItsDouble(SandboxContract):
     """The command lines and the code after them. A double replaces Apptainer itself."""
 

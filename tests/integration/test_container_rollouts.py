@@ -17,7 +17,7 @@ from tests.stack.wait_until import until
 
 __all__ = ["docker_address", "docker_engine"]
 
-pytestmark = [pytest.mark.temporal, pytest.mark.registry]
+pytestmark = [pytest.mark.temporal, pytest.mark.registry, pytest.mark.longer]
 
 ROLLOUT_S = 400.0
 """A container's boot and each of its commands cost processes of an engine: slow on a busy host."""

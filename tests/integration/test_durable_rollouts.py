@@ -137,8 +137,13 @@ def _flip(record: Path) -> None:
     record.write_bytes(data)
 
 
-@pytest.mark.parametrize("at", [1, -1])
-@pytest.mark.parametrize("damage", [_flip, Path.unlink])
+REST_OF_DAMAGE = ((-1, _flip), (1, Path.unlink), (-1, Path.unlink))
+
+
+@pytest.mark.parametrize(
+    ("at", "damage"),
+    [(1, _flip), *(pytest.param(*one, marks=pytest.mark.longer) for one in REST_OF_DAMAGE)],
+)
 async def test_a_damaged_journal_means_a_new_attempt(
     stack: Stack, damage: Callable[[Path], None], at: int
 ) -> None:

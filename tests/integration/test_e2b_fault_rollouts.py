@@ -233,6 +233,7 @@ async def test_rollout_ends_right_or_says_why(together: Field, case: str) -> Non
     await until(lambda: not together.alive(request), "no sandbox of it is alive")
 
 
+@pytest.mark.longer
 async def test_list_that_lags_makes_nothing_twice(field_: Field) -> None:
     """Nothing is listed for ten minutes: one sandbox each for agent and grader, and none is left."""
     made = _creates(field_)
@@ -245,6 +246,7 @@ async def test_list_that_lags_makes_nothing_twice(field_: Field) -> None:
     assert field_.alive(request) == []
 
 
+@pytest.mark.longer
 async def test_account_full_of_others_is_waited_for(field_: Field) -> None:
     """Other people's sandboxes fill the account: refused, then solved when some of them are gone."""
     field_.server.settings.update(max_live=20, others_live=20)
@@ -259,6 +261,7 @@ async def test_account_full_of_others_is_waited_for(field_: Field) -> None:
     assert field_.alive(request) == []
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hours", [-3, 3])
 async def test_a_wrong_clock_of_the_service_ends_no_sandbox(field_: Field, hours: int) -> None:
     """A service hours ahead or behind: the reaper leaves the living one alone, and it is solved."""

@@ -29,7 +29,7 @@ async def _ask(gateway: LocalGateway, key: str) -> httpx.Response:
         )
 
 
-@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("openai", marks=pytest.mark.longer)])
 async def test_no_status_reaches_an_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

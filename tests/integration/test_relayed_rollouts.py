@@ -50,6 +50,7 @@ async def start_worker(stack: Stack, reach: str, **env: str) -> Process:
     return process
 
 
+@pytest.mark.longer
 async def test_a_killed_worker_loses_no_relayed_call(stack: Stack) -> None:
     """kill -9 mid-call: another worker serves the same relay; solved, no turn sampled twice."""
     first = await start_worker(stack, "stdio")

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from perdure.types import Outcome, RolloutStatus
 from tests import service_harness
-from tests.service_harness import DAYTONA, E2B, SERVICES, Service
+from tests.service_harness import DAYTONA, E2B, Service
 from tests.stack.gated_engine import TURNS, commands, script
 from tests.stack.host_requirements import why_not_here
 from tests.stack.running_stack import DEATH_S, Stack, running
@@ -47,7 +47,10 @@ class Hosted:
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=SERVICES, ids=lambda service: service.name
+    scope="module",
+    loop_scope="module",
+    params=[E2B, pytest.param(DAYTONA, marks=pytest.mark.longer)],
+    ids=["e2b", "daytona"],
 )
 async def hosted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
