@@ -184,9 +184,9 @@ async def test_a_refused_start_costs_no_sandbox(
     """Commands end with the host's refusal; none says that its sandbox is lost."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     sandbox = await provider.create(SandboxSpec(workdir="/testbed"), "p-refused-1")
-    pids.leave_room(0)
     ends = []
     for n in range(100):
+        pids.leave_room(0)  # each time: a process that is about to end still counted before
         await sandbox.start(f"x-{n}", Exec(["true"]))
         done = await sandbox.wait(f"x-{n}")
         ends.append((done.code, done.host_lacked))
