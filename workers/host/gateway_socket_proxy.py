@@ -32,7 +32,7 @@ CHUNK = 1 << 16
 SILENT_S = 30
 """Seconds after which the loss of a gateway's host is noticed without a FIN or RST from it."""
 
-log = structlog.get_logger("perdure.passage")
+log = structlog.get_logger("perdure.gateway_proxy")
 
 
 @asynccontextmanager

@@ -95,7 +95,9 @@ def invoked_command() -> str:
     `uv run` puts `perdure` on PATH for its own child only.
     """
     script = sys.argv[0]
+    found = shutil.which("perdure")
     kept_on_path = not process_environment.foreign("UV_RUN_RECURSION_DEPTH")
-    if not script.endswith("perdure") or (kept_on_path and shutil.which("perdure")):
+    is_it = found is not None and os.path.realpath(found) == os.path.realpath(script)
+    if not script.endswith("perdure") or (kept_on_path and is_it):
         return "perdure"
     return os.path.relpath(script)

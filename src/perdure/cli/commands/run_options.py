@@ -212,7 +212,7 @@ def read(
     notify: str,
     **options: Any,
 ) -> "tuple[Settings, RunOptions, LaunchOptions]":
-    """Turn the command line into settings, options and manner. Raises: ConfigurationError."""
+    """Turn the command line into settings, run options and launch options. Raises: ConfigurationError."""
     from perdure.cli.runs.run_request import RunOptions, budget_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
     from perdure.data_source_handlers import import_handlers
@@ -241,7 +241,7 @@ def read(
 
 
 def play(
-    settings: "Settings", asked: "RunOptions", manner: LaunchOptions, *, reports: bool = False
+    settings: "Settings", asked: "RunOptions", launch: LaunchOptions, *, reports: bool = False
 ) -> None:
     """Run it, or with --dry-run print what would run.
 
@@ -252,21 +252,21 @@ def play(
     from perdure.cli.runs import run_launcher
 
     planned = asyncio.run(run_launcher.plan(settings, asked))
-    if (reports or manner.dry_run or manner.like) and not manner.as_json:
+    if (reports or launch.dry_run or launch.like) and not launch.as_json:
         from perdure.cli.runs.cost_estimate import estimate
 
-        for line in asyncio.run(estimate(settings, planned, manner.like, manner.prices)):
+        for line in asyncio.run(estimate(settings, planned, launch.like, launch.prices)):
             say(line)
-    if manner.dry_run:
-        run_launcher.show(planned, as_json=manner.as_json)
+    if launch.dry_run:
+        run_launcher.show(planned, as_json=launch.as_json)
         return
     code = run_launcher.play(
-        settings, planned, wait=manner.wait, as_json=manner.as_json, notify=manner.notify
+        settings, planned, wait=launch.wait, as_json=launch.as_json, notify=launch.notify
     )
-    if reports and manner.wait and not manner.as_json:
+    if reports and launch.wait and not launch.as_json:
         from perdure.cli.runs import run_reports
 
         run_id = planned.request.run_id
-        run_reports.print_text(asyncio.run(run_reports.make(settings, [run_id], manner.prices)))
+        run_reports.print_text(asyncio.run(run_reports.make(settings, [run_id], launch.prices)))
     if code:
         raise click.exceptions.Exit(code)

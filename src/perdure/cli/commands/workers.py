@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 READY_S = 600.0
 SERVICE = ("workflows", "activities", "workers")
-"""The folders that, with this package, Ray's runtime environment copies to the nodes. Their Python must already have the
-dependencies."""
+"""Ray's runtime environment copies these folders and this package to the nodes. The Python there must
+already have the dependencies."""
 CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 """Prefixes of the variables that workers need in addition to the settings."""
 

@@ -54,9 +54,9 @@ async def destroy(box: SandboxFolder) -> None:
             f"{cgroups.BUSY_S:g} s",
             boundary=Boundary.SANDBOX,
         )
-    grave = box.path.with_name(timestamped_name(REMOVAL_PREFIX))
-    box.path.rename(grave)  # every process sees it gone at once, however long the removal takes
-    await asyncio.to_thread(shutil.rmtree, grave, ignore_errors=True)
+    removed = box.path.with_name(timestamped_name(REMOVAL_PREFIX))
+    box.path.rename(removed)  # every process sees it gone at once, however long the removal takes
+    await asyncio.to_thread(shutil.rmtree, removed, ignore_errors=True)
 
 
 async def _run_teardown_command(command: Sequence[str]) -> None:
