@@ -28,7 +28,9 @@ def export(url: str, commit: str, tree: Path) -> None:
     """Write the files of a commit below `tree`. Raises: InstanceError, RetryHere."""
     packed = host_git.git(_with(url, commit), "archive", "--format=tar", commit)
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        tar.extractall(tree, filter="tar")
+        # Python 3.11.2, which is Debian 12's, knows no filters; git archives no path outside its tree.
+        tar.extraction_filter = getattr(tarfile, "tar_filter", None)
+        tar.extractall(tree)
 
 
 def changed_paths(url: str, before: str, after: str) -> list[str]:
