@@ -9,6 +9,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import structlog
@@ -21,6 +22,12 @@ from perdure.rollouts.activity_messages import WORKER_EVICTED
 from perdure.telemetry import bind, metrics
 
 log = structlog.get_logger("perdure.activity")
+
+GRACE = timedelta(seconds=10)
+"""How long a worker waits for its activities at shutdown before it cancels them. Activities hand
+over at once, so this is only an upper limit, and a spot notice gives at least 30 s. Zero, which is
+the SDK's default, is wrong with `leave_at_once`: temporalio 1.35 may never finish a shutdown if an
+activity completes while the SDK cancels it (temporalio/sdk-rust#1537)."""
 
 at_work: Counter[str] = Counter()
 """Number of activities that run in this process, by workflow id. Their heartbeats tell them when

@@ -10,7 +10,7 @@ from temporalio.client import Client
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 from temporalio.worker import Worker
 
-from activities.activity_decorator import shell
+from activities.activity_decorator import GRACE, shell
 from perdure.client import temporal_names
 from perdure.client.temporal_client import connect
 from perdure.errors import Boundary
@@ -45,7 +45,12 @@ class StandIn:
                 temporal_names.host_queue(term.host),
                 temporal_names.upkeep_queue(term.host),
             ):
-                worker = Worker(client, task_queue=queue, activities=lost.activities())
+                worker = Worker(
+                    client,
+                    task_queue=queue,
+                    activities=lost.activities(),
+                    graceful_shutdown_timeout=GRACE,
+                )
                 await workers.enter_async_context(worker)
             await asyncio.Event().wait()
 

@@ -13,6 +13,7 @@ from temporalio.worker import (
     WorkerTuner,
 )
 
+from activities.activity_decorator import GRACE
 from activities.calibration_activities import Calibrations
 from activities.lost_host_activities import StandIn
 from activities.rollout_activities import Stages
@@ -22,14 +23,9 @@ from perdure.client import temporal_names
 from perdure.rollouts.stage_services import Services
 from workers.host import boot_slots
 
-# A spot notice gives at least 30 s. Activities hand over at once, so this is only an upper limit.
-GRACE = timedelta(seconds=10)
-
-
 WATCHES = 10_000
 """Slots for watching agents of this host. The seats limit the agents, so the slots must never do
 so: an agent that runs here must not wait to be watched."""
-
 
 LOST_HOSTS = 1_000
 """Lost hosts that one worker can answer for. Each costs a few open requests to the server."""

@@ -14,6 +14,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from activities.lost_host_activities import StandIn
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure
@@ -86,7 +87,12 @@ async def _asked_about(
     async with AsyncExitStack() as workers:
         for worker in (
             workflow_worker(client, checking_runner()),
-            Worker(client, task_queue=temporal_names.LOST_HOSTS_QUEUE, activities=[stand_in]),
+            Worker(
+                client,
+                task_queue=temporal_names.LOST_HOSTS_QUEUE,
+                activities=[stand_in],
+                graceful_shutdown_timeout=GRACE,
+            ),
         ):
             await workers.enter_async_context(worker)
         handle = await client.start_workflow(
