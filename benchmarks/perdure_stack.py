@@ -31,7 +31,7 @@ from perdure.stack.stack_ports import free_port
 from perdure.stack.stack_state import StackState
 from perdure.storage.base import put_blob
 from perdure.storage.store_url import open_store
-from perdure.types import Environment, Grading, Instance, Source, SourceKind, Twin
+from perdure.types import Environment, Grading, Instance, Source, SourceKind, Twin, TwinDraw
 
 ROOT = Path(__file__).resolve().parents[1]
 PERDURE = (sys.executable, "-m", "perdure.cli.main")
@@ -129,7 +129,7 @@ def _graded_with_twins() -> Grading:
         log_parser="parse_log_django",
         test_patch=b"".join(added_file(path, text.encode()) for path, text in hidden.items()),
         fail_to_pass=(common_job.UNITTEST_ID,),
-        twins=(twin,),
+        twin_draws=(TwinDraw(runs=((twin,),)),),
         timeout_s=60.0,
     )
 

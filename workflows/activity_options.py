@@ -110,8 +110,8 @@ def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
     """`timeout_s`: seconds for one run of the tests."""
-    runs = 2 * request.twin_pairs + 2  # the last two runs, or the only one, may each need a control
-    limit = runs * timeout_s
+    runs = 2 * request.twin_pairs + 1
+    limit = 2 * runs * timeout_s  # runs may follow each other, and each may need a control
     beat = request.heartbeat_timeout_s
     return _options(
         temporal_names.GRADE_QUEUE, each=limit + 1200, total=3 * limit + 7200, beat=beat

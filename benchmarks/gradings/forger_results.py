@@ -101,7 +101,7 @@ async def measure(times: int) -> Report:
     bench = Bench(provider, report)
     for name in FIXES:
         row = await instance_catalog.load(store, f"first-steps/{name}")
-        assert row.grading.twins, f"{row.ref} has no twins: perdure instances build --rebuild"
+        assert row.grading.twin_draws, f"{row.ref} has no twins: perdure instances build --rebuild"
         at = await environments.prepare(row)
         await bench.fixes(row, at)
         print(row.instance_id, dict(report.fixes), report.refused, flush=True)

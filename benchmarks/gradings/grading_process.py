@@ -85,7 +85,7 @@ async def main() -> None:
         provider = BubblewrapProvider(Settings(home=folder / "home"))
         grading = Grading(provider, tree, target.instance)
         chosen = await choose_twins(target.instance, grading.sandbox, runs=1)
-        assert chosen.instance.grading.twins, chosen.report.without
+        assert chosen.instance.grading.twin_draws, chosen.report.without
         grading = Grading(provider, tree, chosen.instance)
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -246,7 +246,12 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
         return await plainly(self, spec, identity)
 
     async def twice(
-        instance: Instance, pairs: int, grade_once: GradeOnce, *, without: Mapping[str, str]
+        instance: Instance,
+        pairs: int,
+        grade_once: GradeOnce,
+        *,
+        at_once: bool,
+        without: Mapping[str, str],
     ) -> Verified:
         runs = [await grade_once(instance) for _ in range(2)]
         return Verified(runs[0].grade, tuple(runs))

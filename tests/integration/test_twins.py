@@ -28,7 +28,7 @@ from perdure.testing.grader_contract import (
     make_repository,
     tiny_instance,
 )
-from perdure.types import Grade, Instance, Outcome, OutputParser
+from perdure.types import Grade, Instance, Outcome, OutputParser, distinct_twins
 from tests.cheats.twin_forgers import FORGERS, Forger
 from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT, install_multi_swe
 
@@ -177,6 +177,83 @@ async def test_a_test_that_knows_its_name_costs_the_others_no_twin(
 
     assert chosen.report.twins == dict.fromkeys(FAIL_TO_PASS, 1)
     assert "a renamed copy of it fails" in chosen.report.without[named]
+
+
+DEPENDENT = """\
+from calc.core import add
+
+seen = []
+
+
+def test_first():
+    assert add(1, 1) == 2
+    seen.append(1)
+
+
+def test_second():
+    assert seen
+    assert add(2, 2) == 4
+"""
+
+
+@pytest.mark.longer
+async def test_gold_resolves_a_row_whose_tests_depend_on_each_other(
+    make_sandbox: MakeSandbox,
+) -> None:
+    """A twin of the first test fails before it leaves what the second needs. Their twins share a
+    run, because calibration can prove no other division."""
+    ids = ("tests/test_state.py::test_first", "tests/test_state.py::test_second")
+    patch = diff_of({"tests/test_state.py": DEPENDENT})
+    row = tiny_instance(test_patch=patch, fail_to_pass=ids, pass_to_pass=())
+    chosen = (await choose_twins(row, make_sandbox, wanted=2, runs=1)).instance
+    grades = [await graded(chosen, row.gold_patch, make_sandbox) for _ in range(4)]
+
+    assert {len(draw.runs) for draw in chosen.grading.twin_draws} == {1}
+    assert {(grade.official, grade.outcome) for grade in grades} == {
+        (Outcome.RESOLVED, Outcome.RESOLVED)
+    }
+
+
+RAISES = """\
+import pytest
+
+from calc.core import add
+
+
+def test_refused():
+    with pytest.raises(TypeError):
+        add("1", 2)
+    assert add(1, 2) == 3
+"""
+TWO_BASES = "class Refused(TypeError, RuntimeError):\n    pass\n\n\n"
+CHECK = "    if isinstance(a, str):\n        raise {}(a)\n"
+
+
+@pytest.mark.longer
+async def test_no_correct_fix_passes_a_test_and_its_twin_by_an_exception_of_two_classes(
+    make_sandbox: MakeSandbox,
+) -> None:
+    """Where the fix itself raises, another one may raise a class of the expected and the twin's."""
+    base = BASE["calc/core.py"]
+    assert isinstance(base, str)
+    fixed = base.replace("a - b", "a + b")
+    assert fixed != base
+    head, body = fixed.split("def add(a, b):\n")
+    gold = diff_of({"calc/core.py": f"{head}def add(a, b):\n{CHECK.format('TypeError')}{body}"})
+    other = f"{TWO_BASES}{head}def add(a, b):\n{CHECK.format('Refused')}{body}"
+    row = tiny_instance(
+        test_patch=diff_of({"tests/test_refused.py": RAISES}),
+        fail_to_pass=("tests/test_refused.py::test_refused",),
+        pass_to_pass=(),
+    ).model_copy(update={"gold_patch": gold})
+    chosen = (await choose_twins(row, make_sandbox, wanted=5, runs=1)).instance
+    rules = {twin.rule for twin in distinct_twins(chosen.grading.twin_draws)}
+    honest = await graded(chosen, diff_of({"calc/core.py": other}), make_sandbox)
+
+    assert rules
+    assert not {rule for rule in rules if rule.startswith("raises")}
+    assert honest.verification is not None
+    assert (honest.outcome, honest.verification.state) == (Outcome.RESOLVED, "verified")
 
 
 @pytest.mark.longer

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from perdure.cli.console import many
 from perdure.instances.calibration_record import Calibration, Mark, quarantined
-from perdure.types import CalibrationState, Grade
+from perdure.types import CalibrationState, Grade, distinct_twins
 
 NOT_CALIBRATED = "not calibrated"
 SHOWN = 3
@@ -37,7 +37,7 @@ def label_record(record: Calibration) -> str:
     ]
     if record.dropped:
         told.append(f"{len(record.dropped)} dropped as flaky")
-    told.append(many(len(record.twins or ()), "twin"))
+    told.append(many(len(distinct_twins(record.twin_draws or ())), "twin"))
     if record.without_twin:
         told.append(f"{many(len(record.without_twin), 'test')} without one")
     return f"{begins}: {', '.join(told)}"

@@ -16,7 +16,7 @@ from perdure.errors import NotFound
 from perdure.instances import instance_catalog
 from perdure.storage import store_keys
 from perdure.storage.base import Store
-from perdure.types import CalibrationState, Frozen, Instance, InstanceRef, Twin
+from perdure.types import CalibrationState, Frozen, Instance, InstanceRef, TwinDraw
 
 READS_AT_ONCE = 32
 
@@ -54,8 +54,8 @@ class Calibration(Frozen):
     """The unpatched base passes every PASS_TO_PASS test of the row, in every run. None: the row has no
     such list."""
     longest_run_s: float = 0.0
-    twins: tuple[Twin, ...] | None = None
-    """Twins that were proven to fail under gold and base. None: calibration chose none."""
+    twin_draws: tuple[TwinDraw, ...] | None = None
+    """Twins that were proven to fail under gold and base, together. None: calibration chose none."""
     without_twin: dict[str, str] = Field(default_factory=dict)
     """FAIL_TO_PASS test -> why it has no twin."""
 
@@ -91,9 +91,11 @@ def joined(instance: Instance, record: Calibration) -> Instance:
         "fail_to_pass": record.fail_to_pass,
         "pass_to_pass": record.pass_to_pass,
     }
-    if record.twins is not None:
-        proved["twins"] = record.twins
-    if record.twins:  # twins are lines of `test_patch`, which was proven in place of those files
+    if record.twin_draws is not None:
+        proved["twin_draws"] = record.twin_draws
+    if (
+        record.twin_draws
+    ):  # twins are lines of `test_patch`, which was proven in place of those files
         proved["tests_from"] = None
     return instance.model_copy(update={"grading": instance.grading.model_copy(update=proved)})
 

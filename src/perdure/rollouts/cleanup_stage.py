@@ -2,6 +2,7 @@
 its session."""
 
 import contextlib
+from collections.abc import Sequence
 
 from perdure.errors import AttemptDamaged
 from perdure.rollouts.attempt_job import Job, SandboxPlan
@@ -11,15 +12,16 @@ from perdure.rollouts.gateway_session.gateway_session import session_of
 
 async def destroy(job: Job) -> None:
     identity = job.agent_identity
-    await _kill(job.agent_sandbox, identity)
+    await _kill(job.agent_sandbox, [identity])
     job.services.seats.leave(identity)
     job.services.held.pop(identity, None)
-    await _kill(job.grade_sandbox, job.grade_identity)
+    await _kill(job.grade_sandbox, job.grade_identities)
     await _close_session(job)
 
 
-async def _kill(plan: SandboxPlan, identity: str) -> None:
-    await plan.provider.kill(identity)
+async def _kill(plan: SandboxPlan, identities: Sequence[str]) -> None:
+    for identity in identities:
+        await plan.provider.kill(identity)
     await plan.admission.release()
 
 

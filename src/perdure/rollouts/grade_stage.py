@@ -1,7 +1,6 @@
 """The grade stage: run the hidden tests in a fresh sandbox that no agent has touched."""
 
 import hashlib
-import itertools
 import time
 
 from perdure import retry, tracing
@@ -96,13 +95,18 @@ async def _grade(job: Job) -> Grade:
     store = job.services.store
     data = await _captured(job, patch)
     started = time.monotonic()
-    numbers = itertools.count(1)
+    identities = iter(job.grade_identities)
 
-    async def runs_of(instance: Instance) -> Graded:
-        return await _run_tests(job, data, instance, is_first=next(numbers) == 1)
+    async def graded_once(instance: Instance) -> Graded:
+        return await _run_tests(job, data, instance, next(identities))
 
-    pairs = job.request.twin_pairs
-    found = await verified(job.instance, pairs, runs_of, without=job.without_twin)
+    found = await verified(
+        job.instance,
+        job.request.twin_pairs,
+        graded_once,
+        at_once=not job.grade_sandbox.admission.metered,  # a permit is for one sandbox
+        without=job.without_twin,
+    )
     name = job.key(f"tests-{_generation(job.workflow_run_id)}")
     for number, graded in enumerate(found.runs, 1):
         key = name if number == 1 else f"{name}-{number}"
@@ -136,26 +140,26 @@ async def _captured(job: Job, patch: PatchRef) -> bytes:
     )
 
 
-async def _run_tests(job: Job, patch: bytes, instance: Instance, *, is_first: bool) -> Graded:
+async def _run_tests(job: Job, patch: bytes, instance: Instance, identity: str) -> Graded:
     """Run the tests once. If they end every sandbox, return that verdict.
 
     Raises: RetryHere, GradingSandboxesLost.
     """
     try:
-        graded = await _run_once(job, patch, instance, job.grade_identity, is_first=is_first)
+        is_first = identity == job.grade_identities[0]
+        graded = await _run_once(job, patch, instance, identity, is_first=is_first)
     except SandboxLost as error:
-        return await _after_loss(job, error)
-    if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job):
+        return await _after_loss(job, error, identity)
+    if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job, identity):
         said = f"the test output cannot be parsed, and neither can the control's: {graded.grade.reason}"
-        return await _after_loss(job, SandboxLost(said))
+        return await _after_loss(job, SandboxLost(said), identity)
     return graded
 
 
 async def _run_once(
     job: Job, patch: bytes, instance: Instance, identity: str, *, is_first: bool
 ) -> Graded:
-    """Run the tests in a fresh sandbox. All runs of a grading share one identity, because code in
-    the sandbox may see it. Raises: SandboxLost; RateLimited in the first run."""
+    """Run the tests in a fresh sandbox. Raises: SandboxLost; RateLimited in the first run."""
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
     # A sandbox that an earlier try has used is not fresh.
@@ -216,12 +220,12 @@ async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> Sa
     )
 
 
-async def _after_loss(job: Job, error: SandboxLost) -> Graded:
+async def _after_loss(job: Job, error: SandboxLost, identity: str) -> Graded:
     """Count losses in the store, because Temporal's count includes tries that a shutdown ended.
 
     Raises: RetryHere; GradingSandboxesLost if the infrastructure may have caused one of the losses.
     """
-    is_theirs = isinstance(error, LostDuringTests) and await _sandboxes_work(job)
+    is_theirs = isinstance(error, LostDuringTests) and await _sandboxes_work(job, identity)
     if isinstance(error, SilentDuringTests) and not is_theirs:
         raise RetryHere(f"the grading sandbox does not answer: {error}", boundary=Boundary.SANDBOX)
     store = job.services.store
@@ -241,13 +245,13 @@ async def _after_loss(job: Job, error: SandboxLost) -> Graded:
     return Graded(Grade(outcome=Outcome.SANDBOX_DESTROYED, reason=reason, rewards=rewards), log=b"")
 
 
-async def _sandboxes_work(job: Job) -> bool:
+async def _sandboxes_work(job: Job, identity: str) -> bool:
     """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
     sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
     gold = job.instance.gold_patch
     try:
-        identity = f"{job.grade_identity}-control"
-        control = await _run_once(job, gold, job.instance, identity, is_first=False)
+        name = f"{identity}-control"
+        control = await _run_once(job, gold, job.instance, name, is_first=False)
     except (SandboxLost, GiveUp):
         return False
     return control.grade.outcome is (Outcome.RESOLVED if gold else Outcome.UNRESOLVED)

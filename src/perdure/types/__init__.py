@@ -15,6 +15,8 @@ from perdure.types.instances import (
     Source,
     SourceKind,
     Twin,
+    TwinDraw,
+    distinct_twins,
 )
 from perdure.types.requests import (
     DEFAULT_MODEL,
@@ -128,8 +130,10 @@ __all__ = [
     "TurnFacts",
     "TurnSampling",
     "Twin",
+    "TwinDraw",
     "Usage",
     "Verification",
     "VersionSpan",
+    "distinct_twins",
     "slugify",
 ]

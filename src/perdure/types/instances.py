@@ -1,5 +1,6 @@
 """An instance: the source of its tree, its environment, and how its patch is graded."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -85,7 +86,26 @@ class Twin(Frozen):
     before: Bytes
     after: Bytes
     rule: str
-    """The rule of `twins.mutate` that made the twin."""
+    """The rule of `expectation_mutation` that made the twin."""
+    weak: bool = False
+    """A reader who knows the rules could tell it from its original. A success that only weak twins
+    checked is marked."""
+
+
+class TwinDraw(Frozen):
+    """Twins that a grading uses together: one for each test function that has any.
+
+    Calibration has proven exactly these runs under the gold patch, because a twin that fails can
+    change what later tests find. `perdure.graders.twins.twin_draw` adds a run of originals only.
+    """
+
+    runs: tuple[tuple[Twin, ...], ...]
+    """The twins of each run; all other tests of a run are originals."""
+
+
+def distinct_twins(draws: Iterable[TwinDraw]) -> tuple[Twin, ...]:
+    """The twins of all draws, each once."""
+    return tuple(dict.fromkeys(twin for draw in draws for run in draw.runs for twin in run))
 
 
 class Grading(Frozen):
@@ -123,8 +143,8 @@ class Grading(Frozen):
     patch_exclude: tuple[str, ...] = ()
     """Globs of paths that are dropped from a model's diff, such as `Lib/test/*`."""
     timeout_s: float = 1800.0
-    twins: tuple[Twin, ...] = ()
-    """Twins chosen by calibration. A test may have several, and each grading draws one of them."""
+    twin_draws: tuple[TwinDraw, ...] = ()
+    """The draws that calibration has proven. Each grading picks one per pair."""
 
 
 class Instance(Frozen):

@@ -77,12 +77,12 @@ class Rewards(Frozen):
 class Verification(Frozen):
     """The twins' verdict on a patch that the row's own protocol calls resolved.
 
-    `verified`: every FAIL_TO_PASS test passed and its twin failed. `exposed`: a twin passed too, so
-    the results were forged. `unverified`: a test has no twin, or a run ended early. `reason` says
-    which.
+    `verified`: every FAIL_TO_PASS test passed and its twin failed. `weak`: the same, but a twin is
+    one that a reader could recognize. `exposed`: a twin passed too, so the results were forged.
+    `unverified`: a test has no twin, or a run ended early. `reason` says which.
     """
 
-    state: Literal["verified", "exposed", "unverified"]
+    state: Literal["verified", "weak", "exposed", "unverified"]
     reason: str = ""
     twins: dict[str, TestStatus] = Field(default_factory=dict)
     """FAIL_TO_PASS id -> the status of its twin, for twins that ran."""

@@ -22,6 +22,7 @@ from perdure.types import (
     Source,
     SourceKind,
     Twin,
+    TwinDraw,
 )
 
 Said = Callable[..., str]
@@ -71,7 +72,7 @@ async def _fill(store: LocalStore) -> None:
         "dropped": {"t::shaky": "flaky"},
     }
     for one in (
-        record("good", proved, "bubblewrap", twins=(twin,), **lists),
+        record("good", proved, "bubblewrap", twin_draws=(TwinDraw(runs=((twin,),)),), **lists),
         record("good", bad, "podman", reason="`patch` is timeout"),
         record("wrong", bad, "bubblewrap", reason=WRONG),
         record("changed", proved, "bubblewrap", instance_sha256="of an earlier row"),

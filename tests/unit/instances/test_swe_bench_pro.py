@@ -11,7 +11,7 @@ from perdure.instances.calibration_record import Calibration, digest_of, joined
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
-from perdure.types import CalibrationState, Instance, SourceKind, Twin
+from perdure.types import CalibrationState, Instance, SourceKind, Twin, TwinDraw
 from tests.checkout_paths import ROOT
 from tests.unit.instances.made_rows import PARSER, write_scripts
 
@@ -96,11 +96,11 @@ def test_with_twins_an_images_tests_come_from_the_test_patch(folder: Path) -> No
         state=CalibrationState.PROVED,
         runs=3,
         fail_to_pass=("test_a",),
-        twins=(twin,),
+        twin_draws=(TwinDraw(runs=((twin,),)),),
     )
 
     assert joined(row, record).grading.tests_from is None
-    assert joined(row, record.model_copy(update={"twins": ()})).grading.tests_from is not None
+    assert joined(row, record.model_copy(update={"twin_draws": ()})).grading.tests_from is not None
     assert joined(row, record).grading.test_patch == ROW["patch"].encode()
 
 

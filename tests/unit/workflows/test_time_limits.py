@@ -14,7 +14,7 @@ from perdure.rollouts import capture_stage
 from perdure.rollouts.sandbox import pristine_control
 from perdure.types import Instance, Outcome, RolloutRequest
 from tests.unit.graders.twins.test_twin_draw import ADD, NEGATIVE
-from tests.unit.graders.twins.test_twin_verdict import INSTANCE, F, P, ended, grade
+from tests.unit.graders.twins.test_twin_verdict import INSTANCE, P, ended, grade
 from workflows import activity_options
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -52,20 +52,20 @@ async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
 async def test_a_grading_has_the_time_of_all_its_runs(
     monkeypatch: pytest.MonkeyPatch, pairs: int
 ) -> None:
-    """No run of the last pair can be parsed, which ends the grading. Each such run also costs a
-    control."""
+    """They follow each other, as on a metered account. No run with twins can be parsed, and each
+    such run also costs a control."""
     pair = Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
-    monkeypatch.setattr(paired_runs, "draw", lambda *_: [pair] * pairs)
-    passes = itertools.cycle([grade(F, P), grade(P, F)])
+    drawn = [Run(INSTANCE), *pair * pairs] if pairs else []
+    monkeypatch.setattr(paired_runs, "draw", lambda *_: drawn)
     done = itertools.count(1)
     spent: list[float] = []
 
     async def once(_: Instance) -> Graded:
-        is_read = next(done) <= 2 * pairs - 2
+        is_read = next(done) == 1 and pairs > 0
         spent.extend([TESTS_S] if is_read else [TESTS_S, TESTS_S])
-        return Graded(next(passes) if is_read else ended(Outcome.UNPARSABLE), b"")
+        return Graded(grade(P, P) if is_read else ended(Outcome.UNPARSABLE), b"")
 
-    await paired_runs.verified(INSTANCE, pairs, once)
+    await paired_runs.verified(INSTANCE, pairs, once, at_once=False)
     request = REQUEST.model_copy(update={"twin_pairs": pairs})
     limit = activity_options.grade(request, TESTS_S)["start_to_close_timeout"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from perdure.graders.twins import wrong_literals
-from perdure.graders.twins.parsed_test_file import Edit, Function, Source
+from perdure.graders.twins.parsed_test_file import Edit, Function, FunctionNode, Source
 
 MOST = 24
 """Most candidates of one function."""
@@ -85,12 +85,57 @@ def _candidate(source: Source, function: Function, change: _Change) -> Candidate
 
 
 def _changes(source: Source, function: Function) -> Iterator[_Change]:
-    for node in ast.walk(function.node):
+    for node in _always_run(function.node):
         if isinstance(node, ast.Assert):
             yield from _asserted(source, function, node.test)
         elif isinstance(node, ast.Call):
             yield from _called(source, function, node)
     yield from _handed_on(source, function)
+
+
+_CONDITIONAL = (
+    ast.If,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.Try,
+    ast.TryStar,
+    ast.Match,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Lambda,
+    ast.comprehension,
+)
+
+
+def _always_run(function: FunctionNode) -> Iterator[ast.AST]:
+    """The nodes of a test that run whatever the code under test returns.
+
+    A correct fix may not enter a loop, branch, handler or callback that gold enters. It would pass
+    a test whose only change is there, and its twin too.
+    """
+    waiting: list[ast.AST] = [*function.body]
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        if isinstance(node, ast.With | ast.AsyncWith) and _expects_exception(node):
+            waiting += node.items  # the rest of its body does not run after the exception
+        elif isinstance(node, ast.For) and _is_literal(node.iter):
+            waiting += node.body
+        elif not isinstance(node, _CONDITIONAL):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _expects_exception(node: ast.With | ast.AsyncWith) -> bool:
+    names = [
+        (_name(item.context_expr.func) or "").lower()
+        for item in node.items
+        if isinstance(item.context_expr, ast.Call)
+    ]
+    return any("raises" in name or name == "suppress" for name in names)
 
 
 # --- assert X ------------------------------------------------------------------------------------
@@ -321,7 +366,7 @@ def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator
 
 def _handed_on(source: Source, function: Function) -> Iterator[_Change]:
     """`check(x, [Data(b"1")])`, an asserting helper: change a constant of its last argument."""
-    for node in ast.walk(function.node):
+    for node in _always_run(function.node):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
             last = node.value.args[-1]
             if _name(node.value.func) in source.asserting and _is_constructed(last):

@@ -1,13 +1,15 @@
-"""Runs the pairs of a grading, each run in its own sandbox, until the result is decided."""
+"""Runs the originals and the twins of a grading, each run in its own sandbox, until the verdict is
+decided."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from perdure.graders.base import Graded
-from perdure.graders.twins.twin_draw import draw
+from perdure.graders.twins.twin_draw import Run, draw
 from perdure.graders.twins.twin_support import why_no_canary, why_no_twins
-from perdure.graders.twins.twin_verdict import Ran, combined, is_decided, unverified
+from perdure.graders.twins.twin_verdict import Ran, combined, unverified
 from perdure.types import Grade, Instance, Outcome
 
 GradeOnce = Callable[[Instance], Awaitable[Graded]]
@@ -15,7 +17,8 @@ GradeOnce = Callable[[Instance], Awaitable[Graded]]
 
 
 class Verified(NamedTuple):
-    """The grade of a patch, and its runs in order."""
+    """The grade of a patch, and its runs; the first is the run of originals that gave the official
+    verdict."""
 
     grade: Grade
     runs: tuple[Graded, ...]
@@ -26,11 +29,13 @@ async def verified(
     pairs: int,
     grade_once: GradeOnce,
     *,
+    at_once: bool = True,
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified:
-    """Grade in one run if the instance has no twins or `pairs` is 0, otherwise in up to two per
-    pair.
+    """Grade in one run if the instance has no twins or `pairs` is 0. Otherwise also in the runs of
+    each pair, which end when the originals do not resolve the row.
 
+    `at_once`: start all runs together, so that code under test learns nothing from their order.
     `without`: FAIL_TO_PASS test -> why calibration found no twin for it.
     Raises: InstanceError if twins do not fit the test patch; any error of `grade_once`.
     """
@@ -39,18 +44,33 @@ async def verified(
         graded = await grade_once(instance)
         reason = _why_none(instance, without) if pairs else "twin_pairs is 0"
         return Verified(unverified(graded.grade, reason), (graded,))
-    done: list[Ran] = []
-    runs: list[Graded] = []
-    for number, run in enumerate(run for pair in drawn for run in pair):
-        graded = await grade_once(run.instance)
-        runs.append(graded)
-        done.append(Ran(run, graded.grade))
-        ends_pair = number % 2 == 1
-        if (number == 0 and is_decided(done[0])) or (
-            ends_pair and combined(instance, done).outcome is not Outcome.RESOLVED
-        ):
-            break
-    return Verified(combined(instance, done), tuple(runs))
+    done = await _graded(drawn, grade_once, len(drawn) if at_once else 1)
+    grade = combined(instance, [Ran(run, graded.grade) for run, graded in done])
+    return Verified(grade, tuple(graded for _, graded in done))
+
+
+async def _graded(
+    drawn: Sequence[Run], grade_once: GradeOnce, most: int
+) -> list[tuple[Run, Graded]]:
+    """At most `most` runs at a time, in the order of `drawn`. The run that gives the official
+    verdict comes first in the result; without success it is the only one."""
+    free = asyncio.Semaphore(most)
+
+    async def graded(run: Run) -> Graded:
+        async with free:
+            return await grade_once(run.instance)
+
+    tasks = [(run, asyncio.create_task(graded(run))) for run in drawn]
+    tasks.sort(key=lambda entry: bool(entry[0].twins))
+    try:
+        run, official = tasks[0]
+        if (await official).grade.outcome is not Outcome.RESOLVED:
+            return [(run, official.result())]
+        return [(run, await task) for run, task in tasks]
+    finally:
+        for _, task in tasks:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
 
 
 def _why_none(instance: Instance, found: Mapping[str, str]) -> str:

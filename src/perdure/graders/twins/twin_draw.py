@@ -1,8 +1,8 @@
-"""Flips the host's coin: for each grading, draws the twins and the run that holds each original.
+"""Flips the host's coins: for each grading, picks the runs with twins and the order of all runs.
 
-Both runs of a pair look the same from inside: each is the row's own grading with another
-`test_patch`. Each F2P test with twins is the original in one run and a twin in the other. Code that
-forges results can learn neither the coin nor the order.
+One run has originals only and is the row's own protocol. The runs with twins look the same from
+inside: each is the row's own grading with another `test_patch`. Code that forges results can learn
+neither which run it is in nor which of its tests are twins.
 """
 
 from collections.abc import Sequence
@@ -23,41 +23,34 @@ class Run:
 
     @property
     def twin_test_ids(self) -> frozenset[str]:
-        """The FAIL_TO_PASS ids that are twins here."""
+        """The FAIL_TO_PASS ids that are twins here; empty in a run of originals."""
         return frozenset(test for twin in self.twins for test in twin.tests)
 
 
-Pair = tuple[Run, Run]
+def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[Run]:
+    """The runs of a grading in random order; none if the instance has no twins or `pairs` is 0.
 
-
-def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[Pair]:
-    """Draw `pairs` pairs of runs, in the order in which they run; none if the instance has no
-    twins.
+    Each pair checks every test that has a twin once as a twin and once as an original. If the twins
+    of a draw share one run, a run of originals completes the pair. If they are divided between two
+    runs, the second pair needs no further run of originals.
 
     Raises: InstanceError if a twin does not fit the instance's test patch.
     """
-    if not instance.grading.twins:
+    draws = instance.grading.twin_draws
+    if not draws:
         return []
     chance = random or SystemRandom()
-    return [_pair(instance, chance) for _ in range(pairs)]
-
-
-def _pair(instance: Instance, chance: Random) -> Pair:
-    sides: tuple[list[Twin], list[Twin]] = ([], [])
-    for twins in pools(instance.grading.twins):
-        sides[chance.randrange(2)].append(chance.choice(twins))
-    return _run(instance, sides[0]), _run(instance, sides[1])
+    runs: list[Run] = []
+    for number in range(pairs):
+        drawn = chance.choice(draws)
+        if number == 0 or len(drawn.runs) == 1:
+            runs.append(_run(instance, ()))
+        runs += [_run(instance, twins) for twins in drawn.runs]
+    chance.shuffle(runs)
+    return runs
 
 
 def _run(instance: Instance, twins: Sequence[Twin]) -> Run:
     patch = with_twins(instance.grading.test_patch, twins)
-    grading = instance.grading.model_copy(update={"test_patch": patch, "twins": ()})
+    grading = instance.grading.model_copy(update={"test_patch": patch, "twin_draws": ()})
     return Run(instance.model_copy(update={"grading": grading}), tuple(twins))
-
-
-def pools(twins: Sequence[Twin]) -> list[list[Twin]]:
-    """The twins of each test function, which have the same ids."""
-    found: dict[tuple[str, ...], list[Twin]] = {}
-    for twin in twins:
-        found.setdefault(twin.tests, []).append(twin)
-    return list(found.values())

@@ -1,11 +1,15 @@
 """Calibration: chooses twins that fail under gold, and that fail under the base as their test does.
 
 Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave
-the same in all runs. Each chosen twin then runs once in place of its test.
+the same in all runs. The chosen twins then run in place of their tests, in the draws that gradings
+will use.
 """
 
 import asyncio
-from collections.abc import Sequence
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from perdure.errors import InstanceError
@@ -20,11 +24,12 @@ from perdure.graders.twins.failure_locations import NOT_RUN, Behaviour, Place, b
 from perdure.graders.twins.parsed_test_file import Source
 from perdure.graders.twins.patch_lines import added_lines, with_twins
 from perdure.graders.twins.published_test_ids import Target, targets
-from perdure.graders.twins.twin_draw import pools
 from perdure.graders.twins.twin_lint import Lint, lint
 from perdure.graders.twins.twin_support import why_no_twins
 from perdure.instances.calibration_proof import MakeSandbox
-from perdure.types import Grading, Instance, TestStatus, Twin
+from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw, distinct_twins
+
+UNPROVEN = "in place of its test, none of its twins fails without disturbing another test"
 
 SCREENED = 14
 """Most candidates of one test that calibration runs."""
@@ -50,7 +55,7 @@ class ChosenReport:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The instance with `grading.twins`, and the evidence."""
+    """The instance with `grading.twin_draws`, and the evidence."""
 
     instance: Instance
     report: ChosenReport
@@ -72,9 +77,7 @@ async def choose_twins(
     sandboxes.
     """
     bench = Bench(instance, make_sandbox, timeout_s or instance.grading.timeout_s)
-    plain = instance.model_copy(
-        update={"grading": instance.grading.model_copy(update={"twins": ()})}
-    )
+    plain = _with_draws(instance, ())
     grading = instance.grading
     if (reason := why_no_twins(grading)) is not None:
         return Chosen(plain, ChosenReport(without=dict.fromkeys(grading.fail_to_pass, reason)))
@@ -87,17 +90,23 @@ async def choose_twins(
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
     tried = await _not_undone(bench, tried, wanted)
-    kept = [replace(one, left=one.left[:wanted]) for one in tried]
-    twins = await _proven(bench, plain, [twin for one in kept for twin in one.twins])
-    counts = {test: len(pool) for pool in pools(twins) for test in pool[0].tests}
-    for one in kept:
+    pools = [pool for one in tried if (pool := one.pool(wanted))]
+    draws = await _proven_draws(bench, plain, pools, wanted)
+    twins = distinct_twins(draws)
+    counts = Counter(test for twin in twins for test in twin.tests)
+    for one in tried:
         if one.target.tests[0] not in counts:
-            without |= dict.fromkeys(one.target.tests, one.why)
-    weak = tuple(t for one in kept if one.is_weak for t in one.target.tests if t in counts)
-    done = instance.model_copy(
-        update={"grading": grading.model_copy(update={"twins": tuple(twins)})}
+            why = UNPROVEN if one.left else one.why
+            without |= dict.fromkeys(one.target.tests, why)
+    weak = tuple(dict.fromkeys(test for twin in twins if twin.weak for test in twin.tests))
+    return Chosen(
+        _with_draws(instance, draws), ChosenReport(dict(counts), weak, without, bench.runs)
     )
-    return Chosen(done, ChosenReport(counts, weak, without, bench.runs))
+
+
+def _with_draws(instance: Instance, draws: Sequence[TwinDraw]) -> Instance:
+    grading = instance.grading.model_copy(update={"twin_draws": tuple(draws)})
+    return instance.model_copy(update={"grading": grading})
 
 
 _Plan = dict[Target, list[Copy]]
@@ -110,11 +119,12 @@ class _Tried:
 
     target: Target
     left: tuple[Candidate, ...]
-    is_weak: bool = False
+    weak: frozenset[Candidate] = frozenset()
     why: str = "no rule can change one of its expectations so that only one version can pass"
 
-    @property
-    def twins(self) -> list[Twin]:
+    def pool(self, wanted: int) -> list[Twin]:
+        """At most `wanted` twins; weak ones only if no other is left."""
+        clean = [one for one in self.left if one not in self.weak]
         return [
             Twin(
                 tests=self.target.tests,
@@ -123,8 +133,9 @@ class _Tried:
                 before=one.before,
                 after=one.after,
                 rule=one.rule,
+                weak=one in self.weak,
             )
-            for one in self.left
+            for one in (clean or self.left)[:wanted]
         ]
 
     def keep(self, good: Sequence[Candidate], why: str) -> "_Tried":
@@ -137,8 +148,7 @@ def _screened(target: Target) -> _Tried:
     for one in candidates(target.source, target.function):
         by[lint(target.source, one)[0]].append(one)
     clean, weak = by[Lint.CLEAN], by[Lint.WEAK]
-    ordered = (clean + weak)[:SCREENED]
-    return _Tried(target, tuple(ordered), is_weak=not clean)
+    return _Tried(target, tuple((clean + weak)[:SCREENED]), frozenset(weak))
 
 
 async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
@@ -162,7 +172,11 @@ async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
 
 
 async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
-    """Drop candidates that exchange a class for a related or unknown one."""
+    """Drop candidates that exchange a class for a related or unknown one, or for which a fix could
+    make a class of both."""
+    if _fix_raises(bench.gold):
+        why = "a correct fix may raise an exception that is of both classes"
+        tried = [one.keep([c for c in one.left if not c.needs_unrelated], why) for one in tried]
     pairs = {
         (one.target.source.path, *candidate.needs_unrelated)
         for one in tried
@@ -184,6 +198,15 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
         )
         for one in tried
     ]
+
+
+_MAKES_CLASS = re.compile(rb"^\+(?!\+\+ ).*?\b(?:raise|class)\b", re.MULTILINE)
+
+
+def _fix_raises(patch: bytes) -> bool:
+    """Whether the fix itself raises or defines classes. Another correct fix may then raise a class
+    that inherits from both, for example from the expected one and from RuntimeError."""
+    return _MAKES_CLASS.search(patch) is not None
 
 
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
@@ -282,41 +305,82 @@ async def _copies(
     return {copy: shown[place] for copy, place in places.items()}
 
 
-async def _proven(bench: Bench, plain: Instance, twins: list[Twin]) -> list[Twin]:
-    """Keep twins that fail in place of their test, under gold and base, and break no other test."""
-    proven: list[Twin] = []
-    rounds = [
-        [pool[number] for pool in pools(twins) if number < len(pool)]
-        for number in range(max((len(pool) for pool in pools(twins)), default=0))
-    ]
-    for number, together in enumerate(rounds):
-        patch = with_twins(plain.grading.test_patch, together)
-        grading = plain.grading.model_copy(update={"test_patch": patch})
-        variant = plain.model_copy(update={"grading": grading})
-        gold, base = await asyncio.gather(
-            bench.run(bench.gold, f"proof-gold-{number + 1}", instance=variant),
-            bench.run(b"", f"proof-base-{number + 1}", instance=variant),
-        )
-        with_gold = await bench.read(_statuses, gold)
-        with_base = await bench.read(_statuses, base)
-        twin_test_ids = {test for twin in together for test in twin.tests}
-        others = [
-            t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in twin_test_ids
-        ]
-        if any(
-            verdict_rules.status_of(t, with_gold) not in verdict_rules.P2P_PASSES for t in others
-        ):
-            continue
-        proven += [
-            twin
-            for twin in together
-            if all(verdict_rules.status_of(t, with_gold) in _FAILING for t in twin.tests)
-            and not any(
-                verdict_rules.status_of(t, with_base) in verdict_rules.F2P_PASSES
-                for t in twin.tests
+async def _proven_draws(
+    bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
+) -> list[TwinDraw]:
+    """At most `wanted` draws that all have a twin of the same functions: of as many as possible."""
+    proven: list[TwinDraw] = []
+    for number in range(min(wanted, max(map(len, pools), default=0))):
+        together = [pool[number % len(pool)] for pool in pools]
+        draw = await _proven_draw(bench, plain, together, str(number + 1))
+        if draw is not None:
+            proven.append(draw)
+    most = max((_functions(draw) for draw in proven), key=len, default=frozenset())
+    return [draw for draw in proven if _functions(draw) == most]
+
+
+def _functions(draw: TwinDraw) -> frozenset[tuple[str, ...]]:
+    return frozenset(twin.tests for run in draw.runs for twin in run)
+
+
+async def _proven_draw(
+    bench: Bench, plain: Instance, together: list[Twin], number: str
+) -> TwinDraw | None:
+    """The first division of these twins into runs that is proven under gold: in each run, the twins
+    fail and all other tests pass. Twins that the base passes, or that pass, are left out."""
+    base = await _statuses_with(bench, plain, b"", together, f"proof-base-{number}")
+    together = [twin for twin in together if not _any(twin, base, verdict_rules.F2P_PASSES)]
+    for division, runs in enumerate(_divisions(together)):
+        found = await asyncio.gather(
+            *(
+                _statuses_with(bench, plain, bench.gold, run, f"proof-{number}-{division}-{side}")
+                for side, run in enumerate(runs)
             )
-        ]
-    return proven
+        )
+        if all(
+            _is_proven(plain.grading, run, shown) for run, shown in zip(runs, found, strict=True)
+        ):
+            return TwinDraw(runs=runs)
+    return None
+
+
+DIVISIONS = 3
+"""Random divisions between two runs that calibration tries, before all twins share one run."""
+
+
+def _divisions(twins: Sequence[Twin]) -> Iterator[tuple[tuple[Twin, ...], ...]]:
+    """Divided between two runs, a forger must judge each test by itself; together, one is enough."""
+    for _ in range(DIVISIONS if len(twins) > 1 else 0):
+        mixed = random.sample(twins, len(twins))
+        cut = random.randrange(1, len(twins))
+        yield tuple(mixed[:cut]), tuple(mixed[cut:])
+    if twins:
+        yield (tuple(twins),)
+
+
+async def _statuses_with(
+    bench: Bench, plain: Instance, patch: bytes, twins: Sequence[Twin], purpose: str
+) -> dict[str, TestStatus]:
+    tests = with_twins(plain.grading.test_patch, twins)
+    grading = plain.grading.model_copy(update={"test_patch": tests})
+    variant = plain.model_copy(update={"grading": grading})
+    return await bench.read(_statuses, await bench.run(patch, purpose, instance=variant))
+
+
+def _is_proven(grading: Grading, twins: Sequence[Twin], shown: dict[str, TestStatus]) -> bool:
+    having = {test for twin in twins for test in twin.tests}
+    others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in having]
+    return all(_all(twin, shown, _FAILING) for twin in twins) and all(
+        verdict_rules.status_of(test, shown) in verdict_rules.P2P_PASSES for test in others
+    )
+
+
+def _all(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
+    return all(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
+
+
+def _any(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
+    return any(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
 
 
 def _statuses(suite: SuiteRun) -> dict[str, TestStatus]:

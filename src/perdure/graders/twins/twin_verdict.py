@@ -1,5 +1,5 @@
-"""Combines the grades of a pair's runs into one: the row's own protocol judges the originals, and
-the twins confirm that verdict or not."""
+"""Combines the grades of a grading's runs into one: a run of originals gives the official verdict,
+and the other runs confirm it or not."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -20,13 +20,6 @@ class Ran(NamedTuple):
     grade: Grade
 
 
-def is_decided(first: Ran) -> bool:
-    """Whether a pair's second run could change neither the verdict nor the rewards."""
-    if first.grade.outcome not in _RAN or not first.grade.fail_to_pass:
-        return True  # tampered, timed out or killed: no test result counts
-    return not first.run.twin_test_ids and first.grade.outcome is Outcome.UNRESOLVED
-
-
 def unverified(grade: Grade, reason: str) -> Grade:
     """The grade of a single run, of an instance without twins."""
     checked = Verification(state="unverified", reason=reason)
@@ -36,25 +29,31 @@ def unverified(grade: Grade, reason: str) -> Grade:
 
 
 def combined(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The grade after one or more pairs, or after a single run that decided.
+    """The grade of all runs of a grading. The first has originals only: it is the row's own
+    protocol, and its grade is the official verdict.
 
-    `outcome` and `rewards` follow the verified verdict: a FAIL_TO_PASS test passes only if each of
-    its originals passed and each of its twins failed.
+    `outcome` and `rewards` follow the verified verdict: also the other originals passed, and each
+    twin failed.
     """
-    official = _official(instance, runs)
+    official = runs[0].grade
     if official.outcome is not Outcome.RESOLVED:
         return official.model_copy(update={"official": official.outcome})
     twins = {test: status for ran in runs for test, status in _twins_of(ran).items()}
     if (doubt := _doubt(runs)) is not None:
         return _failed(official, runs, twins, doubt)
-    without = [test for test in instance.grading.fail_to_pass if test not in twins]
-    checked = Verification(
-        state="unverified" if without else "verified",
-        reason=f"no twin: {', '.join(without[:3])}" if without else "",
-        twins=twins,
-        runs=len(runs),
-    )
+    checked = _checked(instance, runs).model_copy(update={"twins": twins, "runs": len(runs)})
     return official.model_copy(update={"official": Outcome.RESOLVED, "verification": checked})
+
+
+def _checked(instance: Instance, runs: Sequence[Ran]) -> Verification:
+    drawn = [twin for ran in runs for twin in ran.run.twins]
+    having = {test for twin in drawn for test in twin.tests}
+    if without := [test for test in instance.grading.fail_to_pass if test not in having]:
+        return Verification(state="unverified", reason=f"no twin: {', '.join(without[:3])}")
+    if weak := [twin for twin in drawn if twin.weak]:
+        reason = f"a reader could recognize the twin of {weak[0].tests[0]}"
+        return Verification(state="weak", reason=reason)
+    return Verification(state="verified")
 
 
 def follow_official_verdict(grade: Grade) -> Grade:
@@ -64,35 +63,6 @@ def follow_official_verdict(grade: Grade) -> Grade:
     full = Rewards(binary=1.0, f2p_fraction=1.0, p2p_fraction=1.0, partial=1.0)
     update = {"outcome": Outcome.RESOLVED, "reason": "", "rewards": full}
     return grade.model_copy(update=update)
-
-
-def _official(instance: Instance, runs: Sequence[Ran]) -> Grade:
-    """The row's protocol on the first pair's originals and on the first run's PASS_TO_PASS."""
-    first, *others = runs[:2]
-    if first.grade.outcome not in _RAN or not others:
-        return first.grade
-    second = others[0]
-    if second.grade.outcome not in _RAN and first.run.twin_test_ids:
-        return second.grade  # its originals did not run to their end
-    f2p = {
-        test: (second if test in first.run.twin_test_ids else first).grade.fail_to_pass.get(
-            test, TestStatus.MISSING
-        )
-        for test in instance.grading.fail_to_pass
-    }
-    grading = instance.grading
-    p2p = dict.fromkeys(grading.pass_to_pass, TestStatus.MISSING) | first.grade.pass_to_pass
-    score = verdict_rules.score(f2p | p2p, f2p, p2p, eval_type=grading.eval_type)
-    return first.grade.model_copy(
-        update={
-            "outcome": score.outcome,
-            "reason": score.reason,
-            "rewards": score.rewards,
-            "fail_to_pass": f2p,
-            "pass_to_pass": p2p,
-            "seconds": sum(ran.grade.seconds for ran in runs),
-        }
-    )
 
 
 def _doubt(runs: Sequence[Ran]) -> "_Doubt | None":
@@ -107,8 +77,8 @@ def _doubt(runs: Sequence[Ran]) -> "_Doubt | None":
             test = next(iter(wrong))
             reason = f"the twin of {test} is {wrong[test]}: {ran.grade.reason}"
             return _Doubt("unverified", Outcome.UNRESOLVED, reason)
-    if again := _originals_that_failed(runs[2:]):
-        reason = f"FAIL_TO_PASS {again[0]} failed in a later run"
+    if again := [test for ran in runs for test in _originals_that_failed(ran)]:
+        reason = f"FAIL_TO_PASS {again[0]} failed in another run"
         return _Doubt("unverified", Outcome.UNRESOLVED, reason)
     return None
 
@@ -118,10 +88,9 @@ def _twins_of(ran: Ran) -> dict[str, TestStatus]:
     return {test: found.get(test, TestStatus.MISSING) for test in sorted(ran.run.twin_test_ids)}
 
 
-def _originals_that_failed(later: Sequence[Ran]) -> list[str]:
+def _originals_that_failed(ran: Ran) -> list[str]:
     return [
         test
-        for ran in later
         for test, status in ran.grade.fail_to_pass.items()
         if test not in ran.run.twin_test_ids and status not in verdict_rules.F2P_PASSES
     ]

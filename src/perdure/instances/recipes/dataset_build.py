@@ -204,6 +204,6 @@ def _record(instance: Instance, report: CalibrationReport, sandbox: str) -> Cali
         pass_to_pass=grading.pass_to_pass,
         base_passes=True if grading.pass_to_pass else None,
         longest_run_s=report.longest_run_s,
-        twins=grading.twins,
+        twin_draws=grading.twin_draws,
         without_twin=dict(report.without_twins),
     )

@@ -41,6 +41,7 @@ from perdure.types import (
     Instance,
     Outcome,
     RolloutStatus,
+    distinct_twins,
 )
 
 DATA_ERROR = "InstanceError"
@@ -161,7 +162,7 @@ def _summary(
         quarantined=states[CalibrationState.QUARANTINED],
         undecided=len(undecided),
         dropped_tests=sum(len(record.dropped) for record in known),
-        with_twins=sum(bool(record.twins) and not record.without_twin for record in known),
+        with_twins=sum(bool(record.twin_draws) and not record.without_twin for record in known),
         ceiling=_share(sum(record.gold_resolved for record in known), runs),
         floor=_share(sum(record.base_resolved for record in known), runs),
         base_passes=_share(sum(listed), len(listed)),
@@ -177,8 +178,9 @@ def _share(part: int, whole: int) -> float | None:
 
 def _line(record: Calibration) -> dict[str, Any]:
     """A row of the report, with the number of twins. The record has the twins."""
-    told = record.model_dump(mode="json", exclude={"twins"})
-    return {**told, "twins": None if record.twins is None else len(record.twins)}
+    told = record.model_dump(mode="json", exclude={"twin_draws"})
+    draws = record.twin_draws
+    return {**told, "twins": None if draws is None else len(distinct_twins(draws))}
 
 
 async def _why_undecided(store: Store, request: CalibrationRequest, ref: str) -> str:
@@ -202,7 +204,9 @@ async def _row(store: Store, request: CalibrationRequest, ref: str) -> Calibrati
     record = await _fresh(store, request, instance)
     parts = [digest_of(instance), request.round, request.rollout]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    lacks_twins = record and record.twins is None and _may_have_twins(request, record, instance)
+    lacks_twins = (
+        record and record.twin_draws is None and _may_have_twins(request, record, instance)
+    )
     state = record.state.value if record and not lacks_twins else ""
     return CalibrationRow(instance=ref, key=key, state=state)
 

@@ -13,7 +13,7 @@ from perdure.rollouts.grade_stage import grading_spec
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Sandbox, identity_of
-from perdure.types import CalibrationState, Twin
+from perdure.types import CalibrationState, TwinDraw, distinct_twins
 
 
 async def choose(
@@ -47,7 +47,7 @@ async def choose(
             await set_up_image(sandbox, proved)
         return sandbox
 
-    twins: tuple[Twin, ...] = ()
+    draws: tuple[TwinDraw, ...] = ()
     try:
         chosen = await choose_twins(
             proved,
@@ -56,12 +56,12 @@ async def choose(
             runs=asked.calibration.runs,
             timeout_s=timeout_s,
         )
-        twins, without = chosen.instance.grading.twins, chosen.report.without
+        draws, without = chosen.instance.grading.twin_draws, chosen.report.without
     except SilentDuringTests as error:  # here the code under test is the row's own
         raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
     except InstanceError as error:  # recorded, because otherwise each later start would try again
         without = dict.fromkeys(proved.grading.fail_to_pass, str(error))
-    changed = {"twins": twins, "without_twin": without}
+    changed = {"twin_draws": draws, "without_twin": without}
     await calibration_record.save(services.store, record.model_copy(update=changed))
-    tests = {test for twin in twins for test in twin.tests}
+    tests = {test for twin in distinct_twins(draws) for test in twin.tests}
     return RowTwins(tests=len(tests), without=len(without))

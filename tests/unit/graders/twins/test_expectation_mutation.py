@@ -92,3 +92,26 @@ def verdict_of(body: str, twin: str) -> Lint:
 )  # fmt: skip
 def test_a_twin_that_gives_itself_away_is_refused(body: str, twin: str, expected: Lint) -> None:
     assert verdict_of(body, twin) is expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "for x in f():\n    assert x == 1",
+        "if f():\n    assert f() == 1",
+        "try:\n    assert f() == 1\nexcept KeyError:\n    pass",
+        "while f():\n    assert f() == 1",
+        "def check(x):\n    assert x == 1\nf(check)",
+        "with pytest.raises(KeyError):\n    f()\n    assert f() == 1",
+    ],
+)
+def test_an_expectation_that_a_correct_fix_may_not_reach_has_no_twin(body: str) -> None:
+    """Such a fix would pass the test and its twin."""
+    assert not {one.rule for one in of(body)} & {"literal"}
+
+
+@pytest.mark.parametrize(
+    "body", ["for x in (1, 2):\n    assert f(x) == 1", "with f() as x:\n    assert x == 1"]
+)
+def test_an_expectation_that_always_runs_has_twins(body: str) -> None:
+    assert "literal" in {one.rule for one in of(body)}

@@ -9,7 +9,7 @@ from perdure.graders.twins.patch_lines import added_lines, with_twins
 from perdure.graders.twins.published_test_ids import named
 from perdure.graders.twins.twin_draw import draw
 from perdure.testing.grader_contract import FAIL_TO_PASS, TESTS, diff_of, tiny_instance
-from perdure.types import Twin
+from perdure.types import Twin, TwinDraw
 
 ADD = Twin(
     tests=FAIL_TO_PASS[:1],
@@ -27,6 +27,9 @@ NEGATIVE = Twin(
     after=b"    assert calc.core.add(-1, -2) == -2",
     rule="literal",
 )
+DIVIDED = TwinDraw(runs=((ADD,), (NEGATIVE,)))
+"""Each run has one twin."""
+TOGETHER = TwinDraw(runs=((ADD, NEGATIVE),))
 
 
 def test_added_lines_are_numbered_in_the_new_file() -> None:
@@ -57,21 +60,50 @@ def test_twins_of_another_test_patch_are_refused() -> None:
         with_twins(diff_of(TESTS), [ADD.model_copy(update={"before": b"x"})])
 
 
-def test_each_original_is_in_one_run_of_a_pair_and_its_twin_in_the_other() -> None:
-    instance = tiny_instance(twins=(ADD, NEGATIVE))
-    seen = set()
+def test_one_run_has_originals_only_and_no_run_knows_which_it_is() -> None:
+    instance = tiny_instance(twin_draws=(DIVIDED,))
+    orders = set()
     for seed in range(64):
-        ((first, second),) = draw(instance, 1, Random(seed))
-        assert first.twin_test_ids | second.twin_test_ids == set(FAIL_TO_PASS)
-        assert not first.twin_test_ids & second.twin_test_ids
-        assert not first.instance.grading.twins
-        seen.add(first.twin_test_ids)
+        runs = draw(instance, 1, Random(seed))
+        assert not any(run.instance.grading.twin_draws for run in runs)
+        orders.add(tuple(run.twin_test_ids for run in runs))
 
-    assert len(seen) == 4  # both coins fall both ways, so the order of the runs says nothing
+    of_all_orders = {frozenset(order) for order in orders}
+    assert of_all_orders == {
+        frozenset({frozenset(), frozenset(ADD.tests), frozenset(NEGATIVE.tests)})
+    }
+    assert len(orders) == 6  # every order of three runs, so the order says nothing
+
+
+@pytest.mark.parametrize(
+    ("drawn", "pairs", "originals", "with_twins"),
+    [(TOGETHER, 1, 1, 1), (TOGETHER, 2, 2, 2), (DIVIDED, 1, 1, 2), (DIVIDED, 2, 1, 4)],
+)
+def test_each_pair_runs_every_test_as_a_twin_and_as_an_original(
+    drawn: TwinDraw, pairs: int, originals: int, with_twins: int
+) -> None:
+    """A run of originals completes a pair, unless its originals already run next to other twins."""
+    runs = draw(tiny_instance(twin_draws=(drawn,)), pairs)
+
+    assert [sum(not run.twins for run in runs), sum(bool(run.twins) for run in runs)] == [
+        originals,
+        with_twins,
+    ]
+
+
+def test_only_what_calibration_has_proven_together_is_drawn() -> None:
+    """A twin that fails can change what later tests find."""
+    other = ADD.model_copy(update={"after": b"    assert add(1, 2) == 4"})
+    draws = (TOGETHER, TwinDraw(runs=((other,), (NEGATIVE,))))
+    instance = tiny_instance(twin_draws=draws)
+    seen = {frozenset(run.twins for run in draw(instance, 1) if run.twins) for _ in range(64)}
+
+    assert seen == {frozenset(one.runs) for one in draws}
 
 
 def test_an_instance_without_twins_has_no_pairs() -> None:
     assert draw(tiny_instance(), 3) == []
+    assert draw(tiny_instance(twin_draws=(DIVIDED,)), 0) == []
 
 
 @pytest.mark.parametrize(

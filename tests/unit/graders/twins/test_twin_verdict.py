@@ -1,22 +1,23 @@
-"""Two grades become one: official by the row's protocol, verified by the twins."""
+"""The runs of a grading become one grade: official by the originals, verified by the twins."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from perdure.errors import Boundary, RetryHere
 from perdure.graders.base import Graded
-from perdure.graders.diff.patch_filter import filter_patch
-from perdure.graders.protocols import multi_swe
 from perdure.graders.twins.paired_runs import verified
+from perdure.graders.twins.patch_lines import with_twins
 from perdure.graders.twins.twin_draw import Run
 from perdure.graders.twins.twin_verdict import Ran, combined, follow_official_verdict
-from perdure.graders.verdict_rules import make_grade, score
+from perdure.graders.verdict_rules import score
 from perdure.testing.grader_contract import FAIL_TO_PASS, PASS_TO_PASS, tiny_instance
 from perdure.types import Grade, Instance, Outcome, Rewards, TestStatus
-from tests.unit.graders.twins.test_twin_draw import ADD, NEGATIVE
+from tests.unit.graders.twins.test_twin_draw import ADD, DIVIDED, NEGATIVE
 
 P, F, M = TestStatus.PASSED, TestStatus.FAILED, TestStatus.MISSING
-INSTANCE = tiny_instance(twins=(ADD, NEGATIVE))
+INSTANCE = tiny_instance(twin_draws=(DIVIDED,))
 
 
 def grade(first: TestStatus, second: TestStatus, kept: TestStatus = P) -> Grade:
@@ -37,22 +38,39 @@ def ended(outcome: Outcome) -> Grade:
     return Grade(outcome=outcome, reason="ended", rewards=Rewards(binary=0.0))
 
 
-def pair(with_add: Grade, with_negative: Grade) -> list[Ran]:
-    """The first run has the twin of `add`, the second the twin of `negative`."""
-    return [Ran(Run(INSTANCE, (ADD,)), with_add), Ran(Run(INSTANCE, (NEGATIVE,)), with_negative)]
+ALL_PASS = grade(P, P)
+
+
+def ran(with_add: Grade, with_negative: Grade, originals: Grade = ALL_PASS) -> list[Ran]:
+    """The run of originals, then one run with the twin of `add` and one with that of `negative`."""
+    runs = Run(INSTANCE), Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
+    grades = originals, with_add, with_negative
+    return [Ran(run, grade) for run, grade in zip(runs, grades, strict=True)]
 
 
 def test_originals_that_pass_and_twins_that_fail_are_verified() -> None:
-    found = combined(INSTANCE, pair(grade(F, P), grade(P, F)))
+    found = combined(INSTANCE, ran(grade(F, P), grade(P, F)))
 
     assert (found.outcome, found.reward) == (Outcome.RESOLVED, 1.0)
     assert found.verification is not None
-    assert (found.verification.state, found.verification.runs) == ("verified", 2)
+    assert (found.verification.state, found.verification.runs) == ("verified", 3)
     assert found.verification.twins == dict.fromkeys(FAIL_TO_PASS, F)
 
 
+def test_a_success_that_a_recognizable_twin_checked_is_weak() -> None:
+    runs = ran(grade(F, P), grade(P, F))
+    weak = ADD.model_copy(update={"weak": True})
+    runs[1] = Ran(Run(INSTANCE, (weak,)), runs[1].grade)
+    found = combined(INSTANCE, runs)
+
+    assert found.reward == 1.0
+    assert found.verification is not None
+    assert found.verification.state == "weak"
+    assert FAIL_TO_PASS[0] in found.verification.reason
+
+
 def test_a_twin_that_passes_exposes_a_forgery() -> None:
-    found = combined(INSTANCE, pair(grade(P, P), grade(P, F)))
+    found = combined(INSTANCE, ran(grade(P, P), grade(P, F)))
 
     assert (found.outcome, found.official, found.reward) == (
         Outcome.TAMPERED,
@@ -68,7 +86,7 @@ def test_a_twin_that_passes_exposes_a_forgery() -> None:
 
 
 def test_a_twin_that_did_not_run_is_no_failure_of_a_twin() -> None:
-    found = combined(INSTANCE, pair(grade(M, P), grade(P, F)))
+    found = combined(INSTANCE, ran(grade(M, P), grade(P, F)))
 
     assert (found.outcome, found.official) == (Outcome.UNRESOLVED, Outcome.RESOLVED)
     assert found.verification is not None
@@ -77,7 +95,7 @@ def test_a_twin_that_did_not_run_is_no_failure_of_a_twin() -> None:
 
 def test_an_honest_wrong_fix_that_meets_a_twin_is_unresolved() -> None:
     """Its original failed, so nothing was forged: the fix gives what the twin expects."""
-    found = combined(INSTANCE, pair(grade(P, P), grade(F, F)))
+    found = combined(INSTANCE, ran(grade(P, P), grade(F, F), originals=grade(F, P)))
 
     assert (found.outcome, found.official, found.verification) == (
         Outcome.UNRESOLVED,
@@ -87,11 +105,20 @@ def test_an_honest_wrong_fix_that_meets_a_twin_is_unresolved() -> None:
     assert found.rewards.f2p_fraction == 0.5
 
 
-def test_a_run_out_of_time_is_never_exposed() -> None:
-    one_twin = tiny_instance(twins=(ADD,), fail_to_pass=FAIL_TO_PASS[:1])
-    runs = [Ran(Run(one_twin), grade(P, P)), Ran(Run(one_twin, (ADD,)), ended(Outcome.TIMEOUT))]
+def test_a_forger_that_fails_all_tests_of_a_run_is_not_verified() -> None:
+    """A run with twins has originals too, and they must pass."""
+    found = combined(INSTANCE, ran(grade(F, F), grade(P, F)))
 
-    found = combined(one_twin, runs)
+    assert (found.outcome, found.official, found.reward) == (
+        Outcome.UNRESOLVED,
+        Outcome.RESOLVED,
+        0.0,
+    )
+    assert FAIL_TO_PASS[1] in found.reason
+
+
+def test_a_run_out_of_time_is_never_exposed() -> None:
+    found = combined(INSTANCE, ran(ended(Outcome.TIMEOUT), grade(P, F)))
 
     assert (found.outcome, found.official) == (Outcome.TIMEOUT, Outcome.RESOLVED)
     assert found.verification is not None
@@ -99,10 +126,7 @@ def test_a_run_out_of_time_is_never_exposed() -> None:
 
 
 def test_a_test_without_a_twin_is_unverified_and_keeps_its_reward() -> None:
-    instance = tiny_instance(twins=(ADD,))
-    runs = [Ran(Run(instance, (ADD,)), grade(F, P)), Ran(Run(instance), grade(P, P))]
-
-    found = combined(instance, runs)
+    found = combined(INSTANCE, ran(grade(F, P), grade(P, F))[:2])
 
     assert (found.outcome, found.reward) == (Outcome.RESOLVED, 1.0)
     assert found.verification is not None
@@ -110,37 +134,97 @@ def test_a_test_without_a_twin_is_unverified_and_keeps_its_reward() -> None:
     assert FAIL_TO_PASS[1] in found.verification.reason
 
 
-async def graded_by(grades: Iterator[Grade]) -> tuple[Grade, int]:
-    async def once(instance: Instance) -> Graded:
-        return Graded(next(grades), b"")
+class Sandboxes:
+    """Grades each run by its originals and twins, as a fix or a forger makes the tests end."""
 
-    found = await verified(INSTANCE, 1, once)
-    return found.grade, len(found.runs)
+    def __init__(self, grades: Callable[[bytes], Grade]) -> None:
+        self._grades = grades
+        self.started: list[bytes] = []
+        self.cancelled = 0
+        self.at_work = self.most_at_work = 0
+        self.hang: frozenset[bytes] = frozenset()
+        """Runs that do not end."""
+
+    async def once(self, instance: Instance) -> Graded:
+        run = instance.grading.test_patch
+        self.started.append(run)
+        self.at_work += 1
+        self.most_at_work = max(self.at_work, self.most_at_work)
+        try:
+            await (asyncio.Event().wait() if run in self.hang else asyncio.sleep(0))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.at_work -= 1
+        return Graded(self._grades(run), run)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.TAMPERED, Outcome.TIMEOUT, Outcome.APPLY_FAILED])
-async def test_a_first_run_that_decides_needs_no_second(outcome: Outcome) -> None:
-    found, runs = await graded_by(iter([ended(outcome)]))
+ORIGINALS = with_twins(INSTANCE.grading.test_patch, ())
 
-    assert (found.outcome, found.official, runs) == (outcome, outcome, 1)
+
+def honest(run: bytes) -> Grade:
+    return grade(F if ADD.after in run else P, F if NEGATIVE.after in run else P)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.TAMPERED, Outcome.TIMEOUT, Outcome.UNRESOLVED])
+async def test_originals_without_success_end_the_other_runs(outcome: Outcome) -> None:
+    """No sandbox of a run that cannot change the verdict stays."""
+    sandboxes = Sandboxes(lambda _: ended(outcome))
+    sandboxes.hang = frozenset(
+        with_twins(INSTANCE.grading.test_patch, [t]) for t in (ADD, NEGATIVE)
+    )
+    found = await verified(INSTANCE, 1, sandboxes.once)
+
+    assert (found.grade.outcome, found.grade.official) == (outcome, outcome)
+    assert [graded.log for graded in found.runs] == [ORIGINALS]
+    assert (sandboxes.cancelled, sandboxes.at_work) == (2, 0)
 
 
 async def test_an_unresolved_grade_keeps_its_fractions() -> None:
-    """The second run's originals count for dense rewards, so it runs."""
-    found, _ = await graded_by(iter([grade(F, F, kept=F), grade(F, F)]))
+    sandboxes = Sandboxes(lambda _: grade(F, F, kept=F))
+    found = (await verified(INSTANCE, 1, sandboxes.once)).grade
 
     assert (found.outcome, found.rewards.p2p_fraction) == (Outcome.UNRESOLVED, 0.0)
     assert set(found.fail_to_pass.values()) == {F}
 
 
-async def test_later_pairs_run_only_if_the_first_is_verified() -> None:
-    async def once(instance: Instance) -> Graded:
-        return Graded(grade(P, P), b"")
+@pytest.mark.parametrize(("at_once", "most"), [(True, 3), (False, 1)])
+async def test_all_runs_start_together_unless_each_sandbox_needs_a_permit(
+    at_once: bool, most: int
+) -> None:
+    """Code that knows the order of its runs could pass the first and fail the second."""
+    sandboxes = Sandboxes(honest)
+    found = await verified(INSTANCE, 1, sandboxes.once, at_once=at_once)
 
-    found = await verified(INSTANCE, 4, once)
+    assert found.grade.reward == 1.0
+    assert found.runs[0].log == ORIGINALS  # the log of a rollout shows what the row's tests said
+    assert (len(sandboxes.started), sandboxes.most_at_work) == (3, most)
 
-    assert found.grade.outcome is Outcome.TAMPERED
-    assert len(found.runs) == 2
+
+async def test_a_run_that_fails_ends_the_others() -> None:
+    """The activity is retried, and no sandbox of this try may be left."""
+
+    def lost(run: bytes) -> Grade:
+        if ADD.after in run:
+            raise RetryHere("the sandbox is gone", boundary=Boundary.SANDBOX)
+        return honest(run)
+
+    sandboxes = Sandboxes(lost)
+    sandboxes.hang = frozenset([with_twins(INSTANCE.grading.test_patch, [NEGATIVE])])
+    with pytest.raises(RetryHere):
+        await verified(INSTANCE, 1, sandboxes.once)
+
+    assert sandboxes.at_work == 0
+
+
+async def test_gold_whose_tests_depend_on_each_other_is_officially_resolved() -> None:
+    """A twin that fails leaves something that a later test finds: only the run of originals counts."""
+    sandboxes = Sandboxes(lambda run: grade(F, F) if ADD.after in run else honest(run))
+    found = (await verified(INSTANCE, 1, sandboxes.once)).grade
+
+    assert found.official is Outcome.RESOLVED
+    assert follow_official_verdict(found).reward == 1.0
 
 
 async def test_an_instance_without_twins_is_graded_once_and_says_so() -> None:
@@ -152,18 +236,3 @@ async def test_an_instance_without_twins_is_graded_once_and_says_so() -> None:
     assert (found.grade.reward, len(found.runs)) == (1.0, 1)
     assert found.grade.verification is not None
     assert found.grade.verification.state == "unverified"
-
-
-def test_a_test_that_no_list_names_and_that_may_not_fail_is_no_twins_doing() -> None:
-    """Multi-SWE-bench: a run that breaks such a test is officially unresolved, whatever twins do."""
-    row = tiny_instance(protocol="multi_swe", twins=(ADD, NEGATIVE), must_not_fail=("other",))
-    runs = pair(grade(F, P), grade(P, F))
-    statuses = [{**ran.grade.fail_to_pass, **ran.grade.pass_to_pass, "other": F} for ran in runs]
-    found = [multi_swe.judge(each, row.grading) for each in statuses]
-    graded = [
-        make_grade(multi_swe.MultiSweGrader(), each, b"", filter_patch(b"", row)) for each in found
-    ]
-
-    assert combined(row, [Ran(r.run, g) for r, g in zip(runs, graded, strict=True)]).outcome is (
-        Outcome.UNRESOLVED
-    )
