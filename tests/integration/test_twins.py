@@ -28,7 +28,7 @@ from perdure.testing.grader_contract import (
     make_repository,
     tiny_instance,
 )
-from perdure.types import Grade, Instance, Outcome, OutputParser, distinct_twins
+from perdure.types import Grade, Instance, Outcome, OutputParser
 from tests.cheats.twin_forgers import FORGERS, Forger
 from tests.unit.instances.made_rows import PARSER, RUN_SCRIPT, install_multi_swe
 
@@ -223,7 +223,6 @@ from calc.core import add
 def test_refused():
     with pytest.raises(TypeError):
         add("1", 2)
-    assert add(1, 2) == 3
 """
 TWO_BASES = "class Refused(TypeError, RuntimeError):\n    pass\n\n\n"
 CHECK = "    if isinstance(a, str):\n        raise {}(a)\n"
@@ -246,14 +245,14 @@ async def test_no_correct_fix_passes_a_test_and_its_twin_by_an_exception_of_two_
         fail_to_pass=("tests/test_refused.py::test_refused",),
         pass_to_pass=(),
     ).model_copy(update={"gold_patch": gold})
-    chosen = (await choose_twins(row, make_sandbox, wanted=5, runs=1)).instance
-    rules = {twin.rule for twin in distinct_twins(chosen.grading.twin_draws)}
-    honest = await graded(chosen, diff_of({"calc/core.py": other}), make_sandbox)
+    chosen = await choose_twins(row, make_sandbox, wanted=5, runs=1)
+    grades = [
+        await graded(chosen.instance, diff_of({"calc/core.py": other}), make_sandbox)
+        for _ in range(4)
+    ]
 
-    assert rules
-    assert not {rule for rule in rules if rule.startswith("raises")}
-    assert honest.verification is not None
-    assert (honest.outcome, honest.verification.state) == (Outcome.RESOLVED, "verified")
+    assert {grade.outcome for grade in grades} == {Outcome.RESOLVED}
+    assert "of both classes" in chosen.report.without[row.grading.fail_to_pass[0]]
 
 
 @pytest.mark.longer
