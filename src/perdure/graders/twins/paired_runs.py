@@ -66,7 +66,8 @@ async def _graded(
         run, official = tasks[0]
         if (await official).grade.outcome is not Outcome.RESOLVED:
             return [(run, official.result())]
-        return [(run, await task) for run, task in tasks]
+        done = await asyncio.gather(*(task for _, task in tasks))
+        return list(zip([run for run, _ in tasks], done, strict=True))
     finally:
         for _, task in tasks:
             task.cancel()

@@ -13,7 +13,7 @@ from perdure.graders.twins.twin_draw import Run
 from perdure.graders.twins.twin_verdict import Ran, combined, follow_official_verdict
 from perdure.graders.verdict_rules import score
 from perdure.testing.grader_contract import FAIL_TO_PASS, PASS_TO_PASS, tiny_instance
-from perdure.types import Grade, Instance, Outcome, Rewards, TestStatus
+from perdure.types import Grade, Instance, Outcome, Rewards, TestStatus, Twin
 from tests.unit.graders.twins.test_twin_draw import ADD, DIVIDED, NEGATIVE
 
 P, F, M = TestStatus.PASSED, TestStatus.FAILED, TestStatus.MISSING
@@ -202,16 +202,17 @@ async def test_all_runs_start_together_unless_each_sandbox_needs_a_permit(
     assert (len(sandboxes.started), sandboxes.most_at_work) == (3, most)
 
 
-async def test_a_run_that_fails_ends_the_others() -> None:
+@pytest.mark.parametrize(("fails", "hangs"), [(ADD, NEGATIVE), (NEGATIVE, ADD)])
+async def test_a_run_that_fails_ends_the_others(fails: Twin, hangs: Twin) -> None:
     """The activity is retried, and no sandbox of this try may be left."""
 
     def lost(run: bytes) -> Grade:
-        if ADD.after in run:
+        if fails.after in run:
             raise RetryHere("the sandbox is gone", boundary=Boundary.SANDBOX)
         return honest(run)
 
     sandboxes = Sandboxes(lost)
-    sandboxes.hang = frozenset([with_twins(INSTANCE.grading.test_patch, [NEGATIVE])])
+    sandboxes.hang = frozenset([with_twins(INSTANCE.grading.test_patch, [hangs])])
     with pytest.raises(RetryHere):
         await verified(INSTANCE, 1, sandboxes.once)
 
