@@ -18,12 +18,16 @@ def label_mark(mark: Mark) -> str:
 
 
 def label_records(records: Sequence[Calibration]) -> str:
-    """`proved in bubblewrap, quarantined in podman: <reason>`."""
-    told = [
-        f"{one.state.value} in {one.sandbox}{f': {one.reason}' if one.reason else ''}"
-        for one in records
-    ]
+    """`proved in bubblewrap (strong twins of 2 of 3 tests), quarantined in podman: <reason>`."""
+    told = [f"{one.state.value} in {one.sandbox}{_strength(one)}" for one in records]
     return ", ".join(told) or NOT_CALIBRATED
+
+
+def _strength(record: Calibration) -> str:
+    if record.state is CalibrationState.QUARANTINED or record.twin_draws is None:
+        return f": {record.reason}" if record.reason else ""
+    strong = {t for twin in distinct_twins(record.twin_draws) if not twin.weak for t in twin.tests}
+    return f" (strong twins of {len(strong)} of {many(len(record.fail_to_pass), 'test')})"
 
 
 def label_record(record: Calibration) -> str:
@@ -37,7 +41,10 @@ def label_record(record: Calibration) -> str:
     ]
     if record.dropped:
         told.append(f"{len(record.dropped)} dropped as flaky")
-    told.append(many(len(distinct_twins(record.twin_draws or ())), "twin"))
+    twins = distinct_twins(record.twin_draws or ())
+    told.append(many(len(twins), "twin"))
+    if weak := {test for twin in twins if twin.weak for test in twin.tests}:
+        told.append(f"{many(len(weak), 'test')} with weak ones only")
     if record.without_twin:
         told.append(f"{many(len(record.without_twin), 'test')} without one")
     return f"{begins}: {', '.join(told)}"

@@ -85,7 +85,8 @@ def test_a_list_of_instances_marks_each(said: Said) -> None:
     assert said("instances", "list", "mine").splitlines() == [
         "mine (4)",
         "  mine/changed  not calibrated",
-        "  mine/good     proved in bubblewrap, quarantined in podman: `patch` is timeout",
+        "  mine/good     proved in bubblewrap (strong twins of 1 of 1 test), "
+        "quarantined in podman: `patch` is timeout",
         "  mine/new      not calibrated",
         f"  mine/wrong    quarantined in bubblewrap: {WRONG}",
     ]
