@@ -130,7 +130,7 @@ class SlotSettings(Group):
     agent: int = Field(64, ge=1)
     """Seats of the worker's home: agents with a sandbox there. Further rollouts wait without a sandbox."""
     grade: int = Field(8, ge=1)
-    """Gradings."""
+    """Gradings. With twins, each has two or three sandboxes at once."""
     io: int = Field(32, ge=1)
     """Captures, episodes and cleanups."""
 
