@@ -240,10 +240,10 @@ class DaytonaSettings(Group):
 
 
 class GradingSettings(Group):
-    """The grading of patches."""
+    """Grading."""
 
     signals_file: Path | None = None
-    """TOML file of the rules for signals, words in a patch that deserve a look: `rule = 'pattern'`. Empty = Perdure's own rules."""
+    """TOML file of `rule = 'pattern'` that replaces Perdure's rules for signals, words in a patch that deserve a look."""
 
 
 class AgentSettings(Group):

@@ -5,9 +5,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary, ConfigurationError
+from perdure.reports import svg_plots
 from perdure.reports.calibration_bounds import gives_bounds, of_runs
 from perdure.reports.report_html import page
 from perdure.reports.report_json import document
@@ -86,6 +89,16 @@ def test_exposures_and_signals_are_counted_and_named() -> None:
         ("b/0", "b.py: gc (objects)"),
     )
     assert json.loads(json.dumps(document([found], [])))["runs"][0]["signals"]["c/0"] == [*many]
+
+
+def test_the_plot_of_rewards_has_those_below_zero() -> None:
+    """A price of tampering is in the histogram, not cut off."""
+    rollouts = (rollout("a"), rollout("b", outcome="tampered", reward=-0.5), rollout("c"))
+    run = RunFacts("r", rollouts)
+    axes = Figure().subplots()
+    svg_plots._rewards(axes, [(run, build_report(run))])
+
+    assert sum(bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)) == 3
 
 
 def test_times_tell_the_environment_from_the_model() -> None:
