@@ -23,11 +23,11 @@ class Verdict(Frozen):
     """What `GradedPatch` has become: `score` is required, and there is no `reward`."""
 
     outcome: Outcome
-    score: float
+    score: float | None
     reason: str = ""
 
     @property
-    def reward(self) -> float:
+    def reward(self) -> float | None:
         return self.score
 
     @classmethod

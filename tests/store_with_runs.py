@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.episodes import turns_parquet
@@ -132,8 +132,9 @@ async def write_rollout(
     reason: str = "",
     failing: str = TEST,
     ended: bool = True,
+    graded: Mapping[str, Any] | None = None,
 ) -> RolloutRequest:
-    """One rollout with all its files. `ended`: with its episode."""
+    """One rollout with all its files. `ended`: with its episode. `graded`: fields of its grade."""
     request = RolloutRequest(
         run_id=run_id, instance=f"first-steps/{instance}", sample_index=sample, model="tiny"
     )
@@ -155,7 +156,7 @@ async def write_rollout(
         pass_to_pass={"tests/test_other.py::test_kept": TestStatus.PASSED},
         log_key=f"{folder}/tests-1.log",
         seconds=3.5,
-    )
+    ).model_copy(update=graded)
     sandbox = {"provider": "bubblewrap", "host": "here", "seconds": 1.0}
     agent = {"end": "finished", "seconds": 40.0, "turns": len(taken), "tokens": 100}
     files = {

@@ -10,7 +10,7 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
-    from perdure.types import EpisodeRef, GroupRequest, GroupResult, RolloutStatus
+    from perdure.types import EpisodeRef, GroupRequest, GroupResult
     from workflows import web_ui_markdown
     from workflows.child_rollouts import BudgetedChildren, play_rollout
     from workflows.web_ui import ChildrenPage, Links
@@ -138,7 +138,7 @@ class RolloutGroupWorkflow:
             await asyncio.gather(*open_tasks, return_exceptions=True)
 
     def _graded(self) -> int:
-        return sum(e.status is RolloutStatus.GRADED for e in self.episodes)
+        return sum(e.reward is not None for e in self.episodes)
 
 
 def _left(group: GroupRequest, waited_s: float) -> timedelta | None:

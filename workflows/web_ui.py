@@ -149,7 +149,8 @@ class RolloutPage:
         self._graded = graded
         has_reason = graded.reason and not graded.failing  # otherwise both name the same tests
         reason = f": {web_ui_markdown.quoted(graded.reason)}" if has_reason else ""
-        self._add(f"**{graded.outcome.value}**, reward {graded.reward:g}{reason}")
+        reward = "none" if graded.reward is None else f"{graded.reward:g}"
+        self._add(f"**{graded.outcome.value}**, reward {reward}{reason}")
         if graded.failing:
             more = graded.failing_count - len(graded.failing)
             shown = ", ".join(map(web_ui_markdown.quoted, graded.failing))

@@ -144,7 +144,7 @@ class Bench:
             family=case.family,
             target=case.target.name,
             outcome=grade.outcome,
-            reward=grade.reward,
+            reward=grade.rewards.binary,
             reason=grade.reason,
             wanted=case.wanted,
             swebench=None if self._pairs else await _beside(case.target, found.runs[0]),

@@ -270,6 +270,42 @@ async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(
     assert (graded.outcome, len(made)) == (Outcome.RESOLVED, 3)
 
 
+JUDGE = b"diff --git a/judge.py b/judge.py\nnew file mode 100644\n--- /dev/null\n+++ b/judge.py\n@@ -0,0 +1 @@\n+seen = sys._getframe(1)\n"  # fmt: skip
+OUTSIDE = FIX.replace(b"a.txt", b".git/config")
+
+
+@pytest.mark.parametrize(
+    ("patch", "rewards", "why"),
+    [
+        (FIX, (1.0, 1.0), ""),
+        (FIX + JUDGE, (1.0, None), "unverified, and its patch has signals: judge.py: "
+         "sys._getframe (frames)"),
+        (OUTSIDE, (0.0, -0.5), "the diff writes into .git: '.git/config'"),
+    ],
+    ids=["honest", "a success with signals", "tampered"],
+)  # fmt: skip
+async def test_a_request_prices_tampering_and_withholds_rewards(
+    services: Services, patch: bytes, rewards: tuple[float, float | None], why: str
+) -> None:
+    """By default nothing costs more than failing; the reason of what does is in the answer."""
+    instance = await instance_catalog.load(services.store, REQUEST.instance)
+    grading = Grading(protocol="eval_cmd", eval_cmd="grep two a.txt")
+    await instance_catalog.save(services.store, instance.model_copy(update={"grading": grading}))
+    await captured(services, patch)
+    rules = {"tampered_reward": -0.5, "withheld_rewards": ("signals",)}
+    asked = [REQUEST, REQUEST.model_copy(update=rules)]
+    found = [
+        await ActivityEnvironment().run(
+            Stages(services).grade,
+            Attempt(request=one, attempt=1, workflow_run_id=f"{n}"),
+        )
+        for n, one in enumerate(asked)
+    ]
+
+    assert tuple(graded.reward for graded in found) == rewards
+    assert found[-1].reason == why
+
+
 async def test_a_service_that_is_away_is_waited_for(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,26 @@ async def test_a_quorum_ends_the_group_and_cancels_stragglers(
     assert {e.request.sample_index: e.status for e in stages.endings}[2] is RolloutStatus.CANCELLED
 
 
+async def test_a_withheld_reward_does_not_count_to_the_quorum(
+    client: Client, stages: Stages
+) -> None:
+    """A trainer that waits for two rewards gets two."""
+
+    async def first_withheld(ending: Ending) -> EpisodeRef:
+        request, reward = ending.request, {"reward": 1.0}
+        told = reward if request.sample_index else {"withheld": "exposed: a twin passed"}
+        about = {"instance_id": request.instance_id, "sample_index": request.sample_index}
+        known = {"uri": "file:///x", "agent": "nop", "status": ending.status}
+        return EpisodeRef.model_validate({**about, **known, **told})
+
+    stages.override["emit_episode"] = first_withheld
+    group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=3, quorum=2))
+
+    result = await group.result()
+
+    assert (result.graded, result.quorum_met, len(result.episodes)) == (2, True, 3)
+
+
 async def test_a_deadline_ends_the_group(client: Client, stages: Stages) -> None:
     """No rollout finishes in time: the group ends anyway and reports that its quorum was not
     met."""

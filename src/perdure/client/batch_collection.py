@@ -17,7 +17,7 @@ from temporalio.service import RPCError
 
 from perdure.client import rollout_listing
 from perdure.errors import Cancelled
-from perdure.types import EpisodeRef, GroupRequest, RolloutStatus
+from perdure.types import EpisodeRef, GroupRequest
 
 if TYPE_CHECKING:
     from perdure.client.sdk import GroupHandle, Perdure
@@ -47,8 +47,7 @@ class FinishedGroup:
     @property
     def has_signal(self) -> bool:
         """Whether the group's rewards differ. Without variance there is no GRPO advantage."""
-        graded = {e.reward for e in self.episodes if e.status is RolloutStatus.GRADED}
-        return len(graded) > 1
+        return len({e.reward for e in self.episodes} - {None}) > 1
 
 
 def graded_tokens(group: FinishedGroup) -> int:

@@ -39,6 +39,7 @@ def trajectory(episode: Episode, turns: Sequence[Turn]) -> Fields:
         "status": episode.status.value,
         "outcome": episode.outcome.value if episode.outcome else None,
         "reward": episode.reward,
+        **episode.audit(),
     }
     return {**root, "subagent_trajectories": inside} if inside else root
 

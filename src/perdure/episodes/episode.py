@@ -270,6 +270,39 @@ class Episode(Frozen):
         return None if official is self.outcome else official
 
     @property
+    def verification(self) -> str | None:
+        """The state of its verification; None if there was nothing to verify."""
+        checked = self.grade.verification if self.grade else None
+        return checked.state if checked else None
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        return self.grade.signals if self.grade else ()
+
+    @property
+    def withheld(self) -> str:
+        """Why its request withholds the reward; empty if it does not."""
+        return self.grade.withheld if self.grade else ""
+
+    @property
+    def why_no_reward(self) -> str:
+        """Empty if it has one."""
+        if self.reward is not None:
+            return ""
+        if self.withheld:
+            return f"its reward is withheld: {self.withheld}"
+        return f"not graded ({self.status.value}): its reward is unknown, not 0"
+
+    def audit(self) -> dict[str, str]:
+        """What exports say about how far to trust the reward. Each is text, also if it is empty, so
+        that all rows of a dataset have the same types."""
+        return {
+            "verification": self.verification or "",
+            "signals": "; ".join(self.signals),
+            "withheld": self.withheld,
+        }
+
+    @property
     def environment_seconds(self) -> float:
         """Seconds of the agent stage outside model calls. Their ratio to `engine_seconds` shows how
         many agents keep an engine busy."""
@@ -294,6 +327,7 @@ class Episode(Frozen):
             outcome=self.outcome,
             official=self.official,
             reward=self.reward,
+            withheld=self.withheld,
             attempts=len(self.attempts),
             seconds=round(self.seconds, 3),
             agent_end=self.agent_end,
@@ -425,7 +459,7 @@ def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]
     return {
         "outcome": grade.outcome,
         "reward": grade.reward,
-        "rewards": grade.rewards,
+        "rewards": None if grade.withheld else grade.rewards,
         "trainable": bool(segments) and all(turn.trainable for turn in steps),
     }
 

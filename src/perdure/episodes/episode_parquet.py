@@ -42,7 +42,7 @@ TOKENS_SCHEMA = pa.schema(
     metadata={b"perdure.episode": b"1"},
 )
 """One row per segment; a rollout without segments has one row with empty arrays and no kind.
-`reward` is the segment's share of `rollout_reward`; both are null unless the rollout was graded."""
+`reward` is the segment's share of `rollout_reward`; both are null if the rollout was not graded or its reward is withheld."""
 ARRAYS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "turns")
 """Columns that `Segment` has under the same name."""
 

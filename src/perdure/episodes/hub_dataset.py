@@ -5,6 +5,7 @@ JSON text, because their fields differ between tools.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ configs:
 
 # {run_id}
 
-{rollouts} rollouts of {agents} with {models} on {instances} instances of {datasets}; {resolved} are resolved.
+{rollouts} rollouts of {agents} with {models} on {instances} instances of {datasets}; {resolved} are resolved, {exposed} exposed as forged.
 
 - `rollouts`: one row for each rollout: how it ended, its reward, turns, tokens and seconds
 - `sft`: one row for each conversation of a graded rollout: messages, tools as JSON text, reward
@@ -54,7 +55,7 @@ async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
     report = await export_run(store, run_id, "sft", data / "sft.jsonl")
     episodes, _ = await scan_run(store, run_id)
     if not episodes:
-        return ExportReport(report.format, folder, 0, report.omitted)
+        return replace(report, path=folder, written=0)
     lines = [json.dumps(_row(one)) + "\n" for one in episodes]
     (data / "rollouts.jsonl").write_text("".join(lines))
     if report.written:
@@ -63,7 +64,7 @@ async def write_folder(store: Store, run_id: str, folder: Path) -> ExportReport:
         (data / "sft.jsonl").unlink(missing_ok=True)
     names = ["rollouts", *(["sft"] if report.written else [])]
     (folder / "README.md").write_text(_card(run_id, episodes, names))
-    return ExportReport(report.format, folder, len(episodes), report.omitted)
+    return replace(report, path=folder, written=len(episodes))
 
 
 def push(folder: Path, repository: str) -> str:
@@ -96,7 +97,7 @@ def _row(episode: Episode) -> dict[str, Any]:
     row = episode.model_dump(mode="json", include=COLUMNS)
     failure = episode.failure
     told = f"{failure.boundary.value}: {failure.message}" if failure else None
-    return {**row, "model": ", ".join(episode.models), "failure": told}
+    return {**row, **episode.audit(), "model": ", ".join(episode.models), "failure": told}
 
 
 def _text_of_tools(file: Path) -> None:
@@ -117,5 +118,6 @@ def _card(run_id: str, episodes: list[Episode], names: list[str]) -> str:
         instances=len({one.instance for one in episodes}),
         datasets=", ".join(sorted({one.instance.split("/", 1)[0] for one in episodes})),
         resolved=sum(one.outcome == "resolved" for one in episodes),
+        exposed=sum(one.verification == "exposed" for one in episodes),
         version=", ".join(sorted({one.provenance.perdure_version for one in episodes})),
     )

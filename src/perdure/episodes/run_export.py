@@ -80,6 +80,10 @@ class ExportReport:
     path: Path
     written: int
     omitted: tuple[Omitted, ...] = field(default=())
+    exposed: int = 0
+    """Rollouts that a twin exposed. This count and the next two are of the whole run."""
+    with_signals: int = 0
+    withheld_rewards: int = 0
 
 
 class _Left(Exception):
@@ -121,7 +125,15 @@ async def export_run(
         await exporter.write(format, file)
         if not exporter.written:
             raise _Nothing
-    return ExportReport(format, out, exporter.written, tuple(exporter.omitted))
+    return ExportReport(
+        format,
+        out,
+        exporter.written,
+        tuple(exporter.omitted),
+        exposed=sum(one.verification == "exposed" for one in episodes),
+        with_signals=sum(bool(one.signals) for one in episodes),
+        withheld_rewards=sum(bool(one.withheld) for one in episodes),
+    )
 
 
 def _check(format: Format, rules: Rules | None) -> None:
@@ -319,6 +331,7 @@ class _Exporter:
                 "sample_index": episode.sample_index,
                 "reward": episode.reward,
                 "outcome": episode.outcome and episode.outcome.value,
+                **episode.audit(),
                 "chain": one.chain,
                 "messages": one.messages(),
                 "tools": one.tools(),
@@ -328,8 +341,8 @@ class _Exporter:
 
     def _take(self, episode: Episode) -> None:
         """Raises: _Left for a rollout that is not a demonstration."""
-        if episode.reward is None:
-            raise _Left(f"not graded ({episode.status.value})")
+        if why := episode.why_no_reward:
+            raise _Left(why)
         if episode.rollout_id in self.rejected:
             raise _Left(self.rejected[episode.rollout_id])
 

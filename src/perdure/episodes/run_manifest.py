@@ -1,4 +1,5 @@
-"""A run's manifest: totals over its episodes, and pass@k. Means cover graded rollouts only."""
+"""A run's manifest: totals over its episodes, and pass@k. Means cover graded rollouts only, and the
+mean reward those with a reward."""
 
 import math
 from collections import Counter, defaultdict
@@ -26,6 +27,9 @@ class Counted:
     official: Outcome | None
     """The verdict of the row's own protocol, if twins changed it."""
     verification: str | None
+    signals: tuple[str, ...]
+    withheld: str
+    """Why its reward is withheld; empty if it is not."""
     calibration: str | None
     """The calibration state of its row in that kind of sandbox; None: not graded."""
     reward: float | None
@@ -54,7 +58,7 @@ SAME = [  # fields that `Episode` has under the same name
     for field in fields(Counted)
     if field.name
     not in {
-        *("verification", "calibration", "attempts", "played_again"),
+        *("calibration", "attempts", "played_again"),
         *("discarded_prompt_tokens", "discarded_sampled_tokens"),
     }
 ]
@@ -66,7 +70,6 @@ def counted(episode: Episode) -> Counted:
     known = grade.calibration.value if grade and grade.calibration else NOT_CALIBRATED
     return Counted(
         **{name: getattr(episode, name) for name in SAME},
-        verification=grade.verification.state if grade and grade.verification else None,
         calibration=known if grade else None,
         attempts=len(episode.attempts),
         discarded_prompt_tokens=sum(one.prompt_tokens for one in bought),
@@ -79,7 +82,8 @@ def counted(episode: Episode) -> Counted:
 
 def build_manifest(run_id: str, episodes: Sequence[Counted]) -> dict[str, Any]:
     """Totals of a run and the list of its episodes, as JSON."""
-    graded = [episode for episode in episodes if episode.reward is not None]
+    graded = [episode for episode in episodes if episode.status is RolloutStatus.GRADED]
+    rewards = [episode.reward for episode in graded if episode.reward is not None]
     stages: Counter[str] = Counter()
     for episode in episodes:
         stages.update(episode.stage_seconds)
@@ -93,8 +97,13 @@ def build_manifest(run_id: str, episodes: Sequence[Counted]) -> dict[str, Any]:
         "resolved": sum(episode.outcome is Outcome.RESOLVED for episode in graded),
         "official_resolved": sum((e.official or e.outcome) is Outcome.RESOLVED for e in graded),
         "verification": count(e.verification for e in graded if e.verification),
+        "with_signals": sum(bool(episode.signals) for episode in graded),
+        "resolved_with_signals": sum(
+            bool(e.signals) and e.outcome is Outcome.RESOLVED for e in graded
+        ),
+        "withheld_rewards": sum(bool(episode.withheld) for episode in graded),
         "calibration": count(e.calibration for e in graded if e.calibration),
-        "mean_reward": _mean([episode.reward or 0.0 for episode in graded]),
+        "mean_reward": _mean(rewards),
         "pass_at_1": passed.get("1"),
         "pass_at_k": passed,
         "by_status": count(episode.status.value for episode in episodes),
@@ -131,6 +140,9 @@ def _entry(episode: Counted) -> dict[str, Any]:
         "sampled_tokens": episode.sampled_tokens,
         "seconds": episode.seconds,
         **({"official": episode.official.value} if episode.official else {}),
+        **({"verification": episode.verification} if episode.verification else {}),
+        **({"signals": episode.signals} if episode.signals else {}),
+        **({"withheld": episode.withheld} if episode.withheld else {}),
         **({"calibration": episode.calibration} if episode.calibration else {}),
         "attempts": episode.attempts,
         "key": episode.key,

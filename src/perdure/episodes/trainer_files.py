@@ -116,8 +116,8 @@ class TrainerFile:
         """Why this rollout has no line in this format; None if it has one."""
         if self.format == "slime" and "hosted" not in found.episode.trajectory.untrained_turns:
             return None  # a failed rollout becomes slime's own aborted sample
-        if found.episode.reward is None:
-            return f"not graded ({found.episode.status.value}): its reward is unknown, not 0"
+        if why := found.episode.why_no_reward:
+            return why
         return None if found.segments else "nothing to train on: no turn with token ids"
 
     def add(self, found: EpisodeSegments) -> None:

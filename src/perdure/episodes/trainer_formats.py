@@ -380,6 +380,7 @@ def _episode_facts(episode: Episode) -> Row:
         "outcome": episode.outcome.value if episode.outcome else None,
         "agent_end": episode.agent_end.value if episode.agent_end else None,
         "failure": episode.failure.message if episode.failure else None,
+        **episode.audit(),
     }
 
 

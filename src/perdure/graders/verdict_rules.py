@@ -184,7 +184,6 @@ def make_grade(
         seconds=(run.status.seconds or 0.0) if run else 0.0,
         dropped_paths=filtered.dropped_paths,
         flagged_paths=filtered.flagged_paths,
-        signals=filtered.signals,
         patch_sha256=hashlib.sha256(patch).hexdigest(),
         grader=grader.name,
         grader_version=grader.version,

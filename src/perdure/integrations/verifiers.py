@@ -111,9 +111,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
             on_trace(trace)
         found = await trainer_hooks.finished(self._request(task, agent.sampling))
         if found is None or found.episode.reward is None:
-            failure = None if found is None else found.episode.failure
-            told = failure.message if failure else "the rollout ended without an episode"
-            error = Error(type=failure.type if failure else "NoResult", message=told)
+            error = _no_reward(found)
             trace.errors.append(error)
             episode.errors.append(error)
         else:
@@ -135,6 +133,14 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
             sample_index=self._samples[task.key] - 1,
             sampling=trainer_hooks.sampling_of(sampling.model_dump() if sampling else {}),
         )
+
+
+def _no_reward(found: EpisodeSegments | None) -> Error:
+    if found is None:
+        return Error(type="NoResult", message="the rollout ended without an episode")
+    if failure := found.episode.failure:
+        return Error(type=failure.type, message=failure.message)
+    return Error(type="NoResult", message=found.episode.why_no_reward)
 
 
 def _fill(trace: vf.Trace, found: EpisodeSegments, turns: Sequence[Turn]) -> None:

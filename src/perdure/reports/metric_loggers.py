@@ -29,9 +29,11 @@ def points(run: RunFacts) -> Iterator[Point]:
             "rollout/sampled_tokens": float(one.sampled_tokens),
             "rollout/seconds": one.seconds,
         }
-        if one.reward is not None:
+        if one.graded:
             graded, resolved = graded + 1, resolved + one.resolved
-            values |= {"rollout/reward": one.reward, "run/resolved_share": resolved / graded}
+            values["run/resolved_share"] = resolved / graded
+        if one.reward is not None:
+            values["rollout/reward"] = one.reward
         if one.version_max is not None:
             values["rollout/policy_version"] = float(one.version_max)
         yield Point(step, one.finished_at, values)

@@ -9,6 +9,8 @@ from perdure.reports.run_comparison import Comparison
 from perdure.reports.run_report import LISTED, Report, Spread
 
 NONE = "-"
+SIGNALS = 3
+"""Most signals of a rollout in a table."""
 SHOWN_K = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -31,6 +33,7 @@ def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> li
         of = f" of {report.run_id}" if len(reports) > 1 else ""
         found += [
             _unverified(report, of),
+            _signals(report, of),
             _failures(report, of),
             _slowest(report, of),
             _unsteady(report, of),
@@ -51,6 +54,9 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("resolved", lambda one: f"{one.resolved}"),
         ("resolved, not checked by twins", lambda one: _count(sum(one.unverified.values()))),
         ("resolved, official verdict", _officially),
+        ("exposed by twins", lambda one: _count(one.exposed)),
+        ("patches with signals, resolved ones", _signaled),
+        ("rewards withheld", lambda one: _count(one.withheld)),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
         ("retried after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
@@ -112,6 +118,14 @@ def _unverified(report: Report, of: str) -> Section:
     return Section(f"Resolved, not checked{of}", ("why", "count"), rows)
 
 
+def _signals(report: Report, of: str) -> Section:
+    shown = list(report.signals.items())[:LISTED]
+    rows = tuple((name, _some(signals, SIGNALS)) for name, signals in shown)
+    more = len(report.signals) - LISTED
+    note = f"--json lists {more} more rollouts" if more > 0 else ""
+    return Section(f"Signals in patches{of}", ("rollout", "signals"), rows, note, texts=True)
+
+
 def _failures(report: Report, of: str) -> Section:
     rows = tuple(
         (one.boundary, str(one.count), one.sentence, ", ".join(one.examples))
@@ -169,6 +183,10 @@ def _pass_at(k: int) -> Callable[[Report], str]:
 
 def _count(number: int) -> str:
     return str(number) if number else NONE
+
+
+def _signaled(report: Report) -> str:
+    return f"{len(report.signals)}, {report.resolved_with_signals}" if report.signals else NONE
 
 
 def _officially(report: Report) -> str:
@@ -263,6 +281,6 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}"
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:LISTED])
-    return f"{shown} and {len(names) - LISTED} more" if len(names) > LISTED else shown
+def _some(names: Sequence[str], most: int = LISTED) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

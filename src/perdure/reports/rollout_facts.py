@@ -43,6 +43,8 @@ class _Grade(Frozen):
     verification: _Verification | None = None
     calibration: str | None = None
     patch_sha256: str = ""
+    signals: tuple[str, ...] = ()
+    withheld: str = ""
 
 
 class _Provenance(Frozen):
@@ -135,6 +137,11 @@ class RolloutFacts:
     """The outcome by the row's own protocol."""
     unverified: str | None
     """Why no twin checked this success; None if twins did, or if it is not resolved."""
+    exposed: bool
+    """A twin passed, so the results were forged."""
+    signals: tuple[str, ...]
+    withheld: str
+    """Why its reward is withheld; empty if it is not."""
 
     @property
     def name(self) -> str:
@@ -225,6 +232,9 @@ def parse_facts(data: bytes) -> RolloutFacts:
         patch_sha256=grade.patch_sha256,
         official=grade.official or episode.outcome,
         unverified=_unverified(episode.outcome, grade.verification),
+        exposed=grade.verification is not None and grade.verification.state == "exposed",
+        signals=grade.signals,
+        withheld=grade.withheld,
     )
 
 

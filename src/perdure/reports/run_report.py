@@ -62,6 +62,13 @@ class Report:
     """Resolved by the rows' own protocols, regardless of twins."""
     unverified: dict[str, int]
     """Why no twin checked a success -> the number of such successes."""
+    exposed: int
+    """Rollouts whose results were forged: a twin passed."""
+    withheld: int
+    """Graded rollouts whose reward is withheld."""
+    signals: dict[str, tuple[str, ...]]
+    """Rollout -> the signals of its patch, successes first."""
+    resolved_with_signals: int
     resolved_share: Interval
     """pass@1: the mean over instances of the resolved share of their samples."""
     pass_at_k: dict[int, Interval]
@@ -143,6 +150,14 @@ def build_report(
         resolved=sum(one.resolved for one in graded),
         officially_resolved=sum(one.official == RESOLVED for one in graded),
         unverified=_counted(one.unverified for one in graded if one.unverified),
+        exposed=sum(one.exposed for one in graded),
+        withheld=sum(bool(one.withheld) for one in graded),
+        signals={
+            one.name: one.signals
+            for one in sorted(graded, key=lambda one: not one.resolved)
+            if one.signals
+        },
+        resolved_with_signals=sum(one.resolved and bool(one.signals) for one in graded),
         resolved_share=curve.get(1, NO_INTERVAL),
         pass_at_k=curve,
         played_again=len(replayed),

@@ -115,7 +115,7 @@ def _pass_curve(axes: "Axes", runs: Runs) -> bool:
 
 
 def _rewards(axes: "Axes", runs: Runs) -> bool:
-    return _histogram(axes, runs, lambda one: one.reward, "reward", bins=20, within=(0.0, 1.0))
+    return _histogram(axes, runs, lambda one: one.reward, "reward", bins=20, most=1.0)
 
 
 def _seconds(axes: "Axes", runs: Runs) -> bool:
@@ -133,13 +133,13 @@ def _histogram(
     label: str,
     *,
     bins: int,
-    within: tuple[float, float] | None = None,
+    most: float = 0.0,
 ) -> bool:
     values = [[v for one in run.rollouts if (v := value(one)) is not None] for run, _ in runs]
     everything = [v for one in values for v in one]
     if not everything:
         return False
-    low, high = within or (0.0, max(everything) or 1.0)
+    low, high = min(0.0, *everything), most or max(everything) or 1.0
     for hue, (run, _), found in zip(_hues(), runs, values, strict=False):
         axes.hist(found, bins=bins, range=(low, high), color=hue, alpha=0.6, label=run.run_id)
     axes.set(xlabel=label, ylabel="rollouts")

@@ -115,7 +115,7 @@ class Captured(Frozen):
 
 class GradedPatch(Frozen):
     outcome: Outcome
-    reward: float
+    reward: float | None
     seconds: float = 0.0
     reason: str = ""
     failing: tuple[str, ...] = ()

@@ -68,7 +68,13 @@ def _keeps(earlier: Episode, ending: Ending) -> bool:
 
 def _ended(ending: Ending) -> dict[str, Any]:
     """How this workflow run ended. The store keeps the earlier verdict."""
-    return {"status": ending.status, "failure": ending.failure, "outcome": None, "reward": None}
+    return {
+        "status": ending.status,
+        "failure": ending.failure,
+        "outcome": None,
+        "reward": None,
+        "withheld": "",
+    }
 
 
 async def _earlier(store: Store, ending: Ending) -> Episode | None:

@@ -15,8 +15,10 @@ from perdure.errors import (
     SandboxLost,
 )
 from perdure.graders.base import Graded
+from perdure.graders.diff.signal_search import signals_of
 from perdure.graders.hidden_test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
+from perdure.graders.reward_rules import apply_reward_rules
 from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_verdict import follow_official_verdict
 from perdure.graders.verdict_rules import failing
@@ -56,7 +58,7 @@ async def grade(job: Job) -> GradedPatch:
         outcome=found.outcome,
         reward=found.reward,
         seconds=round(found.seconds, 3),
-        reason=found.reason[:200],
+        reason=(found.withheld or found.reason)[:200],
         failing=tuple(test[:TOLD_CHARACTERS] for test in failed[:TOLD_TESTS]),
         failing_count=len(failed),
     )
@@ -115,14 +117,16 @@ async def _grade(job: Job) -> Grade:
             await store.put_if_absent(f"{key}.xml", graded.junit)
     follows_official = job.request.verdict == "official"
     grade = follow_official_verdict(found.grade) if follows_official else found.grade
-    return grade.model_copy(
+    grade = grade.model_copy(
         update={
+            "signals": await signals_of(data, job.instance, job.services.signal_rules),
             "log_key": f"{name}.log",
             "calibration": job.calibration,
             "patch_sha256": patch.sha256,
             "seconds": time.monotonic() - started,
         }
     )
+    return apply_reward_rules(grade, job.request)
 
 
 async def _captured(job: Job, patch: PatchRef) -> bytes:

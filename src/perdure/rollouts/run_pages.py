@@ -126,16 +126,14 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
         await store.put_if_absent(key, data)
     except PreconditionFailed as error:  # another try wrote it: let Temporal retry this one
         raise StoreUnavailable(str(error)) from error
-    graded = [e for e in episodes if e.reward is not None]
+    graded = [e for e in episodes if e.status is RolloutStatus.GRADED]
     return RunSummary(
         run_id=run.run_id,
         uri=f"{store.url}/{key}",
         rollouts=len(episodes),
         graded=len(graded),
         resolved=sum(e.outcome == "resolved" for e in graded),
-        mean_reward=(
-            round(sum(e.reward or 0.0 for e in graded) / len(graded), 4) if graded else None
-        ),
+        mean_reward=manifest["mean_reward"],
         by_status=count(e.status.value for e in episodes),
         by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
         stopped=stopped,
@@ -149,9 +147,7 @@ async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> st
     except NotFound:  # the run was refused before it had an instance list
         return ""
     planned = await retry_selection.planned_rollouts(store, run) or 0
-    ended = [
-        one for one in episodes if one.reward is not None or one.status is RolloutStatus.FAILED
-    ]
+    ended = [one for one in episodes if one.status in (RolloutStatus.GRADED, RolloutStatus.FAILED)]
     if len(ended) >= planned:
         return ""
     tokens = sum(one.prompt_tokens + one.sampled_tokens for one in episodes)

@@ -15,6 +15,7 @@ from perdure.engines.reported_model import engine_settings, reported
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.control_client import FailoverTransport, GatewayControl
 from perdure.gateway.gateway_addresses import Gateways
+from perdure.graders.diff.signal_rules import read_signal_rules
 from perdure.home_folder import host_of, load_secrets
 from perdure.instances.environment_builder import Environments
 from perdure.rollouts.admission.host_seats import Seats
@@ -48,6 +49,7 @@ class Services:
         self._agents: dict[str, Agent] = {}
         self._asks_engine = asyncio.Lock()
         self._reported: dict[str, tuple[float, Mapping[str, str]]] = {}
+        self.signal_rules = read_signal_rules(settings.grading.signals_file)
         data_source_handlers.import_handlers(settings.handlers)
 
     @functools.cached_property

@@ -239,6 +239,13 @@ class DaytonaSettings(Group):
     """Name of this deployment in a shared account. Set the same value on all its hosts. Empty = one scope per home."""
 
 
+class GradingSettings(Group):
+    """Grading."""
+
+    signals_file: Path | None = None
+    """TOML file of `rule = 'pattern'` that replaces Perdure's rules for signals, words in a patch that deserve a look."""
+
+
 class AgentSettings(Group):
     """Agent programs, for hosts without access to a package registry."""
 
@@ -316,6 +323,7 @@ class Settings(BaseSettings):
     kubernetes: KubernetesSettings = KubernetesSettings()
     e2b: E2BSettings = E2BSettings()
     daytona: DaytonaSettings = DaytonaSettings()
+    grading: GradingSettings = GradingSettings()
     agents: AgentSettings = AgentSettings()
     metrics: MetricsSettings = MetricsSettings()
     traces: TraceSettings = TraceSettings()

@@ -19,6 +19,7 @@ GIVEN_PATCHES = "predictions"
 """The agent of rollouts whose patches come from another tool. They start at the grading."""
 
 StartAt = Literal["boot", "grade"]
+WithheldReward = Literal["exposed", "signals"]
 FailureType = Literal[
     "SandboxLost",
     "CallUnanswered",
@@ -115,6 +116,13 @@ class RolloutRequest(Request):
     twin_pairs: int = Field(1, ge=0, le=8)
     """Pairs of test runs for a patch that looks resolved. Code that forges results at random
     succeeds in at most 1/4 of gradings with 1 pair, in 1/16 with 2. 0 turns twins off."""
+    tampered_reward: float = Field(0.0, ge=-10, le=0)
+    """Reward, also in each dense form, of a rollout that ends as `tampered`. Below 0, forging
+    results has a price."""
+    withheld_rewards: tuple[WithheldReward, ...] = ()
+    """Rollouts that get a verdict and no reward, so that their group's baseline leaves them out.
+    `exposed`: a twin passed, so the results were forged. `signals`: a success that is not
+    `verified`, of a patch with signals."""
     grade_empty_patch: bool | None = None
     """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False). If
     absent, the agent's class decides. Of the built-in agents only `nop` runs them, for the verdict
@@ -191,7 +199,7 @@ class GroupRequest(Changeable):
     """The template. The group sets `sample_index` and `group_id` of each sample."""
     n_samples: int = Field(8, ge=1, le=512)
     quorum: int | None = Field(None, ge=1)
-    """Finish when this many rollouts are graded. If absent, all of them."""
+    """Finish when this many rollouts have a reward. If absent, all of them."""
     deadline_s: float | None = Field(None, gt=0)
     stragglers: Straggler = "cancel"
     schema_version: Literal[1] = 1

@@ -11,7 +11,7 @@ from perdure.types.base import Frozen
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended. Only GRADED carries a reward."""
+    """How a rollout ended. Only GRADED carries a reward, unless the request withholds it."""
 
     GRADED = "graded"
     FAILED = "failed"
@@ -64,8 +64,9 @@ class Rewards(Frozen):
     """All rewards of one grade. `binary` is the default, and the others are dense rewards.
 
     `partial` = (f2p passed + p2p passed) / (f2p total + p2p total). An empty F2P list counts as 0,
-    an empty P2P list as 1. All are 0 if the outcome has no trusted test results: tampered,
-    unparsable, apply_failed, capture_failed, sandbox_destroyed and empty_patch.
+    an empty P2P list as 1. All are 0 if the outcome has no trusted test results: unparsable,
+    apply_failed, capture_failed, sandbox_destroyed and empty_patch. If it is tampered, all are the
+    request's `tampered_reward`.
     """
 
     binary: float
@@ -118,8 +119,8 @@ class Grade(Frozen):
     """Paths that were applied and deserve a review: configuration, compiled files, folders that the
     reference fix does not touch."""
     signals: tuple[str, ...] = ()
-    """Added lines that name test machinery, as `path: word`. They serve audits and decide
-    nothing."""
+    """Words in the patch's added lines that a signal rule names, as `path: word (rule)`. They
+    change no verdict."""
     patch_sha256: str = ""
     grader: str = ""
     grader_version: int = 1
@@ -127,10 +128,13 @@ class Grade(Frozen):
     calibration: CalibrationState | None = None
     """What calibration had found about the row, in the kind of sandbox that graded it. None if the
     row was not calibrated there, or has changed since."""
+    withheld: str = ""
+    """Why the request withholds the reward; empty if it does not."""
 
     @property
-    def reward(self) -> float:
-        return self.rewards.binary
+    def reward(self) -> float | None:
+        """None, never 0, if it is withheld."""
+        return None if self.withheld else self.rewards.binary
 
 
 class PatchRef(Frozen):
@@ -182,6 +186,8 @@ class EpisodeRef(Frozen):
     official: Outcome | None = None
     """The verdict of the row's own protocol, if it differs from `outcome`."""
     reward: float | None = None
+    withheld: str = ""
+    """Why a graded rollout has no reward; empty if it has one."""
     attempts: int = 0
     seconds: float = 0.0
     agent_end: AgentEnd | None = None

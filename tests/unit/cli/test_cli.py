@@ -23,6 +23,7 @@ from perdure.storage.local_store import LocalStore
 from perdure.types import RolloutRequest, RolloutStatus, RunRequest
 from tests import held_ports
 from tests.checkout_paths import ROOT
+from tests.store_with_runs import write_rollout
 from tests.stored_episodes import store_episode
 
 
@@ -547,6 +548,24 @@ def test_show_says_what_an_episode_lacks(tmp_path: Path, perdure: Perdure) -> No
 
     assert done.code == 0
     assert "damaged   turns.parquet is gone\ndamaged   patch.json is unreadable\n" in done.stdout
+
+
+def test_signals_and_withheld_rewards_are_shown_and_counted(
+    tmp_path: Path, perdure: Perdure
+) -> None:
+    """`show` names each signal and why there is no reward; `export` counts both."""
+    marked = {"signals": ("a.py: f_back (frames)",), "withheld": "unverified, has signals"}
+    store = LocalStore(tmp_path / "home/store")
+    asyncio.run(write_rollout(store, "marked", resolved=True, graded=marked))
+
+    shown = perdure("show", "marked/h11-0.14.0").stdout
+    exported = perdure("export", "marked", "--format", "jsonl", "--out", "out.jsonl").stdout
+
+    assert "reward    none, withheld: unverified, has signals\n" in shown
+    assert "          signal a.py: f_back (frames)\n" in shown
+    assert exported == (
+        "1 written to out.jsonl; in the run: 1 with signals, 1 with a withheld reward\n"
+    )
 
 
 def test_export_names_an_unreadable_episode_and_writes_the_rest(

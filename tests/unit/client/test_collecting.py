@@ -44,6 +44,19 @@ def test_a_group_that_is_too_stale_is_refused() -> None:
     assert not accept(group(6, 7))
 
 
+# --- signal --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rewards", "signal"), [((1.0, None), False), ((1.0, None, 0.0), True)])
+def test_a_withheld_reward_is_no_signal(rewards: tuple[float | None, ...], signal: bool) -> None:
+    """A group whose other rewards are equal has no advantage to train on."""
+    known = group(*(1 for _ in rewards))
+    pairs = zip(known.episodes, rewards, strict=True)
+    episodes = tuple(one.model_copy(update={"reward": reward}) for one, reward in pairs)
+
+    assert FinishedGroup("g", episodes).has_signal is signal
+
+
 # --- order -----------------------------------------------------------------------------------
 
 

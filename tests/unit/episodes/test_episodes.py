@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from perdure.cli.runs.run_text import differences
+from perdure.cli.runs.run_text import differences, failures
 from perdure.client.batch_collection import FinishedGroup
 from perdure.episodes.episode import (
     AttemptSummary,
@@ -327,6 +327,27 @@ def test_a_manifest_counts_what_twins_change() -> None:
     assert differences([one.ref("file:///x") for one in found]) == [
         f"{found[1].instance_id} #1: officially resolved, but tampered"
     ]
+
+
+def test_a_withheld_reward_is_none_everywhere_and_the_verdict_stays() -> None:
+    """Episode, reference, and manifest say why; the mean covers only rewards that count."""
+    why = "unverified, and its patch has signals: a.py: gc.get_objects (objects)"
+    kept = RESOLVED.model_copy(update={"signals": ("a.py: gc.get_objects (objects)",)})
+    found = samples(kept.model_copy(update={"withheld": why}), kept, UNRESOLVED)
+    ref = found[0].ref("file:///x")
+
+    totals = manifest(found)
+
+    assert (found[0].reward, found[0].rewards) == (None, None)
+    assert (ref.status, ref.reward, ref.withheld) == (RolloutStatus.GRADED, None, why)
+    assert found[0].why_no_reward == f"its reward is withheld: {why}"
+    assert failures([one.ref("file:///x") for one in found]) == [
+        f"{found[0].instance_id} #0: reward withheld: {why}"
+    ]
+    assert (totals["graded"], totals["resolved"], totals["mean_reward"]) == (3, 2, 0.5)
+    assert (totals["with_signals"], totals["resolved_with_signals"]) == (2, 2)
+    assert totals["withheld_rewards"] == 1
+    assert [entry.get("withheld") for entry in totals["episodes"]] == [why, None, None]
 
 
 def test_what_discarded_attempts_bought_is_kept() -> None:

@@ -30,6 +30,7 @@ from perdure.types import (
     SamplingSpan,
     Turn,
     TurnSampling,
+    Verification,
     VersionSpan,
 )
 from tests.stored_episodes import store_episode
@@ -69,7 +70,9 @@ class Run:
         taken: tuple[Turn, ...] = TWO_BRANCHES,
         sample_index: int = 0,
         instance: str = "click-1",
+        **graded: Any,
     ) -> EpisodeSegments:
+        """`graded`: more fields of the grade."""
         request = RolloutRequest(
             run_id="r", instance=f"tests/{instance}", sample_index=sample_index
         )
@@ -82,7 +85,7 @@ class Run:
             failure=LOST if reward is None else None,
             grade=None
             if reward is None
-            else Grade(outcome=outcome, rewards=Rewards(binary=reward)),
+            else Grade(outcome=outcome, rewards=Rewards(binary=reward), **graded),
             started_at=0.0,
             finished_at=10.0,
             turns=taken,
@@ -433,6 +436,39 @@ async def test_a_failed_rollout_is_listed_and_not_written(
 
     assert (report.written, out.exists()) == (0, False)
     assert "its reward is unknown, not 0" in report.omitted[0].reason
+
+
+@pytest.mark.parametrize("format", ["skyrl", "torchtitan", "verl", "sft-tokens"])
+async def test_a_withheld_reward_is_left_out_and_counted(
+    run: Run, tmp_path: Path, format: Format
+) -> None:
+    """Exports say why; they count it, the signals, and exposures of the run."""
+    exposed = Verification(state="exposed", reason="the twin of t passed")
+    await run.add(1.0, withheld="unverified, has signals", signals=("a.py: gc (objects)",))
+    await run.add(0.0, TWO_BRANCHES, 1, verification=exposed)
+    report, _ = await run.export(format, tmp_path / "out.jsonl")
+
+    assert [one.reason for one in report.omitted] == [
+        "its reward is withheld: unverified, has signals"
+    ]
+    assert (report.exposed, report.with_signals, report.withheld_rewards) == (1, 1, 1)
+
+
+async def test_a_withheld_reward_is_not_in_a_baseline(run: Run) -> None:
+    """A group without its withheld members has the mean of the others."""
+    withheld = "exposed: the twin of t passed"
+    found = [
+        await run.add(1.0),
+        await run.add(0.0, TWO_BRANCHES, 1),
+        await run.add(0.0, TWO_BRANCHES, 2, withheld=withheld),
+    ]
+
+    advantages = trainer_formats.group_advantages(one.episode for one in found)
+    slime = trainer_formats.slime_samples(found[2], index=2, group_index=0)
+    assert list(advantages.values()) == [0.5, -0.5]
+    assert [sample["metadata"]["rollout_reward"] for sample in slime] == [None]
+    assert [sample["metadata"]["withheld"] for sample in slime] == [withheld]
+    assert trainer_formats.trl_output([found[2]])["perdure_reward"] == [None]
 
 
 @pytest.mark.parametrize(("share", "rewards"), [("split", [0.5, 0.5]), ("last", [0.0, 1.0])])

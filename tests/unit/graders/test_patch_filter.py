@@ -80,22 +80,6 @@ def test_a_rows_globs_decide_what_is_graded() -> None:
     assert excluded.dropped_paths == ("tests/deep/support.py", "tests/util.py")
 
 
-def test_signals_of_a_cheat_are_recorded() -> None:
-    """Added lines that name test machinery are recorded, except in the agent's own tests."""
-    code = "import os\nfrom _pytest.reports import TestReport\nos._exit(0)\n"
-
-    filtered = filter_patch(
-        diff_of({"calc/x.py": code, "calc/test_x.py": code}),
-        tiny_instance(),
-    )
-
-    assert filtered.signals == (
-        "calc/x.py: TestReport",
-        "calc/x.py: _pytest",
-        "calc/x.py: os._exit",
-    )
-
-
 def test_tells_empty_before_from_empty_after() -> None:
     """An empty diff and a diff whose files were all dropped give different records."""
     nothing = filter_patch(b"", tiny_instance())

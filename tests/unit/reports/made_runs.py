@@ -54,6 +54,9 @@ def rollout(
         "patch_sha256": "",
         "official": outcome,
         "unverified": None,
+        "exposed": False,
+        "signals": (),
+        "withheld": "",
     }
     return RolloutFacts(**{**values, **fields})
 

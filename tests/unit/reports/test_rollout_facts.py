@@ -133,3 +133,13 @@ def test_a_success_that_no_twin_checked_says_why() -> None:
     assert facts(grade=grade).unverified == "no test has a twin"
     assert facts(grade=verified).unverified is None
     assert facts().unverified is None
+
+
+def test_facts_have_what_a_report_says_of_forgeries() -> None:
+    """The state of the twins, the patch's signals, and the reason of a withheld reward."""
+    exposed = Verification(state="exposed", reason="the twin of t passed")
+    marked = {"verification": exposed, "signals": ("a.py: gc (objects)",), "withheld": "exposed"}
+    found = facts(grade=UNRESOLVED.model_copy(update=marked))
+
+    assert (found.exposed, found.signals, found.withheld) == (True, marked["signals"], "exposed")
+    assert (facts().exposed, facts().signals, facts().withheld) == (False, (), "")

@@ -5,9 +5,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary, ConfigurationError
+from perdure.reports import svg_plots
 from perdure.reports.calibration_bounds import gives_bounds, of_runs
 from perdure.reports.report_html import page
 from perdure.reports.report_json import document
@@ -62,6 +65,40 @@ def test_what_was_not_checked_is_counted_with_its_reason() -> None:
     assert (found.resolved, found.officially_resolved, found.unverified) == (3, 4, {why: 2})
     assert ("resolved, not checked by twins", "2") in shown["Figures"]
     assert shown["Resolved, not checked"] == ((why, "2"),)
+
+
+def test_exposures_and_signals_are_counted_and_named() -> None:
+    """The report counts forgeries that twins exposed, and lists patches with signals, successes
+    first. Four signals fill one cell of three."""
+    many = tuple(f"a.py: word{n} (frames)" for n in range(4))
+    rollouts = (
+        rollout("a", outcome="tampered", official="resolved", exposed=True),
+        rollout("b", outcome="unresolved", signals=("b.py: gc (objects)",)),
+        rollout("c", signals=many, reward=None, withheld="unverified, and its patch has signals"),
+        rollout("d"),
+    )
+    found = build_report(RunFacts("r", rollouts))
+    shown = {section.title: section.rows for section in sections([found], [])}
+
+    assert (found.exposed, found.withheld, found.resolved_with_signals) == (1, 1, 1)
+    assert (found.graded, found.mean_reward) == (4, 1 / 3)
+    assert {("exposed by twins", "1"), ("rewards withheld", "1")} <= {*shown["Figures"]}
+    assert ("patches with signals, resolved ones", "2, 1") in shown["Figures"]
+    assert shown["Signals in patches"] == (
+        ("c/0", "a.py: word0 (frames), a.py: word1 (frames), a.py: word2 (frames) and 1 more"),
+        ("b/0", "b.py: gc (objects)"),
+    )
+    assert json.loads(json.dumps(document([found], [])))["runs"][0]["signals"]["c/0"] == [*many]
+
+
+def test_the_plot_of_rewards_has_those_below_zero() -> None:
+    """A price of tampering is in the histogram, not cut off."""
+    rollouts = (rollout("a"), rollout("b", outcome="tampered", reward=-0.5), rollout("c"))
+    run = RunFacts("r", rollouts)
+    axes = Figure().subplots()
+    svg_plots._rewards(axes, [(run, build_report(run))])
+
+    assert sum(bar.get_height() for bar in axes.patches if isinstance(bar, Rectangle)) == 3
 
 
 def test_times_tell_the_environment_from_the_model() -> None:

@@ -118,6 +118,17 @@ async def test_patch_tests_and_files(show: Show) -> None:
     assert "root:" not in await show(f"{ONE}/files?file=/etc/passwd")
 
 
+async def test_tests_say_why_a_reward_is_withheld(store: LocalStore, show: Show) -> None:
+    """Signals are text of the agent, so they are escaped."""
+    marked = {"signals": ("<b>.py: f_back (frames)",), "withheld": "unverified, has signals"}
+    await write_rollout(store, "marked", graded=marked)
+
+    page = await show("/runs/marked/rollouts/h11-0.14.0/0/tests")
+
+    assert "signal: &lt;b&gt;.py: f_back (frames)" in page
+    assert "reward withheld: unverified, has signals" in page
+
+
 @pytest.mark.usefixtures("run")
 async def test_two_samples_side_by_side(show: Show) -> None:
     """The page pairs the turns and compares the patches."""

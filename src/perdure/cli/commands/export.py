@@ -29,6 +29,12 @@ SUFFIXES = {
     "verl": "jsonl",
     "dataset": "dataset",
 }
+COUNTED = {
+    "exposed": "exposed",
+    "with_signals": "with signals",
+    "withheld_rewards": "with a withheld reward",
+}
+"""Counts of an export -> how its last line names them."""
 
 
 @click.command()
@@ -140,9 +146,12 @@ def export(
     if as_json:
         omitted = [asdict(one) for one in report.omitted]
         written = {"path": str(path), "format": format_name, "written": report.written}
-        answer({**written, "omitted": omitted}, err=is_standard_output(path))
+        counts = {name: getattr(report, name) for name in COUNTED}
+        answer({**written, **counts, "omitted": omitted}, err=is_standard_output(path))
     elif report.written:
-        click.echo(f"{report.written} written to {path}", err=is_standard_output(path))
+        counted = [f"{n} {told}" for name, told in COUNTED.items() if (n := getattr(report, name))]
+        audit = f"; in the run: {', '.join(counted)}" if counted else ""
+        click.echo(f"{report.written} written to {path}{audit}", err=is_standard_output(path))
     else:
         kept = f"; {path} is from an earlier export" if path.exists() else ""
         click.echo(f"error: nothing written: every rollout was left out{kept}", err=True)

@@ -181,7 +181,9 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     outcome = episode.get("outcome")
     lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
     reward = episode.get("reward")
-    lines.append(("reward", "none" if reward is None else f"{reward:g}"))
+    withheld = (episode.get("grade") or {}).get("withheld", "")
+    why = f", withheld: {withheld}" if withheld else ""
+    lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
     lines.append(("model", ", ".join(episode["models"]) or "none was called"))
     failure = episode.get("failure")
     if failure:
@@ -220,6 +222,7 @@ def _steps(attempt: "StoredAttempt") -> str:
             twins = f", officially {grade.official}; {grade.verification.state}{why}"
         marked = f"; {mark}" if (mark := label_grade(grade)) else ""
         steps.append(f"grade {grade.outcome.value}{reason} in {grade.seconds:.1f} s{twins}{marked}")
+        steps += [f"signal {signal}" for signal in grade.signals]
     return "\n          ".join(steps) or "no files"
 
 

@@ -42,6 +42,8 @@ def _row(episode: EpisodeRef) -> dict[str, Any]:
     }
     if episode.official is not None:
         row["official"] = episode.official.value
+    if episode.withheld:
+        row["withheld"] = episode.withheld
     if episode.failure is not None:
         row["failure"] = episode.failure.model_dump(mode="json")
     return row

@@ -44,11 +44,13 @@ def _counts(progress: RunStatus) -> str:
 
 def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
     """One line for each rollout without a reward, with the reason."""
-    return [
-        f"{e.instance_id} #{e.sample_index}: {e.failure.boundary.value}: {e.failure.message}"
-        for e in episodes
-        if e.failure is not None
-    ]
+    return [f"{e.instance_id} #{e.sample_index}: {why}" for e in episodes if (why := _no_reward(e))]
+
+
+def _no_reward(episode: EpisodeRef) -> str:
+    if episode.failure is not None:
+        return f"{episode.failure.boundary.value}: {episode.failure.message}"
+    return f"reward withheld: {episode.withheld}" if episode.withheld else ""
 
 
 def differences(episodes: Sequence[EpisodeRef]) -> list[str]:

@@ -38,5 +38,5 @@ def _row(found: EpisodeSegments, segment: Segment) -> dict[str, Any]:
         "segment_idx": segment.index,
         "num_segments": len(found.segments),
         "chain": segment.chain,
-        "metadata": sampling_facts(segment),
+        "metadata": sampling_facts(segment) | episode.audit(),
     }

@@ -9,7 +9,6 @@ from functools import cached_property
 from itertools import dropwhile
 
 from perdure.errors import InstanceError
-from perdure.graders.diff.cheat_signs import find_cheat_signs
 from perdure.graders.diff.git_diff_parser import (
     EXECUTABLE,
     REGULAR,
@@ -36,7 +35,6 @@ class FilteredPatch:
     data: bytes
     dropped_paths: tuple[str, ...] = ()
     flagged_paths: tuple[str, ...] = ()
-    signals: tuple[str, ...] = ()
     refused: str | None = None
     """Why `git apply` must not get the diff; the outcome is `apply_failed`."""
     unparsable: str | None = None
@@ -87,7 +85,6 @@ def filter_patch(patch: bytes, instance: Instance) -> FilteredPatch:
         flagged_paths=_shown(
             path for file in kept for path in file.paths if _is_flagged(path, rules)
         ),
-        signals=find_cheat_signs(kept),
     )
 
 
