@@ -52,7 +52,7 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("stopped", lambda one: one.stopped or NONE),
         ("graded", lambda one: str(one.graded)),
         ("resolved", lambda one: f"{one.resolved}"),
-        ("resolved, not checked by twins", lambda one: _count(sum(one.unverified.values()))),
+        ("resolved, not checked by strong twins", lambda one: _count(sum(one.unverified.values()))),
         ("resolved, official verdict", _officially),
         ("exposed by twins", lambda one: _count(one.exposed)),
         ("patches with signals, resolved ones", _signaled),

@@ -136,7 +136,7 @@ class RolloutFacts:
     official: str | None
     """The outcome by the row's own protocol."""
     unverified: str | None
-    """Why no twin checked this success; None if twins did, or if it is not resolved."""
+    """Why no strong twin checked this success; None if one did, or if it is not resolved."""
     exposed: bool
     """A twin passed, so the results were forged."""
     signals: tuple[str, ...]
@@ -257,7 +257,7 @@ def _replayed(episode: _Episode) -> tuple[str, ...]:
 
 
 def _unverified(outcome: str | None, found: _Verification | None) -> str | None:
-    if outcome != RESOLVED or found is None or found.state != "unverified":
+    if outcome != RESOLVED or found is None or found.state not in ("unverified", "weak"):
         return None
     return found.reason or "no reason is recorded"
 

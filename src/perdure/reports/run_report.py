@@ -61,7 +61,7 @@ class Report:
     officially_resolved: int
     """Resolved by the rows' own protocols, regardless of twins."""
     unverified: dict[str, int]
-    """Why no twin checked a success -> the number of such successes."""
+    """Why no strong twin checked a success -> the number of such successes."""
     exposed: int
     """Rollouts whose results were forged: a twin passed."""
     withheld: int

@@ -51,13 +51,16 @@ def test_a_price_that_is_none_is_refused(price: float) -> None:
         request(tampered_reward=price)
 
 
-@pytest.mark.parametrize("state", ["unverified", None])
+@pytest.mark.parametrize("state", ["unverified", "weak", None])
 def test_a_reward_is_withheld_where_signals_meet_an_unproven_success(state: str | None) -> None:
     """It is None and not 0, the verdict stays, and the grade says why."""
     grade = apply_reward_rules(resolved(state), request(withheld_rewards=["signals"]))
 
     assert (grade.outcome, grade.reward, grade.rewards) == (Outcome.RESOLVED, None, FULL)
-    assert grade.withheld == f"unverified, and its patch has signals: {'; '.join(SIGNALS)}"
+    assert (
+        grade.withheld
+        == f"{state or 'unverified'}, and its patch has signals: {'; '.join(SIGNALS)}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The facts that a report reads from an episode."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -124,9 +124,12 @@ async def test_an_unreadable_episode_is_named(tmp_path: Path) -> None:
     assert ([one.name for one in found.rollouts], found.unreadable) == (["a/0"], (bad,))
 
 
-def test_a_success_that_no_twin_checked_says_why() -> None:
+@pytest.mark.parametrize("state", ["unverified", "weak"])
+def test_a_success_that_no_strong_twin_checked_says_why(
+    state: Literal["unverified", "weak"],
+) -> None:
     """Only a success has a reason; a verified one has none."""
-    why = Verification(state="unverified", reason="no test has a twin")
+    why = Verification(state=state, reason="no test has a twin")
     grade = UNRESOLVED.model_copy(update={"outcome": Outcome.RESOLVED, "verification": why})
     verified = grade.model_copy(update={"verification": Verification(state="verified")})
 

@@ -63,7 +63,7 @@ def test_what_was_not_checked_is_counted_with_its_reason() -> None:
     shown = {section.title: section.rows for section in sections([found], [])}
 
     assert (found.resolved, found.officially_resolved, found.unverified) == (3, 4, {why: 2})
-    assert ("resolved, not checked by twins", "2") in shown["Figures"]
+    assert ("resolved, not checked by strong twins", "2") in shown["Figures"]
     assert shown["Resolved, not checked"] == ((why, "2"),)
 
 
