@@ -382,6 +382,9 @@ class Sessions:
                 session.unanswered.setdefault(chain_of(request.chain, request.purpose), wait)
                 raise
             session.check_open()  # it may have been closed while it was read back
+            if not session.totals.turns:  # another process may know who the agent is
+                await self._refresh(session)
+            request = session.attributed(request)
             location, known = awake.tree.locate(request), len(awake.tree.nodes)
             number = await self._sibling(awake, request, caller, location.digests.exact)
             if len(awake.tree.nodes) > known:  # another turn was committed during the await

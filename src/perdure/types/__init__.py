@@ -57,6 +57,7 @@ from perdure.types.results import (
     Verification,
 )
 from perdure.types.trajectories import (
+    AGENT_HEADER,
     EngineSpan,
     FinishReason,
     Purpose,
@@ -71,6 +72,7 @@ from perdure.types.trajectories import (
 )
 
 __all__ = [
+    "AGENT_HEADER",
     "DEFAULT_MODEL",
     "GIVEN_PATCHES",
     "INSTANCE_REF",
