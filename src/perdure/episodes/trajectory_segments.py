@@ -32,7 +32,8 @@ class Untrained(NamedTuple):
     """A turn whose sampled tokens have mask 1 in no segment, and why.
 
     `reason`: `side` (a title, a probe), `stray` (not the agent's call), `hosted` (no token ids),
-    `unused` (the agent did not use the answer), `drift` (slime's modes only: a later prompt does not repeat it token for token).
+    `unused` (the agent did not use the answer), `drift` (slime's modes only: a later prompt does not
+    repeat it token for token).
     """
 
     turn: int
@@ -88,7 +89,8 @@ def cut(
     starts a segment whose first prompt is the turn's whole prompt. Earlier sampled tokens are
     context there, so each sampled token is trained once. The last segment of the main chain is
     `final`, the last one of any other chain `subagent`, every earlier one `wipe`. Side and stray
-    requests, turns without ids and, unless `keep_unused`, answers that the agent did not use give no segment:
+    requests, turns without ids and, unless `keep_unused`, answers that the agent did not use give no
+    segment:
     `untrained` lists them.
 
     Raises: ValueError in mode `slime` for a turn without its messages.

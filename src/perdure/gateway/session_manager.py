@@ -58,6 +58,7 @@ from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
 from perdure.gateway.turns.turn_maker import PendingTurn, TurnMaker, await_unless_closed, replayed
 from perdure.storage.base import Store
+from perdure.types import Purpose
 
 ENGINE_REFUSAL_HINTS = {
     "engine_refused": "",
@@ -584,7 +585,9 @@ class Sessions:
     async def _failed(
         self, session: Session, request: ModelRequest, key: CallKey, since: float, error: Exception
     ) -> None:
-        """Note a call without an answer, unless its agent hung up within LONG_WAIT_S."""
+        """Note a call without an answer, unless it is stray or its agent hung up within LONG_WAIT_S."""
+        if request.purpose is Purpose.STRAY:  # the agent does not depend on it
+            return
         callers = session.callers.get(key, ())
         has_left = bool(callers) and all([await one.has_hung_up() for one in callers])
         if has_left and time.time() - since < LONG_WAIT_S:

@@ -38,7 +38,7 @@ CallKey = tuple[str, str]
 
 def chain_of(chain: str, purpose: Purpose) -> str:
     """The key under which a failed call is noted. The next answer with the same key clears the note. All
-    side requests share one key, and so do all stray ones."""
+    side requests share one key."""
     return chain if purpose.is_of_trajectory else purpose.value
 
 

@@ -60,7 +60,7 @@ class SamplingSpan(Frozen):
 
 
 AGENT_HEADER = "x-perdure-agent"
-"""The HTTP header in which an agent sends `AgentTask.mark` with each of its model calls."""
+"""The HTTP header with which an agent marks each of its model calls (`AgentTask.headers`)."""
 
 
 class Purpose(StrEnum):

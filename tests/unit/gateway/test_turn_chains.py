@@ -595,6 +595,19 @@ async def test_a_call_without_the_agents_mark_is_stray(start: Start) -> None:
     assert (summary.trainable, summary.chains) == (True, 1)
 
 
+async def test_a_stray_call_without_an_answer_is_not_the_agents(start: Start) -> None:
+    """The agent ended well although the engine failed its code under test."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    await process.ask(HELLO, mark="m")
+    speaker.failure = GatewayUnavailable("gone", boundary=Boundary.ENGINE)
+    with pytest.raises(GatewayUnavailable):
+        await process.ask([_user("From a test.")])
+
+    assert (await process.sessions.close("s")).unanswered == ""
+
+
 async def test_an_agent_without_a_mark_makes_all_calls(start: Start) -> None:
     """Agents that do not know the header are trained as ever."""
     process = start(Speaker())

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
+from perdure.dialects.json_fields import name_header
 from perdure.engines.auth_proxy import engine_keys
 from perdure.engines.base import Wait
 from perdure.engines.clients.hosted_requests import new_client
@@ -181,7 +182,7 @@ async def _complete(request: Request) -> Response:
     session_id = _session_of(request)
     call = _dialect_of(request).parse(await _body(request, MAX_BODY), request.headers)
     complete = _gateway(request).sessions.complete
-    marked = replace(call.request, mark=request.headers.get(AGENT_HEADER, ""))
+    marked = replace(call.request, mark=name_header(request.headers, AGENT_HEADER))
     answering = asyncio.ensure_future(complete(session_id, marked, _caller(request)))
     if not call.stream:
         return Response(call.whole(await answering), media_type="application/json")
