@@ -4,6 +4,7 @@ Named in requests by its dotted path, `tests.loop_agent:LoopAgent`. It repeats a
 for as long as its budget lasts, as real agents do for a while.
 """
 
+import json
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ DONE = "DONE"
 STARTS = f"{EVIDENCE}/starts.log"
 COMMANDS = f"{EVIDENCE}/commands.log"
 PROGRAM_FILE = f"{HOME}/loop.py"
+HEADERS_FILE = f"{HOME}/loop-headers.json"
 
 PROGRAM = r"""
 import json, os, subprocess, sys, time, urllib.error, urllib.request
@@ -33,6 +35,8 @@ with open(starts, "a") as file:
 def ask(messages):
     body = json.dumps({"model": "policy", "messages": messages}).encode()
     headers = {"authorization": "Bearer " + os.environ["KEY"], "content-type": "application/json"}
+    with open(os.path.join(os.path.dirname(sys.argv[0]), "loop-headers.json")) as file:
+        headers.update(json.load(file))
     while True:
         try:
             with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
@@ -78,7 +82,10 @@ class LoopAgent:
         return Launch(
             argv=("python3", PROGRAM_FILE, url, STARTS, COMMANDS, chosen.mark),
             env={"KEY": task.session_key, "TASK": task.instance.problem_statement},
-            files={PROGRAM_FILE: PROGRAM.encode()},
+            files={
+                PROGRAM_FILE: PROGRAM.encode(),
+                HEADERS_FILE: json.dumps(task.headers).encode(),
+            },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:

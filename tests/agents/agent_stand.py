@@ -238,7 +238,7 @@ class Stand:
 async def _to_the_end(agent: Agent, task: AgentTask, sandbox: Sandbox) -> ExecStatus:
     launch = agent.launch(task)
     for path, content in launch.files.items():
-        await sandbox.put(path, content)
+        await sandbox.put(path, content, mode=0o600)
     await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=task.budget_s))
     return await sandbox.wait(EXEC_ID)
 

@@ -4,6 +4,7 @@ An agent is the unmodified CLI or library from its registry. It runs in the sand
 the exec id `agent`. Starting it is idempotent, and a new watcher can re-attach to it.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import JsonValue
 
 from perdure.sandboxes.base import ExecStatus, Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd, Instance, Sampling
+from perdure.types import AGENT_HEADER, AgentEnd, Instance, Sampling
 
 EXEC_ID = "agent"
 HOME = "/home/agent"
@@ -35,6 +36,12 @@ class AgentTask:
     sampling: Sampling
     budget_s: float
     options: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header that the agent must send with each model call, set where the commands that it
+        runs do not inherit it. By this header the gateway tells its calls from theirs."""
+        return {AGENT_HEADER: hashlib.sha256(self.session_key.encode()).hexdigest()[:16]}
 
 
 @dataclass(frozen=True)

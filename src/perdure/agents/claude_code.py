@@ -26,6 +26,8 @@ ON_NODE = f"""#!/bin/sh
 exec {NODE}/bin/node {PACKAGE}/cli.js "$@"
 """
 """The program `claude` for an npm package that runs on Node."""
+COMMAND_ENV = f"{HOME}/command-env.sh"
+"""It sources this file before each command of its Bash tool."""
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """Without WebFetch and WebSearch, because sandboxes reach no web hosts."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
@@ -80,7 +82,10 @@ class ClaudeCode:
         return Launch(
             argv=headless_cli.with_prompt((f"{MOUNT}/claude", *_flags(task, chosen))),
             env=env,
-            files={PROMPT: prompt_template.render(chosen.prompt_template, task).encode()},
+            files={
+                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
+                COMMAND_ENV: f"unset {' '.join(fixed)}\n".encode(),
+            },
         )
 
     def classify(self, evidence: Evidence) -> AgentEnd:
@@ -138,6 +143,8 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
     return {
         "ANTHROPIC_BASE_URL": gateway_url,
         "ANTHROPIC_AUTH_TOKEN": task.session_key,
+        "ANTHROPIC_CUSTOM_HEADERS": "\n".join(f"{n}: {v}" for n, v in task.headers.items()),
+        "CLAUDE_ENV_FILE": COMMAND_ENV,
         **dict.fromkeys(models, task.model),
     }
 

@@ -86,6 +86,7 @@ def _configuration(
             "wire_api": "responses",
             "stream_idle_timeout_ms": int(task.budget_s * 1000) + 1000,  # the budget ends it
         },
+        "model_providers.perdure.http_headers": task.headers,
     }
 
 

@@ -22,6 +22,7 @@ from perdure.types import AgentEnd, Request
 
 MOUNT = "/opt/mini-swe-agent"
 CONFIG = f"{HOME}/mini-swe-agent.yaml"
+KEY = "OPENAI_API_KEY"
 TRAJECTORY = f"{EVIDENCE}/trajectory.json"
 LOCK = Path(__file__).parent / "locks" / "mini_swe_agent.txt"
 DIRECT = Path(__file__).parent / "in_sandbox" / "mini_swe_agent_direct.py"
@@ -98,6 +99,7 @@ def _configuration(task: AgentTask, chosen: MiniSweAgentOptions) -> dict[str, An
         "model_name": f"openai/{task.model}",
         "model_kwargs": {
             "api_base": f"{task.gateway_url}/v1",
+            "extra_headers": task.headers,
             "timeout": int(task.budget_s) + 1,  # the budget ends a slow turn, not the client
         },
     }
@@ -106,14 +108,14 @@ def _configuration(task: AgentTask, chosen: MiniSweAgentOptions) -> dict[str, An
     return {
         "run": {"task": prompt_template.render(chosen.prompt_template, task)},
         "agent": {"step_limit": chosen.step_limit, "cost_limit": 0.0},
-        "environment": {"timeout": COMMAND_TIMEOUT_S},
+        "environment": {"timeout": COMMAND_TIMEOUT_S, "env": {KEY: ""}},  # commands get no key
         "model": model,
     }
 
 
 def _environment(task: AgentTask) -> dict[str, str]:
     return {
-        "OPENAI_API_KEY": task.session_key,
+        KEY: task.session_key,
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "MSWEA_CONFIGURED": "true",
         "MSWEA_COST_TRACKING": "ignore_errors",

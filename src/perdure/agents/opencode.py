@@ -19,7 +19,8 @@ from perdure.types import AgentEnd
 
 MOUNT = "/opt/opencode"
 CONFIG = f"{HOME}/opencode.json"
-KEY = "PERDURE_SESSION_KEY"
+KEY = f"{HOME}/session-key"
+"""The file of the session key. Commands would inherit a variable."""
 PROVIDER = "perdure"
 TITLE = "rollout"
 """A fixed title. Without one, opencode asks the model for a title."""
@@ -48,13 +49,14 @@ class Opencode:
         gateway_url = headless_cli.gateway_of(self.name, task)
         flags = ("--format", "json", "-m", f"{PROVIDER}/{task.model}", "--title", TITLE)
         command = (f"{MOUNT}/bin/opencode", "run", *flags, *chosen.extra_args)
-        fixed = {KEY: task.session_key, "HOME": HOME, "OPENCODE_CONFIG": CONFIG}
+        fixed = {"HOME": HOME, "OPENCODE_CONFIG": CONFIG}
         return Launch(
             argv=headless_cli.with_prompt(command),
             env=headless_cli.environment(_behaviour(), fixed, chosen.extra_env),
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 CONFIG: json.dumps(_configuration(gateway_url, task, chosen)).encode(),
+                KEY: task.session_key.encode(),
             },
         )
 
@@ -96,7 +98,7 @@ def _steps_allowed(config: bytes) -> int:
 
 
 def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -> dict[str, Any]:
-    """Its own settings file. It contains no key, because files are kept as evidence."""
+    """Its own settings file. It contains no key, because it is kept as evidence."""
     name = f"{PROVIDER}/{task.model}"
     limits = {"context": chosen.window(task), "output": chosen.answer(task)}
     steps = {"steps": chosen.max_steps} if chosen.max_steps else {}
@@ -108,7 +110,8 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -
                 "npm": "@ai-sdk/openai-compatible",
                 "options": {
                     "baseURL": f"{gateway_url}/v1",
-                    "apiKey": f"{{env:{KEY}}}",
+                    "apiKey": f"{{file:{KEY}}}",
+                    "headers": task.headers,
                     "timeout": False,  # the budget ends a slow turn
                 },
                 "models": {task.model: {"name": task.model, "limit": limits}},

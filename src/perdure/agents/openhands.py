@@ -104,6 +104,7 @@ def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> di
         "llm": {
             "model": f"openai/{task.model}",
             "base_url": f"{gateway_url}/v1",
+            "extra_headers": task.headers,
             "usage_id": "agent",
             "timeout": int(task.budget_s) + 1,  # the budget ends a slow turn, not the client
             "max_input_tokens": chosen.window(task),

@@ -44,22 +44,16 @@ class QwenCode:
     def launch(self, task: AgentTask) -> Launch:
         chosen = agent_options.parse(self.name, QwenCodeOptions, task.options)
         gateway_url = headless_cli.gateway_of(self.name, task)
-        fixed = {
-            "OPENAI_BASE_URL": f"{gateway_url}/v1",
-            "OPENAI_API_KEY": task.session_key,
-            "OPENAI_MODEL": task.model,
-            "HOME": HOME,
-        }
         turns = ("--max-session-turns", str(chosen.max_turns)) if chosen.max_turns else ()
         flags = ("--yolo", "--output-format", "stream-json", "--auth-type", "openai")
         return Launch(
             argv=headless_cli.with_prompt(
                 (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns, *chosen.extra_args)
             ),
-            env=headless_cli.environment(_BEHAVIOUR, fixed, chosen.extra_env),
+            env=headless_cli.environment(_BEHAVIOUR, {"HOME": HOME}, chosen.extra_env),
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                SETTINGS: json.dumps(_settings(task, chosen)).encode(),
+                SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
             },
         )
 
@@ -85,16 +79,23 @@ def _was_sampled(log: list[dict[str, Any]]) -> bool:
     return isinstance(usage, dict) and bool(usage.get("output_tokens"))
 
 
-def _settings(task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
-    """Its own settings file. It contains no key, because files are kept as evidence."""
+def _settings(gateway_url: str, task: AgentTask, chosen: QwenCodeOptions) -> dict[str, Any]:
+    """Its own settings file, which is not kept as evidence. Commands would inherit variables."""
     generation = {
+        "customHeaders": task.headers,
         "timeout": int(task.budget_s * 1000) + 1000,  # the budget ends a slow turn
         "contextWindowSize": chosen.window(task),
         "samplingParams": {"max_tokens": chosen.answer(task)},
     }
     return {
-        "model": {"generationConfig": generation},
-        "security": {"auth": {"selectedType": "openai"}},
+        "model": {"name": task.model, "generationConfig": generation},
+        "security": {
+            "auth": {
+                "selectedType": "openai",
+                "apiKey": task.session_key,
+                "baseUrl": f"{gateway_url}/v1",
+            }
+        },
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},

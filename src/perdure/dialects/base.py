@@ -56,7 +56,8 @@ class ModelRequest:
     rendered there. `tools`: OpenAI function tools. `body`: the request as an OpenAI Chat Completions
     body, which hosted engines get and which holds tool choice and response format. `chain`,
     `parent_chain` and `purpose` come from marks that the client sets (headers, forms of the request),
-    never from guesses.
+    never from guesses. `mark` is what the client sent in the header `AGENT_HEADER`, which the gateway
+    reads.
     """
 
     model: str
@@ -68,6 +69,7 @@ class ModelRequest:
     chain: str = MAIN
     parent_chain: str = ""
     purpose: Purpose = Purpose.STEP
+    mark: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from perdure.episodes.episode import Episode
-from perdure.types import Purpose, Turn
+from perdure.types import Turn
 
 VERSION = "ATIF-v1.7"
 MAIN = "main"
@@ -20,7 +20,7 @@ Fields = dict[str, Any]
 
 def trajectory(episode: Episode, turns: Sequence[Turn]) -> Fields:
     """The main chain, which contains each sub-agent's chain. `turns`: at least one that is kept."""
-    kept = [turn for turn in turns if turn.purpose is not Purpose.SIDE and not turn.unused]
+    kept = [turn for turn in turns if turn.purpose.is_of_trajectory and not turn.unused]
     chains = {
         turn.chain: [one for one in kept if one.chain == turn.chain] for turn in kept or turns
     }

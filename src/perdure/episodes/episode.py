@@ -28,7 +28,6 @@ from perdure.types import (
     Instance,
     Outcome,
     PatchRef,
-    Purpose,
     Rewards,
     RolloutRequest,
     RolloutStatus,
@@ -183,7 +182,7 @@ class Episode(Frozen):
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
     trainable: bool = False
-    """The rollout is graded, and every turn except side requests has exact token ids."""
+    """The rollout is graded, and every turn except side and stray ones has exact token ids."""
     turns: int = 0
     segments: tuple[SegmentSummary, ...] = ()
     prompt_tokens: int = 0
@@ -455,7 +454,7 @@ def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]
         raise ValueError(f"status {parts.status} contradicts grade {grade and grade.outcome}")
     if grade is None:
         return {}
-    steps = [turn for turn in parts.turns if turn.purpose is not Purpose.SIDE]
+    steps = [turn for turn in parts.turns if turn.purpose.is_of_trajectory]
     return {
         "outcome": grade.outcome,
         "reward": grade.reward,

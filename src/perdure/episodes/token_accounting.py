@@ -24,7 +24,7 @@ class TrajectoryCounts(Frozen):
     sampled_tokens: int = 0
     trained_tokens: int = 0
     untrained_tokens: dict[str, int] = Field(default_factory=dict)
-    """By reason: `side`, `hosted`, `unused`, `drift`. `trained_tokens` has the rest."""
+    """By reason: `side`, `stray`, `hosted`, `unused`, `drift`. `trained_tokens` has the rest."""
     untrained_turns: dict[str, int] = Field(default_factory=dict)
     segments: dict[str, int] = Field(default_factory=dict)
     """Number of segments of each kind."""
@@ -56,7 +56,7 @@ def count_trajectory(turns: Sequence[Turn], segments: Sequence[Segment]) -> Traj
         untrained_tokens=dict(sorted(tokens.items())),
         untrained_turns=count(one.reason for one in left),
         segments=count(segment.kind.value for segment in segments),
-        chains=len({turn.chain for turn in turns}),
+        chains=len({turn.chain for turn in turns if turn.purpose is not Purpose.STRAY}),
         compactions=sum(turn.purpose is Purpose.COMPACTION for turn in turns),
         training_tokens=training,
         duplication=round(training / _distinct(whole), 4) if training else 1.0,

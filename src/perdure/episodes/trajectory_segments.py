@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.episodes.slime_merge_turns import merge_turns
 from perdure.episodes.slime_tree_segments import TokenSequence, TurnMessages, cut_like_slime
-from perdure.types import FinishReason, Purpose, SamplingSpan, Segment, SegmentKind, Turn
+from perdure.types import FinishReason, SamplingSpan, Segment, SegmentKind, Turn
 
 MAIN = "main"
 NO_VERSION = -1
@@ -31,8 +31,9 @@ the rule of its coding-agent example, `slime` its message tree of August 2026.""
 class Untrained(NamedTuple):
     """A turn whose sampled tokens have mask 1 in no segment, and why.
 
-    `reason`: `side` (a title, a probe), `hosted` (no token ids), `unused` (the agent did not use
-    the answer), `drift` (slime's modes only: a later prompt does not repeat it token for token).
+    `reason`: `side` (a title, a probe), `stray` (not the agent's call), `hosted` (no token ids),
+    `unused` (the agent did not use the answer), `drift` (slime's modes only: a later prompt does not
+    repeat it token for token).
     """
 
     turn: int
@@ -87,8 +88,9 @@ def cut(
     chain's newest turn) and its prompt starts with the segment's whole content. Any other turn
     starts a segment whose first prompt is the turn's whole prompt. Earlier sampled tokens are
     context there, so each sampled token is trained once. The last segment of the main chain is
-    `final`, the last one of any other chain `subagent`, every earlier one `wipe`. Side requests,
-    turns without ids and, unless `keep_unused`, answers that the agent did not use give no segment:
+    `final`, the last one of any other chain `subagent`, every earlier one `wipe`. Side and stray
+    requests, turns without ids and, unless `keep_unused`, answers that the agent did not use give no
+    segment:
     `untrained` lists them.
 
     Raises: ValueError in mode `slime` for a turn without its messages.
@@ -146,8 +148,8 @@ def share(policy: RewardShare, index: int, count: int) -> float:
 
 
 def _why_left_out(turn: Turn, *, keep_unused: bool = False) -> str | None:
-    if turn.purpose is Purpose.SIDE:
-        return "side"
+    if not turn.purpose.is_of_trajectory:
+        return turn.purpose.value
     if turn.unused and not keep_unused:
         return "unused"
     return None if turn.trainable and turn.prompt_ids else "hosted"

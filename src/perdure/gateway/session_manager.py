@@ -58,6 +58,7 @@ from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
 from perdure.gateway.turns.turn_maker import PendingTurn, TurnMaker, await_unless_closed, replayed
 from perdure.storage.base import Store
+from perdure.types import Purpose
 
 ENGINE_REFUSAL_HINTS = {
     "engine_refused": "",
@@ -382,6 +383,9 @@ class Sessions:
                 session.unanswered.setdefault(chain_of(request.chain, request.purpose), wait)
                 raise
             session.check_open()  # it may have been closed while it was read back
+            if not session.totals.turns:  # another process may know who the agent is
+                await self._refresh(session)
+            request = session.attributed(request)
             location, known = awake.tree.locate(request), len(awake.tree.nodes)
             number = await self._sibling(awake, request, caller, location.digests.exact)
             if len(awake.tree.nodes) > known:  # another turn was committed during the await
@@ -581,7 +585,9 @@ class Sessions:
     async def _failed(
         self, session: Session, request: ModelRequest, key: CallKey, since: float, error: Exception
     ) -> None:
-        """Note a call without an answer, unless its agent hung up within LONG_WAIT_S."""
+        """Note a call without an answer, unless it is stray or its agent hung up within LONG_WAIT_S."""
+        if request.purpose is Purpose.STRAY:  # the agent does not depend on it
+            return
         callers = session.callers.get(key, ())
         has_left = bool(callers) and all([await one.has_hung_up() for one in callers])
         if has_left and time.time() - since < LONG_WAIT_S:

@@ -8,10 +8,10 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from perdure.dialects.base import MAIN, Answer, Refused
+from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.gateway.journal.record_encoding import JournalDamaged
@@ -39,7 +39,7 @@ CallKey = tuple[str, str]
 def chain_of(chain: str, purpose: Purpose) -> str:
     """The key under which a failed call is noted. The next answer with the same key clears the note. All
     side requests share one key."""
-    return Purpose.SIDE.value if purpose is Purpose.SIDE else chain
+    return chain if purpose.is_of_trajectory else purpose.value
 
 
 @dataclass
@@ -48,6 +48,8 @@ class Totals:
 
     turns: int = 0
     tokens: int = 0
+    mark: str = ""
+    """The mark of the first turn, which the agent's later calls carry too."""
     trainable: bool = True
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -63,12 +65,14 @@ class Totals:
     def add(self, record: TurnRecord) -> None:
         sampled = record.answer.usage.get("completion_tokens")
         tokens = sampled if isinstance(sampled, int) else 0
+        self.mark = self.mark if self.turns else record.mark
         self.turns += 1
         self.tokens += tokens
         self.trainable = self.trainable and bool(record.completion)
         self.engine_seconds += record.engine_seconds
         self._add_wait(record.started_at, record.started_at + record.waiting_seconds)
-        self.chains.add(record.chain)
+        if record.purpose is not Purpose.STRAY:
+            self.chains.add(record.chain)
         self.versions.update(span.version for span in record.versions)
         if record.replayed_from:
             self.replayed_turns += 1
@@ -177,11 +181,19 @@ class Session:
 
     def answered(self, chain: str, purpose: Purpose) -> None:
         """Clear the failed calls that this answer makes up for. A step of the main agent clears all of
-        them. An answer to a sub-agent or a side request says nothing about the main agent."""
-        if chain == MAIN and purpose is not Purpose.SIDE:
+        them. An answer to another chain or to a side request says nothing about the main agent."""
+        if chain == MAIN and purpose.is_of_trajectory:
             self.unanswered.clear()
         else:
             self.unanswered.pop(chain_of(chain, purpose), None)
+
+    def attributed(self, request: ModelRequest) -> ModelRequest:
+        """The request as it is if the agent made it, otherwise as a stray one. If the first turn has a
+        mark, only requests with the same mark are the agent's."""
+        if self.totals.mark in ("", request.mark):
+            return request
+        stray = Purpose.STRAY
+        return replace(request, chain=stray.value, parent_chain="", purpose=stray)
 
     @property
     def longest_unanswered(self) -> Wait | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from perdure.episodes import turns_parquet as turn_files
 from perdure.episodes.token_accounting import count_trajectory
-from perdure.episodes.trajectory_segments import cut, untrained
+from perdure.episodes.trajectory_segments import MAIN, cut, untrained
 from perdure.errors import NotFound, PerdureError
 from perdure.reports.stored_rollout import StoredRollout
 from perdure.sandboxes.base import identity_of
@@ -128,6 +128,13 @@ def parsed(text: str, empty: Any) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text)
     return empty
+
+
+def chain_title(turn: dict[str, Any]) -> str:
+    """The heading of the chain that the turn is part of."""
+    if turn["purpose"] == Purpose.STRAY:
+        return "stray calls"
+    return MAIN if turn["chain"] == MAIN else f"sub-agent {turn['chain']}"
 
 
 def facts(turn: dict[str, Any]) -> str:

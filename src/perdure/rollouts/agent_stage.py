@@ -132,8 +132,8 @@ async def _is_started(sandbox: Sandbox) -> bool:
 
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
-    for path, content in launch.files.items():
-        await sandbox.put(path, content)
+    for path, content in launch.files.items():  # they may contain the key
+        await sandbox.put(path, content, mode=0o600)
     await sandbox.start(
         EXEC_ID,
         Exec(

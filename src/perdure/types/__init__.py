@@ -59,6 +59,7 @@ from perdure.types.results import (
     Verification,
 )
 from perdure.types.trajectories import (
+    AGENT_HEADER,
     EngineSpan,
     FinishReason,
     Purpose,
@@ -73,6 +74,7 @@ from perdure.types.trajectories import (
 )
 
 __all__ = [
+    "AGENT_HEADER",
     "DEFAULT_MODEL",
     "GIVEN_PATCHES",
     "INSTANCE_REF",

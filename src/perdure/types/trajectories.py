@@ -59,8 +59,12 @@ class SamplingSpan(Frozen):
     sampling: TurnSampling
 
 
+AGENT_HEADER = "x-perdure-agent"
+"""The HTTP header with which an agent marks each of its model calls (`AgentTask.headers`)."""
+
+
 class Purpose(StrEnum):
-    """Why an agent made a model call."""
+    """Why a model was called."""
 
     STEP = "step"
     """The agent's next step. It is trained."""
@@ -70,6 +74,14 @@ class Purpose(StrEnum):
     SIDE = "side"
     """A request for a title or a topic, or a probe. The outcome does not depend on it, so it is
     recorded and never trained."""
+    STRAY = "stray"
+    """Not the agent's call: code that it ran found the session's key. It is recorded in a chain of
+    its own and never trained."""
+
+    @property
+    def is_of_trajectory(self) -> bool:
+        """Whether the outcome depends on the call."""
+        return self in (Purpose.STEP, Purpose.COMPACTION)
 
 
 class TurnFacts(Frozen):
@@ -82,7 +94,7 @@ class TurnFacts(Frozen):
     index: int
     """Position in the session's journal. Turns are numbered in commit order."""
     chain: str = "main"
-    """`main`, or the id that the agent's harness gave a sub-agent."""
+    """`main`, the id that the agent's harness gave a sub-agent, or `stray`."""
     parent_chain: str = ""
     """The chain that started this one; empty for main."""
     parent: int | None = None

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from perdure.episodes.trajectory_segments import MAIN
-from perdure.reports.readable_trajectory import facts, parsed
+from perdure.reports.readable_trajectory import chain_title, facts, parsed
 from perdure.viewer import diff_colors
 from perdure.viewer.diff_colors import Diff
 from perdure.viewer.safe_text import Folded, folded, hidden
@@ -17,6 +16,7 @@ from perdure.viewer.safe_text import Folded, folded, hidden
 Kind = Literal["system", "user", "assistant", "result", "thinks", "says", "calls"]
 WHY_NOT = {
     "side": "a title or a probe: the outcome does not depend on it",
+    "stray": "code in the sandbox made this call, not the agent",
     "hosted": "a hosted API gave no token ids",
     "unused": "the agent did not use this answer",
     "drift": "a later prompt does not repeat it token for token",
@@ -102,8 +102,9 @@ def _walk(
     after = _started_after(chains, name)
     parent = _parent(chains, name)
     started = f"by {parent}" + (f" after turn {after}" if after is not None else "")
-    shown = "main" if name == MAIN else f"sub-agent {name}"
-    chain = Chain(shown, depth, len(turns), turns[0]["index"], started if parent else "")
+    chain = Chain(
+        chain_title(turns[0]), depth, len(turns), turns[0]["index"], started if parent else ""
+    )
     found.append(Entry(depth, chain=chain))
     children = [one for one in chains if one != name and _parent(chains, one) == name]
     before_all = [one for one in children if _started_after(chains, one) is None]

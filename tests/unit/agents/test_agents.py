@@ -90,10 +90,12 @@ def test_agents_without_a_model_are_judged_by_their_exit(agent: Agent) -> None:
 
 
 def test_only_mini_swe_agent_sees_the_session_key_in_its_environment() -> None:
-    """The key is only in the environment, because files and argv are stored as evidence."""
+    """The key is only in the environment, because files and argv are stored as evidence, and its commands
+    get an empty one."""
     launch = MiniSweAgent().launch(TASK)
 
     assert launch.env["OPENAI_API_KEY"] == TASK.session_key
+    assert b'"env": {"OPENAI_API_KEY": ""}' in launch.files[CONFIG]
     assert TASK.session_key.encode() not in b"".join(launch.files.values())
     assert not any(TASK.session_key in argument for argument in launch.argv)
 

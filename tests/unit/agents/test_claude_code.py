@@ -1,6 +1,7 @@
 """Claude Code's command line, and how its result is read."""
 
 import json
+import subprocess
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,21 @@ from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 COMPLETED = said(type="result", is_error=False, terminal_reason="completed", result="Done.")
+
+
+def test_its_commands_get_no_way_to_the_gateway(tmp_path: Path) -> None:
+    """It sources a file before each command, which removes address, key and header."""
+    launch = ClaudeCode().launch(TASK)
+    script = tmp_path / "command-env.sh"
+    script.write_bytes(launch.files[launch.env["CLAUDE_ENV_FILE"]])
+    seen = subprocess.run(
+        ["sh", "-c", '. "$0" && env', script], env=dict(launch.env), capture_output=True, check=True
+    ).stdout.decode()
+
+    assert "DISABLE_AUTOUPDATER=1" in seen
+    for secret in (TASK.session_key, "127.0.0.1:18001", *TASK.headers.values()):
+        assert secret in "".join(launch.env.values())
+        assert secret not in seen
 
 
 def package(path: Path, *names: str) -> Path:

@@ -25,6 +25,7 @@ def test_its_settings_name_the_gateway_and_the_window() -> None:
     assert settings["model_auto_compact_token_limit"] < 50_000
     assert provider["base_url"] == "http://127.0.0.1:18001/v1"
     assert (provider["wire_api"], provider["env_key"]) == ("responses", KEY)
+    assert provider["http_headers"] == TASK.headers
 
 
 def test_it_runs_headless() -> None:

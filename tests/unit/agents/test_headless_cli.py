@@ -24,13 +24,30 @@ every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.n
 
 
 @every_agent
-def test_the_key_stands_in_the_environment_only(agent: Agent) -> None:
-    """Files and arguments are kept as evidence, so the session key is in neither."""
+def test_the_key_is_not_kept(agent: Agent) -> None:
+    """Arguments are visible to all processes, and artifacts are kept as evidence, so the session key is
+    in neither."""
+    launch = agent.launch(TASK)
+    kept = [content for path, content in launch.files.items() if path in agent.artifacts]
+    given = b"".join([*launch.files.values(), *(value.encode() for value in launch.env.values())])
+
+    assert TASK.session_key.encode() in given
+    assert not any(TASK.session_key in argument for argument in launch.argv)
+    assert TASK.session_key.encode() not in b"".join(kept)
+
+
+@every_agent
+def test_the_gateway_can_tell_its_calls(agent: Agent) -> None:
+    """It is told the header that its calls carry, which is another one for each session."""
+    (mark,), (other,) = (
+        replace(TASK, session_key=key).headers.values() for key in (TASK.session_key, "else")
+    )
     launch = agent.launch(TASK)
 
-    assert TASK.session_key in launch.env.values()
-    assert not any(TASK.session_key in argument for argument in launch.argv)
-    assert TASK.session_key.encode() not in b"".join(launch.files.values())
+    assert mark != other
+    assert mark.encode() in b"".join(
+        [*launch.files.values(), *(value.encode() for value in launch.env.values())]
+    )
 
 
 @every_agent

@@ -20,12 +20,14 @@ def settings(**options: Any) -> Any:
 
 
 def test_its_settings_name_the_gateway_and_the_window() -> None:
-    """Only our provider; the key is in the environment; no sharing and no updates."""
+    """Only our provider; the key is in a file of its own; no sharing and no updates."""
     found = settings(max_steps=7)
     provider = found["provider"]["perdure"]
 
     assert provider["options"]["baseURL"] == "http://127.0.0.1:18001/v1"
-    assert provider["options"]["apiKey"] == f"{{env:{KEY}}}"
+    assert provider["options"]["apiKey"] == f"{{file:{KEY}}}"
+    assert Opencode().launch(TASK).files[KEY] == TASK.session_key.encode()
+    assert Opencode().launch(TASK).env.keys() & {KEY, "OPENAI_API_KEY"} == set()
     assert provider["models"]["policy"]["limit"] == {"context": 50_000, "output": 2000}
     assert found["agent"]["build"] == {"steps": 7}
     assert (found["share"], found["autoupdate"]) == ("disabled", False)

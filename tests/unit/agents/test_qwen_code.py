@@ -18,12 +18,18 @@ def answer(text: str, tokens: int = 9) -> bytes:
     )
 
 
-def test_it_is_pointed_at_the_gateway_by_its_environment() -> None:
-    """Variables give address, key and model; no file contains the key."""
-    env = QwenCode().launch(TASK).env
+def test_it_is_pointed_at_the_gateway_by_its_settings() -> None:
+    """A file gives address, key and model, because its commands would inherit variables."""
+    launch = QwenCode().launch(TASK)
+    settings = json.loads(launch.files[SETTINGS])
 
-    assert env["OPENAI_BASE_URL"] == "http://127.0.0.1:18001/v1"
-    assert (env["OPENAI_API_KEY"], env["OPENAI_MODEL"]) == (TASK.session_key, "policy")
+    assert settings["security"]["auth"] == {
+        "selectedType": "openai",
+        "apiKey": TASK.session_key,
+        "baseUrl": "http://127.0.0.1:18001/v1",
+    }
+    assert settings["model"]["name"] == "policy"
+    assert not any(name.startswith("OPENAI_") for name in launch.env)
 
 
 def test_its_settings_send_nothing_elsewhere() -> None:

@@ -20,7 +20,7 @@ from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_state
 from perdure.stack.stack_state import StackState
 from perdure.storage.local_store import LocalStore
-from perdure.types import RolloutRequest, RolloutStatus, RunRequest
+from perdure.types import Purpose, RolloutRequest, RolloutStatus, RunRequest, Turn
 from tests import held_ports
 from tests.checkout_paths import ROOT
 from tests.store_with_runs import write_rollout
@@ -566,6 +566,19 @@ def test_signals_and_withheld_rewards_are_shown_and_counted(
     assert exported == (
         "1 written to out.jsonl; in the run: 1 with signals, 1 with a withheld reward\n"
     )
+
+
+def test_show_counts_stray_calls(tmp_path: Path, perdure: Perdure) -> None:
+    """A rollout whose code under test called the model says so, and that nothing of it is trained."""
+    request = RolloutRequest(run_id="r", instance="d/b-1")
+    stray = Turn(index=1, chain="stray", purpose=Purpose.STRAY, trainable=False)
+    turns = (Turn(index=0, trainable=False), stray)
+    parts = EpisodeParts(request, RolloutStatus.CANCELLED, 0.0, 1.0, turns=turns)
+    asyncio.run(store_episode(LocalStore(tmp_path / "home/store"), parts))
+
+    done = perdure("show", "r/b-1")
+
+    assert "stray     1 call that the agent did not make; not trained\n" in done.stdout
 
 
 def test_export_names_an_unreadable_episode_and_writes_the_rest(

@@ -138,6 +138,15 @@ def test_sub_agents_are_shown_under_the_chain_that_started_them(shown: Show) -> 
     assert "  ━━ sub-agent agent-7, started by main after turn 0" in lines
 
 
+def test_stray_calls_have_a_heading_of_their_own(shown: Show) -> None:
+    """A call that the agent did not make is not shown as a sub-agent's."""
+    stray = turn(5, (8,), (81,), chain="stray", purpose=Purpose.STRAY)
+    text = shown(data=turns_parquet.encode([*TURNS, stray]))
+
+    assert "━━ stray calls" in text.splitlines()
+    assert "not trained: stray" in text
+
+
 def test_a_new_segment_says_why(shown: Show) -> None:
     """Where a new segment begins, the reason that the gateway recorded is shown."""
     assert "┌ segment 2 final (new: restart): prompt 2, response 1, trained 1" in shown()

@@ -173,7 +173,8 @@ async def test_atif_has_each_step_once_with_what_it_saw(run: Run) -> None:
     first, second = two_turns(20)
     inside = turn(2, (9,), (30,), [USER], said("Found."), chain="agent-7", parent_chain="main")
     title = turn(3, (8,), (31,), [USER], said("A title"), purpose=Purpose.SIDE)
-    await run.add(1.0, (first, second, inside, title))
+    stray = turn(4, (7,), (33,), [USER], said("A test"), chain="stray", purpose=Purpose.STRAY)
+    await run.add(1.0, (first, second, inside, title, stray))
     (line,), _ = await run.export("atif")
 
     assert [(one["source"], one["message"]) for one in line["steps"]] == [

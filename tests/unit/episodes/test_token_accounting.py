@@ -23,6 +23,15 @@ def test_trained_and_untrained_add_up_to_sampled() -> None:
     assert (counts.untrained_tokens, counts.untrained_turns) == ({"side": 3}, {"side": 1})
 
 
+def test_stray_calls_are_counted_and_are_no_chain() -> None:
+    """A call of code under test counts as untrained, with its reason, and not as an agent's chain."""
+    turns = [turn(0, (1,), 5), turn(1, (2,), 3, chain="stray", purpose=Purpose.STRAY)]
+    counts = count_trajectory(turns, cut(turns))
+
+    assert (counts.trained_tokens, counts.chains) == (5, 1)
+    assert (counts.untrained_tokens, counts.untrained_turns) == ({"stray": 3}, {"stray": 1})
+
+
 def test_unused_answers_are_left_out_unless_wanted() -> None:
     """The agent asked again: the answer that it did not use is counted and not trained."""
     turns = [turn(0, (1,), 3, unused=True), turn(1, (1,), 5)]

@@ -20,7 +20,7 @@ from perdure.episodes.turns_parquet import decode
 from perdure.gateway.http.http_app import MAX_HEADERS, Patience, create_app
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
-from perdure.types import Turn
+from perdure.types import AGENT_HEADER, Purpose, Turn
 from tests import local_gateway
 from tests.local_gateway import LocalGateway, turns_key_of
 
@@ -286,6 +286,22 @@ async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
 
     assert turn.asked_model == "policy"
     assert turn.model.startswith("scripted:")
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+async def test_the_agents_header_tells_its_calls(
+    gateway: LocalGateway, http: httpx.AsyncClient, path: str
+) -> None:
+    """In every dialect, a call without the header that the first one had is not the agent's."""
+    key = await gateway.open("s")
+    for own in ({AGENT_HEADER: "m"}, {}):
+        url = f"{gateway.url}{path}"
+        answer = await http.post(url, json=_body(path, max_tokens=9), headers=_bearer(key) | own)
+        assert answer.status_code == 200
+    await gateway.control.close("s")
+    turns = decode((await gateway.store.get(turns_key_of("s"))).data)
+
+    assert [turn.purpose for turn in turns] == [Purpose.STEP, Purpose.STRAY]
 
 
 @pytest.mark.parametrize(

@@ -567,6 +567,82 @@ async def test_side_requests_are_recorded_and_not_trained(start: Start) -> None:
     assert (await process.sessions.get("s")).trainable
 
 
+# --- stray calls -------------------------------------------------------------------------------
+
+
+async def test_a_call_without_the_agents_mark_is_stray(start: Start) -> None:
+    """Code under test repeats the agent's own next request: it gets an answer of its own, which is not
+    trained, and the agent's turns are as if nothing had happened."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    second = _next(HELLO, await process.ask(HELLO, mark="m"))
+    await process.ask(second, chain="sub", parent_chain="main")
+    await process.ask([_user("Sum up.")], mark="other", purpose=Purpose.COMPACTION)
+    await process.ask(second, mark="m")
+
+    turns = await process.turns()
+    summary = await process.sessions.get("s")
+
+    assert [(turn.chain, turn.purpose.value) for turn in turns] == [
+        ("main", "step"),
+        ("stray", "stray"),
+        ("stray", "stray"),
+        ("main", "step"),
+    ]
+    assert [turn.trainable for turn in turns] == [True, False, False, True]
+    assert turns[3].parent == 0
+    assert [segment.turns for segment in cut(turns)] == [(0, 3)]
+    assert (summary.trainable, summary.chains) == (True, 1)
+
+
+async def test_a_stray_call_without_an_answer_is_not_the_agents(start: Start) -> None:
+    """The agent ended well although the engine failed its code under test."""
+    speaker = Speaker()
+    process = start(speaker)
+    await process.sessions.open(_spec())
+    await process.ask(HELLO, mark="m")
+    speaker.failure = GatewayUnavailable("gone", boundary=Boundary.ENGINE)
+    with pytest.raises(GatewayUnavailable):
+        await process.ask([_user("From a test.")])
+
+    assert (await process.sessions.close("s")).unanswered == ""
+
+
+async def test_an_agent_without_a_mark_makes_all_calls(start: Start) -> None:
+    """Agents that do not know the header are trained as ever."""
+    process = start(Speaker())
+    await process.sessions.open(_spec())
+    await process.ask(HELLO)
+    await process.ask([_user("Look.")], mark="m")
+
+    assert [turn.purpose for turn in await process.turns()] == [Purpose.STEP, Purpose.STEP]
+
+
+async def test_another_process_knows_the_agents_mark(start: Start) -> None:
+    """A gateway that had no call of the session learns from the journal who the agent is."""
+    one, two = start(Speaker()), start(Speaker())
+    await one.sessions.open(_spec())
+    await two.sessions.open(_spec())
+    await one.ask(HELLO, mark="m")
+    await two.ask([_user("From a test.")])
+
+    assert [turn.purpose for turn in await two.turns()] == [Purpose.STEP, Purpose.STRAY]
+
+
+async def test_a_stray_call_ends_no_replay(start: Start) -> None:
+    """In a new attempt the code under test asks something else; the agent's turns are still replayed."""
+    process = start(Speaker())
+    for session, replay_of in (("one", None), ("two", "one")):
+        await process.sessions.open(_spec(session, replay_of=replay_of))
+        second = _next(HELLO, await process.ask(HELLO, session, mark="m"))
+        await process.ask([_user(f"From a test of {session}.")], session)
+        await process.ask(second, session, mark="m")
+
+    replayed = [turn.replayed_from for turn in await process.turns("two")]
+
+    assert replayed == ["one/0", "", "one/2"]
+
+
 # --- several processes -------------------------------------------------------------------------
 
 

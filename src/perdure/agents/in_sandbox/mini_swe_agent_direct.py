@@ -37,6 +37,7 @@ class DirectModel(OpenRouterModel):
         self._session = requests.Session()
         self._session.trust_env = False
         self._session.headers["Authorization"] = f"Bearer {os.environ['OPENAI_API_KEY']}"
+        self._session.headers.update(settings.pop("extra_headers"))
 
     def _query(self, messages, **kwargs):
         body = {"model": self.config.model_name, "messages": messages, "tools": [BASH_TOOL]}

@@ -185,6 +185,8 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     why = f", withheld: {withheld}" if withheld else ""
     lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
     lines.append(("model", ", ".join(episode["models"]) or "none was called"))
+    if stray := episode["trajectory"]["untrained_turns"].get("stray"):
+        lines.append(("stray", f"{many(stray, 'call')} that the agent did not make; not trained"))
     failure = episode.get("failure")
     if failure:
         where = f"{failure['boundary']} ({failure['type']})"

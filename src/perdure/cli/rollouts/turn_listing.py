@@ -8,8 +8,7 @@ from typing import Any
 import click
 
 from perdure.cli.console import many
-from perdure.episodes.trajectory_segments import MAIN
-from perdure.reports.readable_trajectory import Trajectory, document, facts
+from perdure.reports.readable_trajectory import Trajectory, chain_title, document, facts
 from perdure.reports.stored_rollout import StoredRollout
 
 PIPED_COLUMNS = 160
@@ -70,8 +69,7 @@ class _Printer:
         turns = self.chains[chain]
         indent = "  " * depth
         of = self._started(turns[0])
-        name = chain if chain == MAIN else f"sub-agent {chain}"
-        click.secho(f"\n{indent}━━ {name}{of}", bold=True)
+        click.secho(f"\n{indent}━━ {chain_title(turns[0])}{of}", bold=True)
         segment: int | None = None
         for position, turn in enumerate(turns):
             if position == 0 or turn["segment"] != segment:

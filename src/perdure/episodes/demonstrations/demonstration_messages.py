@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perdure.types import Purpose, Turn
+from perdure.types import Turn
 
 Message = dict[str, Any]
 ABOUT_AN_ANSWER = ("placeholder", "parent_echo_changes")
@@ -52,7 +52,7 @@ def conversations(turns: Sequence[Turn]) -> list[Conversation]:
     """All conversations of a rollout, in the order of their last turns. Each answer that the agent
     used is trained once."""
     known = {turn.index: turn for turn in turns}
-    kept = [t for t in turns if t.purpose is not Purpose.SIDE and not t.unused]
+    kept = [t for t in turns if t.purpose.is_of_trajectory and not t.unused]
     continued = {turn.parent for turn in kept}
     taken: set[int] = set()
     found = []

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from perdure.dialects import anthropic, openai_chat, openai_responses
 from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
+from perdure.dialects.json_fields import name_header
 from perdure.engines.auth_proxy import engine_keys
 from perdure.engines.base import Wait
 from perdure.engines.clients.hosted_requests import new_client
@@ -45,7 +46,7 @@ from perdure.home_folder import Secrets
 from perdure.sandboxes.relay.host_relay import RELAYED
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
-from perdure.types import DEFAULT_MODEL
+from perdure.types import AGENT_HEADER, DEFAULT_MODEL
 
 MAX_BODY = 32 << 20
 """Bytes of a request; 200k tokens of history are about 1 MB."""
@@ -181,7 +182,8 @@ async def _complete(request: Request) -> Response:
     session_id = _session_of(request)
     call = _dialect_of(request).parse(await _body(request, MAX_BODY), request.headers)
     complete = _gateway(request).sessions.complete
-    answering = asyncio.ensure_future(complete(session_id, call.request, _caller(request)))
+    marked = replace(call.request, mark=name_header(request.headers, AGENT_HEADER))
+    answering = asyncio.ensure_future(complete(session_id, marked, _caller(request)))
     if not call.stream:
         return Response(call.whole(await answering), media_type="application/json")
     answering.add_done_callback(_retrieved)

@@ -59,6 +59,8 @@ class TurnRecord(TurnFacts):
     base: int | None
     echo_of: int | None
     echo_changes: tuple[str, ...]
+    mark: str = ""
+    """What the agent's harness sent in `AGENT_HEADER`."""
     across_sha256: str
     tools_sha256: str
     tools: SkipValidation[list[dict[str, Any]] | None] = None
@@ -92,8 +94,9 @@ def to_journal(record: TurnRecord) -> dict[str, Any]:
     if record.answer.stop_sequence is None:
         del answer["stop_sequence"]  # gateways of earlier versions refuse unknown fields
     tools = {"tools": record.tools} if record.tools else {}
-    if not record.waiting_seconds:
-        del fields["waiting_seconds"]
+    for name in ("waiting_seconds", "mark"):
+        if not fields[name]:
+            del fields[name]
     return fields | tools | {"messages": record.messages, "answer": answer}
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from perdure.gateway.journal.turn_record import TurnRecord, prompt_of
-from perdure.types import Purpose
 
 
 class RecordedTurn(NamedTuple):
@@ -60,10 +59,10 @@ class Recording:
 
     def committed(self, record: TurnRecord) -> None:
         """Note a turn of this session that any process committed. A chain's replay ends with its first
-        turn that had to be sampled; side requests do not count."""
+        turn that had to be sampled; side and stray requests do not count."""
         theirs = self._by_origin.get(record.replayed_from)
         if theirs is None:
-            if record.purpose is not Purpose.SIDE:
+            if record.purpose.is_of_trajectory:
                 self._over.add(record.chain)
             return
         self._ours[theirs.index] = record.index

@@ -38,7 +38,7 @@ from perdure.gateway.turns.sampling_params import (
 )
 from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
-from perdure.types import FinishReason, Purpose, TurnSampling
+from perdure.types import FinishReason, TurnSampling
 
 INLINE_CHARS = 65_536
 """Characters of text below which rendering on the event loop is cheaper than in a thread."""
@@ -298,6 +298,7 @@ def _record(
         base=_index(base),
         echo_of=_index(at.echo_of),
         echo_changes=at.changes,
+        mark=request.mark,
         started_at=pending.arrived,
         request_sha256=at.digests.exact,
         across_sha256=at.digests.across,
@@ -317,7 +318,7 @@ def _record(
         model=completion.model,
         bridged=parent is not None and bool(completion.token_ids),
         bridge_miss=miss,
-        trainable=bool(completion.token_ids) and request.purpose is not Purpose.SIDE,
+        trainable=bool(completion.token_ids) and request.purpose.is_of_trajectory,
         engine_seconds=engine_seconds,
         waiting_seconds=waiting_seconds,
         seconds=time.monotonic() - pending.since,
