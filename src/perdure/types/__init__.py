@@ -19,6 +19,7 @@ from perdure.types.instances import (
 from perdure.types.requests import (
     DEFAULT_MODEL,
     GIVEN_PATCHES,
+    GIVEN_PATCHES_OPTION,
     MISSING,
     NO_VERDICT,
     Budget,
@@ -73,6 +74,7 @@ from perdure.types.trajectories import (
 __all__ = [
     "DEFAULT_MODEL",
     "GIVEN_PATCHES",
+    "GIVEN_PATCHES_OPTION",
     "INSTANCE_REF",
     "MISSING",
     "NO_VERDICT",
