@@ -103,7 +103,8 @@ class RolloutRequest(Request):
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
     count."""
     grade_timeout_s: float | None = Field(None, gt=0)
-    """Limit of one test run. If absent, the instance's own (slime: SWE_EVAL_TIMEOUT_SEC)."""
+    """Limit of one test run (slime: SWE_EVAL_TIMEOUT_SEC). If absent, the instance's own, but for a
+    calibrated one at most ten times its longest run there, or 60 if that is more."""
     max_attempts: int = Field(3, ge=1, le=10)
     """Maximum number of attempts. A new one follows a failure that `retry_on` names. Attempts that
     end in CallUnanswered do not count: they are limited to six hours."""
