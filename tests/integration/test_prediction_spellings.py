@@ -144,6 +144,7 @@ async def player(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Play
     (tree := home / "tree").mkdir()
     (tree / "a.txt").write_text(BASE)
     (tree / "old name.py").write_text(BASE)
+    (tree / ".gitignore").write_text("*.log\nbuild/\n")
     source = Source(kind=SourceKind.BLOB, key=await put_blob(services.store, pack(tree)))
     grading = Grading(protocol="eval_cmd", eval_cmd="grep -q fixed a.txt")
     row = Instance(
@@ -207,6 +208,17 @@ async def test_a_binary_without_content_is_an_empty_file(player: Player) -> None
     assert found.data.startswith(
         player.diff + b"diff --git a/x.bin b/x.bin\nnew file mode 100644\n"
     )
+
+
+async def test_an_ignored_file_is_part_of_the_patch(player: Player) -> None:
+    """swebench applies the file whatever .gitignore says, so the grader gets it too."""
+    new = "--- /dev/null\n+++ b/build/[x] y.log\n@@ -0,0 +1 @@\n+one\n"
+
+    found = await player.play(BODY + new)
+
+    assert found.run.detail == f"applied by `{GIT}`"
+    assert found.data.startswith(player.diff)
+    assert [file.new_path for file in parse(found.data)] == [b"a.txt", b"build/[x] y.log"]
 
 
 async def test_no_spelling_hides_a_file_from_the_filter(player: Player) -> None:

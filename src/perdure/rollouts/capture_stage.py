@@ -10,9 +10,10 @@ from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
 from perdure.rollouts.grade_stage import needs_tests
+from perdure.rollouts.prediction_application import IGNORED
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.sandboxes.base import Sandbox
-from perdure.types import PatchRef
+from perdure.types import GIVEN_PATCHES, PatchRef
 
 CHECKPOINT = "patch.json"
 
@@ -75,8 +76,9 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
     Raises: RetryHere or SandboxLost if the control fails.
     """
     plan, most = job.agent_sandbox, job.services.settings.diff_max_bytes
+    forced = IGNORED if job.request.agent == GIVEN_PATCHES else ""
     for _ in range(REFUSALS):
-        captured = await diff.capture(sandbox, base_git, max_bytes=most)
+        captured = await diff.capture(sandbox, base_git, max_bytes=most, forced=forced)
         if not captured.refused:
             return captured
         if not plan.admission.metered and not await sandboxes_work(job):

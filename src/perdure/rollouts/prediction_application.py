@@ -27,6 +27,8 @@ COMMANDS = (
 ALREADY_APPLIED = "git apply --check --reverse"
 """Its last resort, because a command that failed may have applied everything."""
 PATCH = f"{HOME}/prediction.diff"
+IGNORED = f"{HOME}/prediction.ignored"
+"""The files that the patch adds although .gitignore excludes them; the capture takes them too."""
 LIMIT_S = 300.0
 NOT_FOUND = 127
 """Bash's exit code if a command does not exist."""
@@ -35,16 +37,18 @@ NOT_FOUND = 127
 # differ from swebench: the index is refreshed, because `--3way` compares it with a tree that was
 # copied, and `patch` leaves no `.orig` files.
 APPLY = r"""
-file=$1 last=$2; shift 2
+file=$1 ignored=$2 last=$3; shift 3
 exec 3>&1 1>&2
 export LC_ALL=C
 git() { command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false "$@"; }
 patch() { command patch --no-backup-if-mismatch "$@"; }
+ignored() { git ls-files -oiz --exclude-standard | sort -z; }
 applies() {
   echo "$ $1"
-  $1 "$file" && printf %s "$1" >&3
+  $1 "$file" && printf %s "$1" >&3 && ignored | comm -z -13 "$ignored.before" - >"$ignored"
 }
 git update-index -q --refresh
+ignored >"$ignored.before"
 is_first=yes
 for command; do
   [ $is_first ] || { git checkout -- .; git clean -fd; }
@@ -68,7 +72,7 @@ async def apply_prediction(job: Job, sandbox: Sandbox) -> AgentRun:
     if len(patch) > MAX_BYTES:
         return await _unapplied(job, patch, f"patch_too_large: {len(patch)} bytes")
     await sandbox.put(PATCH, patch)
-    argv = ("bash", "-c", APPLY, "apply", PATCH, ALREADY_APPLIED, *COMMANDS)
+    argv = ("bash", "-c", APPLY, "apply", PATCH, IGNORED, ALREADY_APPLIED, *COMMANDS)
     await sandbox.start(EXEC_ID, Exec(argv, cwd=sandbox.workdir, timeout_s=LIMIT_S))
     status = await sandbox.wait(EXEC_ID)
     if status.state is ExecState.LOST or status.cause == "sandbox":
