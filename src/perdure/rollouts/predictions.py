@@ -55,7 +55,7 @@ def read_predictions(path: Path, model: str = "") -> list[Prediction]:
         raise ConfigurationError(f"{path} has no prediction of the model {model!r}, only {named}")
     if len(models) > 1 and not model:
         raise ConfigurationError(
-            f"{path} has predictions of {len(models)} models ({named}), which are no samples of each "
+            f"{path} has predictions of {len(models)} models ({named}), whose patches are not samples of each "
             "other: choose one with --model NAME"
         )
     samples: Counter[str] = Counter()
