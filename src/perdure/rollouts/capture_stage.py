@@ -52,7 +52,8 @@ async def _take(job: Job) -> PatchRef:
         captured = _given(results["git_patch"], job.services.settings.diff_max_bytes)
     else:
         with tracing.span("take diff"):
-            captured = await _captured(job, sandbox, boot.base_git if boot else None)
+            forced = IGNORED if job.request.agent == GIVEN_PATCHES else ""
+            captured = await _captured(job, sandbox, boot.base_git if boot else None, forced)
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
@@ -69,14 +70,15 @@ async def _take(job: Job) -> PatchRef:
     )
 
 
-async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
+async def _captured(
+    job: Job, sandbox: Sandbox, base_git: str | None, forced: str = ""
+) -> diff.CapturedPatch:
     """Take the diff. An agent may leave a tree of which none can be taken. That is a verdict only
     if every capture is refused and a control in a new sandbox succeeds.
 
     Raises: RetryHere or SandboxLost if the control fails.
     """
     plan, most = job.agent_sandbox, job.services.settings.diff_max_bytes
-    forced = IGNORED if job.request.agent == GIVEN_PATCHES else ""
     for _ in range(REFUSALS):
         captured = await diff.capture(sandbox, base_git, max_bytes=most, forced=forced)
         if not captured.refused:
