@@ -87,7 +87,7 @@ def starts_together(run: RunRequest) -> bool:
     """Whether the samples of an instance start together as a group, which has a quorum or a
     deadline. Otherwise each starts when there is room for one."""
     is_group = run.quorum is not None or run.deadline_s is not None
-    return is_group and run.n_samples > 1 and run.again is None
+    return is_group and run.rollouts_each > 1
 
 
 class Window:
@@ -163,7 +163,11 @@ class Window:
         round = self.run.again.round if self.run.again else 0
         for first in range(start, stop, PAGE):
             request = PageRequest(
-                run_id=self.run.run_id, start=first, stop=min(first + PAGE, stop), round=round
+                run_id=self.run.run_id,
+                start=first,
+                stop=min(first + PAGE, stop),
+                round=round,
+                listed=self.run.listed and not round,
             )
             options = activity_options.described(
                 activity_options.bookkeeping(), f"instances from {first}"
@@ -171,7 +175,7 @@ class Window:
             page = await ordered("load_page", request, Page, options)
             stop_if_cancelled()
             for entry in page.again:
-                yield self._again(entry)
+                yield self._listed(entry)
             for instance in page.instances:
                 group = self._group(instance)
                 if starts_together(self.run):
@@ -189,9 +193,10 @@ class Window:
             stragglers=self.run.stragglers,
         )
 
-    def _again(self, entry: RolloutAgain) -> RolloutRequest:
-        assert self.run.again is not None, "only such a run has these entries"
+    def _listed(self, entry: RolloutAgain) -> RolloutRequest:
         request = self.run.rollout_request(entry.instance, entry.sample_index)
+        if self.run.again is None:
+            return request
         update = {"round": entry.round, "start_at": self.run.again.start_at}
         return request.model_copy(update=update)
 

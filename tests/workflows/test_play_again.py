@@ -63,6 +63,34 @@ async def test_only_the_listed_rollouts_are_played_again(client: Client, stages:
     assert len(await handle.rollouts()) == 4  # each rollout is listed once: its last play
 
 
+async def test_a_listed_run_plays_its_list(client: Client, stages: Stages) -> None:
+    """Instances with different numbers of samples: nothing is planned or played beyond the list."""
+    booted: list[Attempt] = []
+    named = [("toy/a", 0), ("toy/a", 1), ("toy/b", 0)]
+
+    async def boot(attempt: Attempt) -> Booted:
+        booted.append(attempt)
+        return Booted(uri="file:///x")
+
+    async def prepare(run: RunRequest) -> PreparedRun:
+        return PreparedRun(total=len(named))
+
+    async def page(request: PageRequest) -> Page:
+        assert request.listed
+        again = [RolloutAgain(instance=one, sample_index=number, round=0) for one, number in named]
+        return Page(instances=(), again=tuple(again[request.start : request.stop]))
+
+    stages.override |= {"prepare_run": prepare, "load_page": page, "boot_sandbox": boot}
+    run = RUN.model_copy(update={"run_id": "uneven", "listed": True})
+    handle = await Perdure(client).start_run(run)
+    summary = await handle.result()
+
+    asked = [attempt.request for attempt in booted]
+    assert sorted((one.instance, one.sample_index) for one in asked) == named
+    assert {(one.round, one.start_at) for one in asked} == {(0, "boot")}
+    assert (summary["rollouts"], (await handle.progress()).total) == (3, 3)
+
+
 async def test_an_open_run_is_not_started_again(client: Client, stages: Stages) -> None:
     """The retry is refused, and the open run continues."""
     gate = Gate()

@@ -83,6 +83,21 @@ def score(
     return Score(f2p, p2p, Outcome.RESOLVED if resolved else Outcome.UNRESOLVED, rewards)
 
 
+NAMES_SHOWN, NAME_LENGTH = 3, 80
+
+
+def explain(score: Score, statuses: Mapping[str, TestStatus], last: str) -> str:
+    """The tests that failed. If the log lacks one of them, also what it has: a wrong name in the list
+    or a runner that did not start has no other sign. `last`: the log's last line."""
+    absent = TestStatus.MISSING in (*score.fail_to_pass.values(), *score.pass_to_pass.values())
+    if not absent or not score.reason:
+        return score.reason
+    names = ", ".join(repr(name[:NAME_LENGTH]) for name in list(statuses)[:NAMES_SHOWN])
+    count = "1 test" if len(statuses) == 1 else f"{len(statuses)} tests"
+    has = f"{count}, such as {names}" if names else "no test"
+    return f"{score.reason}; the log has {has}; its last line: {last}"
+
+
 def status_of(test: str, statuses: Mapping[str, TestStatus]) -> TestStatus:
     """The status of a published id; MISSING if the run has none, or several that disagree."""
     found = {statuses[name] for name in names_of(test, statuses)}

@@ -84,20 +84,26 @@ async def read(store: Store, instance: Instance, sandbox: str) -> Calibration | 
 
 
 def joined(instance: Instance, record: Calibration) -> Instance:
-    """The row with the lists and the twins that calibration proved."""
-    if not record.fail_to_pass:
-        return instance
-    proved: dict[str, object] = {
-        "fail_to_pass": record.fail_to_pass,
-        "pass_to_pass": record.pass_to_pass,
-    }
-    if record.twin_draws is not None:
-        proved["twin_draws"] = record.twin_draws
-    if (
-        record.twin_draws
-    ):  # twins are lines of `test_patch`, which was proven in place of those files
+    """The row with the lists and the twins that calibration proved, and its time limit."""
+    proved: dict[str, object] = {"timeout_s": _time_limit_s(instance, record)}
+    if record.fail_to_pass:
+        proved |= {"fail_to_pass": record.fail_to_pass, "pass_to_pass": record.pass_to_pass}
+        if record.twin_draws is not None:
+            proved["twin_draws"] = record.twin_draws
+    if record.twin_draws:  # twins are lines of `test_patch`, proven in place of those files
         proved["tests_from"] = None
     return instance.model_copy(update={"grading": instance.grading.model_copy(update=proved)})
+
+
+TIMES_LONGEST, LEAST_LIMIT_S = 10, 60.0
+
+
+def _time_limit_s(instance: Instance, record: Calibration) -> float:
+    """Enough for a loaded host, and far below the row's own limit: a patch that never ends should not
+    hold cores for half an hour."""
+    own = instance.grading.timeout_s
+    longest = record.longest_run_s
+    return min(own, max(LEAST_LIMIT_S, TIMES_LONGEST * longest)) if longest else own
 
 
 async def marks(store: Store, refs: Iterable[str], sandbox: str) -> dict[str, Mark]:

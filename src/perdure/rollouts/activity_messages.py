@@ -156,17 +156,19 @@ class PageRequest(Frozen):
     start: int
     stop: int
     round: int = 0
-    """0: a page of the run's instances. Otherwise a page of the rollouts that this round reruns."""
+    """0: a page of the run's list. Otherwise a page of the rollouts that this round reruns."""
+    listed: bool = False
+    """The run's list names rollouts, not instances."""
 
 
 class RolloutAgain(Frozen):
-    """A rollout that is rerun."""
+    """A rollout of a list: one that is rerun, or one of a run that is `listed`."""
 
     instance: InstanceRef
     sample_index: int
     round: int
-    """The round of its request: unchanged if the rollout continues, later if it was graded
-    before."""
+    """The round of its request: unchanged if the rollout continues, later if it was graded before,
+    0 at the run's first start."""
 
 
 class Page(Frozen):

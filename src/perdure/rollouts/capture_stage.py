@@ -10,9 +10,10 @@ from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
 from perdure.rollouts.grade_stage import needs_tests
+from perdure.rollouts.prediction_application import IGNORED
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.sandboxes.base import Sandbox
-from perdure.types import PatchRef
+from perdure.types import GIVEN_PATCHES, PatchRef
 
 CHECKPOINT = "patch.json"
 
@@ -51,7 +52,8 @@ async def _take(job: Job) -> PatchRef:
         captured = _given(results["git_patch"], job.services.settings.diff_max_bytes)
     else:
         with tracing.span("take diff"):
-            captured = await _captured(job, sandbox, boot.base_git if boot else None)
+            forced = IGNORED if job.request.agent == GIVEN_PATCHES else ""
+            captured = await _captured(job, sandbox, boot.base_git if boot else None, forced)
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
@@ -68,7 +70,9 @@ async def _take(job: Job) -> PatchRef:
     )
 
 
-async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.CapturedPatch:
+async def _captured(
+    job: Job, sandbox: Sandbox, base_git: str | None, forced: str = ""
+) -> diff.CapturedPatch:
     """Take the diff. An agent may leave a tree of which none can be taken. That is a verdict only
     if every capture is refused and a control in a new sandbox succeeds.
 
@@ -76,7 +80,7 @@ async def _captured(job: Job, sandbox: Sandbox, base_git: str | None) -> diff.Ca
     """
     plan, most = job.agent_sandbox, job.services.settings.diff_max_bytes
     for _ in range(REFUSALS):
-        captured = await diff.capture(sandbox, base_git, max_bytes=most)
+        captured = await diff.capture(sandbox, base_git, max_bytes=most, forced=forced)
         if not captured.refused:
             return captured
         if not plan.admission.metered and not await sandboxes_work(job):

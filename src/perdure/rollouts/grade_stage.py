@@ -70,7 +70,7 @@ def checkpoint(workflow_run_id: str) -> str:
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
     """Whether the verdict needs a sandbox."""
-    if patch.refused or patch.too_large:
+    if patch.refused or patch.too_large or patch.unapplied:
         return False
     if not patch.empty:
         return True
@@ -267,6 +267,8 @@ def _without_tests(job: Job, patch: PatchRef) -> Grade:
         outcome, reason = Outcome.CAPTURE_FAILED, patch.refused
     elif patch.too_large:
         outcome, reason = Outcome.APPLY_FAILED, "patch_too_large"
+    elif patch.unapplied:
+        outcome, reason = Outcome.APPLY_FAILED, patch.unapplied
     return Grade(
         outcome=outcome,
         reason=reason,

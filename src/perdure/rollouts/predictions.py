@@ -1,4 +1,4 @@
-"""Reads patches made by other tools and stores each where its rollout's grading looks for it.
+"""Reads patches made by other tools and stores each where its rollout's agent stage looks for it.
 
 It reads SWE-bench predictions (a JSON list, JSON lines, or an object keyed by instance id, such as
 mini-swe-agent's `preds.json`) and folders of mini-swe-agent trajectories (`info.submission`).
@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from perdure.errors import ConfigurationError
-from perdure.graders.diff.git_diff_parser import count_files
-from perdure.rollouts import stage_checkpoints
-from perdure.rollouts.activity_messages import AgentRun
+from perdure.rollouts import retry_selection
+from perdure.rollouts.activity_messages import RolloutAgain
 from perdure.storage import store_keys
 from perdure.storage.base import Store
-from perdure.types import AgentEnd, PatchRef, RolloutRequest, RunRequest
+from perdure.types import RunRequest
 
 TRAJECTORIES = "**/*.traj.json"
 LISTS = ("preds.json", "all_preds.jsonl", "preds.jsonl")
@@ -32,33 +31,59 @@ class Prediction:
     instance_id: str
     sample_index: int
     patch: bytes
-    model: str = ""
+    model: str
 
 
-def read_predictions(path: Path) -> list[Prediction]:
-    """The predictions of a file or a folder, in order.
+def read_predictions(path: Path, model: str = "") -> list[Prediction]:
+    """The predictions of a file or a folder, in order; with `model`, only those of this model.
 
-    Raises: ConfigurationError naming the entry, its field and the fix.
+    An entry with an empty patch, or without one, is a prediction that changes nothing.
+    Raises: ConfigurationError naming the entry, its field and the fix, or the models of a file that
+    has several.
     """
-    entries = _of_folder(path) if path.is_dir() else _of_file(path)
+    entries = list(_of_folder(path) if path.is_dir() else _of_file(path))
+    if not entries:
+        raise ConfigurationError(f"{path} has no predictions")
+    if not any("model_patch" in entry or "patch" in entry for _, entry in entries):
+        raise ConfigurationError(
+            f"{entries[0][0]} lacks `model_patch`, and so does every entry: give the diff there, "
+            "or null for no change"
+        )
+    models = dict.fromkeys(_model(entry) for _, entry in entries)
+    named = ", ".join(models)
+    if model and model not in models:
+        raise ConfigurationError(f"{path} has no prediction of the model {model!r}, only {named}")
+    if len(models) > 1 and not model:
+        raise ConfigurationError(
+            f"{path} has predictions of {len(models)} models ({named}), whose patches are not samples of each "
+            "other: choose one with --model NAME"
+        )
     samples: Counter[str] = Counter()
     found = []
     for where, entry in entries:
+        if model and _model(entry) != model:
+            continue
         instance_id = _text(where, entry, "instance_id")
-        if "model_patch" not in entry and "patch" not in entry:
-            raise ConfigurationError(f"{where} lacks `model_patch`: use null for no change")
-        patch = entry.get("model_patch", entry.get("patch"))
-        if patch is not None and not isinstance(patch, str):
-            raise ConfigurationError(f"{where}: `model_patch` must be text or null")
-        model = entry.get("model_name_or_path")
-        data = (patch or "").encode("utf-8", "surrogateescape")
-        found.append(
-            Prediction(instance_id, samples[instance_id], data, model if model else "predictions")
-        )
+        patch = _patch(where, entry)
+        found.append(Prediction(instance_id, samples[instance_id], patch, _model(entry)))
         samples[instance_id] += 1
-    if not found:
-        raise ConfigurationError(f"{path} has no predictions")
     return found
+
+
+def _model(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("model_name_or_path") or "predictions")
+
+
+def _patch(where: str, entry: Mapping[str, Any]) -> bytes:
+    patch = entry.get("model_patch", entry.get("patch"))
+    if patch is not None and not isinstance(patch, str):
+        raise ConfigurationError(f"{where}: `model_patch` must be text or null")
+    return (patch or "").encode("utf-8", "surrogateescape")
+
+
+def are_uneven(predictions: Sequence[Prediction]) -> bool:
+    """Whether the instances have different numbers of patches."""
+    return len(set(Counter(one.instance_id for one in predictions).values())) > 1
 
 
 def digest_of(predictions: Sequence[Prediction]) -> str:
@@ -70,40 +95,31 @@ def digest_of(predictions: Sequence[Prediction]) -> str:
 async def place(
     store: Store, run: RunRequest, refs: Mapping[str, str], predictions: Sequence[Prediction]
 ) -> None:
-    """Store each patch as the capture of its rollout's first attempt. The call is idempotent.
+    """Store each patch for its rollout, and the list of rollouts of a run that is `listed`. The call
+    is idempotent.
 
     `refs`: instance id -> reference. Raises: ConfigurationError if the run has another patch.
     """
+    entries = []
     for prediction in predictions:
-        request = run.rollout_request(refs[prediction.instance_id], prediction.sample_index)
-        await _place(store, request, prediction)
-
-
-async def _place(store: Store, request: RolloutRequest, prediction: Prediction) -> None:
-    patch = prediction.patch
-    folder = store_keys.attempt(request, 1)
-    await store.put_if_absent(f"{folder}/patch.diff", patch)
-    given = PatchRef(
-        key=f"{folder}/patch.diff",
-        sha256=hashlib.sha256(patch).hexdigest(),
-        size=len(patch),
-        empty=not patch.strip(),
-        files=count_files(patch),
-    )
-    kept = await stage_checkpoints.write(store, f"{folder}/patch.json", given)
-    if kept.sha256 != given.sha256:
-        raise ConfigurationError(
-            f"run {request.run_id} has another patch for {request.instance_id}"
-            f" #{request.sample_index}: give another --run-id"
-        )
-    agent = AgentRun(end=AgentEnd.FINISHED, detail="given as a prediction", model=prediction.model)
-    await stage_checkpoints.write(store, f"{folder}/agent.json", agent)
+        ref, sample = refs[prediction.instance_id], prediction.sample_index
+        key = store_keys.prediction(run.rollout_request(ref, sample))
+        is_new = await store.put_if_absent(key, prediction.patch)
+        if not is_new and (await store.get(key)).data != prediction.patch:
+            raise ConfigurationError(
+                f"run {run.run_id} has another patch for {prediction.instance_id} #{sample}: give "
+                "another --run-id"
+            )
+        entries.append(RolloutAgain(instance=ref, sample_index=sample, round=0))
+    if run.listed:
+        await retry_selection.keep_list(store, run.run_id, 0, entries)
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     text = _read(path)
     if path.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
+        # Not `splitlines`: JSON text may hold other line separators, such as U+2028.
+        for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 yield from _entries(f"{path} line {number}", _json(f"{path} line {number}", line))
         return
@@ -174,7 +190,7 @@ def _json(where: str, text: str) -> Any:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        return path.read_bytes().decode("utf-8", "surrogateescape")
     except OSError as error:
         raise ConfigurationError(
             f"no predictions at {path}: {error.strerror}; give preds.json, a .jsonl file, "

@@ -1,8 +1,9 @@
-"""Selects the rollouts of a run that a `PlayAgain` reruns: by how they ended and by name."""
+"""The planned rollouts of a run, and those that a `PlayAgain` reruns: by how they ended and by
+name."""
 
 import fnmatch
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from perdure.episodes.episode import Episode
 from perdure.episodes.episode_store import scan_run
@@ -16,7 +17,7 @@ from perdure.types import MISSING, PlayAgain, RolloutStatus, RunRequest
 async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
     """Number of rollouts that the run was started for; None before its instance list is stored."""
     try:
-        return len(await instances_of(store, run.run_id)) * run.n_samples
+        return len(await _planned(store, run))
     except NotFound:
         return None
 
@@ -33,7 +34,7 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
     found = {(one.instance_id, one.sample_index): one for one in episodes}
     damaged = {(one.instance_id, one.sample_index) for one in unreadable}
     chosen = []
-    for instance, sample in _planned(await instances_of(store, run.run_id), run.n_samples):
+    for instance, sample in await _planned(store, run):
         name = instance.split("/", 1)[1], sample
         episode = found.get(name)
         ending = episode.ending if episode is not None else MISSING
@@ -58,14 +59,20 @@ async def listed(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
 
     Raises: ConfigurationError if the list is empty.
     """
-    key = store_keys.rerun_list(run.run_id, again.round)
     chosen = await select(store, run, again)
     if not chosen:
         raise ConfigurationError(f"run {run.run_id} has no matching rollout: {asked(again)}")
+    return await keep_list(store, run.run_id, again.round, chosen)
+
+
+async def keep_list(
+    store: Store, run_id: str, round: int, chosen: list[RolloutAgain]
+) -> list[RolloutAgain]:
+    """Store the list unless the round has one. Returns what is stored."""
     data = json.dumps([one.model_dump() for one in chosen], indent=0).encode()
-    if await store.put_if_absent(key, data):
+    if await store.put_if_absent(store_keys.rerun_list(run_id, round), data):
         return chosen
-    return await read_list(store, run.run_id, again.round)
+    return await read_list(store, run_id, round)
 
 
 async def read_list(store: Store, run_id: str, round: int) -> list[RolloutAgain]:
@@ -87,10 +94,13 @@ async def instances_of(store: Store, run_id: str) -> Sequence[str]:
     return found
 
 
-def _planned(instances: Sequence[str], samples: int) -> Iterator[tuple[str, int]]:
-    for instance in instances:
-        for sample in range(samples):
-            yield instance, sample
+async def _planned(store: Store, run: RunRequest) -> list[tuple[str, int]]:
+    """Instance and sample of each rollout. Raises: NotFound if the first start stored no list."""
+    if run.listed:
+        entries = await read_list(store, run.run_id, 0)
+        return [(one.instance, one.sample_index) for one in entries]
+    instances = await instances_of(store, run.run_id)
+    return [(instance, sample) for instance in instances for sample in range(run.n_samples)]
 
 
 def _has_verdict(episode: Episode | None) -> bool:

@@ -50,7 +50,8 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
         "instances": len(refs),
     }
     await store.put_if_absent(store_keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
-    return PreparedRun(total=len(refs), uri=f"{store.url}/runs/{run.run_id}")
+    listed = await retry_selection.read_list(store, run.run_id, 0) if run.listed else refs
+    return PreparedRun(total=len(listed), uri=f"{store.url}/runs/{run.run_id}")
 
 
 async def _goes_on(store: Store, run_id: str) -> None:
@@ -106,7 +107,7 @@ async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[
 
 
 async def load_page(store: Store, request: PageRequest) -> Page:
-    if request.round:
+    if request.round or request.listed:
         chosen = await retry_selection.read_list(store, request.run_id, request.round)
         return Page(instances=(), again=tuple(chosen[request.start : request.stop]))
     stored = await store.get(store_keys.run_instances(request.run_id))

@@ -88,7 +88,8 @@ def rerun_lists_prefix(run_id: str) -> str:
 
 
 def rerun_list(run_id: str, round: int) -> str:
-    """JSON list of the rollouts that a later start of a run reruns."""
+    """JSON list of the rollouts that a later start of a run reruns. Round 0: those of the first start
+    of a run that is `listed`."""
     return f"{rerun_lists_prefix(run_id)}{round}.json"
 
 
@@ -108,6 +109,11 @@ def rollout(run_id: str, instance_id: str, sample_index: int) -> str:
 
 def rollout_of(request: RolloutRequest) -> str:
     return rollout(request.run_id, request.instance_id, request.sample_index)
+
+
+def prediction(request: RolloutRequest) -> str:
+    """The patch from another tool that the rollout applies."""
+    return f"{rollout_of(request)}/prediction.diff"
 
 
 def rollout_identity(request: RolloutRequest) -> str:

@@ -21,6 +21,7 @@ from perdure.types.instances import (
 from perdure.types.requests import (
     DEFAULT_MODEL,
     GIVEN_PATCHES,
+    GIVEN_PATCHES_OPTION,
     MISSING,
     NO_VERDICT,
     Budget,
@@ -77,6 +78,7 @@ __all__ = [
     "AGENT_HEADER",
     "DEFAULT_MODEL",
     "GIVEN_PATCHES",
+    "GIVEN_PATCHES_OPTION",
     "INSTANCE_REF",
     "MISSING",
     "NO_VERDICT",

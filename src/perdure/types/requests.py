@@ -16,7 +16,9 @@ from perdure.types.results import Outcome, RolloutStatus
 DEFAULT_MODEL = "policy"
 """Stands for the model that the engine settings name, in a request that names none."""
 GIVEN_PATCHES = "predictions"
-"""The agent of rollouts whose patches come from another tool. They start at the grading."""
+"""The agent of rollouts whose patches come from another tool: it applies them."""
+GIVEN_PATCHES_OPTION = "predictions_sha256"
+"""Its option: the digest of all patches of the run, which `perdure grade` has stored."""
 
 StartAt = Literal["boot", "grade"]
 WithheldReward = Literal["exposed", "signals"]
@@ -102,7 +104,8 @@ class RolloutRequest(Request):
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
     count."""
     grade_timeout_s: float | None = Field(None, gt=0)
-    """Limit of one test run. If absent, the instance's own (slime: SWE_EVAL_TIMEOUT_SEC)."""
+    """Limit of one test run (slime: SWE_EVAL_TIMEOUT_SEC). If absent, the instance's own, but for a
+    calibrated one at most ten times its longest run there, or 60 if that is more."""
     max_attempts: int = Field(3, ge=1, le=10)
     """Maximum number of attempts. A new one follows a failure that `retry_on` names. Attempts that
     end in CallUnanswered do not count: they are limited to six hours."""
@@ -142,10 +145,12 @@ class RolloutRequest(Request):
         return self
 
     @model_validator(mode="after")
-    def _given_patches_are_graded_only(self) -> "RolloutRequest":
-        if self.agent == GIVEN_PATCHES and self.start_at != "grade":
+    def _given_patches_are_stored(self) -> "RolloutRequest":
+        has_patch = self.start_at == "grade" or GIVEN_PATCHES_OPTION in self.agent_options
+        if self.agent == GIVEN_PATCHES and not has_patch:
             raise ValueError(
-                f"agent {GIVEN_PATCHES!r} runs nothing: use `perdure grade SOURCE --predictions FILE`"
+                f"agent {GIVEN_PATCHES!r} only applies stored patches: use "
+                "`perdure grade SOURCE --predictions FILE`"
             )
         return self
 
@@ -347,6 +352,9 @@ class RunRequest(Changeable):
     again: PlayAgain | None = None
     """Rerun only these rollouts of the run, which has ended. All other fields are those of its
     first start."""
+    listed: bool = False
+    """The store has a list of the run's rollouts, because its instances have different numbers of
+    samples. `n_samples` is the largest."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -364,8 +372,8 @@ class RunRequest(Changeable):
 
     @property
     def rollouts_each(self) -> int:
-        """Rollouts per entry of the run's list: the samples of an instance, or 1 in a rerun."""
-        return 1 if self.again else self.n_samples
+        """Rollouts per entry of the run's list, which names instances or single rollouts."""
+        return 1 if self.again or self.listed else self.n_samples
 
     def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
         """The request of one sample. Raises: pydantic.ValidationError for a bad `rollout` field."""

@@ -152,6 +152,8 @@ class PatchRef(Frozen):
     cap."""
     refused: str = ""
     """Why no diff could be taken; empty if there is one, or if nothing changed."""
+    unapplied: str = ""
+    """Why a prediction does not apply to the base tree. Its bytes are then those of its file."""
 
 
 VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")

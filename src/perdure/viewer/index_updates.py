@@ -179,7 +179,7 @@ class Readings:
                 agent=str(shared.get("agent") or "mini_swe_agent"),
                 dataset=str(request.get("dataset") or ""),
                 instances=int(document.get("instances") or 0),
-                samples=int(request.get("n_samples") or 1),
+                samples=1 if request.get("listed") else int(request.get("n_samples") or 1),
             )
         return About()
 

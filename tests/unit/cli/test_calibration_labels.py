@@ -34,7 +34,7 @@ def row(name: str) -> Instance:
         instance_id=name,
         dataset="mine",
         problem_statement="-",
-        source=Source(kind=SourceKind.IMAGE, image="x"),
+        source=Source(kind=SourceKind.DIRECTORY, image="x"),
         grading=Grading(fail_to_pass=("t::new",), pass_to_pass=("t::old", "t::shaky")),
     )
 

@@ -70,6 +70,9 @@ FILES: dict[str, str] = {
     "keyed.json": json.dumps({"a-1": ROW}),
     "preds.jsonl": json.dumps({"instance_id": "a", "model_name_or_path": "m", "model_patch": ""}),
     "patchless.json": json.dumps([{"instance_id": "h11-0.14.0"}]),
+    "two_models.json": json.dumps(
+        [{"instance_id": "a", "model_name_or_path": m, "model_patch": ""} for m in "mn"]
+    ),
     "numbers.json": "[1, 2]",
     "wrong.toml": "[gateway]\nprot = 3\n",
     "fair.toml": '["gpt*"]\ninput = 1\noutput = 2\n',
@@ -122,6 +125,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("instances import preds.jsonl", {}, r"it is a prediction: `perdure grade SOURCE -p FILE`"),
     ("instances import unknown.json", {}, r"predictions \(`perdure grade SOURCE -p FILE` grades"),
     ("run image.jsonl -a oracle", {}, r"sandbox bubblewrap cannot run: use --sandbox podman or"),
+    ("run image.jsonl -a oracle --dry-run", {}, r"which --sandbox bubblewrap cannot run"),
     ("run table.csv", {}, r"table.csv is not a file of rows: give a .jsonl, .json, .parquet file"),
     ("run", {}, r"missing argument 'SOURCE'"),
     ("run ''", {}, r"SOURCE is empty: name a dataset, an instance, or a file of rows"),
@@ -191,7 +195,13 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
     ("grade first-steps -p unknown.json", {}, r"lacks 1 instance .*skip them with --skip-unknown"),
     ("grade first-steps -p torn.json", {}, r"torn.json is not valid JSON"),
     ("grade first-steps -p numbers.json", {}, r"entry 1 is not a prediction: give objects with"),
-    ("grade first-steps -p patchless.json", {}, r"entry 1 lacks `model_patch`: use null for"),
+    ("grade first-steps -p patchless.json", {}, r"entry 1 lacks `model_patch`, and so does"),
+    (
+        "grade first-steps -p two_models.json",
+        {},
+        r"2 models \(m, n\).*choose one with --model NAME",
+    ),
+    ("grade first-steps -p two_models.json --model o", {}, r"no prediction of .* 'o', only m, n"),
     ("resize r many", {}, r"'many' is not a valid integer"),
     ("status nosuch", {}, r"no stack runs in .*: start one with `perdure up`, set PERDURE_HOME"),
     # settings, engines, places

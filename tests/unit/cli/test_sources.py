@@ -63,6 +63,7 @@ def test_a_public_set_needs_no_word_but_its_name(tmp_path: Path) -> None:
         "PERDURE_HOME": str(tmp_path / "home"),
     }
     words = ["run", "swe-bench-verified", "-i", "django__*", "--dry-run", "--json", "-a", "oracle"]
+    words += ["--sandbox", "podman"]  # its rows are in images
 
     done = subprocess.run(
         [sys.executable, "-m", "perdure.cli.main", *words],

@@ -196,6 +196,30 @@ def test_an_exit_code_that_no_failure_explains_is_not_believed() -> None:
     assert judgement.reason == "exit code 1, although no test failed"
 
 
+def test_a_listed_test_that_the_log_lacks_is_explained() -> None:
+    """The reason has the names that the log does have, and its last line."""
+    grading = Grading(log_parser="parse_log_gotest", fail_to_pass=("TestA",))
+    log = b"--- FAIL: - TestA (0.00s)\nFAIL\ttoy\t0.1s\n"
+    judgement = judge(suite_of(log, 1, "parse_log_gotest"), grading)
+
+    assert judgement.outcome is Outcome.UNRESOLVED
+    assert judgement.reason == (
+        "FAIL_TO_PASS TestA MISSING; the log has 1 test, such as '- TestA'; its last line: "
+        "FAIL\ttoy\t0.1s"
+    )
+
+
+def test_a_reason_of_hostile_names_is_short() -> None:
+    """Code under test writes the names and the last line."""
+    grading = Grading(log_parser="parse_log_gotest", fail_to_pass=("TestA",))
+    log = b"".join(b"--- FAIL: %d%s (0.00s)\n" % (n, b"x" * 999) for n in range(99))
+    log += b"FAIL " + b"y" * 9999
+    judgement = judge(suite_of(log, 1, "parse_log_gotest"), grading)
+
+    assert "99 tests" in judgement.reason
+    assert len(judgement.reason) < 600
+
+
 def test_other_runners_run_as_they_are() -> None:
     """If Perdure cannot add a test to a runner, the row's command is unchanged."""
     grading = Grading(test_cmd="go test -v ./...", log_parser="parse_log_gotest")

@@ -132,7 +132,7 @@ def test_slimes_swepro_object(folder: Path) -> None:
         ({"fail_to_pass": "[]"}, "lacks `fail_to_pass`", "list the tests"),
         ({"fail_to_pass": "__import__('os')"}, "bad `fail_to_pass`", "give a list"),
         ({"base_commit": ""}, "lacks `base_commit`", "starts from"),
-        ({"dockerhub_tag": ""}, "lacks `source`", "`image`"),
+        ({"dockerhub_tag": ""}, "lacks `dockerhub_tag`", "`image`"),
         ({"instance_id": "other"}, "lacks `run_script_path`", "`run_scripts` next to the rows"),
     ],
 )

@@ -64,6 +64,47 @@ def test_a_sound_row_keeps_its_lists() -> None:
     assert found == Findings("", ("fix", "more"), ("old", "shaky"), {}, base_passes=True)
 
 
+def test_a_test_that_the_log_lacks_is_explained() -> None:
+    """The reason is the grade's, which says what the log has instead."""
+    gold = grade(Outcome.UNRESOLVED, more=TestStatus.MISSING).model_copy(
+        update={"reason": "FAIL_TO_PASS more MISSING; the log has 1 test, such as '- more'"}
+    )
+
+    reason = findings(GRADING, [gold] * 3, [base()] * 3).reason
+
+    assert reason.startswith("`patch` does not resolve it: FAIL_TO_PASS more MISSING; the log has")
+
+
+@pytest.mark.parametrize(
+    ("longest", "own", "limit"),
+    [(0.0, 1800.0, 1800.0), (2.0, 1800.0, 60.0), (30.0, 1800.0, 300.0), (30.0, 90.0, 90.0)],
+)
+def test_the_time_limit_follows_the_calibrated_runs(
+    longest: float, own: float, limit: float
+) -> None:
+    """Ten times the longest run, at least a minute and at most the row's own limit; also for a row
+    without test lists."""
+    for lists in ((), ("fix",)):
+        row = Instance(
+            instance_id="a",
+            dataset="toy",
+            problem_statement="x",
+            source=Source(kind=SourceKind.DIRECTORY),
+            grading=Grading(timeout_s=own, fail_to_pass=lists),
+        )
+        record = Calibration(
+            instance=row.ref,
+            instance_sha256="",
+            sandbox="bubblewrap",
+            state=CalibrationState.PROVED,
+            runs=3,
+            fail_to_pass=lists,
+            longest_run_s=longest,
+        )
+
+        assert calibration_record.joined(row, record).grading.timeout_s == limit
+
+
 @pytest.mark.parametrize("where", ["gold", "base"])
 def test_a_flaky_test_leaves_the_lists(where: str) -> None:
     """If runs of one tree disagree, the test is dropped with its statuses, and the row is kept."""

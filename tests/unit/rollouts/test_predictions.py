@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from perdure.errors import ConfigurationError
-from perdure.rollouts import stage_checkpoints
-from perdure.rollouts.activity_messages import AgentRun
-from perdure.rollouts.predictions import Prediction, place, read_predictions
+from perdure.rollouts.activity_messages import PageRequest, RolloutAgain
+from perdure.rollouts.predictions import Prediction, are_uneven, place, read_predictions
+from perdure.rollouts.retry_selection import planned_rollouts, select
+from perdure.rollouts.run_pages import load_page
 from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
-from perdure.types import PatchRef, RunRequest
+from perdure.types import PlayAgain, RunRequest
 
 DIFF = "diff --git a/x b/x\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\r\n"
 ENTRY = {"instance_id": "a-1", "model_name_or_path": "m", "model_patch": DIFF}
@@ -75,12 +76,49 @@ def test_several_patches_of_an_instance_are_its_samples(tmp_path: Path) -> None:
     assert [(p.sample_index, p.patch) for p in found] == [(0, DIFF.encode()), (1, b"")]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085"])
+def test_only_a_newline_ends_an_entry(tmp_path: Path, separator: str) -> None:
+    """JSON allows other line separators inside a string, and every writer but Python's default
+    leaves them as they are."""
+    patch = DIFF + f"+{separator}\n"
+    line = json.dumps({**ENTRY, "model_patch": patch}, ensure_ascii=False)
+    (tmp_path / "p.jsonl").write_bytes(f"{line}\r\n{line}\n".encode())
+
+    found = read_predictions(tmp_path / "p.jsonl")
+
+    assert [one.patch for one in found] == [patch.encode()] * 2
+
+
+def test_an_entry_without_a_patch_changes_nothing(tmp_path: Path) -> None:
+    """As in swebench, whose reports count such entries as empty patches."""
+    entries = [ENTRY, {"instance_id": "b-2", "model_name_or_path": "m"}]
+    entries.append({**ENTRY, "instance_id": "c-3", "model_patch": ""})
+    (tmp_path / "p.json").write_text(json.dumps(entries))
+
+    assert [p.patch for p in read_predictions(tmp_path / "p.json")] == [DIFF.encode(), b"", b""]
+
+
+def test_one_model_of_several_is_chosen(tmp_path: Path) -> None:
+    """Its samples are numbered without those of the others."""
+    other = {**ENTRY, "model_name_or_path": "n", "model_patch": "n's"}
+    (tmp_path / "p.json").write_text(json.dumps([ENTRY, other, {**other, "model_patch": None}]))
+
+    with pytest.raises(ConfigurationError, match=r"2 models \(m, n\).*--model NAME"):
+        read_predictions(tmp_path / "p.json")
+    found = read_predictions(tmp_path / "p.json", "n")
+    assert found == [Prediction("a-1", 0, b"n's", "n"), Prediction("a-1", 1, b"", "n")]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ('{"model_patch": ""}\n', r"line 1: 'model_patch' is not a prediction"),
         ('{"instance_id": "a", "model_patch": 3}\n', r"line 1: `model_patch` must be text or null"),
-        ('{"instance_id": ""}\n', r"line 1 lacks `instance_id`: it names the instance"),
+        (
+            '{"instance_id": "", "patch": ""}\n',
+            r"line 1 lacks `instance_id`: it names the instance",
+        ),
+        ('{"instance_id": "a"}\n', r"line 1 lacks `model_patch`, and so does every entry"),
         ("{\n", r"line 1 is not valid JSON"),
         ("3\n", r"line 1 is not a prediction: give objects with `instance_id`"),
         ("\n", r"p.jsonl has no predictions"),
@@ -106,39 +144,49 @@ def test_what_has_no_predictions_is_refused(tmp_path: Path, there: bool) -> None
 
 
 RUN = RunRequest(
-    run_id="r", instances=("toy/a-1",), rollout={"agent": "predictions", "start_at": "grade"}
+    run_id="r",
+    instances=("toy/a-1", "toy/b-2"),
+    n_samples=2,
+    listed=True,
+    rollout={"agent": "predictions", "agent_options": {"predictions_sha256": "0"}},
 )
+REFS = {"a-1": "toy/a-1", "b-2": "toy/b-2"}
 
 
-async def placed(store: LocalStore, patch: bytes) -> None:
-    await place(store, RUN, {"a-1": "toy/a-1"}, [Prediction("a-1", 0, patch, "gpt-x")])
-
-
-async def test_a_prediction_is_placed_as_a_captured_patch(tmp_path: Path) -> None:
-    """The grading finds the same bytes and a finished agent, and placing a prediction twice changes
-    nothing."""
+async def test_a_run_plays_the_samples_that_have_a_patch(tmp_path: Path) -> None:
+    """An instance with fewer patches than another has fewer rollouts, also in a retry, and the store
+    keeps each patch byte for byte. Placing them again changes nothing."""
     store = LocalStore(tmp_path)
+    await store.put(store_keys.run_instances("r"), b'["toy/a-1", "toy/b-2"]')
+    given = [Prediction("a-1", 0, DIFF.encode(), "m"), Prediction("b-2", 0, b"x", "m")]
+    given.append(Prediction("a-1", 1, b"", "m"))
     for _ in range(2):
-        await placed(store, DIFF.encode())
+        await place(store, RUN, REFS, given)
 
-    folder = store_keys.attempt(RUN.rollout_request("toy/a-1"), 1)
-    patch = await stage_checkpoints.read(store, f"{folder}/patch.json", PatchRef)
-    agent = await stage_checkpoints.read(store, f"{folder}/agent.json", AgentRun)
-    assert patch is not None
-    assert (await store.get(patch.key)).data == DIFF.encode()
-    assert (patch.files, patch.empty, agent and agent.broke) == (1, False, "")
-    assert agent is not None
-    assert agent.model == "gpt-x"  # several models of one file keep their names
+    page = await load_page(store, PageRequest(run_id="r", start=0, stop=9, listed=True))
+    names = [("toy/a-1", 0), ("toy/b-2", 0), ("toy/a-1", 1)]
+    assert are_uneven(given)
+    assert list(page.again) == [RolloutAgain(instance=i, sample_index=s, round=0) for i, s in names]
+    assert await planned_rollouts(store, RUN) == 3
+    again = await select(store, RUN, PlayAgain(round=1))
+    assert [(one.instance, one.sample_index) for one in again] == names
+    stored = await store.get(store_keys.prediction(RUN.rollout_request("toy/a-1", 0)))
+    assert stored.data == DIFF.encode()
+
+
+def test_even_numbers_need_no_list() -> None:
+    """The usual file has one patch for each instance."""
+    assert not are_uneven([Prediction(one, 0, b"", "m") for one in ("a-1", "b-2")])
 
 
 async def test_a_run_keeps_its_patch(tmp_path: Path) -> None:
     """Other patches under the same run id are refused, because they would be graded as the old
     ones."""
     store = LocalStore(tmp_path)
-    await placed(store, DIFF.encode())
+    await place(store, RUN, REFS, [Prediction("a-1", 0, DIFF.encode(), "m")])
 
     with pytest.raises(ConfigurationError, match=r"run r has another patch for a-1 #0"):
-        await placed(store, b"")
+        await place(store, RUN, REFS, [Prediction("a-1", 0, b"", "m")])
 
 
 def test_the_name_of_given_patches_runs_no_agent() -> None:

@@ -27,6 +27,12 @@ from perdure.cli.console import json_option
     metavar="FILE|DIR",
     help="preds.json, JSON lines, or a folder of mini-swe-agent's trajectories.",
 )
+@click.option(
+    "--model",
+    default="",
+    metavar="NAME",
+    help="Grade this model's patches of a file that has several.",
+)
 @with_options(CONCURRENCY, RUN_ID, NEW, SANDBOX, SET)
 @click.option("--skip-unknown", is_flag=True, help="Skip patches of instances not in SOURCE.")
 @click.option("--dry-run", is_flag=True, help="Print what would be graded and exit.")
@@ -46,7 +52,8 @@ def grade(
     """Grade patches that another program made.
 
     SOURCE holds the instances, as for `perdure run`. Several patches for one instance become its
-    samples. The result is a run: `show`, `export`, `report` and `regrade` take its name.
+    samples. Each is applied as swebench applies it; `show` says by which command. The result is a
+    run: `show`, `export`, `report` and `regrade` take its name.
 
     \b
     perdure grade swe-bench-verified -p preds.json

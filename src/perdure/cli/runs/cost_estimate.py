@@ -27,7 +27,7 @@ async def estimate(
     request = planned.request
     rollout = request.rollout_request("any/instance")
     place = phase_specs.place(rollout, None, "agent")
-    rollouts = len(planned.refs) * request.n_samples
+    rollouts = planned.rollouts
     at_once = min(request.concurrency, rollouts)
     here = _this_host() if provider(settings, place.provider).host_bound else ""
     hours = rollouts * rollout.agent_budget_s / at_once / HOUR_S

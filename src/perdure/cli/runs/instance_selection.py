@@ -175,9 +175,8 @@ def _judged(
     if problems and not choice.skip_bad_rows:
         raise InstanceError(bad_rows(problems))
     if not any(row.instance_id and not row.problem and not row.is_left for row in asked):
-        raise ConfigurationError(
-            f"{source} has no usable rows: it must hold one JSON object per instance"
-        )
+        why = bad_rows(problems) if problems else "it must hold one JSON object per instance"
+        raise ConfigurationError(f"{source} has no usable rows: {why}")
     return tuple(f"left out: {problem}" for problem in problems)
 
 

@@ -15,14 +15,20 @@ from perdure.cli.runs.run_request import RunOptions, check
 from perdure.errors import ConfigurationError
 from perdure.instances import instance_catalog
 from perdure.instances.rows.row_choice import Choice
-from perdure.rollouts.predictions import Prediction, digest_of, place, read_predictions
+from perdure.rollouts.predictions import (
+    Prediction,
+    are_uneven,
+    digest_of,
+    place,
+    read_predictions,
+)
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.stack.home_providers import provider
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
 from perdure.storage.store_url import open_store
-from perdure.types import GIVEN_PATCHES
+from perdure.types import GIVEN_PATCHES, GIVEN_PATCHES_OPTION
 
 
 def plan(
@@ -31,6 +37,7 @@ def plan(
     file: Path,
     fields: Mapping[str, JsonValue],
     *,
+    model: str,
     concurrency: int | None,
     run_id: str | None,
     new: bool,
@@ -39,20 +46,19 @@ def plan(
 ) -> run_launcher.CheckedRun:
     """Check everything and put the patches into the store, unless it is a dry run.
 
-    Raises: ConfigurationError for a patch whose instance is not in SOURCE.
+    `model`: whose patches to grade; empty if the file has only one model's. Raises:
+    ConfigurationError for several models, or for a patch whose instance is not in SOURCE.
     """
-    given = read_predictions(file)
-    models = {one.model for one in given}
-    fixed: dict[str, JsonValue] = {"start_at": "grade"}
-    if len(models) == 1:
-        fixed["model"] = models.pop()
+    given = read_predictions(file, model)
+    digest: JsonValue = {GIVEN_PATCHES_OPTION: digest_of(given)}
     options = RunOptions(
         source=source,
         agent=GIVEN_PATCHES,
         concurrency=concurrency,
         run_id=run_id,
         new=new,
-        fields={**fixed, **fields},
+        fields={"model": given[0].model, "agent_options": digest, **fields},
+        of_run={"listed": are_uneven(given)},
     )
     return asyncio.run(_plan(settings, options, given, skip_unknown, dry_run))
 
@@ -83,7 +89,7 @@ async def _plan(
     planned = await run_launcher.checked(settings, replace(options, samples=samples), chosen)
     if not dry_run:
         await place(store, planned.request, refs, kept)
-    return planned
+    return replace(planned, rollouts=len(kept))
 
 
 async def _refs(store: Store, found: instance_selection.Selection) -> dict[str, str]:

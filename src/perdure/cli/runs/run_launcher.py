@@ -47,7 +47,7 @@ from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
 from perdure.storage.store_url import open_store
-from perdure.types import EpisodeRef, PhaseName, RolloutStatus, RunRequest
+from perdure.types import EpisodeRef, Instance, PhaseName, RolloutStatus, RunRequest
 
 AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
 NONE_READY = (
@@ -61,6 +61,7 @@ class CheckedRun:
 
     request: RunRequest
     refs: Sequence[str]
+    rollouts: int
     joins: bool
     """The store already has this run."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
@@ -73,16 +74,17 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
     """Print what would run."""
     for note in planned.notes:
         say(note)
-    rollouts = len(planned.refs) * planned.request.n_samples
     if as_json:
         document = {"request": planned.request.model_dump(mode="json", exclude_defaults=True)}
         marked = {
             "not_calibrated": [r for r in planned.refs if planned.marks[r].state is None],
             "quarantined": quarantined(planned.marks),
         }
-        answer({**document, "instances": list(planned.refs), "rollouts": rollouts, **marked})
+        answer(
+            {**document, "instances": list(planned.refs), "rollouts": planned.rollouts, **marked}
+        )
         return
-    of = f"{many(rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
+    of = f"{many(planned.rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
     click.echo(f"{planned.request.run_id}: {of}")
     rollout = planned.request.rollout_request("any/instance")
     grading = phase_specs.place(rollout, None, "grade").provider
@@ -95,8 +97,6 @@ def play(
     settings: Settings, planned: CheckedRun, *, wait: bool, as_json: bool, notify: str = ""
 ) -> int:
     """Start a checked run and follow it; return the exit code. `notify`: as for `to_the_end`."""
-    if configured_address(settings) is None:
-        asyncio.run(_check_images(settings, planned))
     ensure_stack_ready(settings, planned.request, joins=planned.joins)
     for note in planned.notes:
         say(note)
@@ -125,20 +125,21 @@ async def checked(
     sandbox = phase_specs.place(request.rollout_request("any/instance"), None, "grade").provider
     notes = calibration_labels.notes(found.dataset, sandbox, refs, marked)
     if configured_address(settings) is None:  # otherwise the workers run on other machines
-        await row_interpreter.check([await instance_catalog.load(store, ref) for ref in refs])
+        instances = [await instance_catalog.load(store, ref) for ref in refs]
+        _check_images(settings, request, instances)
+        await row_interpreter.check(instances)
     await instance_selection.keep_list(store, request.run_id, found)
     joins = await store.exists(store_keys.run(request.run_id))
     if joins:
         await check_same(settings, store, request, refs)
         request = await _with_current(store, request)
-    return CheckedRun(request, refs, joins, marked, notes)
+    return CheckedRun(request, refs, len(refs) * request.n_samples, joins, marked, notes)
 
 
-async def _check_images(settings: Settings, planned: CheckedRun) -> None:
+def _check_images(settings: Settings, request: RunRequest, instances: Sequence[Instance]) -> None:
     """Raises: ConfigurationError for a row whose image its sandbox provider cannot run."""
-    store, rollout = open_store(settings), planned.request.rollout_request("any/instance")
-    for ref in planned.refs:
-        instance = await instance_catalog.load(store, ref)
+    rollout = request.rollout_request("any/instance")
+    for instance in instances:
         for phase in AGENT_AND_GRADE:
             name = phase_specs.place(rollout, instance, phase).provider
             check_image(instance, provider(settings, name))

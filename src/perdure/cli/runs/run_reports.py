@@ -15,7 +15,7 @@ from perdure.reports.rollout_facts import RunFacts
 from perdure.reports.run_comparison import Comparison, compare
 from perdure.reports.run_report import Report, build_report
 from perdure.reports.token_prices import Prices, read_prices
-from perdure.rollouts.retry_selection import planned_rollouts
+from perdure.rollouts.retry_selection import instances_of, planned_rollouts
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
@@ -79,10 +79,11 @@ async def _report(
     if not known.instances:
         known = await calibration_bounds.calibrated(store, run, _graded_in(request))
     planned = await planned_rollouts(store, request) if request is not None else None
+    instances = await instances_of(store, run.run_id) if planned else ()
     return build_report(
         run,
         planned=planned,
-        planned_instances=planned // request.n_samples if planned and request else None,
+        planned_instances=len(instances),
         bounds=known,
         prices=prices,
         stopped=await _stopped(store, run.run_id),

@@ -77,6 +77,7 @@ async def capture(
     *,
     max_bytes: int = CAPTURED_BYTES,
     max_files: int = MAX_FILES,
+    forced: str = "",
 ) -> CapturedPatch:
     """The difference between the base commit and the working tree.
 
@@ -84,12 +85,13 @@ async def capture(
     now), or as a `str` inside the sandbox: a read-only mount (cheapest), or `prepare_capture`'s.
     None falls back to the objects and the HEAD of the sandbox's own repository. The diff is then
     wrong if the agent committed, or removed the repository.
+    `forced`: a file in the sandbox with paths, each ended by NUL, that no .gitignore excludes.
     Raises: SandboxLost when the sandbox is gone, or the host's own base cannot be read; RetryHere
     when the host's disk is full.
     """
     upload = await asyncio.to_thread(_pack, base_git) if isinstance(base_git, Path) else None
     where = "" if upload is not None else str(base_git or f"{sandbox.workdir}/.git")
-    order = _Order(where, upload, max_bytes, max_files)
+    order = _Order(where, upload, max_bytes, max_files, forced)
     first = ""
     for mode in MODES:
         try:
@@ -151,6 +153,7 @@ class _Order:
     upload: bytes | None
     max_bytes: int
     max_files: int
+    forced: str
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class _Taken:
 async def _take(sandbox: Sandbox, order: _Order, mode: str) -> _Taken:
     """Raises: SandboxLost."""
     name = f".perdure-capture-{uuid4().hex}"
-    limits = (str(order.max_bytes), str(order.max_files))
+    limits = (str(order.max_bytes), str(order.max_files), order.forced)
     argv = ["bash", "-c", diff_capture_script.CAPTURE, "capture", sandbox.workdir, order.base, name, mode, diff_capture_script.RENAMED_GIT_DIR, *limits]  # fmt: skip
     # The cwd is not the workdir, because the agent may have removed its permissions.
     await sandbox.start(

@@ -30,7 +30,7 @@ mkdir "$copy" && cp -a .git/. "$copy" && printf %s "$copy"
 # codes: 3 the base cannot be read, 4 the change is too large.
 CAPTURE = (
     r"""
-tree=$1 base=$2 name=$3 mode=$4 aside=$5 max_bytes=$6 max_files=$7
+tree=$1 base=$2 name=$3 mode=$4 aside=$5 max_bytes=$6 max_files=$7 forced=$8
 cd "$tree" 2>/dev/null || { chmod u+rwx "$tree" && cd "$tree"; } || exit 5
 """
     + _TEMPORARY
@@ -176,6 +176,7 @@ for level in 0 1 2 3; do
   fi
   [ $level = 0 ] || add -u -- "${specs[@]}" || exit 5
   [ $level = 3 ] || add -A -- "${few[@]}" || exit 5
+  [ ! -s "$forced" ] || GIT_LITERAL_PATHSPECS=1 add -f --pathspec-from-file="$forced" --pathspec-file-nul
   write_diff && break
   [ $level -lt 3 ] || exit 4
 done

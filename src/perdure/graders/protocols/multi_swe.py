@@ -70,7 +70,8 @@ def judge(found: Statuses, grading: Grading, last: str = "") -> Verdict:
         reason = f"{len(broken)} tests that had passed now fail, such as {broken[0]}"
         kept = score.pass_to_pass | dict.fromkeys(broken, TestStatus.FAILED)
         return Verdict(Outcome.UNRESOLVED, reason, score=score._replace(pass_to_pass=kept))
-    return Verdict(score.outcome, score.reason, score.rewards, score)
+    reason = verdict_rules.explain(score, found, last)
+    return Verdict(score.outcome, reason, score.rewards, score)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ class SweproGrader(ProtocolGrader):
         async def judged(run: TestRun) -> Verdict:
             found = await read(row_parser.parse_output, program, run.log, run.junit or b"")
             score = verdict_rules.score(found, grading.fail_to_pass, grading.pass_to_pass)
-            return Verdict(score.outcome, score.reason, score.rewards, score)
+            reason = verdict_rules.explain(score, found, verdict_rules.last_line(run))
+            return Verdict(score.outcome, reason, score.rewards, score)
 
         return Plan(command(grading.parser, scratch), judged)
 

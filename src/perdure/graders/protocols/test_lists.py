@@ -140,7 +140,7 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     )
     if suite.canary is None:
         invalid = invalid_by_protocol(suite, reading.statuses)
-        reason = invalid or score.reason
+        reason = invalid or verdict_rules.explain(score, reading.statuses, last_line(suite.run))
         outcome = Outcome.UNRESOLVED if invalid else score.outcome
         return Verdict(outcome, reason, verdict_rules.ZERO if invalid else score.rewards, score)
     passed = any(status in verdict_rules.F2P_PASSES for status in reading.statuses.values())
@@ -156,4 +156,5 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
         cut := find_truncation(grading.log_parser, suite.run.log, code, tests)
     ):
         return Verdict(Outcome.TAMPERED, cut, score=score)
-    return Verdict(score.outcome, score.reason, score.rewards, score)
+    reason = verdict_rules.explain(score, reading.statuses, last_line(suite.run))
+    return Verdict(score.outcome, reason, score.rewards, score)

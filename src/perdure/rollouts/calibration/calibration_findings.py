@@ -62,7 +62,7 @@ def _by_tests(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) ->
         if flaky := _flaky(with_gold, without, F2P_PASSES):
             dropped[test] = flaky
         elif with_gold[0] not in F2P_PASSES:
-            return Findings(f"`patch` does not resolve it: FAIL_TO_PASS {test} {with_gold[0]}")
+            return Findings(_unresolved(gold[0], f"FAIL_TO_PASS {test}", with_gold[0]))
         else:  # a test that the base passes too must still pass, but proves no fix
             (kept if without[0] in F2P_PASSES else fixed).append(test)
     for test in grading.pass_to_pass:
@@ -70,7 +70,7 @@ def _by_tests(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) ->
         if flaky := _flaky(with_gold, without, P2P_PASSES):
             dropped[test] = flaky
         elif with_gold[0] not in P2P_PASSES:
-            return Findings(f"`patch` does not resolve it: PASS_TO_PASS {test} {with_gold[0]}")
+            return Findings(_unresolved(gold[0], f"PASS_TO_PASS {test}", with_gold[0]))
         else:
             kept.append(test)
     if not fixed:
@@ -80,6 +80,12 @@ def _by_tests(grading: Grading, gold: Sequence[Grade], base: Sequence[Grade]) ->
     if unexplained and not dropped:
         return Findings(f"`patch` does not resolve it: {unexplained[0].reason}")
     return Findings("", tuple(fixed), tuple(kept), dropped)
+
+
+def _unresolved(grade: Grade, test: str, status: TestStatus) -> str:
+    """The grade's reason says what the log has instead of a test that it lacks."""
+    has_reason = status is TestStatus.MISSING and grade.reason
+    return f"`patch` does not resolve it: {grade.reason if has_reason else f'{test} {status}'}"
 
 
 def _runs(grades: Sequence[Grade], test: str) -> Statuses:

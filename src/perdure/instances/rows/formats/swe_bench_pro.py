@@ -23,6 +23,10 @@ TIMEOUT_S = 3600.0
 def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, field and fix."""
     fields = row.replaced(workdir=row.optional_text("workdir", WORKDIR))
+    if not row.has("source") and not image_of(row):
+        raise row.lacks(
+            "dockerhub_tag", "add the publisher's tag of the row's image, or an `image`"
+        )
     return Instance(
         instance_id=row.text("instance_id", "add a unique name"),
         dataset=dataset,
