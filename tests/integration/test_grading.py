@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -239,7 +240,7 @@ async def test_capture_runs_nothing_of_the_agents(agent: Sandbox, repository: Pa
     ids=["bytes", "files"],
 )
 async def test_capture_never_truncates(
-    agent: Sandbox, repository: Path, limits: dict[str, int], script: str
+    agent: Sandbox, repository: Path, limits: dict[str, Any], script: str
 ) -> None:
     """Above the cap there is no diff at all, and it says so."""
     await _act(agent, script)

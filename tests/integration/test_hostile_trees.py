@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -55,7 +56,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Sandbox]:
         yield sandbox
 
 
-async def _captured(sandbox: Sandbox, script: str, **caps: int) -> CapturedPatch:
+async def _captured(sandbox: Sandbox, script: str, **caps: Any) -> CapturedPatch:
     await sandbox.exec(f"{script}\n", cwd=sandbox.workdir, timeout=60)
     return await capture(sandbox, BASE_GIT, **caps)
 
