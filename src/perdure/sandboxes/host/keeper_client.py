@@ -9,7 +9,8 @@ import resource
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.errors import Boundary, RetryHere
@@ -50,6 +51,9 @@ class Holder:
     """The lowest id on the host for such users."""
     paths: tuple[str, ...] = ()
     """Host paths that it mounts. In the sandbox, root's files there belong to that user."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the host that it binds read-only -> mount options of the overlay that is mounted
+    over that folder first. Locks on a file hold within one overlay only."""
     kills: bool = False
     """For each line on descriptor 0, a socket, it kills all other processes of its pid namespace
     and answers with a line."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
+from perdure.sandboxes.host.procfs import mount_points
 from perdure.sandboxes.host.provider import HostProvider
-from perdure.sandboxes.host.root_folder import etc_digest, write_etc
+from perdure.sandboxes.host.root_folder import LINKED, etc_digest, host_programs, write_etc
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 
@@ -80,6 +81,24 @@ def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
         return disk, None
     overlay = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work"
     return disk, f"{overlay},{overlay_option()}"
+
+
+def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:
+    """Each folder that this sandbox has in common with others -> mount options of its own overlay
+    over it. An overlay hides what is mounted below its folder, so such a folder gets none."""
+    programs = [*(mount.source for mount in host_programs()), *(Path("/", n) for n in LINKED), etc]
+    given = (mount.source for mount in spec.mounts if not mount.writable)
+    sources = sorted(
+        {Path(os.path.realpath(p)) for p in (*given, *([] if spec.image else programs))}
+    )
+    holding = {folder for point in mount_points() for folder in Path(point).parents}
+    chosen = list[Path]()
+    for path in sources:
+        covered = any(path.is_relative_to(folder) for folder in chosen)
+        if path.is_dir() and not covered and path not in holding:
+            chosen.append(path)
+    user = ",userxattr" if needs_user_namespace() else ""
+    return {str(path): f"lowerdir={path}:disk/none{user}" for path in chosen}
 
 
 def overlay_option() -> str:
