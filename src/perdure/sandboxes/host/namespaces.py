@@ -95,7 +95,8 @@ def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:
     chosen = list[Path]()
     for path in sources:
         covered = any(path.is_relative_to(folder) for folder in chosen)
-        if path.is_dir() and not covered and path not in holding:
+        usable = os.access(path, os.R_OK | os.X_OK) and path.is_dir()
+        if usable and not covered and path not in holding:
             chosen.append(path)
     user = ",userxattr" if needs_user_namespace() else ""
     return {str(path): f"lowerdir={path}:disk/none{user}" for path in chosen}
