@@ -53,10 +53,8 @@ def send_object_locks(folder: str, nonce: str, ones: Iterable[int]) -> None:
 
 
 def receive_nowait(folder: str, nonce: str, count: int) -> list[bool]:
-    fd, room = pages(folder), [bytearray(1)]
-    return [
-        granted(lambda n=n: os.preadv(fd, room, n * STRIDE, os.RWF_NOWAIT)) for n in range(count)
-    ]
+    fd, room, flag = pages(folder), [bytearray(1)], os.RWF_NOWAIT
+    return [granted(os.preadv, fd, room, number * STRIDE, flag) for number in range(count)]
 
 
 def receive_mincore(folder: str, nonce: str, count: int) -> list[bool]:
@@ -81,7 +79,7 @@ def receive_faults(folder: str, nonce: str, count: int) -> list[bool]:
 
 def receive_read_times(folder: str, nonce: str, count: int) -> list[bool]:
     fd = pages(folder)
-    return are_short(timed(lambda n=n: os.pread(fd, 1, n * STRIDE)) for n in range(count))
+    return are_short(timed(os.pread, fd, 1, n * STRIDE) for n in range(count))
 
 
 def receive_name_times(folder: str, nonce: str, count: int) -> list[bool]:
@@ -92,7 +90,7 @@ def receive_file_locks(folder: str, nonce: str, count: int) -> list[bool]:
     found = []
     for number in range(count):
         with open(f"{folder}/lock-{number}", "rb") as file:
-            found.append(not granted(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)))
+            found.append(not granted(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB))
     return found
 
 
@@ -129,9 +127,9 @@ def mapped(folder: str) -> mmap.mmap:
     return memory
 
 
-def granted(call: Callable[[], object]) -> bool:
+def granted(call: Callable[..., object], *arguments: object) -> bool:
     try:
-        call()
+        call(*arguments)
     except BlockingIOError:
         return False
     return True

@@ -86,20 +86,25 @@ def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
 def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:
     """Each folder that this sandbox has in common with others -> mount options of its own overlay
     over it. An overlay hides what is mounted below its folder, so such a folder gets none."""
-    programs = [*(mount.source for mount in host_programs()), *(Path("/", n) for n in LINKED), etc]
-    given = (mount.source for mount in spec.mounts if not mount.writable)
-    sources = sorted(
-        {Path(os.path.realpath(p)) for p in (*given, *([] if spec.image else programs))}
-    )
-    holding = {folder for point in mount_points() for folder in Path(point).parents}
-    chosen = list[Path]()
-    for path in sources:
-        covered = any(path.is_relative_to(folder) for folder in chosen)
-        usable = os.access(path, os.R_OK | os.X_OK) and path.is_dir()
-        if usable and not covered and path not in holding:
+    given = (os.path.realpath(mount.source) for mount in spec.mounts if not mount.writable)
+    sources = {*given, *(() if spec.image else (*_programs(), str(etc)))}
+    points, chosen = mount_points(), list[str]()
+    for path in sorted(sources):  # a folder comes before those in it
+        covered = any(path.startswith(f"{folder}/") for folder in chosen)
+        if not covered and _is_readable(path) and not any(p.startswith(f"{path}/") for p in points):
             chosen.append(path)
     user = ",userxattr" if needs_user_namespace() else ""
-    return {str(path): f"lowerdir={path}:disk/none{user}" for path in chosen}
+    return {path: f"lowerdir={path}:disk/none{user}" for path in chosen}
+
+
+@cache
+def _programs() -> tuple[str, ...]:
+    paths = [*(mount.source for mount in host_programs()), *(Path("/", name) for name in LINKED)]
+    return tuple(map(os.path.realpath, paths))
+
+
+def _is_readable(folder: str) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK) and os.path.isdir(folder)
 
 
 def overlay_option() -> str:
