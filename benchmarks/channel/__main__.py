@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
+import structlog
+
 from benchmarks.benchmark_options import add_output, words
 from benchmarks.channel import channel_ends
 from benchmarks.channel.channel_ends import CHANNELS, STRIDE, TRAINING
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="messages on each channel")
     add_output(parser)
     options = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("error"))
     found: dict[str, dict[str, Received]] = {}
     with scratch_folder("pd-", keep=options.keep) as folder:
         write_shared(folder / "shared", options.bits)
