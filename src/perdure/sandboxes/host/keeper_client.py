@@ -52,8 +52,8 @@ class Holder:
     paths: tuple[str, ...] = ()
     """Host paths that it mounts. In the sandbox, root's files there belong to that user."""
     shared: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the host that it binds read-only -> mount options of the overlay that is mounted
-    over that folder first. Locks on a file hold within one overlay only."""
+    """Folder of the host that `argv` binds read-only -> options of the overlay to mount over it
+    first. A lock on a file holds within one overlay, so no other sandbox sees it."""
     kills: bool = False
     """For each line on descriptor 0, a socket, it kills all other processes of its pid namespace
     and answers with a line."""

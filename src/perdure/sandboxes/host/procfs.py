@@ -26,7 +26,7 @@ def stat(pid: int) -> list[bytes]:
 def mount_points() -> list[str]:
     """Where something is mounted in this process's mount namespace."""
     with open("/proc/self/mountinfo", "rb") as file:
-        escaped = [line.split()[4] for line in file]  # a blank is \\040
+        escaped = [line.split()[4] for line in file]  # a blank is \040
     return [os.fsdecode(text.decode("unicode_escape").encode("latin1")) for text in escaped]
 
 
