@@ -71,7 +71,7 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
             check_path(
                 settings.gateway_socket
             )  # if the path is too long for a socket, fail now: the host would grant no seat
-            stack.enter_context(host_life.hold_worker_lock(settings))
+        stack.enter_context(host_life.hold_role_locks(settings, roles))
         workers = _workers(client, settings, roles)
         for worker in workers:
             await stack.enter_async_context(worker)

@@ -149,6 +149,8 @@ class HostSettings(Group):
 
     silent_s: float = Field(72.0, ge=4)
     """A host that sends no heartbeat for this many seconds is lost: its sandboxes are killed, and its rollouts move. Must be equal on all hosts."""
+    grades_apart: bool = False
+    """Whether role `grade` is refused in a home with role `boot` or `agent`, so that gradings run on other machines."""
 
 
 class SandboxSettings(Group):

@@ -12,26 +12,45 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import IO
 
 from perdure.client.temporal_server import configured_address
+from perdure.errors import ConfigurationError
 from perdure.sandboxes.host.host_processes import ProcessId
 from perdure.settings.settings_tree import Settings
 from perdure.stack.process_stopping import identify, stop
 
-WORKERS, LIFE = "workers.lock", "life.lock"
+WORKERS, GRADERS, LIFE = "workers.lock", "graders.lock", "life.lock"
 STOP_GRACE_S = 10.0
 LOOK_S = 2.0
 """Seconds between two checks for the process."""
 
 
 @contextlib.contextmanager
-def hold_worker_lock(settings: Settings) -> Iterator[None]:
-    """Marks, inside the context, that this home has a worker."""
-    with _open(settings, WORKERS) as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+def hold_role_locks(settings: Settings, roles: Collection[str]) -> Iterator[None]:
+    """Marks, inside the context, whether this home has agents and gradings.
+
+    Raises: ConfigurationError if it has both and `host.grades_apart` is set. Two workers that start
+    at once may both be refused.
+    """
+    with contextlib.ExitStack() as locks:
+        if {"boot", "agent"} & set(roles):
+            locks.enter_context(hold_worker_lock(settings))
+        if "grade" in roles:
+            locks.enter_context(_held(settings, GRADERS))
+        if settings.host.grades_apart and all(_is_locked(settings, n) for n in (WORKERS, GRADERS)):
+            raise ConfigurationError(
+                "PERDURE_HOST__GRADES_APART=true: role grade cannot share a host with roles boot "
+                "and agent; start `python -m workers grade` on another host, or unset it"
+            )
         yield
+
+
+def hold_worker_lock(settings: Settings) -> AbstractContextManager[None]:
+    """Marks, inside the context, that this home has a worker for agents."""
+    return _held(settings, WORKERS)
 
 
 def has_worker(settings: Settings) -> bool:
@@ -125,6 +144,13 @@ def _open(settings: Settings, name: str) -> IO[bytes]:
     folder = settings.home.absolute() / "run"
     folder.mkdir(parents=True, exist_ok=True)
     return (folder / name).open("ab+")
+
+
+@contextlib.contextmanager
+def _held(settings: Settings, name: str) -> Iterator[None]:
+    with _open(settings, name) as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield
 
 
 def _is_locked(settings: Settings, name: str) -> bool:

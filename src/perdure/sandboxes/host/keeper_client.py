@@ -9,7 +9,8 @@ import resource
 import signal
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.errors import Boundary, RetryHere
@@ -50,6 +51,9 @@ class Holder:
     """The lowest id on the host for such users."""
     paths: tuple[str, ...] = ()
     """Host paths that it mounts. In the sandbox, root's files there belong to that user."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the host that `argv` binds read-only -> options of the overlay to mount over it
+    first. A lock on a file holds within one overlay, so no other sandbox sees it."""
     kills: bool = False
     """For each line on descriptor 0, a socket, it kills all other processes of its pid namespace
     and answers with a line."""

@@ -12,8 +12,9 @@ from pathlib import Path
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
+from perdure.sandboxes.host.procfs import mount_points
 from perdure.sandboxes.host.provider import HostProvider
-from perdure.sandboxes.host.root_folder import etc_digest, write_etc
+from perdure.sandboxes.host.root_folder import LINKED, etc_digest, host_programs, write_etc
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 
@@ -80,6 +81,30 @@ def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
         return disk, None
     overlay = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work"
     return disk, f"{overlay},{overlay_option()}"
+
+
+def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:
+    """Each folder that this sandbox has in common with others -> mount options of its own overlay
+    over it. An overlay hides what is mounted below its folder, so such a folder gets none."""
+    given = (os.path.realpath(mount.source) for mount in spec.mounts if not mount.writable)
+    sources = {*given, *(() if spec.image else (*_programs(), str(etc)))}
+    points, chosen = mount_points(), list[str]()
+    for path in sorted(sources):  # a folder comes before those in it
+        covered = any(path.startswith(f"{folder}/") for folder in chosen)
+        if not covered and _is_readable(path) and not any(p.startswith(f"{path}/") for p in points):
+            chosen.append(path)
+    user = ",userxattr" if needs_user_namespace() else ""
+    return {path: f"lowerdir={path}:disk/none{user}" for path in chosen}
+
+
+@cache
+def _programs() -> tuple[str, ...]:
+    paths = [*(mount.source for mount in host_programs()), *(Path("/", name) for name in LINKED)]
+    return tuple(map(os.path.realpath, paths))
+
+
+def _is_readable(folder: str) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK) and os.path.isdir(folder)
 
 
 def overlay_option() -> str:

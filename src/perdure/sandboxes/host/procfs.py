@@ -23,6 +23,13 @@ def stat(pid: int) -> list[bytes]:
     return text[text.rfind(b")") + 2 :].split()
 
 
+def mount_points() -> list[str]:
+    """Where something is mounted in this process's mount namespace."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        escaped = [line.split()[4] for line in file]  # a blank is \040
+    return [os.fsdecode(text.decode("unicode_escape").encode("latin1")) for text in escaped]
+
+
 def started_at(pid: int) -> int:
     """Start time of a process, in clock ticks since boot; 0 if it is gone."""
     fields = stat(pid)

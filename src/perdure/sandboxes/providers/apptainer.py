@@ -29,6 +29,7 @@ from perdure.sandboxes.host.namespaces import (
     gateway_of,
     needs_user_namespace,
     resolver_of,
+    shared_folders,
 )
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import (
@@ -115,6 +116,7 @@ class ApptainerProvider(NamespaceProvider):
             tuple(self.command_over(image, spec, box)),
             *disk_of(spec),
             pid_file=str(box.path / "pid"),
+            shared=shared_folders(spec, self._etc),
         )
         await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
         return self._handle(box, meta)

@@ -25,6 +25,7 @@ from perdure.sandboxes.host.namespaces import (
     needs_user_namespace,
     overlay_option,
     resolver_of,
+    shared_folders,
 )
 from perdure.sandboxes.host.root_folder import LINKED
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
@@ -67,7 +68,13 @@ class BubblewrapProvider(NamespaceProvider):
         )
         box.create_folder(meta, spec.ttl_s)
         holder = self._with_own_user(
-            spec, Holder(tuple(self.command(spec, box)), *disk_of(spec), kills=True)
+            spec,
+            Holder(
+                tuple(self.command(spec, box)),
+                *disk_of(spec),
+                shared=shared_folders(spec, self._etc),
+                kills=True,
+            ),
         )
         await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
         return self._handle(box, meta)

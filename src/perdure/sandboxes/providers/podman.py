@@ -27,6 +27,7 @@ from perdure.sandboxes.host.namespaces import (
     disk_of,
     enforced,
     gateway_of,
+    shared_folders,
 )
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
@@ -75,10 +76,14 @@ class PodmanProvider(NamespaceProvider):
         disk, overlay = disk_of(spec)
         root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
         command, pid_file = self.command(spec, box), str(box.path / "pid")
+        shared = shared_folders(spec, self._etc)
         if os.geteuid() == 0:
-            holder = Holder(tuple(command), disk, overlay, root, pid_file)
+            holder = Holder(tuple(command), disk, overlay, root, pid_file, shared=shared)
         else:
-            command = _in_own_users(command, box, disk, overlay, f"{root},userxattr")
+            overlays = {"disk/root": f"{root},userxattr"}
+            overlays |= {"disk/tree": overlay} if overlay else {}
+            overlays |= {folder: f"ro,{options}" for folder, options in shared.items()}
+            command = _in_own_users(command, box, disk, overlays)
             holder = Holder(tuple(command), "", None, None, pid_file)
         await start_keeper(box, plan, holder, gateway_of(spec))
         return self._handle(box, meta)
@@ -103,6 +108,7 @@ class PodmanProvider(NamespaceProvider):
             *("--hostname", "sandbox", "--no-hosts", "--log-driver", "none"),
             *(["--passwd=false"] if spec.image is None else []),
             *("--security-opt", "no-new-privileges", "--cap-drop", "all"),
+            *("--security-opt", "mask=/proc/locks"),
             *ULIMITS,
             *([] if spec.image else ["--read-only", "--read-only-tmpfs=false"]),
             *(part for volume in volumes for part in ("--volume", volume)),
@@ -229,19 +235,19 @@ def _variables() -> list[str]:
 
 
 def _in_own_users(
-    command: Sequence[str], box: SandboxFolder, disk: str, overlay: str | None, root: str
+    command: Sequence[str], box: SandboxFolder, disk: str, overlays: Mapping[str, str]
 ) -> list[str]:
-    """For an ordinary user, who may mount the sandbox's disk only in podman's user namespace."""
+    """For an ordinary user, who may mount the sandbox's disk only in podman's user namespace.
+    `overlays`: folder -> mount options."""
     folders = ("upper", "work", "tree", "home", "shm", "tmp", "root", "root.upper", "root.work")
     script = [
         "set -e",
         f"cd {shlex.quote(str(box.path))}",
         f"mount -t tmpfs -o {shlex.quote(disk)},nosuid,nodev tmpfs disk",
-        f"cd disk && mkdir {' '.join(folders)} && cd ..",
-        f"mount -t overlay -o {shlex.quote(root)} overlay disk/root",
+        f"cd disk && mkdir {' '.join(folders)} none && cd ..",
     ]
-    if overlay:
-        script.append(f"mount -t overlay -o {shlex.quote(overlay)} overlay disk/tree")
+    for folder, options in overlays.items():
+        script.append(f"mount -t overlay -o {shlex.quote(options)} overlay {shlex.quote(folder)}")
     return [
         *("/usr/bin/env", *_variables(), program("podman"), "unshare"),
         *(program("unshare"), "--mount", "sh", "-c", "; ".join([*script, 'exec "$@"']), "sh"),

@@ -40,8 +40,12 @@ _TO_DEFAULT = (
 )  # fmt: skip
 
 
-MASKED_PROC_FILES = ("keys", "kpagecgroup", "kpagecount", "kpageflags", "slabinfo", "vmallocinfo")
-"""Files of /proc about the host that only root may read. A sandbox's user may be the host's root."""
+MASKED_PROC_FILES = (
+    "keys", "kpagecgroup", "kpagecount", "kpageflags", "locks", "slabinfo", "vmallocinfo"
+)  # fmt: skip
+"""Files of /proc about the host. Root may read all of them, and a sandbox's user may be the host's
+root. Anyone may read `locks`, which lists some locks of every sandbox with the numbers that their
+holder chose."""
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 """Device nodes of the host that commands may use but not change. Their owner could otherwise change
 a node's mode for the whole host."""

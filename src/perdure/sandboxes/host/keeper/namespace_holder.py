@@ -46,10 +46,12 @@ def _mount_disk(holder: dict[str, object], user: OwnUser | None) -> None:
         linux_syscalls.MS_NOSUID | linux_syscalls.MS_NODEV,
         str(holder["disk"]),
     )
-    for name in ("upper", "work", "tree", "home", "shm", "tmp"):
+    for name in ("upper", "work", "tree", "home", "shm", "tmp", "none"):
         os.mkdir(f"disk/{name}")
         if user:
             os.chown(f"disk/{name}", user.id, user.id)
+    for path, options in holder["shared"].items():  # type: ignore[attr-defined]  # by keeper_client
+        linux_syscalls.mount("overlay", path, "overlay", linux_syscalls.MS_RDONLY, options)
     if holder["overlay"]:
         linux_syscalls.mount("overlay", "disk/tree", "overlay", 0, str(holder["overlay"]))
     if holder["root"]:
