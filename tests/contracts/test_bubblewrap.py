@@ -197,6 +197,16 @@ async def test_mounts_are_read_only_unless_writable(
     assert [(tmp_path / name / "file").exists() for name in ("ro", "rw")] == [False, True]
 
 
+async def test_a_home_with_the_marks_of_mount_options_is_only_a_path(tmp_path: Path) -> None:
+    """Overlays separate folders by colons and options by commas. The folder of a provider that was
+    named by path has a colon, too."""
+    provider = BubblewrapProvider(Settings(home=tmp_path / "a:b,c\\d"))
+    async with await provider.create(SPEC, "odd") as box:
+        result = await box.exec("grep -c agent /etc/passwd")
+
+    assert result.stdout == b"1\n"
+
+
 async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Path) -> None:
     """A mount source that does not exist is refused before the boot, and the error names it."""
     missing = tmp_path / "gone"

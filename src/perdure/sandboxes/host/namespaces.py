@@ -5,6 +5,7 @@ on it. All mounts are in the holder's mount namespace and end with it.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
@@ -94,7 +95,12 @@ def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:
         if not covered and _is_readable(path) and not any(p.startswith(f"{path}/") for p in points):
             chosen.append(path)
     user = ",userxattr" if needs_user_namespace() else ""
-    return {path: f"lowerdir={path}:disk/none{user}" for path in chosen}
+    return {path: f"lowerdir={_escaped(path)}:disk/none{user}" for path in chosen}
+
+
+def _escaped(path: str) -> str:
+    """A path in the options of an overlay: a colon would end it, and a comma the option."""
+    return re.sub(r"([\\:,])", r"\\\1", path)
 
 
 @cache
