@@ -18,6 +18,7 @@ import pytest
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from activities.lost_host_activities import LostHost, StandIn
 from perdure.client import temporal_names
 from perdure.home_folder import host_of
@@ -91,6 +92,7 @@ class Host:
                             client,
                             task_queue=temporal_names.LOST_HOSTS_QUEUE,
                             activities=[stand_in],
+                            graceful_shutdown_timeout=GRACE,
                         ),
                     ):
                         await workers.enter_async_context(worker)
@@ -191,7 +193,7 @@ async def test_a_restored_server_learns_the_hosts_later_term(
 ) -> None:
     """The host was lost once after the backup: it continues in its own term, and kills no
     sandbox."""
-    monkeypatch.setenv("PERDURE_HOST__SILENT_S", "20")
+    monkeypatch.setenv("PERDURE_HOST__SILENT_S", "30")
     async with host.served() as client:
         with host.alive():
             await host.serves(client)
