@@ -95,12 +95,14 @@ def joined(instance: Instance, record: Calibration) -> Instance:
     return instance.model_copy(update={"grading": instance.grading.model_copy(update=proved)})
 
 
-TIMES_LONGEST, LEAST_LIMIT_S = 10, 60.0
+TIMES_LONGEST, LEAST_LIMIT_S = 50, 300.0
+"""A timeout is a verdict, so a busy host must not cause one. With the default slots and twins, 24
+test runs share a host: on two cores, each takes twelve times as long as alone."""
 
 
 def _time_limit_s(instance: Instance, record: Calibration) -> float:
-    """Enough for a loaded host, and far below the row's own limit: a patch that never ends should not
-    hold cores for half an hour."""
+    """Below the row's own limit, because a patch that never ends should not hold cores for half an
+    hour."""
     own = instance.grading.timeout_s
     longest = record.longest_run_s
     return min(own, max(LEAST_LIMIT_S, TIMES_LONGEST * longest)) if longest else own
