@@ -27,7 +27,7 @@ exec {NODE}/bin/node {PACKAGE}/cli.js "$@"
 """
 """The program `claude` for an npm package that runs on Node."""
 COMMAND_ENV = f"{HOME}/command-env.sh"
-"""It sources this file before each command of its Bash tool."""
+"""Claude Code sources this file before each command of its Bash tool."""
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """Without WebFetch and WebSearch, because sandboxes reach no web hosts."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
