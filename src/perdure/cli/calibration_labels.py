@@ -27,7 +27,8 @@ def _strength(record: Calibration) -> str:
     if record.state is CalibrationState.QUARANTINED or record.twin_draws is None:
         return f": {record.reason}" if record.reason else ""
     strong = {t for twin in distinct_twins(record.twin_draws) if not twin.weak for t in twin.tests}
-    return f" (strong twins of {len(strong)} of {many(len(record.fail_to_pass), 'test')})"
+    tests = len(record.fail_to_pass) or 1  # a row graded by exit code has one
+    return f" (strong twins of {len(strong)} of {many(tests, 'test')})"
 
 
 def label_record(record: Calibration) -> str:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from secrets import token_hex
 
 from perdure.errors import InstanceError
+from perdure.graders.canary_insertion import insert_canary
 from perdure.graders.diff.git_diff_parser import paths_of
 from perdure.graders.hidden_test_run import Command
 from perdure.graders.reports.junit_statuses import JunitReport
@@ -52,8 +53,9 @@ class Reading:
 
 
 def instrument_command(grading: Grading, scratch: str) -> tuple[Command, CanaryTest | None]:
-    """The row's test command with a canary and, if the runner can write one, a junit file. Runners
-    of languages other than Python get neither: their command is unchanged.
+    """The row's test command with a canary and, if the runner can write one, a junit file. For
+    languages other than Python, a canary that calibration has proven is part of the test patch, and
+    the command is unchanged.
 
     Raises: InstanceError when the command does not call the log parser's runner.
     """
@@ -61,11 +63,19 @@ def instrument_command(grading: Grading, scratch: str) -> tuple[Command, CanaryT
     before, newline, line = command.rpartition("\n")
     runner = LogParser(grading.log_parser).runner
     if not runner:
-        return Command(command, {}), None
+        return _with_inserted_canary(command, grading)
     add = _ADD[runner]
     suffix, canary, junit = add(line, grading, f"{scratch}/{token_hex(8)}.xml")
     shell = f"{before}{newline}{line} {suffix}"
     return Command(shell, {canary.path: canary.content}, junit), canary
+
+
+def _with_inserted_canary(command: str, grading: Grading) -> tuple[Command, CanaryTest | None]:
+    made = insert_canary(grading.test_patch) if grading.canary else None
+    if made is None:
+        return Command(command, {}), None
+    canary = CanaryTest(made.token, made.path, made.content)
+    return Command(command, {}, test_patch=made.test_patch), canary
 
 
 def find_forgery(reading: Reading, exit_code: int | None, tests: Iterable[str]) -> str | None:

@@ -78,6 +78,8 @@ class Command:
     """Path below the workdir -> content. Written last, so these replace files of the diff."""
     junit_path: str = ""
     """Where the runner writes its junit file; empty if it writes none."""
+    test_patch: bytes = b""
+    """The row's test patch with a canary test in it; empty if nothing is added."""
 
 
 NOT_STARTED = (125, 126)
@@ -208,13 +210,14 @@ exit $code
 def _upload(instance: Instance, patch: bytes, command: Command, folder: str) -> bytes:
     """A tar of one folder, which must not exist in the sandbox."""
     grading = instance.grading
-    tests = parse(grading.test_patch)
+    test_patch = command.test_patch or grading.test_patch
+    tests = parse(test_patch)
     known = {file.old_path for file in tests if not file.added}
     extra = {**grading.files, **command.extra_files}
     return _tar(
         {
             "model.patch": patch,
-            "tests.patch": grading.test_patch,
+            "tests.patch": test_patch,
             "tests.paths": b"\0".join(sorted({path for file in tests for path in file.paths})),
             "tests.known": b"\0".join(sorted(known)),
             "pre.sh": _pre_commands(instance),

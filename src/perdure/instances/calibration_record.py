@@ -58,6 +58,8 @@ class Calibration(Frozen):
     """Twins that were proven to fail under gold and base, together. None: calibration chose none."""
     without_twin: dict[str, str] = Field(default_factory=dict)
     """FAIL_TO_PASS test -> why it has no twin."""
+    canary: bool = False
+    """`Grading.canary` of the proven row."""
 
 
 class Mark(NamedTuple):
@@ -84,12 +86,12 @@ async def read(store: Store, instance: Instance, sandbox: str) -> Calibration | 
 
 
 def joined(instance: Instance, record: Calibration) -> Instance:
-    """The row with the lists and the twins that calibration proved, and its time limit."""
+    """The row with the lists, twins and canary that calibration proved, and its time limit."""
     proved: dict[str, object] = {"timeout_s": _time_limit_s(instance, record)}
     if record.fail_to_pass:
         proved |= {"fail_to_pass": record.fail_to_pass, "pass_to_pass": record.pass_to_pass}
-        if record.twin_draws is not None:
-            proved["twin_draws"] = record.twin_draws
+    if record.twin_draws is not None:
+        proved |= {"twin_draws": record.twin_draws, "canary": record.canary}
     if record.twin_draws:  # twins are lines of `test_patch`, proven in place of those files
         proved["tests_from"] = None
     return instance.model_copy(update={"grading": instance.grading.model_copy(update=proved)})

@@ -145,6 +145,9 @@ class Grading(Frozen):
     timeout_s: float = 1800.0
     twin_draws: tuple[TwinDraw, ...] = ()
     """The draws that calibration has proven. Each grading picks one per pair."""
+    canary: bool = False
+    """Calibration has proven that a canary added to `test_patch` fails and disturbs no other test.
+    Runners of Python need no proof."""
 
 
 class Instance(Frozen):

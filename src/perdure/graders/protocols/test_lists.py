@@ -152,8 +152,10 @@ def judge(suite: SuiteRun, grading: Grading) -> Verdict:
     tests = (*grading.fail_to_pass, *grading.pass_to_pass)
     if forged := forged_results.find_forgery(reading, code, tests):
         return Verdict(Outcome.TAMPERED, forged, score=score)
-    if score.outcome is Outcome.RESOLVED and (
-        cut := find_truncation(grading.log_parser, suite.run.log, code, tests)
+    if (
+        score.outcome is Outcome.RESOLVED
+        and suite.parser.runner
+        and (cut := find_truncation(grading.log_parser, suite.run.log, code, tests))
     ):
         return Verdict(Outcome.TAMPERED, cut, score=score)
     reason = verdict_rules.explain(score, reading.statuses, last_line(suite.run))

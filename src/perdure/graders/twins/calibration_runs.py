@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, ParamSpec, TypeVar
 
 from perdure.errors import InstanceError
 from perdure.graders import forged_results
 from perdure.graders.diff.patch_filter import filter_patch
 from perdure.graders.hidden_test_run import Command, TestRun, run_tests, scratch_folder
-from perdure.graders.protocols import multi_swe, swepro
+from perdure.graders.protocols import eval_cmd, multi_swe, swepro
 from perdure.graders.protocols.test_lists import SuiteRun
-from perdure.graders.reports.log_parsers import parser_of
+from perdure.graders.reports.log_parsers import LogParser, Statuses, parser_of
 from perdure.instances.calibration_proof import MakeSandbox
 from perdure.limited_process import Unparsable, read
 from perdure.types import Instance
@@ -29,6 +29,11 @@ class Bench:
         self.runs = 0
         self._make = make_sandbox
         self._limit_s = limit_s
+
+    @property
+    def by_exit_code(self) -> bool:
+        """Whether the row has one exit code in place of a status per test."""
+        return self.instance.grading.protocol == "eval_cmd"
 
     async def run(
         self,
@@ -83,12 +88,27 @@ def _suite(instance: Instance, scratch: str) -> _Suite:
         return _of_swepro(instance, scratch)
     if instance.grading.protocol == "multi_swe":
         return _of_multi_swe(instance)
+    if instance.grading.protocol == "eval_cmd":
+        command = Command(instance.grading.eval_cmd or "", {})
+        return _Suite(
+            command, lambda run: SuiteRun(run, None, False, ExitCode(code=run.status.code))
+        )
     command, canary = forged_results.instrument_command(instance.grading, scratch)
     has_junit, parser = bool(command.junit_path), parser_of(instance)
     shell = command.shell + (" --tb=native" if has_junit else "")
     return _Suite(
         replace(command, shell=shell), lambda run: SuiteRun(run, canary, has_junit, parser)
     )
+
+
+@dataclass(frozen=True)
+class ExitCode(LogParser):
+    """Reads no log: the exit code is the only test."""
+
+    code: int | None = None
+
+    def statuses(self, log: bytes) -> Statuses:
+        return eval_cmd.statuses(self.code)
 
 
 _NATIVE = "export PYTEST_ADDOPTS=--tb=native\n"

@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from perdure.errors import InstanceError
 from perdure.graders.diff.git_diff_parser import FileDiff, parse
 from perdure.types import Twin
 
-_HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 _INDEX = re.compile(rb"^index [0-9a-f]+\.\.[0-9a-f]+(?: \d+)?\n", re.MULTILINE)
 
 
@@ -34,7 +35,7 @@ def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
     missing = set(twins)
     for file in parse(test_patch):
         own = {twin.line: twin for twin in twins if twin.path == _path(file)}
-        parts.append(_without_index(file) if not own else _exchanged(file, own, missing))
+        parts.append(without_index(file) if not own else _exchanged(file, own, missing))
     if missing:
         twin = sorted(missing, key=lambda twin: (twin.path, twin.line))[0]
         raise InstanceError(
@@ -46,7 +47,7 @@ def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
 
 def _exchanged(file: FileDiff, own: dict[int, Twin], missing: set[Twin]) -> bytes:
     lines = []
-    for line, number in _numbered(_without_index(file)):
+    for line, number in _numbered(without_index(file)):
         twin = own.get(number) if number else None
         if twin is not None and line == b"+" + twin.before + b"\n":
             missing.discard(twin)
@@ -56,7 +57,38 @@ def _exchanged(file: FileDiff, own: dict[int, Twin], missing: set[Twin]) -> byte
     return b"".join(lines)
 
 
-def _without_index(file: FileDiff) -> bytes:
+class Hunk(NamedTuple):
+    """One hunk of a file's part. `lines` begin with `+`, `-`, a space or a backslash."""
+
+    match: re.Match[bytes]
+    rest: bytes
+    """What follows the numbers in its first line."""
+    lines: tuple[bytes, ...]
+
+    def header(self, moved: int, added: int) -> bytes:
+        """Its first line, if `moved` lines are added above it and `added` lines in it."""
+        old, count, first, size = (self.match[n] for n in (1, 2, 3, 4))
+        more = int(size or 1) + added
+        old_range = old + (b"," + count if count else b"")
+        return b"@@ -%s +%d,%d @@%s" % (old_range, int(first) + moved, more, self.rest)
+
+
+def hunks(file: FileDiff) -> tuple[bytes, list[Hunk]]:
+    """What precedes the first hunk, without index lines, and the hunks."""
+    found: list[Hunk] = []
+    head = b""
+    for line, _, match in _read(without_index(file)):
+        if match is not None:
+            found.append(Hunk(match, line[match.end() :], ()))
+        elif found:
+            found[-1] = found[-1]._replace(lines=(*found[-1].lines, line))
+        else:
+            head += line
+    return head, found
+
+
+def without_index(file: FileDiff) -> bytes:
+    """The file's part without its index lines, which hold digests."""
     if file.binary:
         return file.raw
     head, hunk, rest = file.raw.partition(b"\n@@ ")
@@ -70,19 +102,25 @@ def _path(file: FileDiff) -> str:
 
 def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
     """Each line of a file's part, and its number in the new file; 0 if it is not added."""
+    for line, number, _ in _read(raw):
+        yield line, number
+
+
+def _read(raw: bytes) -> Iterator[tuple[bytes, int, re.Match[bytes] | None]]:
+    """As `_numbered`, and the match of a hunk's first line."""
     number = old_left = new_left = 0
     for line in _split(raw):
         if old_left <= 0 and new_left <= 0:
             if match := _HUNK.match(line):
-                old_left, number = int(match[1] or 1), int(match[2])
-                new_left = int(match[3] or 1)
-            yield line, 0
+                old_left, number = int(match[2] or 1), int(match[3])
+                new_left = int(match[4] or 1)
+            yield line, 0, match
             continue
         kind = line[:1]
         if kind == b"\\":
-            yield line, 0
+            yield line, 0, None
             continue
-        yield line, number if kind == b"+" else 0
+        yield line, number if kind == b"+" else 0, None
         old_left -= kind != b"+"
         new_left -= kind != b"-"
         number += kind != b"-"

@@ -12,10 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any
-
-from perdure.graders.twins.expectation_mutation import Candidate
-from perdure.graders.twins.parsed_test_file import Source
+from typing import Any, Protocol
 
 MARGIN = 0.1
 """Smaller differences of points say nothing."""
@@ -30,7 +27,43 @@ _CLASS_WORD = re.compile(rb"[A-Z][a-z]+")
 _COMMON = frozenset((b"error", b"exception", b"invalid", b"value", b"type", b"key", b"runtime"))
 
 
-def prefers_original(source: Source, candidate: Candidate) -> bool:
+class TestFile(Protocol):
+    """A test file in any language."""
+
+    data: bytes
+
+    def line(self, number: int) -> bytes: ...
+
+
+class Lines(Protocol):
+    """The first and the last line of a test; 1-based."""
+
+    @property
+    def first(self) -> int: ...
+    @property
+    def last(self) -> int: ...
+
+
+class Change(Protocol):
+    """A line of a test and its replacement. `old` and `new` are the expressions that differ."""
+
+    @property
+    def function(self) -> Lines: ...
+    @property
+    def line(self) -> int: ...
+    @property
+    def before(self) -> bytes: ...
+    @property
+    def after(self) -> bytes: ...
+    @property
+    def rule(self) -> str: ...
+    @property
+    def old(self) -> bytes: ...
+    @property
+    def new(self) -> bytes: ...
+
+
+def prefers_original(source: TestFile, candidate: Change) -> bool:
     """Whether the original is more plausible than the twin."""
     surroundings = _Surroundings.of(source, candidate)
     original = surroundings.points(candidate.old, candidate.rule)
@@ -50,7 +83,7 @@ class _Surroundings:
     """The rest of the file, with the test."""
 
     @classmethod
-    def of(cls, source: Source, candidate: Candidate) -> "_Surroundings":
+    def of(cls, source: TestFile, candidate: Change) -> "_Surroundings":
         function = candidate.function
         lines = [source.line(n) for n in range(1, source.data.count(b"\n") + 2)]
         start = _start(candidate)
@@ -72,7 +105,7 @@ class _Surroundings:
             return known + self._of_text(expression.strip(b"\"'")[:LONGEST])
         return known
 
-    def oddity(self, candidate: Candidate) -> float:
+    def oddity(self, candidate: Change) -> float:
         """Points that the twin loses because its rule writes a form that the file does not use."""
         forms = {
             "negation": candidate.new,
@@ -111,7 +144,7 @@ class _Surroundings:
         return found
 
 
-def _start(candidate: Candidate) -> int:
+def _start(candidate: Change) -> int:
     """Where the exchanged expression begins: the same text may occur earlier on its line."""
     before, after, old, new = candidate.before, candidate.after, candidate.old, candidate.new
     places = (match.start() for match in re.finditer(re.escape(old), before))

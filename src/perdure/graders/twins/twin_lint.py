@@ -25,7 +25,7 @@ def lint(source: Source, candidate: Candidate) -> tuple[Lint, str]:
     twin = ast.parse(source.function_text(function, (candidate.line, candidate.after)))
     if _repeats(twin) - _repeats(ast.parse(source.function_text(function))):
         return Lint.REFUSED, "a repeated element or key"
-    if _stutters(candidate.after) and not _stutters(candidate.before):
+    if stutters(candidate.after) and not stutters(candidate.before):
         return Lint.REFUSED, "a repeated word"
     if prefers_original(source, candidate):
         return Lint.WEAK, "less plausible than the original"
@@ -47,5 +47,6 @@ def _repeats(tree: ast.AST) -> set[tuple[int, str]]:
     return found
 
 
-def _stutters(line: bytes) -> bool:
+def stutters(line: bytes) -> bool:
+    """Whether a word follows itself."""
     return re.search(rb"\b([A-Za-z]{3,})\W+\1\b", line) is not None

@@ -6,35 +6,37 @@ will use.
 """
 
 import asyncio
-import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from perdure.errors import InstanceError
 from perdure.graders import verdict_rules
 from perdure.graders.diff.git_diff_parser import MalformedDiff
-from perdure.graders.protocols.test_lists import SuiteRun, reading_of
+from perdure.graders.protocols.eval_cmd import EXIT_CODE
 from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
+from perdure.graders.twins.canary_proof import has_proven_canary
 from perdure.graders.twins.copied_tests import Copy, exchanges, with_copies
+from perdure.graders.twins.draw_proof import FAILING, proven_draws
 from perdure.graders.twins.expectation_mutation import Candidate, candidates
 from perdure.graders.twins.failure_locations import NOT_RUN, Behaviour, Place, behaviours
+from perdure.graders.twins.other_languages.languages import language_of
 from perdure.graders.twins.parsed_test_file import Source
-from perdure.graders.twins.patch_lines import added_lines, with_twins
+from perdure.graders.twins.patch_lines import added_lines
 from perdure.graders.twins.published_test_ids import Target, targets
+from perdure.graders.twins.selection_in_place import proven_pools
 from perdure.graders.twins.twin_lint import Lint, lint
 from perdure.graders.twins.twin_support import why_no_twins
 from perdure.instances.calibration_proof import MakeSandbox
-from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw, distinct_twins
+from perdure.types import Instance, Twin, distinct_twins
 
 UNPROVEN = "in place of its test, none of its twins fails without disturbing another test"
 
 SCREENED = 14
 """Most candidates of one test that calibration runs."""
 
-_FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 _BY_ASSERTION = frozenset(("AssertionError", "Failed"))
 _BROKEN = frozenset(("NameError", "ImportError", "SyntaxError", "UnboundLocalError"))
 
@@ -55,7 +57,7 @@ class ChosenReport:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The instance with `grading.twin_draws`, and the evidence."""
+    """The instance with `grading.twin_draws` and `grading.canary`, and the evidence."""
 
     instance: Instance
     report: ChosenReport
@@ -77,36 +79,63 @@ async def choose_twins(
     sandboxes.
     """
     bench = Bench(instance, make_sandbox, timeout_s or instance.grading.timeout_s)
-    plain = _with_draws(instance, ())
+    plain = _changed(instance, twin_draws=(), canary=False)
     grading = instance.grading
     if (reason := why_no_twins(grading)) is not None:
         return Chosen(plain, ChosenReport(without=dict.fromkeys(grading.fail_to_pass, reason)))
-    sources, unread = await _sources(bench, grading)
-    found, without = targets(sources, grading.fail_to_pass, grading.pass_to_pass)
-    if unread and not sources:
-        without = dict.fromkeys(grading.fail_to_pass, unread)
+    plain = _changed(plain, canary=await has_proven_canary(bench, plain))
+    added = _added(bench.instance)
+    tests: Sequence[str] = (EXIT_CODE,) if bench.by_exit_code else grading.fail_to_pass
+    pools, without = await _copied(bench, added, tests, wanted, runs)
+    if bench.by_exit_code or any(map(language_of, added)):
+        rest = [test for test in tests if test in without]
+        more, others = await proven_pools(bench, plain, added, rest, wanted)
+        pools += more
+        without = {test: why for test, why in without.items() if test not in rest} | others
+    draws = await proven_draws(bench, plain, pools, wanted)
+    twins = distinct_twins(draws)
+    counts = Counter(test for twin in twins for test in twin.tests)
+    lost = [test for pool in pools for test in pool[0].tests if test not in counts]
+    without |= dict.fromkeys(lost, UNPROVEN)
+    weak = tuple(dict.fromkeys(test for twin in twins if twin.weak for test in twin.tests))
+    return Chosen(
+        _changed(plain, twin_draws=tuple(draws)),
+        ChosenReport(dict(counts), weak, without, bench.runs),
+    )
+
+
+async def _copied(
+    bench: Bench,
+    added: dict[str, frozenset[int]],
+    tests: Sequence[str],
+    wanted: int,
+    runs: int,
+) -> tuple[list[list[Twin]], dict[str, str]]:
+    """Twins of Python tests, by function, chosen by running copies; why another test has none."""
+    sources, unread = await _sources(bench, added)
+    if not sources or bench.by_exit_code:
+        return [], dict.fromkeys(tests, unread or "the test patch adds no Python lines")
+    found, without = targets(sources, tests, bench.instance.grading.pass_to_pass)
     tried = [_screened(target) for target in found]
     tried = await _exclusive(bench, tried)
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
     tried = await _not_undone(bench, tried, wanted)
-    pools = [pool for one in tried if (pool := one.pool(wanted))]
-    draws = await _proven_draws(bench, plain, pools, wanted)
-    twins = distinct_twins(draws)
-    counts = Counter(test for twin in twins for test in twin.tests)
     for one in tried:
-        if one.target.tests[0] not in counts:
-            why = UNPROVEN if one.left else one.why
-            without |= dict.fromkeys(one.target.tests, why)
-    weak = tuple(dict.fromkeys(test for twin in twins if twin.weak for test in twin.tests))
-    return Chosen(
-        _with_draws(instance, draws), ChosenReport(dict(counts), weak, without, bench.runs)
-    )
+        if not one.left:
+            without |= dict.fromkeys(one.target.tests, one.why)
+    return [pool for one in tried if (pool := one.pool(wanted))], without
 
 
-def _with_draws(instance: Instance, draws: Sequence[TwinDraw]) -> Instance:
-    grading = instance.grading.model_copy(update={"twin_draws": tuple(draws)})
-    return instance.model_copy(update={"grading": grading})
+def _changed(instance: Instance, **grading: object) -> Instance:
+    return instance.model_copy(update={"grading": instance.grading.model_copy(update=grading)})
+
+
+def _added(instance: Instance) -> dict[str, frozenset[int]]:
+    try:
+        return added_lines(instance.grading.test_patch)
+    except MalformedDiff as error:
+        raise InstanceError(f"{instance.ref}: `test_patch` is not a git diff: {error}") from error
 
 
 _Plan = dict[Target, list[Copy]]
@@ -151,17 +180,12 @@ def _screened(target: Target) -> _Tried:
     return _Tried(target, tuple((clean + weak)[:SCREENED]), frozenset(weak))
 
 
-async def _sources(bench: Bench, grading: Grading) -> tuple[list[Source], str]:
+async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list[Source], str]:
     """The Python files that the test patch changes, and why the last unreadable one was skipped."""
-    try:
-        added = {p: n for p, n in added_lines(grading.test_patch).items() if p.endswith(".py")}
-    except MalformedDiff as error:
-        raise InstanceError(
-            f"{bench.instance.ref}: `test_patch` is not a git diff: {error}"
-        ) from error
-    if not added:
-        return [], "the test patch adds no Python lines"
-    texts = await class_relations.read_files(bench.in_sandbox, list(added))
+    paths = [path for path in added if path.endswith(".py")]
+    if not paths:
+        return [], ""
+    texts = await class_relations.read_files(bench.in_sandbox, paths)
     sources, reason = [], ""
     for path, data in texts.items():
         try:
@@ -242,7 +266,7 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
 
 def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
     """All its ids fail: a comparison by its assertion, `raises` by anything but a broken test."""
-    if not shown.statuses or shown.statuses - _FAILING:
+    if not shown.statuses or shown.statuses - FAILING:
         return False
     kinds = {kind for kind, _ in shown.failures}
     if candidate.rule.startswith("raises"):
@@ -303,85 +327,3 @@ async def _copies(
         return dict.fromkeys(places, NOT_RUN)
     shown = await bench.read(behaviours, suite, list(places.values()))
     return {copy: shown[place] for copy, place in places.items()}
-
-
-async def _proven_draws(
-    bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
-) -> list[TwinDraw]:
-    """At most `wanted` draws that all have a twin of the same functions: of as many as possible."""
-    proven: list[TwinDraw] = []
-    for number in range(min(wanted, max(map(len, pools), default=0))):
-        together = [pool[number % len(pool)] for pool in pools]
-        draw = await _proven_draw(bench, plain, together, str(number + 1))
-        if draw is not None:
-            proven.append(draw)
-    most = max((_functions(draw) for draw in proven), key=len, default=frozenset())
-    return [draw for draw in proven if _functions(draw) == most]
-
-
-def _functions(draw: TwinDraw) -> frozenset[tuple[str, ...]]:
-    return frozenset(twin.tests for run in draw.runs for twin in run)
-
-
-async def _proven_draw(
-    bench: Bench, plain: Instance, together: list[Twin], number: str
-) -> TwinDraw | None:
-    """The first division of these twins into runs that is proven under gold: in each run, the twins
-    fail and all other tests pass. Twins that the base passes, or that pass, are left out."""
-    base = await _statuses_with(bench, plain, b"", together, f"proof-base-{number}")
-    together = [twin for twin in together if not _any(twin, base, verdict_rules.F2P_PASSES)]
-    for division, runs in enumerate(_divisions(together)):
-        found = await asyncio.gather(
-            *(
-                _statuses_with(bench, plain, bench.gold, run, f"proof-{number}-{division}-{side}")
-                for side, run in enumerate(runs)
-            )
-        )
-        if all(
-            _is_proven(plain.grading, run, shown) for run, shown in zip(runs, found, strict=True)
-        ):
-            return TwinDraw(runs=runs)
-    return None
-
-
-DIVISIONS = 3
-"""Random divisions between two runs that calibration tries, before all twins share one run."""
-
-
-def _divisions(twins: Sequence[Twin]) -> Iterator[tuple[tuple[Twin, ...], ...]]:
-    """Divided between two runs, a forger must judge each test by itself; together, one is enough."""
-    for _ in range(DIVISIONS if len(twins) > 1 else 0):
-        mixed = random.sample(twins, len(twins))
-        cut = random.randrange(1, len(twins))
-        yield tuple(mixed[:cut]), tuple(mixed[cut:])
-    if twins:
-        yield (tuple(twins),)
-
-
-async def _statuses_with(
-    bench: Bench, plain: Instance, patch: bytes, twins: Sequence[Twin], purpose: str
-) -> dict[str, TestStatus]:
-    tests = with_twins(plain.grading.test_patch, twins)
-    grading = plain.grading.model_copy(update={"test_patch": tests})
-    variant = plain.model_copy(update={"grading": grading})
-    return await bench.read(_statuses, await bench.run(patch, purpose, instance=variant))
-
-
-def _is_proven(grading: Grading, twins: Sequence[Twin], shown: dict[str, TestStatus]) -> bool:
-    having = {test for twin in twins for test in twin.tests}
-    others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in having]
-    return all(_all(twin, shown, _FAILING) for twin in twins) and all(
-        verdict_rules.status_of(test, shown) in verdict_rules.P2P_PASSES for test in others
-    )
-
-
-def _all(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
-    return all(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
-
-
-def _any(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
-    return any(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
-
-
-def _statuses(suite: SuiteRun) -> dict[str, TestStatus]:
-    return dict(reading_of(suite).statuses)

@@ -9,19 +9,19 @@ from types import MappingProxyType
 
 from perdure.graders.diff.git_diff_parser import MalformedDiff, paths_of
 from perdure.graders.reports.log_parsers import LogParser
+from perdure.graders.twins.other_languages.languages import language_of
 from perdure.types import Grading
 
-POSSIBLE = frozenset(("swebench", "swepro", "multi_swe"))
+POSSIBLE = frozenset(("swebench", "swepro", "multi_swe", "eval_cmd"))
 _WHY_NOT: Mapping[str, str] = MappingProxyType(
     {
-        "eval_cmd": "its command gives an exit code, not a status per test",
         "reward_file": "its script writes a number, not a status per test",
         "status_map": "its hidden tests are whole files instead of a test patch",
     }
 )
 _NO_CANARY: Mapping[str, str] = MappingProxyType(
     {
-        "eval_cmd": "its command may run anything",
+        "eval_cmd": "its command gives one exit code",
         "reward_file": "its script decides what runs",
         "swepro": "its script decides what runs",
         "multi_swe": "its command is a script of its image",
@@ -31,9 +31,11 @@ _NO_CANARY: Mapping[str, str] = MappingProxyType(
 
 def why_no_canary(grading: Grading) -> str | None:
     """Why the run gets no canary test; None if it gets one."""
-    if grading.protocol == "swebench" and not LogParser(grading.log_parser).runner:
-        return "its test runner does not run Python files"
-    return _NO_CANARY.get(grading.protocol)
+    if grading.protocol != "swebench":
+        return _NO_CANARY.get(grading.protocol)
+    if grading.canary or LogParser(grading.log_parser).runner:
+        return None
+    return "calibration has proven none for its test runner"
 
 
 def why_no_twins(grading: Grading) -> str | None:
@@ -45,11 +47,15 @@ def why_no_twins(grading: Grading) -> str | None:
         return "the row has no test command"
     if not grading.test_patch:
         return "the row has no test patch"
-    return None if _is_python(grading.test_patch) else "the row's hidden tests are not in Python"
+    return None if _is_known(grading.test_patch) else f"its hidden tests are not in {_KNOWN}"
 
 
-def _is_python(test_patch: bytes) -> bool:
+_KNOWN = "Python, JavaScript, TypeScript, Go, Rust, Java or C"
+
+
+def _is_known(test_patch: bytes) -> bool:
     try:
-        return any(path.endswith(b".py") for path in paths_of(test_patch))
+        paths = [path.decode("utf-8", "surrogateescape") for path in paths_of(test_patch)]
     except MalformedDiff:
         return True  # calibration reports the malformed diff
+    return any(path.endswith(".py") or language_of(path) for path in paths)

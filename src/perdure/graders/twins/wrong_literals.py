@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from perdure.graders.twins.parsed_test_file import Edit, Function, Source
@@ -10,7 +10,7 @@ from perdure.graders.twins.parsed_test_file import Edit, Function, Source
 LONGEST = 200
 """A literal of more bytes never replaces another."""
 
-_WORD = re.compile(rb"(?<![\\\w])[A-Za-z]{3,}(?!\w)")
+WORD = re.compile(rb"(?<![\\\w])[A-Za-z]{3,}(?!\w)")
 _TOKEN = re.compile(rb"[bBrRuU]{0,2}(?:'(?:[^'\\\n]|\\.)+'|\"(?:[^\"\\\n]|\\.)+\")")
 _NUMBER = re.compile(rb"(?<![\\\w.])\d{1,6}(?![\w.])")
 
@@ -53,15 +53,20 @@ def _other_text(
     whole: list[Edit] = []
     if place is not None and _is_one_token(source.text(leaf) or b""):
         texts = literals_of_type(source, function, type(leaf.value))[:40]
-        size = len(source.text(leaf) or b"")
-        own = _shape(source.text(leaf) or b"")
-        near = sorted(texts, key=lambda text: (_shape(text) != own, abs(len(text) - size)))
-        whole = [place.with_text(text) for text in near if text != source.text(leaf)]
+        near = nearest(texts, source.text(leaf) or b"")
+        whole = [place.with_text(text) for text in near]
     short = isinstance(leaf.value, str | bytes) and len(leaf.value) <= 12
     first, second = (whole, inner) if short else (inner, whole)
     yield from first[:3]
     yield from second[:3]
     yield from first[3:6]
+
+
+def nearest(texts: Iterable[bytes], own: bytes) -> list[bytes]:
+    """The other texts, those that look most like `own` first."""
+    others = [text for text in texts if text != own]
+    shape, size = _shape(own), len(own)
+    return sorted(others, key=lambda text: (_shape(text) != shape, abs(len(text) - size)))
 
 
 def _shape(text: bytes) -> tuple[bool, bool, bool]:
@@ -70,22 +75,26 @@ def _shape(text: bytes) -> tuple[bool, bool, bool]:
 
 
 def _within(source: Source, function: Function, leaf: ast.Constant) -> Iterator[Edit]:
-    """Exchange one word or number of the text for one of about the same length."""
     words = _words(source, function)
     for line in range(leaf.lineno, (leaf.end_lineno or leaf.lineno) + 1):
         start = leaf.col_offset if line == leaf.lineno else 0
         end = leaf.end_col_offset if line == leaf.end_lineno else None
         text = source.line(line)[start:end]
-        for match in _NUMBER.finditer(text):
-            other = str(int(match[0]) + 1).encode()
-            yield Edit(line, start + match.start(), start + match.end(), other)
-        for match in _WORD.finditer(text):
-            others = [w for w in words if w.lower() not in text.lower()]
-            same = [w for w in others if len(w) == len(match[0])]
-            near = [w for w in others if abs(len(w) - len(match[0])) == 1]
-            for word in (*same[:1], *near[:1]):
-                if word.islower() == match[0].islower():
-                    yield Edit(line, start + match.start(), start + match.end(), word)
+        for first, last, new in word_exchanges(text, words):
+            yield Edit(line, start + first, start + last, new)
+
+
+def word_exchanges(text: bytes, words: Sequence[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Start, end and replacement of each number and word of a text that can be exchanged."""
+    for match in _NUMBER.finditer(text):
+        yield match.start(), match.end(), str(int(match[0]) + 1).encode()
+    for match in WORD.finditer(text):
+        others = [w for w in words if w.lower() not in text.lower()]
+        same = [w for w in others if len(w) == len(match[0])]
+        near = [w for w in others if abs(len(w) - len(match[0])) == 1]
+        for word in (*same[:1], *near[:1]):
+            if word.islower() == match[0].islower():
+                yield match.start(), match.end(), word
 
 
 def _words(source: Source, function: Function) -> list[bytes]:
@@ -94,7 +103,7 @@ def _words(source: Source, function: Function) -> list[bytes]:
     for line, value, _ in source.texts_and_values:
         if isinstance(value, str):
             far = _distance(source, function, line)
-            found += [(far, word) for word in _WORD.findall(value[:4096].encode("utf-8", "ignore"))]
+            found += [(far, word) for word in WORD.findall(value[:4096].encode("utf-8", "ignore"))]
     return list(dict.fromkeys(word for _, word in sorted(found, key=lambda one: one[0])))
 
 

@@ -205,5 +205,6 @@ def _record(instance: Instance, report: CalibrationReport, sandbox: str) -> Cali
         base_passes=True if grading.pass_to_pass else None,
         longest_run_s=report.longest_run_s,
         twin_draws=grading.twin_draws,
+        canary=grading.canary,
         without_twin=dict(report.without_twins),
     )

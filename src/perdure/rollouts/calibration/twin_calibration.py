@@ -48,6 +48,7 @@ async def choose(
         return sandbox
 
     draws: tuple[TwinDraw, ...] = ()
+    canary = False
     try:
         chosen = await choose_twins(
             proved,
@@ -56,12 +57,13 @@ async def choose(
             runs=asked.calibration.runs,
             timeout_s=timeout_s,
         )
-        draws, without = chosen.instance.grading.twin_draws, chosen.report.without
+        grading, without = chosen.instance.grading, chosen.report.without
+        draws, canary = grading.twin_draws, grading.canary
     except SilentDuringTests as error:  # here the code under test is the row's own
         raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
     except InstanceError as error:  # recorded, because otherwise each later start would try again
         without = dict.fromkeys(proved.grading.fail_to_pass, str(error))
-    changed = {"twin_draws": draws, "without_twin": without}
+    changed = {"twin_draws": draws, "without_twin": without, "canary": canary}
     await calibration_record.save(services.store, record.model_copy(update=changed))
     tests = {test for twin in distinct_twins(draws) for test in twin.tests}
     return RowTwins(tests=len(tests), without=len(without))

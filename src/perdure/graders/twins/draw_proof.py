@@ -1,0 +1,95 @@
+"""Calibration: proves the draws that gradings will use, with twins in place of their tests."""
+
+import asyncio
+import random
+from collections.abc import Iterator, Sequence
+
+from perdure.graders import verdict_rules
+from perdure.graders.protocols.test_lists import SuiteRun, reading_of
+from perdure.graders.twins.calibration_runs import Bench
+from perdure.graders.twins.patch_lines import with_twins
+from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw
+
+FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
+
+
+async def proven_draws(
+    bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
+) -> list[TwinDraw]:
+    """At most `wanted` draws that all have a twin of the same functions: of as many as possible."""
+    proven: list[TwinDraw] = []
+    for number in range(min(wanted, max(map(len, pools), default=0))):
+        together = [pool[number % len(pool)] for pool in pools]
+        draw = await _proven_draw(bench, plain, together, str(number + 1))
+        if draw is not None:
+            proven.append(draw)
+    most = max((_functions(draw) for draw in proven), key=len, default=frozenset())
+    return [draw for draw in proven if _functions(draw) == most]
+
+
+def _functions(draw: TwinDraw) -> frozenset[tuple[str, ...]]:
+    return frozenset(twin.tests for run in draw.runs for twin in run)
+
+
+async def _proven_draw(
+    bench: Bench, plain: Instance, together: list[Twin], number: str
+) -> TwinDraw | None:
+    """The first division of these twins into runs that is proven under gold: in each run, the twins
+    fail and all other tests pass. Twins that the base passes, or that pass, are left out."""
+    base = await statuses_with(bench, plain, b"", together, f"proof-base-{number}")
+    together = [twin for twin in together if not _any(twin, base, verdict_rules.F2P_PASSES)]
+    for division, runs in enumerate(_divisions(together)):
+        found = await asyncio.gather(
+            *(
+                statuses_with(bench, plain, bench.gold, run, f"proof-{number}-{division}-{side}")
+                for side, run in enumerate(runs)
+            )
+        )
+        if all(
+            is_proven(plain.grading, run, shown) for run, shown in zip(runs, found, strict=True)
+        ):
+            return TwinDraw(runs=runs)
+    return None
+
+
+DIVISIONS = 3
+"""Random divisions between two runs that calibration tries, before all twins share one run."""
+
+
+def _divisions(twins: Sequence[Twin]) -> Iterator[tuple[tuple[Twin, ...], ...]]:
+    """Divided between two runs, a forger must judge each test by itself; together, one is enough."""
+    for _ in range(DIVISIONS if len(twins) > 1 else 0):
+        mixed = random.sample(twins, len(twins))
+        cut = random.randrange(1, len(twins))
+        yield tuple(mixed[:cut]), tuple(mixed[cut:])
+    if twins:
+        yield (tuple(twins),)
+
+
+async def statuses_with(
+    bench: Bench, plain: Instance, patch: bytes, twins: Sequence[Twin], purpose: str
+) -> dict[str, TestStatus]:
+    tests = with_twins(plain.grading.test_patch, twins)
+    grading = plain.grading.model_copy(update={"test_patch": tests})
+    variant = plain.model_copy(update={"grading": grading})
+    return await bench.read(_statuses, await bench.run(patch, purpose, instance=variant))
+
+
+def is_proven(grading: Grading, twins: Sequence[Twin], shown: dict[str, TestStatus]) -> bool:
+    having = {test for twin in twins for test in twin.tests}
+    others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in having]
+    return all(_all(twin, shown, FAILING) for twin in twins) and all(
+        verdict_rules.status_of(test, shown) in verdict_rules.P2P_PASSES for test in others
+    )
+
+
+def _all(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
+    return all(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
+
+
+def _any(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatus]) -> bool:
+    return any(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
+
+
+def _statuses(suite: SuiteRun) -> dict[str, TestStatus]:
+    return dict(reading_of(suite).statuses)

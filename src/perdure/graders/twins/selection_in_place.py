@@ -1,0 +1,183 @@
+"""Calibration of tests that cannot be copied: those in languages other than Python, and rows that are
+graded by one exit code. Each twin is tried in place of its test.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from perdure.errors import MissingDependency
+from perdure.graders import verdict_rules
+from perdure.graders.twins import class_relations
+from perdure.graders.twins.calibration_runs import Bench
+from perdure.graders.twins.draw_proof import FAILING, statuses_with
+from perdure.graders.twins.expectation_mutation import candidates
+from perdure.graders.twins.other_languages.languages import language_of
+from perdure.graders.twins.parsed_test_file import Source
+from perdure.graders.twins.twin_lint import Lint, lint
+from perdure.types import Instance, TestStatus, Twin
+
+ROUNDS = 8
+"""Most twins of one test that calibration tries."""
+ALONE = 24
+"""Most runs of one twin alone, for twins that disturb others in a common run."""
+NO_RULE = "no rule can change one of its expectations so that only one version can pass"
+NO_FAILURE = "no candidate fails in its place without disturbing another test"
+
+
+@dataclass
+class Pool:
+    """The twins of one test function: those still to be tried, and those that were proven."""
+
+    tests: tuple[str, ...]
+    """Ids that may name the function. A twin has those of them that it makes fail."""
+    waiting: list[Twin]
+    kept: list[Twin] = field(default_factory=list)
+
+    def next(self, wanted: int) -> Twin | None:
+        """Weak twins come last, and are tried only if no other was kept."""
+        strong = [twin for twin in self.kept if not twin.weak]
+        if not self.waiting or len(strong) >= wanted or (strong and self.waiting[0].weak):
+            return None
+        return self.waiting.pop(0)
+
+    def proven(self, wanted: int) -> list[Twin]:
+        """Twins that make the same tests fail: as many tests as possible."""
+        strong = [twin for twin in self.kept if not twin.weak] or self.kept
+        most = max((twin.tests for twin in strong), key=len, default=())
+        return [twin for twin in strong if twin.tests == most][:wanted]
+
+
+async def proven_pools(
+    bench: Bench,
+    plain: Instance,
+    added: dict[str, frozenset[int]],
+    tests: Sequence[str],
+    wanted: int,
+) -> tuple[list[list[Twin]], dict[str, str]]:
+    """Twins of these tests, by function, and why another test has none.
+
+    `added`: path -> lines that the test patch adds. Raises: any error of the sandboxes.
+    """
+    try:
+        for language in filter(None, map(language_of, added)):
+            language.parser()
+    except MissingDependency as error:
+        return [], dict.fromkeys(tests, str(error))
+    texts = await class_relations.read_files(bench.in_sandbox, sorted(added))
+    pools, without = _pools(texts, added, tests, bench.by_exit_code)
+    without |= {test: NO_RULE for pool in pools if not pool.waiting for test in pool.tests}
+    left = ALONE
+    for number in range(ROUNDS):
+        tried = [(pool, twin) for pool in pools if (twin := pool.next(wanted)) is not None]
+        if not tried:
+            break
+        shown = await statuses_with(bench, plain, bench.gold, _twins(tried), f"tried-{number}")
+        if _kept(plain, tried, shown) or len(tried) == 1:
+            continue
+        alone, left = tried[:left], max(0, left - len(tried))
+        for step, one in enumerate(alone):
+            purpose = f"tried-{number}-{step}"
+            shown = await statuses_with(bench, plain, bench.gold, [one[1]], purpose)
+            _kept(plain, [one], shown)
+    found = [twins for pool in pools if (twins := pool.proven(wanted))]
+    having = {test for twins in found for test in twins[0].tests}
+    missing = [test for pool in pools for test in pool.tests if test not in having]
+    return found, {**dict.fromkeys(missing, NO_FAILURE), **without}
+
+
+_Tried = Sequence[tuple[Pool, Twin]]
+
+
+def _twins(tried: _Tried) -> list[Twin]:
+    return [twin for _, twin in tried]
+
+
+def _kept(plain: Instance, tried: _Tried, shown: dict[str, TestStatus]) -> bool:
+    """Keep the twins if each makes a test of its function fail, and all other tests pass."""
+    failing = [
+        tuple(test for test in pool.tests if verdict_rules.status_of(test, shown) in FAILING)
+        for pool, _ in tried
+    ]
+    failed = {test for tests in failing for test in tests}
+    grading = plain.grading
+    others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in failed]
+    passed = all(verdict_rules.status_of(t, shown) in verdict_rules.P2P_PASSES for t in others)
+    if not passed or not all(failing):
+        return False
+    for (pool, twin), tests in zip(tried, failing, strict=True):
+        pool.kept.append(twin.model_copy(update={"tests": tests}))
+    return True
+
+
+def _pools(
+    texts: dict[str, bytes],
+    added: dict[str, frozenset[int]],
+    tests: Sequence[str],
+    by_exit_code: bool,
+) -> tuple[list[Pool], dict[str, str]]:
+    # Installed only with the grammars.
+    from perdure.graders.twins.other_languages import twin_pools
+    from perdure.graders.twins.other_languages.parsed_file import ParsedFile
+
+    files = [
+        ParsedFile(path, data, added[path], language)
+        for path, data in texts.items()
+        if (language := language_of(path)) is not None
+    ]
+    if by_exit_code:
+        parts = [
+            twin_pools.twins_of(file, function, tuple(tests))
+            for file in files
+            for function in file.functions
+        ]
+        parts += _of_python(texts, added, tuple(tests))
+        return [Pool(tuple(tests), _mixed(parts))], {}
+    named, without = twin_pools.named_functions(files, tests)
+    pools = [
+        Pool(tuple(ids), twin_pools.twins_of(file, function, tuple(ids)))
+        for (file, function), ids in named.items()
+    ]
+    return pools, without
+
+
+def _of_python(
+    texts: dict[str, bytes], added: dict[str, frozenset[int]], tests: tuple[str, ...]
+) -> list[list[Twin]]:
+    """Twins that exchange no class: whether two classes are related is not asked here."""
+    parts = []
+    for path, data in texts.items():
+        if not path.endswith(".py"):
+            continue
+        try:
+            source = Source(path, data, added[path])
+        except ValueError:
+            continue
+        for function in source.functions:
+            by_lint = [
+                (lint(source, one)[0], one)
+                for one in candidates(source, function)
+                if not one.needs_unrelated
+            ]
+            parts.append(
+                [
+                    Twin(
+                        tests=tests,
+                        path=path,
+                        line=one.line,
+                        before=one.before,
+                        after=one.after,
+                        rule=one.rule,
+                        weak=kind is Lint.WEAK,
+                    )
+                    for kind, one in by_lint
+                    if kind is not Lint.REFUSED
+                ]
+            )
+    return parts
+
+
+def _mixed(parts: Sequence[Sequence[Twin]]) -> list[Twin]:
+    """The functions take turns; weak twins come last."""
+    longest = max(map(len, parts), default=0)
+    turns = [part[number] for number in range(longest) for part in parts if number < len(part)]
+    return sorted(turns, key=lambda twin: twin.weak)[:ROUNDS]
