@@ -10,6 +10,7 @@ from perdure.types import Grade, Grading, Instance, Outcome, Rewards
 RESOLVED = Grade(outcome=Outcome.RESOLVED, rewards=Rewards(binary=1.0))
 PYTHON = diff_of({"tests/test_a.py": "def test_a():\n    assert True\n"})
 GO = diff_of({"a_test.go": "package a\n"})
+RUBY = diff_of({"a_test.rb": "require 'a'\n"})
 
 
 async def resolved(_: Instance) -> Graded:
@@ -21,13 +22,16 @@ async def resolved(_: Instance) -> Graded:
     [
         (
             Grading(protocol="eval_cmd"),
-            "an exit code, not a status per test; no canary test either",
+            "no test patch; no canary test either: its command gives one exit code",
         ),
         (
             Grading(protocol="reward_file"),
             "a number, not a status per test; no canary test either",
         ),
-        (Grading(protocol="multi_swe", test_patch=GO), "not in Python; no canary test either"),
+        (
+            Grading(protocol="multi_swe", test_patch=RUBY),
+            "not in Python, JavaScript, TypeScript, Go, Rust, Java or C; no canary test either",
+        ),
         (
             Grading(protocol="multi_swe", test_patch=PYTHON),
             "no test has a twin: calibrate the instance; no canary test either",
@@ -38,7 +42,7 @@ async def resolved(_: Instance) -> Graded:
         ),
         (
             Grading(test_cmd="go test", log_parser="parse_log_gotest", test_patch=GO),
-            "not in Python; no canary test either: its test runner does not run Python files",
+            "calibrate the instance; no canary test either: calibration has proven none",
         ),
         (Grading(protocol="status_map"), "whole files instead of a test patch"),
     ],
