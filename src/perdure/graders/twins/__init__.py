@@ -4,7 +4,10 @@ changed one, the twin, must fail. Code that forges results cannot know which of 
 - `expectation_mutation`: the changes that a test's source allows, by rules under which a test and
   its twin cannot both pass.
 - `twin_lint`, `plausibility_judge`: refuse or mark twins that a reader would recognize.
-- `twin_selection`: calibration. It runs the candidates under gold and under the base.
+- `twin_selection`: calibration. It runs copies of Python tests with the candidates, under gold and
+  under the base. `selection_in_place` runs candidates of other tests one by one.
+- `draw_proof`, `canary_proof`: calibration proves what gradings will run.
+- `other_languages`: tests in JavaScript, TypeScript, Go, Rust, Java and C.
 - `twin_draw`: the runs of a grading: one of originals only, the others with twins. They are
   instances that differ from the row's only in `test_patch`.
 - `paired_runs`, `twin_verdict`: start the runs, and turn their grades into one grade, official and
