@@ -195,9 +195,10 @@ async def test_a_loss_that_may_be_the_hosts_gives_no_reward(
     assert lost.value.type == "GradingSandboxesLost"
 
 
-class CannotBeRead(EvalCmdGrader):
-    """The output of the tests cannot be read, that of the row's own fix not either if `EVERY`."""
+class EndsWithoutResult(EvalCmdGrader):
+    """Tests that end as `OUTCOME`, those of the row's own fix as well if `EVERY`."""
 
+    OUTCOME: ClassVar[Outcome] = Outcome.UNPARSABLE
     EVERY: ClassVar[bool] = True
 
     async def grade(
@@ -206,29 +207,37 @@ class CannotBeRead(EvalCmdGrader):
         graded = await super().grade(sandbox, instance, patch, timeout_s=timeout_s)
         if patch == FIX and not self.EVERY:
             return graded
-        grade = graded.grade.model_copy(update={"outcome": Outcome.UNPARSABLE})
+        grade = graded.grade.model_copy(update={"outcome": self.OUTCOME})
         return Graded(grade, graded.log)
 
 
-@pytest.mark.parametrize("every", [True, False], ids=["the control neither", "the control can"])
-async def test_output_that_cannot_be_read_is_a_verdict_after_a_control(
-    services: Services, monkeypatch: pytest.MonkeyPatch, every: bool
+@pytest.mark.parametrize(
+    "every", [True, False], ids=["the control also does", "the control does not"]
+)
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [(Outcome.UNPARSABLE, "neither can the control's"), (Outcome.TIMEOUT, "so does the control")],
+)
+async def test_tests_that_give_no_result_are_a_verdict_after_a_control(
+    services: Services, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, said: str, every: bool
 ) -> None:
-    """Where the output of the row's own fix cannot be read as well, this host is the cause."""
+    """If the row's own fix also ends without a result, this host may be the cause."""
     instance = await instance_catalog.load(services.store, REQUEST.instance)
-    grading = Grading(protocol=f"{__name__}:{CannotBeRead.__name__}", eval_cmd="grep two a.txt")
+    protocol = f"{__name__}:{EndsWithoutResult.__name__}"
+    grading = Grading(protocol=protocol, eval_cmd="grep two a.txt")
     row = instance.model_copy(update={"gold_patch": FIX, "grading": grading})
     await instance_catalog.save(services.store, row)
     await captured(services, KILLER)
-    monkeypatch.setattr(CannotBeRead, "EVERY", every)
+    monkeypatch.setattr(EndsWithoutResult, "OUTCOME", outcome)
+    monkeypatch.setattr(EndsWithoutResult, "EVERY", every)
     grade = Stages(services).grade
     if every:
-        with pytest.raises(ApplicationError, match="neither can the control's"):
+        with pytest.raises(ApplicationError, match=said):
             await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
         return
     graded = await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
 
-    assert (graded.outcome, graded.reward) == (Outcome.UNPARSABLE, 0.0)
+    assert (graded.outcome, graded.reward) == (outcome, 0.0)
 
 
 async def test_a_later_run_of_a_grading_waits_at_the_accounts_cap(

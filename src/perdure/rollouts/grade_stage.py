@@ -4,6 +4,7 @@ import hashlib
 import time
 
 from perdure import retry, tracing
+from perdure.agents.oracle import Oracle
 from perdure.data_source_handlers import JobDetails, parse_verdict, wrap_hook_call
 from perdure.errors import (
     AttemptDamaged,
@@ -157,6 +158,11 @@ async def _run_tests(job: Job, patch: bytes, instance: Instance, identity: str) 
     if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job, identity):
         said = f"the test output cannot be parsed, and neither can the control's: {graded.grade.reason}"
         return await _after_loss(job, SandboxLost(said), identity)
+    if graded.grade.outcome is Outcome.TIMEOUT and await _fix_times_out(job, identity):
+        said = (
+            "the tests exceed their time limit, and so does the control: the host may be too busy"
+        )
+        return await _after_loss(job, SandboxLost(said), identity)
     return graded
 
 
@@ -252,13 +258,26 @@ async def _after_loss(job: Job, error: SandboxLost, identity: str) -> Graded:
 async def _sandboxes_work(job: Job, identity: str) -> bool:
     """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
     sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
-    gold = job.instance.gold_patch
-    try:
-        name = f"{identity}-control"
-        control = await _run_once(job, gold, job.instance, name, is_first=False)
-    except (SandboxLost, GiveUp):
+    expected = Outcome.RESOLVED if job.instance.gold_patch else Outcome.UNRESOLVED
+    return await _control(job, identity) is expected
+
+
+async def _fix_times_out(job: Job, identity: str) -> bool:
+    """Whether the row's own fix also exceeds the time limit now, or loses its sandbox. False if the
+    row has none, and for the agent that applies it. Raises: RetryHere."""
+    if not job.instance.gold_patch or job.request.agent == Oracle.name:
         return False
-    return control.grade.outcome is (Outcome.RESOLVED if gold else Outcome.UNRESOLVED)
+    return await _control(job, identity) in (Outcome.TIMEOUT, None)
+
+
+async def _control(job: Job, identity: str) -> Outcome | None:
+    """The verdict on the row's own fix in such a sandbox; None if that is lost. Raises: RetryHere."""
+    name = f"{identity}-control"
+    try:
+        graded = await _run_once(job, job.instance.gold_patch, job.instance, name, is_first=False)
+    except (SandboxLost, GiveUp):
+        return None
+    return graded.grade.outcome
 
 
 def _without_tests(job: Job, patch: PatchRef) -> Grade:
