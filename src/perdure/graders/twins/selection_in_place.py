@@ -2,7 +2,7 @@
 graded by one exit code. Each twin is tried in place of its test.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from perdure.errors import MissingDependency
@@ -64,25 +64,25 @@ async def proven_pools(
     except MissingDependency as error:
         return [], dict.fromkeys(tests, str(error))
     texts = await class_relations.read_files(bench.in_sandbox, sorted(added))
-    pools, without = _pools(texts, added, tests, bench.by_exit_code)
-    without |= {test: NO_RULE for pool in pools if not pool.waiting for test in pool.tests}
+    pools, unnamed = _pools(texts, added, tests, bench.by_exit_code)
+    without = {test: NO_RULE for pool in pools if not pool.waiting for test in pool.tests}
     left = ALONE
     for number in range(ROUNDS):
         tried = [(pool, twin) for pool in pools if (twin := pool.next(wanted)) is not None]
         if not tried:
             break
         shown = await statuses_with(bench, plain, bench.gold, _twins(tried), f"tried-{number}")
-        if _kept(plain, tried, shown) or len(tried) == 1:
+        if _kept(plain, tried, shown, unnamed) or len(tried) == 1:
             continue
         alone, left = tried[:left], max(0, left - len(tried))
         for step, one in enumerate(alone):
             purpose = f"tried-{number}-{step}"
             shown = await statuses_with(bench, plain, bench.gold, [one[1]], purpose)
-            _kept(plain, [one], shown)
+            _kept(plain, [one], shown, unnamed)
     found = [twins for pool in pools if (twins := pool.proven(wanted))]
     having = {test for twins in found for test in twins[0].tests}
-    missing = [test for pool in pools for test in pool.tests if test not in having]
-    return found, {**dict.fromkeys(missing, NO_FAILURE), **without}
+    reasons = {test: NO_FAILURE for pool in pools for test in pool.tests} | without | unnamed
+    return found, {test: why for test, why in reasons.items() if test not in having}
 
 
 _Tried = Sequence[tuple[Pool, Twin]]
@@ -92,20 +92,27 @@ def _twins(tried: _Tried) -> list[Twin]:
     return [twin for _, twin in tried]
 
 
-def _kept(plain: Instance, tried: _Tried, shown: dict[str, TestStatus]) -> bool:
-    """Keep the twins if each makes a test of its function fail, and all other tests pass."""
-    failing = [
-        tuple(test for test in pool.tests if verdict_rules.status_of(test, shown) in FAILING)
-        for pool, _ in tried
-    ]
-    failed = {test for tests in failing for test in tests}
+def _kept(
+    plain: Instance, tried: _Tried, shown: dict[str, TestStatus], unnamed: Collection[str]
+) -> bool:
+    """Keep the twins if each makes a test of its function fail, and all other tests pass.
+
+    `unnamed`: ids of no function, such as that of a whole file, which fails with each of its tests.
+    """
+
+    def failing(tests: Iterable[str]) -> tuple[str, ...]:
+        return tuple(test for test in tests if verdict_rules.status_of(test, shown) in FAILING)
+
+    own = [failing(pool.tests) for pool, _ in tried]
+    wider = failing(unnamed)
+    failed = {test for tests in (*own, wider) for test in tests}
     grading = plain.grading
     others = [t for t in (*grading.fail_to_pass, *grading.pass_to_pass) if t not in failed]
     passed = all(verdict_rules.status_of(t, shown) in verdict_rules.P2P_PASSES for t in others)
-    if not passed or not all(failing):
+    if not passed or not all(own):
         return False
-    for (pool, twin), tests in zip(tried, failing, strict=True):
-        pool.kept.append(twin.model_copy(update={"tests": tests}))
+    for (pool, twin), tests in zip(tried, own, strict=True):
+        pool.kept.append(twin.model_copy(update={"tests": tests + wider}))
     return True
 
 
