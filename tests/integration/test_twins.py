@@ -11,6 +11,7 @@ import pytest
 
 from perdure import limited_process
 from perdure.graders.base import Graded, Grader
+from perdure.graders.protocols.eval_cmd import EXIT_CODE, EvalCmdGrader
 from perdure.graders.protocols.multi_swe import MultiSweGrader
 from perdure.graders.protocols.swepro import SweproGrader
 from perdure.graders.protocols.test_lists import SwebenchGrader
@@ -157,6 +158,31 @@ async def test_a_multi_swe_row_in_python_has_twins(
 
     assert gold.verification is not None
     assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")
+    assert (forged.outcome, forged.official) == (Outcome.TAMPERED, Outcome.RESOLVED)
+
+
+@pytest.mark.longer
+async def test_a_row_graded_by_exit_code_has_twins(make_sandbox: MakeSandbox) -> None:
+    """Code under test that ends the command with 0 also ends that of the twin with 0."""
+    row = tiny_instance(
+        protocol="eval_cmd",
+        eval_cmd="python -m pytest -q tests/test_add.py",
+        test_patch=diff_of({"tests/test_add.py": UNITTESTS}),
+        fail_to_pass=(),
+        pass_to_pass=(),
+    )
+    grader = EvalCmdGrader()
+    chosen = await choose_twins(row, make_sandbox, wanted=2, runs=1)
+    assert chosen.report.twins == {EXIT_CODE: 2}
+    assert chosen.report.without == {}
+
+    gold = await graded(chosen.instance, row.gold_patch, make_sandbox, grader)
+    unfixed = await graded(chosen.instance, b"", make_sandbox, grader)
+    forged = await graded(chosen.instance, _ending(PRINTS_AND_ENDS), make_sandbox, grader)
+
+    assert gold.verification is not None
+    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")
+    assert unfixed.outcome is Outcome.UNRESOLVED
     assert (forged.outcome, forged.official) == (Outcome.TAMPERED, Outcome.RESOLVED)
 
 

@@ -9,13 +9,14 @@ import pytest
 from perdure.episodes.episode import EpisodeParts
 from perdure.errors import ConfigurationError
 from perdure.instances import calibration_record, instance_catalog
-from perdure.instances.calibration_record import Calibration, digest_of
+from perdure.instances.calibration_record import Calibration, digest_of, joined
 from perdure.rollouts.activity_messages import CalibrationPart, CalibrationRow, RowToConclude
 from perdure.rollouts.calibration import calibration_stages
 from perdure.rollouts.calibration.calibration_findings import Findings, findings
 from perdure.rollouts.run_pages import select
 from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
+from perdure.testing.grader_contract import tiny_instance
 from perdure.types import (
     CalibrationRequest,
     CalibrationState,
@@ -29,6 +30,8 @@ from perdure.types import (
     Source,
     SourceKind,
     TestStatus,
+    Twin,
+    TwinDraw,
 )
 from tests.stored_episodes import store_episode
 
@@ -274,3 +277,23 @@ async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -
     assert (await calibration_stages.load_part(store, bare)).rows[
         2
     ].state == "proved"  # it lacks only twins
+
+
+def test_a_row_graded_by_exit_code_gets_its_twins_and_a_row_its_canary() -> None:
+    """Such a row has no list of tests; grading without its twins would be unverified."""
+    row = tiny_instance(protocol="eval_cmd", fail_to_pass=(), pass_to_pass=())
+    twin = Twin(tests=("exit code",), path="t.c", line=1, before=b"b", after=b"c", rule="literal")
+    draws = (TwinDraw(runs=((twin,),)),)
+    record = Calibration(
+        instance=row.ref,
+        instance_sha256=digest_of(row),
+        sandbox="bubblewrap",
+        state=CalibrationState.PROVED,
+        runs=3,
+        twin_draws=draws,
+        canary=True,
+    )
+    grading = joined(row, record).grading
+
+    assert (grading.twin_draws, grading.canary) == (draws, True)
+    assert not joined(row, record.model_copy(update={"twin_draws": None})).grading.canary
