@@ -64,14 +64,14 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ('\n[[steps]]\nname = "a"\n', "`steps`, which Perdure does not support"),
-        (
-            "artifacts = []\n[more]\n[solution]\nenv = {}\n",
-            "`more`, `environment.artifacts`, `solution.env`",
-        ),
+        ('\n[[steps]]\nname = "a"\n', "`steps`"),
+        ("\n[more]\na = 1\n", "`more`"),
         ('\n[environment.healthcheck]\ncommand = "x"\n', "`environment.healthcheck`"),
-        ("gpus = 1\n", "needs a GPU"),
-        ('env = {KEY = "${KEY}"}\n', "takes a value from the host"),
+        ("gpus = 1\n", "`environment.gpus`"),
+        ('os = "windows"\n', "`environment.os = 'windows'`, only 'linux'"),
+        ('network_mode = "allowlist"\n', "only 'public' and 'no-network'"),
+        ('\n[solution]\nenv = {A = "1"}\ntimeout_sec = 3\n', "`solution.timeout_sec`"),
+        ('env = {KEY = "${KEY}"}\n', "`environment.env.KEY` takes a value from the host"),
         ("= 3\n", "its task.toml"),
     ],
 )
@@ -81,6 +81,85 @@ def test_what_is_not_done_is_refused(tmp_path: Path, more: str, said: str) -> No
         read(write_harbor(tmp_path / "add", "img:1", more=more))
 
     assert said in str(caught.value)
+
+
+def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:
+    more = 'gpus = 1\nos = "windows"\n\n[[steps]]\nname = "a"\n'
+    folder = write_harbor(tmp_path / "add", "", more=more)
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+
+    with pytest.raises(InstanceError) as caught:
+        read(folder)
+
+    for name in ("steps", "environment.gpus", "environment.os", "several containers", "image"):
+        assert name in str(caught.value)
+
+
+EMPTY_DEFAULTS = """mcp_servers = []
+gpu_types = []
+network_mode = "no-network"
+os = "Linux"
+
+[environment.env]
+
+[solution.env]
+"""
+"""What Harbor writes for what a task does not use, and names for what Perdure does anyway."""
+
+
+def test_empty_values_and_other_names_of_the_default_pass(tmp_path: Path) -> None:
+    plain = read(write_harbor(tmp_path / "plain" / "add", "img:1"))
+    folder = write_harbor(tmp_path / "add", "img:1", more=EMPTY_DEFAULTS)
+    task = (folder / "task.toml").read_text()
+    modes = '[verifier]\nenvironment_mode = "separate"\nuser = "root"\ncollect = []'
+    (folder / "task.toml").write_text("artifacts = []\n" + task.replace("[verifier]", modes))
+
+    assert read(folder) == plain
+
+
+def test_a_verifier_with_an_image_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = write_harbor(tmp_path / "add", "img:1")
+    task = (folder / "task.toml").read_text()
+    separate = task.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
+    (folder / "task.toml").write_text(separate)
+    (folder / "tests" / "Dockerfile").write_text("FROM x\n")
+
+    with pytest.raises(InstanceError, match="tests/Dockerfile"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("more", "agent", "grade"),
+    [
+        ("allow_internet = true\n", "host", "host"),
+        ('network_mode = "public"\n', "host", "host"),
+        ('network_mode = "no-network"\nallow_internet = true\n', None, None),
+        ("", None, None),
+    ],
+)
+def test_each_phase_has_its_network(
+    tmp_path: Path, more: str, agent: str | None, grade: str | None
+) -> None:
+    phases = read(write_harbor(tmp_path / "add", "img:1", more=more)).phases
+
+    assert (phases.agent.network, phases.grade.network) == (agent, grade)
+
+
+def test_a_phase_overrides_the_environments_network(tmp_path: Path) -> None:
+    folder = write_harbor(tmp_path / "add", "img:1", more='network_mode = "public"\n')
+    task = (folder / "task.toml").read_text()
+    own = task.replace("[agent]", '[agent]\nnetwork_mode = "no-network"')
+    (folder / "task.toml").write_text(own)
+    phases = read(folder).phases
+
+    assert (phases.agent.network, phases.grade.network) == (None, "host")
+
+
+def test_the_solutions_variables_are_set(tmp_path: Path) -> None:
+    more = '\n[solution.env]\nA = "x y"\n'
+    instance = read(write_harbor(tmp_path / "add", "img:1", more=more))
+
+    assert instance.gold_script["solve.sh"].startswith(b"export A='x y'\nsed -i")
 
 
 def test_a_task_needs_an_image_that_exists(tmp_path: Path) -> None:

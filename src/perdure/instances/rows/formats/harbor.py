@@ -2,8 +2,9 @@
 solution/.
 
 Perdure builds no images, so the task must name one that exists. Its tree becomes a repository of
-one commit, so that the agent's change is a diff. A task that needs an unsupported feature is
-refused.
+one commit, so that the agent's change is a diff. The tests always run in a fresh sandbox. A task
+that needs unsupported features is refused, with all of them in one message. A task that does not
+choose a network gets none; in Harbor it gets a public one.
 """
 
 import re
@@ -33,49 +34,40 @@ ONE_COMMIT = (
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
 )
 UNITS = {"M": 1, "G": 1 << 10, "T": 1 << 20}
-READ: Mapping[str, frozenset[str]] = {
-    "": frozenset(
-        [
-            "version",
-            "schema_version",
-            "task",
-            "metadata",
-            "verifier",
-            "agent",
-            "environment",
-            "solution",
-            "source",
-        ]
+READ: Mapping[str, str] = {
+    "": (
+        "version schema_version task metadata source multi_step_reward_strategy "
+        "verifier agent environment solution"
     ),
-    "verifier": frozenset(["timeout_sec", "env"]),
-    "agent": frozenset(["timeout_sec"]),
-    "environment": frozenset(
-        [
-            "build_timeout_sec",
-            "docker_image",
-            "cpus",
-            "memory_mb",
-            "memory",
-            "storage_mb",
-            "storage",
-            "gpus",
-            "allow_internet",
-            "env",
-            "workdir",
-            "mcp_servers",
-        ]
+    "verifier": "timeout_sec env environment_mode network_mode user",
+    "agent": "timeout_sec network_mode user",
+    "environment": (
+        "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
+        "storage_mb storage allow_internet network_mode"
     ),
-    "solution": frozenset(),
+    "solution": "env",
 }
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
+SUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "verifier.environment_mode": ("shared", "separate"),
+    "verifier.network_mode": ("public", "no-network"),
+    "verifier.user": ("root", 0),
+    "agent.network_mode": ("public", "no-network"),
+    "agent.user": ("root", 0),
+    "environment.network_mode": ("public", "no-network"),
+    "environment.os": ("linux",),
+}
+"""Supported values of keys that allow others in Harbor."""
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, file or key, and fix."""
     folder = row.beside(row.text("task_folder", "name the folder of a Harbor task"))
     task = _task(row, folder)
-    environment = _table(row, task, "environment")
-    workdir = environment.get("workdir") or _workdir(folder)
+    tables = {name: _table(row, task, name) for name in READ if name}
+    if problems := _unsupported(folder, task, tables):
+        raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
+    environment = tables["environment"]
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
@@ -83,31 +75,76 @@ def to_instance(row: Row, dataset: str) -> Instance:
         problem_statement=_text(row, folder, "instruction.md"),
         source=Source(kind=SourceKind.IMAGE),
         environment=Environment(
-            image=_image(row, folder, environment),
-            workdir=workdir,
-            env=_plain_env(row, environment, "environment"),
+            image=environment["docker_image"],
+            workdir=environment.get("workdir") or _workdir(folder),
+            env=_env(environment),
         ),
-        grading=_grading(row, folder, _table(row, task, "verifier")),
+        grading=_grading(row, folder, tables["verifier"]),
         gold_patch=_gold(folder),
-        gold_script=_files(folder / "solution"),
-        phases=_phases(row, environment),
-        metadata={"agent_timeout_s": _table(row, task, "agent").get("timeout_sec")},
+        gold_script=_gold_script(folder, tables["solution"]),
+        phases=_phases(tables),
+        metadata={"agent_timeout_s": tables["agent"].get("timeout_sec")},
     )
 
 
 def _task(row: Row, folder: Path) -> dict[str, Any]:
+    """Without empty values, which `harbor task init` writes for what a task does not use."""
     try:
         task = tomllib.loads((folder / "task.toml").read_text())
     except (OSError, ValueError) as error:
         raise row.wrong("task_folder", f"its task.toml: {error}") from error
-    asked = [
-        f"`{table}.{key}`".replace("`.", "`")
-        for table, keys in READ.items()
-        for key in sorted((_table(row, task, table) if table else task).keys() - keys)
+    return {key: kept for key, value in task.items() if not _is_empty(kept := _cleaned(value))}
+
+
+def _cleaned(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: kept for key, one in value.items() if not _is_empty(kept := _cleaned(one))}
+
+
+def _is_empty(value: Any) -> bool:
+    return value in ("", [], {})
+
+
+def _unsupported(
+    folder: Path, task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Everything in the task that Perdure would have to ignore, with its name."""
+    values = {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
+    known = {f"{name}.{key}".lstrip(".") for name, keys in READ.items() for key in keys.split()}
+    names = [*(key for key in task if key not in tables), *values]
+    problems = [f"it does not support `{name}`" for name in names if name not in known]
+    problems += [
+        f"it does not support `{name} = {value!r}`, only {' and '.join(map(repr, allowed))}"
+        for name, allowed in SUPPORTED.items()
+        if (value := values.get(name)) is not None and _lower(value) not in allowed
     ]
-    if asked:
-        raise row.refused(f"task.toml uses {', '.join(asked)}, which Perdure does not support")
-    return task
+    problems += [
+        f"`{name}.env.{key}` takes a value from the host, but sandboxes get none"
+        for name, table in tables.items()
+        for key, value in _env(table).items()
+        if "${" in value
+    ]
+    if any((folder / "environment").glob("docker-compose.y*ml")):
+        problems.append("its environment has several containers; Perdure runs only one")
+    is_separate = values.get("verifier.environment_mode") == "separate"
+    if is_separate and (folder / "tests" / "Dockerfile").is_file():
+        problems.append("tests/Dockerfile gives the tests an image of their own")
+    if not isinstance(values.get("environment.docker_image"), str):
+        fix = "build it with `docker build -t NAME environment` and name it there"
+        problems.append(f"`environment.docker_image` names no image: {fix}")
+    return problems
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _env(table: Mapping[str, Any]) -> dict[str, str]:
+    env = table.get("env", {})
+    return {str(key): str(value) for key, value in env.items()} if isinstance(env, dict) else {}
 
 
 def _table(row: Row, task: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -124,16 +161,6 @@ def _text(row: Row, folder: Path, name: str) -> str:
         raise row.wrong("task_folder", f"its {name}: {error}") from error
 
 
-def _image(row: Row, folder: Path, environment: Mapping[str, Any]) -> str:
-    if any((folder / "environment").glob("docker-compose.y*ml")):
-        raise row.refused("its environment has several containers; Perdure runs only one")
-    image = environment.get("docker_image")
-    if not isinstance(image, str) or not image:
-        fix = "build it with `docker build -t NAME environment` and name it there"
-        raise row.lacks("environment.docker_image", fix)
-    return image
-
-
 def _workdir(folder: Path) -> str:
     """The last WORKDIR of the Dockerfile; /app if it has no absolute one."""
     dockerfile = folder / "environment" / "Dockerfile"
@@ -142,30 +169,30 @@ def _workdir(folder: Path) -> str:
     return found[-1] if found and found[-1].startswith("/") else "/app"
 
 
-def _plain_env(row: Row, table: Mapping[str, Any], name: str) -> dict[str, str]:
-    env = {str(key): str(value) for key, value in table.get("env", {}).items()}
-    if taken := [key for key, value in env.items() if "${" in value]:
-        problem = f"`{name}.env.{taken[0]}` takes a value from the host, but sandboxes get none"
-        raise row.refused(problem)
-    return env
-
-
 def _grading(row: Row, folder: Path, verifier: Mapping[str, Any]) -> Grading:
     tests = _files(folder / "tests")
     if "test.sh" not in tests:
         raise row.wrong("task_folder", "it has no tests/test.sh, which writes the reward")
-    exports = [
-        f"export {key}={shlex.quote(value)}"
-        for key, value in _plain_env(row, verifier, "verifier").items()
-    ]
-    if exports:
-        tests["test.sh"] = "\n".join([*exports, ""]).encode() + tests["test.sh"]
+    tests["test.sh"] = _exports(verifier) + tests["test.sh"]
     return Grading(
         protocol="reward_file",
         files={f"{FOLDER}/{name}": data for name, data in tests.items()},
         pre_commands=(ONE_COMMIT,),
         timeout_s=float(verifier.get("timeout_sec", 600.0)),
     )
+
+
+def _exports(table: Mapping[str, Any]) -> bytes:
+    """Shell lines that set the table's variables."""
+    lines = [f"export {key}={shlex.quote(value)}\n" for key, value in _env(table).items()]
+    return "".join(lines).encode()
+
+
+def _gold_script(folder: Path, solution: Mapping[str, Any]) -> dict[str, bytes]:
+    files = _files(folder / "solution")
+    if "solve.sh" in files:
+        files["solve.sh"] = _exports(solution) + files["solve.sh"]
+    return files
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -178,16 +205,23 @@ def _gold(folder: Path) -> bytes:
     return patch.read_bytes() if patch.is_file() else b""
 
 
-def _phases(row: Row, environment: Mapping[str, Any]) -> Phases:
-    if environment.get("gpus") or environment.get("mcp_servers"):
-        raise row.refused("its environment needs a GPU or a tool server, which no sandbox has")
+def _phases(tables: Mapping[str, Mapping[str, Any]]) -> Phases:
+    environment = tables["environment"]
     limits = LimitChanges(
         cpus=environment.get("cpus"),
         memory_mb=_megabytes(environment, "memory"),
         disk_mb=_megabytes(environment, "storage"),
     )
-    phase = Phase(limits=limits, network="host" if environment.get("allow_internet") else None)
-    return Phases(agent=phase, grade=phase)
+    legacy = "public" if environment.get("allow_internet") else "no-network"
+    common = environment.get("network_mode", legacy)
+    agent, grade = (
+        Phase(
+            limits=limits,
+            network="host" if tables[name].get("network_mode", common) == "public" else None,
+        )
+        for name in ("agent", "verifier")
+    )
+    return Phases(agent=agent, grade=grade)
 
 
 def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:
