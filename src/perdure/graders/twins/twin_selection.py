@@ -1,4 +1,5 @@
-"""Calibration: chooses twins that fail under gold, and that fail under the base as their test does.
+"""Calibration: chooses twins that fail under gold and its honest variants, and that fail under the
+base as their test does.
 
 Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave
 the same in all runs. The chosen twins then run in place of their tests, in the draws that gradings
@@ -6,11 +7,13 @@ will use.
 """
 
 import asyncio
+import contextlib
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from perdure.errors import InstanceError
 from perdure.graders import verdict_rules
@@ -21,8 +24,9 @@ from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.copied_tests import Copy, exchanges, with_copies
 from perdure.graders.twins.expectation_mutation import Candidate, candidates
 from perdure.graders.twins.failure_locations import NOT_RUN, Behaviour, Place, behaviours
+from perdure.graders.twins.honest_variants import Variant, honest_variants
 from perdure.graders.twins.parsed_test_file import Source
-from perdure.graders.twins.patch_lines import added_lines, with_twins
+from perdure.graders.twins.patch_lines import added_lines, changed_lines, with_twins
 from perdure.graders.twins.published_test_ids import Target, targets
 from perdure.graders.twins.twin_lint import Lint, lint
 from perdure.graders.twins.twin_support import why_no_twins
@@ -49,6 +53,9 @@ class ChosenReport:
     """Ids for which a reader could recognize every twin."""
     without: dict[str, str] = field(default_factory=dict)
     """Id -> why it has no twin."""
+    variants: tuple[str, ...] = ()
+    """The honest variants of gold under which every twin failed; with fewer than two, calibration
+    has not shown that other correct fixes fail the twins."""
     runs: int = 0
     """Number of sandboxes used."""
 
@@ -89,6 +96,7 @@ async def choose_twins(
     tried = await _exclusive(bench, tried)
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
+    tried, variants = await _under_variants(bench, tried)
     tried = await _not_undone(bench, tried, wanted)
     pools = [pool for one in tried if (pool := one.pool(wanted))]
     draws = await _proven_draws(bench, plain, pools, wanted)
@@ -99,9 +107,8 @@ async def choose_twins(
             why = UNPROVEN if one.left else one.why
             without |= dict.fromkeys(one.target.tests, why)
     weak = tuple(dict.fromkeys(test for twin in twins if twin.weak for test in twin.tests))
-    return Chosen(
-        _with_draws(instance, draws), ChosenReport(dict(counts), weak, without, bench.runs)
-    )
+    report = ChosenReport(dict(counts), weak, without, variants, bench.runs)
+    return Chosen(_with_draws(instance, draws), report)
 
 
 def _with_draws(instance: Instance, draws: Sequence[TwinDraw]) -> Instance:
@@ -250,6 +257,50 @@ def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
     return bool(kinds) and kinds <= _BY_ASSERTION
 
 
+async def _under_variants(
+    bench: Bench, tried: list[_Tried]
+) -> tuple[list[_Tried], tuple[str, ...]]:
+    """Drop candidates that do not fail under an honest variant of gold: other correct fixes would
+    pass them. Also the names of the variants, which are those that pass all originals."""
+    plan = {
+        one.target: [Copy(one.target.function), *(_copy(c) for c in one.left)]
+        for one in tried
+        if one.left
+    }
+    used = []
+    for variant in await _variants(bench, tried) if plan else []:
+        name = variant.name.replace(" ", "-")
+        originals, shown = await asyncio.gather(
+            bench.run(bench.gold, f"originals-{name}", dict(variant.files)),
+            _copies(bench, bench.gold, f"twins-{name}", plan, variant.files),
+        )
+        if not _is_proven(bench.instance.grading, (), await bench.read(_statuses, originals)):
+            continue
+        used.append(variant.name)
+        why = f"another correct fix passes its twins, or fails a copy of it: {variant.name}"
+        tried = [one.keep(_failing_alone(one, shown), why) for one in tried]
+    return tried, tuple(used)
+
+
+def _failing_alone(one: _Tried, shown: Mapping[Copy, Behaviour]) -> list[Candidate]:
+    """The candidates that fail where an unchanged copy of their test passes."""
+    if not one.left or shown[Copy(one.target.function)].statuses - verdict_rules.F2P_PASSES:
+        return []
+    return [c for c in one.left if _fails_rightly(c, shown[_copy(c)])]
+
+
+async def _variants(bench: Bench, tried: list[_Tried]) -> list[Variant]:
+    changed = {p: lines for p, lines in changed_lines(bench.gold).items() if p.endswith(".py")}
+    if not changed:
+        return []
+    sources = []
+    for path, data in (await class_relations.read_files(bench.in_sandbox, list(changed))).items():
+        with contextlib.suppress(ValueError):  # not Python of this interpreter
+            sources.append(Source(path, data, changed[path]))
+    expected = (c.needs_unrelated for one in tried for c in one.left if c.needs_unrelated)
+    return honest_variants(sources, [other for _, other in expected])
+
+
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:
     """Drop twins that pass in the base after an exchange of a literal that does not make their test
     pass."""
@@ -288,9 +339,11 @@ async def _copies(
     patch: bytes,
     purpose: str,
     plan: _Plan,
+    others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[Copy, Behaviour]:
-    """Run the test files once with all copies, and return how each copy behaved."""
-    files: dict[str, bytes] = {}
+    """Run the test files once with all copies and these other files, and return how each copy
+    behaved."""
+    files = dict(others)
     places: dict[Copy, Place] = {}
     for source in dict.fromkeys(target.source for target in plan):
         copies = dict.fromkeys(
