@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from perdure.graders.twins.honest_variants import EQUAL, RENAMED, TWO_BASES, honest_variants
 from perdure.graders.twins.parsed_test_file import Source
+from perdure.graders.twins.patch_lines import changed_lines
+from perdure.testing.grader_contract import Edits, diff_of
 
 
 def variants_of(
@@ -388,3 +390,10 @@ def test_a_file_with_carriage_returns_keeps_its_meaning() -> None:
     found = variants_of(text)
     assert set(found) == {RENAMED, EQUAL}
     assert {shown(one) for one in found.values()} == {1}
+
+
+def test_a_fix_that_only_removes_lines_changes_the_lines_around_them() -> None:
+    base: Edits = {"a.py": "one\ntwo\nthree\nfour\nfive\n", "gone.py": "one\n", "b.py": "one\n"}
+    edits: Edits = {"a.py": "one\nthree\nfour\nfive\n", "gone.py": None, "b.py": "one\ntwo\n"}
+    found = changed_lines(diff_of(edits, base))
+    assert found == {"a.py": frozenset({1, 2}), "b.py": frozenset({2})}
