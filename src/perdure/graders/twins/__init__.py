@@ -5,6 +5,7 @@ changed one, the twin, must fail. Code that forges results cannot know which of 
   its twin cannot both pass.
 - `twin_lint`, `plausibility_judge`: refuse or mark twins that a reader would recognize.
 - `twin_selection`: calibration. It runs the candidates under gold and under the base.
+- `honest_variants`: other ways to write gold. A twin that passes under one of them is dropped.
 - `twin_draw`: the runs of a grading: one of originals only, the others with twins. They are
   instances that differ from the row's only in `test_patch`.
 - `paired_runs`, `twin_verdict`: start the runs, and turn their grades into one grade, official and
