@@ -300,11 +300,10 @@ def _equal_text(rewriting: _Rewriting, node: ast.AST) -> bytes | None:
 
 
 def _return_by_variable(rewriting: _Rewriting, node: ast.Return) -> None:
-    """`return x` -> `name = x`, `return name`, if the statement is alone on its lines."""
+    """`return x` -> `name = x`, `return name`, if the statement begins its line."""
     first, last = rewriting.span(node)
     indent = rewriting.data[rewriting.line_start(node.lineno) : first]
-    rest = rewriting.data[last:].partition(b"\n")[0].strip()
-    if node.value is None or indent.strip() or (rest and not rest.startswith(b"#")):
+    if node.value is None or indent.strip():
         return
     name = rewriting.fresh("result").encode()
     rewriting.replace((first, first + len(b"return")), name + b" =")
@@ -322,12 +321,12 @@ def {name}(cls, made={{}}):
         own = {{key: b.getattr(cls, key) for key in ("__module__", "__qualname__", "__doc__", "__str__")}}
         made[cls], bases = cls, (cls,)
         for other in ({others},):
-            if not (b.issubclass(cls, other) or b.issubclass(other, cls)):
+            if not b.issubclass(cls, other):
                 try:
                     made[cls] = b.type(cls)(cls.__name__, bases + (other,), b.dict(own))
                     bases += (other,)
                 except b.Exception:
-                    pass  # their layouts or metaclasses conflict
+                    pass  # it is a subclass, or their layouts or metaclasses conflict
     return made[cls]
 
 
