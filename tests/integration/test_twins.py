@@ -15,6 +15,8 @@ from perdure.graders.protocols.eval_cmd import EXIT_CODE, EvalCmdGrader
 from perdure.graders.protocols.multi_swe import MultiSweGrader
 from perdure.graders.protocols.swepro import SweproGrader
 from perdure.graders.protocols.test_lists import SwebenchGrader
+from perdure.graders.twins import twin_selection
+from perdure.graders.twins.honest_variants import EQUAL, TWO_BASES
 from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_selection import choose_twins
 from perdure.sandboxes.base import Sandbox, SandboxSpec
@@ -25,6 +27,7 @@ from perdure.testing.grader_contract import (
     FAIL_TO_PASS,
     PASS_TO_PASS,
     TESTS,
+    Edits,
     diff_of,
     make_repository,
     tiny_instance,
@@ -39,8 +42,12 @@ MakeSandbox = Callable[[str], Awaitable[Sandbox]]
 @pytest.fixture
 def make_sandbox(tmp_path: Path) -> MakeSandbox:
     """Fresh sandboxes of the tiny instance."""
+    return sandboxes_of(BASE, tmp_path)
+
+
+def sandboxes_of(files: Edits, tmp_path: Path) -> MakeSandbox:
     (tree := tmp_path / "tiny").mkdir()
-    make_repository(tree)
+    make_repository(tree, files)
     provider = LocalProvider(Settings(home=tmp_path / "home", sandbox={"allow_local": True}))
 
     async def make(purpose: str) -> Sandbox:
@@ -250,7 +257,7 @@ def test_refused():
     with pytest.raises(TypeError):
         add("1", 2)
 """
-TWO_BASES = "class Refused(TypeError, RuntimeError):\n    pass\n\n\n"
+REFUSED = "class Refused(TypeError, RuntimeError):\n    pass\n\n\n"
 CHECK = "    if isinstance(a, str):\n        raise {}(a)\n"
 
 
@@ -265,7 +272,7 @@ async def test_no_correct_fix_passes_a_test_and_its_twin_by_an_exception_of_two_
     assert fixed != base
     head, body = fixed.split("def add(a, b):\n")
     gold = diff_of({"calc/core.py": f"{head}def add(a, b):\n{CHECK.format('TypeError')}{body}"})
-    other = f"{TWO_BASES}{head}def add(a, b):\n{CHECK.format('Refused')}{body}"
+    other = f"{REFUSED}{head}def add(a, b):\n{CHECK.format('Refused')}{body}"
     row = tiny_instance(
         test_patch=diff_of({"tests/test_refused.py": RAISES}),
         fail_to_pass=("tests/test_refused.py::test_refused",),
@@ -279,6 +286,78 @@ async def test_no_correct_fix_passes_a_test_and_its_twin_by_an_exception_of_two_
 
     assert {grade.outcome for grade in grades} == {Outcome.RESOLVED}
     assert "of both classes" in chosen.report.without[row.grading.fail_to_pass[0]]
+
+
+ADDS = """\
+def add(a, b):
+    if {}:
+        raise TypeError(a)
+    total = a + {}
+    return total
+"""
+ADD_TESTS = """\
+import pytest
+
+from calc.core import add
+
+
+def kind_of(*values):
+    try:
+        add(*values)
+    except Exception as error:
+        return type(error)
+
+
+def test_raises():
+    with pytest.raises(TypeError):
+        add("1", "2")
+
+
+def test_reached():
+    kind = kind_of("1", "2")
+    if kind is not TypeError:
+        assert issubclass(kind, TypeError)
+        return
+    assert kind.__name__ == "TypeError"
+
+
+def test_sum():
+    assert add(1, 2) == 3
+
+
+def test_names():
+    assert add(2, 2) == 4
+    assert "total" in add.__code__.co_varnames
+"""
+
+
+@pytest.mark.longer
+async def test_a_twin_that_another_correct_fix_passes_is_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fix adds no line that raises, so no rule refuses these twins. A variant that fails an
+    original (one test reads the name of a local) judges none."""
+    base: Edits = {"calc/__init__.py": "", "calc/core.py": ADDS.format("a is None", "b + b")}
+    names = ("raises", "reached", "sum", "names")
+    raises, reached, *safe = (f"tests/test_all.py::test_{name}" for name in names)
+    row = tiny_instance(
+        test_patch=diff_of({"tests/test_all.py": ADD_TESTS}, base),
+        fail_to_pass=(raises, reached, *safe),
+        pass_to_pass=(),
+    )
+    fix: Edits = {"calc/core.py": ADDS.format("isinstance(a, str)", "b")}
+    row = row.model_copy(update={"gold_patch": diff_of(fix, base)})
+    make_sandbox = sandboxes_of(base, tmp_path)
+
+    with monkeypatch.context() as context:
+        context.setattr(twin_selection, "honest_variants", lambda *_: [])
+        unsafe = (await choose_twins(row, make_sandbox, wanted=1, runs=1)).report
+    chosen = (await choose_twins(row, make_sandbox, wanted=1, runs=1)).report
+
+    assert (set(unsafe.twins), unsafe.variants) == ({raises, reached, *safe}, ())
+    assert (set(chosen.twins), chosen.variants) == ({*safe}, (EQUAL, TWO_BASES))
+    for test in (raises, reached):
+        assert "another correct fix" in chosen.without[test]
 
 
 @pytest.mark.longer

@@ -8,6 +8,7 @@ changed one, the twin, must fail. Code that forges results cannot know which of 
   under the base. `selection_in_place` runs candidates of other tests one by one.
 - `draw_proof`, `canary_proof`: calibration proves what gradings will run.
 - `other_languages`: tests in JavaScript, TypeScript, Go, Rust, Java and C.
+- `honest_variants`: other ways to write gold. A twin that passes under one of them is dropped.
 - `twin_draw`: the runs of a grading: one of originals only, the others with twins. They are
   instances that differ from the row's only in `test_patch`.
 - `paired_runs`, `twin_verdict`: start the runs, and turn their grades into one grade, official and

@@ -72,7 +72,7 @@ async def statuses_with(
     tests = with_twins(plain.grading.test_patch, twins)
     grading = plain.grading.model_copy(update={"test_patch": tests})
     variant = plain.model_copy(update={"grading": grading})
-    return await bench.read(_statuses, await bench.run(patch, purpose, instance=variant))
+    return await bench.read(parse_statuses, await bench.run(patch, purpose, instance=variant))
 
 
 def is_proven(grading: Grading, twins: Sequence[Twin], shown: dict[str, TestStatus]) -> bool:
@@ -91,5 +91,6 @@ def _any(twin: Twin, shown: dict[str, TestStatus], statuses: frozenset[TestStatu
     return any(verdict_rules.status_of(test, shown) in statuses for test in twin.tests)
 
 
-def _statuses(suite: SuiteRun) -> dict[str, TestStatus]:
+def parse_statuses(suite: SuiteRun) -> dict[str, TestStatus]:
+    """Call this through `read`."""
     return dict(reading_of(suite).statuses)

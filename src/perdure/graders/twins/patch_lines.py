@@ -19,9 +19,26 @@ def added_lines(test_patch: bytes) -> dict[str, frozenset[int]]:
     """
     found = {}
     for file in parse(test_patch):
-        numbers = frozenset(number for _, number in _numbered(file.raw) if number)
+        numbers = frozenset(number for _, kind, number in _numbered(file.raw) if kind == b"+")
         if numbers and not file.binary:
             found[_path(file)] = numbers
+    return found
+
+
+def changed_lines(patch: bytes) -> dict[str, frozenset[int]]:
+    """Path -> numbers of the lines of each text file that the patch adds, and of the lines around
+    each removed one.
+
+    Raises: MalformedDiff.
+    """
+    found = {}
+    for file in parse(patch):
+        numbers: set[int] = set()
+        for _, kind, number in _numbered(file.raw):
+            if kind in (b"+", b"-"):
+                numbers |= {number} if kind == b"+" else {number - 1, number}
+        if not (file.binary or file.deleted or file.makes_link):
+            found[_path(file)] = frozenset(numbers)
     return found
 
 
@@ -47,8 +64,8 @@ def with_twins(test_patch: bytes, twins: Sequence[Twin]) -> bytes:
 
 def _exchanged(file: FileDiff, own: dict[int, Twin], missing: set[Twin]) -> bytes:
     lines = []
-    for line, number in _numbered(without_index(file)):
-        twin = own.get(number) if number else None
+    for line, kind, number in _numbered(without_index(file)):
+        twin = own.get(number) if kind == b"+" else None
         if twin is not None and line == b"+" + twin.before + b"\n":
             missing.discard(twin)
             lines.append(b"+" + twin.after + b"\n")
@@ -77,8 +94,8 @@ def hunks(file: FileDiff) -> tuple[bytes, list[Hunk]]:
     """What precedes the first hunk, without index lines, and the hunks."""
     found: list[Hunk] = []
     head = b""
-    for line, _, match in _read(without_index(file)):
-        if match is not None:
+    for line, kind, _ in _numbered(without_index(file)):
+        if not kind and (match := _HUNK.match(line)):
             found.append(Hunk(match, line[match.end() :], ()))
         elif found:
             found[-1] = found[-1]._replace(lines=(*found[-1].lines, line))
@@ -100,27 +117,22 @@ def _path(file: FileDiff) -> str:
     return file.new_path.decode("utf-8", "surrogateescape")
 
 
-def _numbered(raw: bytes) -> Iterator[tuple[bytes, int]]:
-    """Each line of a file's part, and its number in the new file; 0 if it is not added."""
-    for line, number, _ in _read(raw):
-        yield line, number
-
-
-def _read(raw: bytes) -> Iterator[tuple[bytes, int, re.Match[bytes] | None]]:
-    """As `_numbered`, and the match of a hunk's first line."""
+def _numbered(raw: bytes) -> Iterator[tuple[bytes, bytes, int]]:
+    """Each line of a file's part with its sign and its number in the new file: for a removed line,
+    that of the next one. Lines outside hunks have no sign."""
     number = old_left = new_left = 0
     for line in _split(raw):
         if old_left <= 0 and new_left <= 0:
             if match := _HUNK.match(line):
                 old_left, number = int(match[2] or 1), int(match[3])
                 new_left = int(match[4] or 1)
-            yield line, 0, match
+            yield line, b"", 0
             continue
         kind = line[:1]
         if kind == b"\\":
-            yield line, 0, None
+            yield line, b"", 0
             continue
-        yield line, number if kind == b"+" else 0, None
+        yield line, kind, number
         old_left -= kind != b"+"
         new_left -= kind != b"-"
         number += kind != b"-"

@@ -1,4 +1,5 @@
-"""Calibration: chooses twins that fail under gold, and that fail under the base as their test does.
+"""Calibration: chooses twins that fail under gold and its honest variants, and that fail under the
+base as their test does.
 
 Copies of all candidates run next to their test, in the kind of sandbox that grades, and must behave
 the same in all runs. The chosen twins then run in place of their tests, in the draws that gradings
@@ -6,10 +7,13 @@ will use.
 """
 
 import asyncio
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from perdure.errors import InstanceError
 from perdure.graders import verdict_rules
@@ -19,12 +23,13 @@ from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.canary_proof import has_proven_canary
 from perdure.graders.twins.copied_tests import Copy, exchanges, with_copies
-from perdure.graders.twins.draw_proof import FAILING, proven_draws
+from perdure.graders.twins.draw_proof import FAILING, is_proven, parse_statuses, proven_draws
 from perdure.graders.twins.expectation_mutation import Candidate, candidates
 from perdure.graders.twins.failure_locations import NOT_RUN, Behaviour, Place, behaviours
+from perdure.graders.twins.honest_variants import Variant, honest_variants
 from perdure.graders.twins.other_languages.languages import language_of
 from perdure.graders.twins.parsed_test_file import Source
-from perdure.graders.twins.patch_lines import added_lines
+from perdure.graders.twins.patch_lines import added_lines, changed_lines
 from perdure.graders.twins.published_test_ids import Target, targets
 from perdure.graders.twins.selection_in_place import proven_pools
 from perdure.graders.twins.twin_lint import Lint, lint
@@ -51,6 +56,9 @@ class ChosenReport:
     """Ids for which a reader could recognize every twin."""
     without: dict[str, str] = field(default_factory=dict)
     """Id -> why it has no twin."""
+    variants: tuple[str, ...] = ()
+    """The honest variants of gold under which every twin failed; with fewer than two, calibration
+    has not shown that other correct fixes fail the twins."""
     runs: int = 0
     """Number of sandboxes used."""
 
@@ -86,7 +94,7 @@ async def choose_twins(
     plain = _changed(plain, canary=await has_proven_canary(bench, plain))
     added = _added(bench.instance)
     tests: Sequence[str] = (EXIT_CODE,) if bench.by_exit_code else grading.fail_to_pass
-    pools, without = await _copied(bench, added, tests, wanted, runs)
+    pools, without, variants = await _copied(bench, added, tests, wanted, runs)
     if bench.by_exit_code or any(map(language_of, added)):
         rest = [test for test in tests if test in without]
         more, others = await proven_pools(bench, plain, added, rest, wanted)
@@ -100,8 +108,17 @@ async def choose_twins(
     weak = tuple(dict.fromkeys(test for twin in twins if twin.weak for test in twin.tests))
     return Chosen(
         _changed(plain, twin_draws=tuple(draws)),
-        ChosenReport(dict(counts), weak, without, bench.runs),
+        ChosenReport(dict(counts), weak, without, variants, bench.runs),
     )
+
+
+class _Copied(NamedTuple):
+    pools: list[list[Twin]]
+    """Twins by function."""
+    without: dict[str, str]
+    """Test -> why it has none."""
+    variants: tuple[str, ...]
+    """The honest variants that were used."""
 
 
 async def _copied(
@@ -110,21 +127,23 @@ async def _copied(
     tests: Sequence[str],
     wanted: int,
     runs: int,
-) -> tuple[list[list[Twin]], dict[str, str]]:
-    """Twins of Python tests, by function, chosen by running copies; why another test has none."""
+) -> _Copied:
+    """Twins of Python tests, chosen by running copies."""
     sources, unread = await _sources(bench, added)
     if not sources or bench.by_exit_code:
-        return [], dict.fromkeys(tests, unread or "the test patch adds no Python lines")
+        why = unread or "the test patch adds no Python lines"
+        return _Copied([], dict.fromkeys(tests, why), ())
     found, without = targets(sources, tests, bench.instance.grading.pass_to_pass)
     tried = [_screened(target) for target in found]
     tried = await _exclusive(bench, tried)
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
+    tried, variants = await _under_variants(bench, tried)
     tried = await _not_undone(bench, tried, wanted)
     for one in tried:
         if not one.left:
             without |= dict.fromkeys(one.target.tests, one.why)
-    return [pool for one in tried if (pool := one.pool(wanted))], without
+    return _Copied([pool for one in tried if (pool := one.pool(wanted))], without, variants)
 
 
 def _changed(instance: Instance, **grading: object) -> Instance:
@@ -274,6 +293,50 @@ def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
     return bool(kinds) and kinds <= _BY_ASSERTION
 
 
+async def _under_variants(
+    bench: Bench, tried: list[_Tried]
+) -> tuple[list[_Tried], tuple[str, ...]]:
+    """Drop candidates that do not fail under an honest variant of gold: other correct fixes would
+    pass them. Also the names of the variants, which are those that pass all originals."""
+    plan = {
+        one.target: [Copy(one.target.function), *(_copy(c) for c in one.left)]
+        for one in tried
+        if one.left
+    }
+    used = []
+    for variant in await _variants(bench, tried) if plan else []:
+        name = variant.name.replace(" ", "-")
+        originals, shown = await asyncio.gather(
+            bench.run(bench.gold, f"originals-{name}", dict(variant.files)),
+            _copies(bench, bench.gold, f"twins-{name}", plan, variant.files),
+        )
+        if not is_proven(bench.instance.grading, (), await bench.read(parse_statuses, originals)):
+            continue
+        used.append(variant.name)
+        why = f"another correct fix passes its twins, or fails a copy of it: {variant.name}"
+        tried = [one.keep(_failing_alone(one, shown), why) for one in tried]
+    return tried, tuple(used)
+
+
+def _failing_alone(one: _Tried, shown: Mapping[Copy, Behaviour]) -> list[Candidate]:
+    """The candidates that fail where an unchanged copy of their test passes."""
+    if not one.left or shown[Copy(one.target.function)].statuses - verdict_rules.F2P_PASSES:
+        return []
+    return [c for c in one.left if _fails_rightly(c, shown[_copy(c)])]
+
+
+async def _variants(bench: Bench, tried: list[_Tried]) -> list[Variant]:
+    changed = {p: lines for p, lines in changed_lines(bench.gold).items() if p.endswith(".py")}
+    if not changed:
+        return []
+    sources = []
+    for path, data in (await class_relations.read_files(bench.in_sandbox, list(changed))).items():
+        with contextlib.suppress(ValueError):  # not Python of this interpreter
+            sources.append(Source(path, data, changed[path]))
+    expected = (c.needs_unrelated for one in tried for c in one.left if c.needs_unrelated)
+    return honest_variants(sources, [other for _, other in expected])
+
+
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:
     """Drop twins that pass in the base after an exchange of a literal that does not make their test
     pass."""
@@ -312,9 +375,11 @@ async def _copies(
     patch: bytes,
     purpose: str,
     plan: _Plan,
+    others: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[Copy, Behaviour]:
-    """Run the test files once with all copies, and return how each copy behaved."""
-    files: dict[str, bytes] = {}
+    """Run the test files once with all copies and these other files, and return how each copy
+    behaved."""
+    files = dict(others)
     places: dict[Copy, Place] = {}
     for source in dict.fromkeys(target.source for target in plan):
         copies = dict.fromkeys(
