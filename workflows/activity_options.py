@@ -174,7 +174,7 @@ def bookkeeping() -> ActivityOptions:
 
 
 def choose_twins() -> ActivityOptions:
-    """About twenty sequential runs of the row's tests."""
+    """Some twenty to seventy runs of the row's tests, two at a time."""
     return _options(temporal_names.GRADE_QUEUE, each=6 * 3600, total=24 * 3600, beat=60)
 
 
