@@ -12,7 +12,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 
-async def again(
+async def retry_call(
     call: Callable[[], Awaitable[T]],
     errors: type[E] | tuple[type[E], ...],
     *,

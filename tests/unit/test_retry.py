@@ -22,7 +22,7 @@ async def asked(answers: "list[Exception | str]", **options: object) -> str:
             raise answer
         return answer
 
-    return await retry.again(call, Away, pauses=PAUSES, **options)  # type: ignore[arg-type]
+    return await retry.retry_call(call, Away, pauses=PAUSES, **options)  # type: ignore[arg-type]
 
 
 async def test_it_asks_until_there_is_an_answer() -> None:

@@ -288,7 +288,7 @@ async def run_host_heartbeat(settings: Settings) -> None:
 
 
 async def _connected(settings: Settings) -> Client:
-    return await retry.again(
+    return await retry.retry_call(
         lambda: connect(settings=settings),
         ConfigurationError,
         pauses=(PAUSE_S, PAUSE_S),

@@ -711,7 +711,7 @@ async def _durably(
 ) -> Result:
     """Retry through restarts of the server. The SDK's own retries give up after ten seconds."""
     errors = (RPCError, WorkflowUpdateRPCTimeoutOrCancelledError)
-    return await retry.again(
+    return await retry.retry_call(
         call,
         errors,
         pauses=(0.5, 15.0),

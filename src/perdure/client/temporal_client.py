@@ -122,7 +122,7 @@ async def check_namespace(client: Client) -> None:
     """
     asked = DescribeNamespaceRequest(namespace=client.namespace)
     try:
-        await retry.again(
+        await retry.retry_call(
             lambda: client.workflow_service.describe_namespace(asked, timeout=ASK_LIMIT),
             RPCError,
             pauses=(NAMESPACE_PAUSE_S, NAMESPACE_PAUSE_S),

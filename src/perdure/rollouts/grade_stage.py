@@ -208,7 +208,7 @@ async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool
         async with plan.admission.starting():
             return await create_sandbox(job.activity_attempt, plan.provider, spec, identity)
 
-    return await retry.again(
+    return await retry.retry_call(
         create, RateLimited, pauses=(PAUSE_S, PAUSE_S), passes=lambda _: not is_first
     )
 

@@ -49,7 +49,7 @@ async def _temporal_answers(settings: Settings) -> None:
 
     # We use a separate runtime: the code that connects for good sets the process's default.
     runtime = temporal_runtime(settings.changed(metrics={"port": 0}))
-    await retry.again(
+    await retry.retry_call(
         lambda: connect(settings=settings, runtime=runtime),
         ConfigurationError,
         pauses=(PAUSE_S, PAUSE_S),

@@ -65,7 +65,7 @@ async def wait_for_temporal(address: str | None, settings: Settings) -> Client:
             return await connect(settings=settings)
         return await connect_to(dev_server(settings, address), settings)
 
-    return await retry.again(connected, ConfigurationError, pauses=(PAUSE_S, PAUSE_S))
+    return await retry.retry_call(connected, ConfigurationError, pauses=(PAUSE_S, PAUSE_S))
 
 
 async def register_search_attributes(client: Client) -> list[str]:

@@ -36,7 +36,7 @@ async def retry_transient(
     call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, wait_at_caps: bool = True
 ) -> T:
     """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient."""
-    return await retry.again(
+    return await retry.retry_call(
         call,
         ControlPlaneError,
         pauses=PAUSE_S,

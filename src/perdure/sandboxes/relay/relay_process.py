@@ -157,4 +157,4 @@ class RelayProcess:
 async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
     """Repeat a call while it fails. After a minute, raise its error."""
     passing = (RetryHere, OutcomeUnknown)
-    return await retry.again(ask, passing, pauses=(0.2, 5.0), patience_s=60.0)
+    return await retry.retry_call(ask, passing, pauses=(0.2, 5.0), patience_s=60.0)
