@@ -1,0 +1,71 @@
+"""`python -m benchmarks.judge`: how often a reader tells hidden tests from their twins.
+
+A judge sees a line of a hidden test once as in a run of originals and once as in a run with a twin,
+and knows all rules by which twins are made. It wins if it recognizes both texts; a coin wins 0.25.
+`rules` is calibration's own judge. `learned` has learned from all rows of other packages, from twins
+of the same strength. Strong twins are those that calibration prefers. No test runs: some of these
+twins would not survive calibration. The first run downloads about 50 source distributions.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.judge.judges import by_rules, out_of_sample, win_rate, wins
+from benchmarks.judge.twin_pools import TwinCase, pair_cases, release_pairs, row_cases
+
+Found = dict[str, list[tuple[bool, bool]]]
+"""Row -> for each of its twins, whether `rules` and `learned` win."""
+
+
+def judged(cases: Sequence[TwinCase]) -> Found:
+    learned = out_of_sample(cases)
+    found: Found = {}
+    for one in cases:
+        both = (wins(by_rules, one), wins(learned[one.row], one))
+        found.setdefault(one.row, []).append(both)
+    return found
+
+
+def table(everything: Found, strong: Found) -> str:
+    lines = [
+        "| row | twins | rules | learned | strong twins | rules | learned |",
+        "|---" * 7 + "|",
+    ]
+    for row in everything:
+        lines.append(f"| {row} | {_cells(everything[row])} | {_cells(strong.get(row, []))} |")
+    total, preferred = ([w for won in found.values() for w in won] for found in (everything, strong))
+    return "\n".join([*lines, f"| all | {_cells(total)} | {_cells(preferred)} |"])
+
+
+def _cells(won: list[tuple[bool, bool]]) -> str:
+    if not won:
+        return "0 | |"
+    rates = [win_rate(judge) for judge in zip(*won, strict=True)]
+    return " | ".join([str(len(won)), *(f"{m:.2f} ({a:.2f} to {b:.2f})" for m, a, b in rates)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, default=20, help="twins of a row, strong and weak each")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="also SWE-bench rows (JSONL) with an sdist source"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write each win to this file")
+    options = parser.parse_args()
+    cases = []
+    for pair in release_pairs():
+        print(pair.instance_id, file=sys.stderr)
+        cases += pair_cases(pair, options.most)
+    for line in options.rows.read_bytes().splitlines() if options.rows else ():
+        cases += row_cases(line, options.most)
+    found = {"all": judged(cases), "strong": judged([one for one in cases if one.strong])}
+    print(table(found["all"], found["strong"]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
