@@ -9,7 +9,6 @@ twins would not survive calibration. The first run downloads about 50 source dis
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +35,9 @@ def table(everything: Found, strong: Found) -> str:
     ]
     for row in everything:
         lines.append(f"| {row} | {_cells(everything[row])} | {_cells(strong.get(row, []))} |")
-    total, preferred = ([w for won in found.values() for w in won] for found in (everything, strong))
+    total, preferred = (
+        [w for won in found.values() for w in won] for found in (everything, strong)
+    )
     return "\n".join([*lines, f"| all | {_cells(total)} | {_cells(preferred)} |"])
 
 
@@ -53,11 +54,12 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="also SWE-bench rows (JSONL) with an sdist source"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write each win to this file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write each win to this file"
+    )
     options = parser.parse_args()
     cases = []
     for pair in release_pairs():
-        print(pair.instance_id, file=sys.stderr)
         cases += pair_cases(pair, options.most)
     for line in options.rows.read_bytes().splitlines() if options.rows else ():
         cases += row_cases(line, options.most)
