@@ -1,10 +1,9 @@
 """`python -m benchmarks.judge`: how often a reader tells hidden tests from their twins.
 
-A judge sees a line of a hidden test once as in a run of originals and once as in a run with a twin,
-and knows all rules by which twins are made. It wins if it recognizes both texts; a coin wins 0.25.
-`rules` is calibration's own judge. `learned` has learned from all rows of other packages, from twins
-of the same strength. Strong twins are those that calibration prefers. No test runs: some of these
-twins would not survive calibration. The first run downloads about 50 source distributions.
+A judge sees a line of a test once as the original and once as a twin, and knows the rules of twins.
+It wins if it recognizes both; a coin wins 0.25. `rules` is calibration's own judge; `learned` has
+learned from other packages, from twins of the same strength. Calibration prefers strong twins. No
+test runs: calibration would refuse some. The first run downloads 53 source distributions.
 """
 
 import argparse
@@ -29,16 +28,12 @@ def judged(cases: Sequence[TwinCase]) -> Found:
 
 
 def table(everything: Found, strong: Found) -> str:
-    lines = [
-        "| row | twins | rules | learned | strong twins | rules | learned |",
-        "|---" * 7 + "|",
-    ]
+    heads = "row | twins | rules | learned | strong twins | rules | learned"
+    lines = [f"| {heads} |", "|---" * 7 + "|"]
     for row in everything:
         lines.append(f"| {row} | {_cells(everything[row])} | {_cells(strong.get(row, []))} |")
-    total, preferred = (
-        [w for won in found.values() for w in won] for found in (everything, strong)
-    )
-    return "\n".join([*lines, f"| all | {_cells(total)} | {_cells(preferred)} |"])
+    totals = (_cells([w for won in found.values() for w in won]) for found in (everything, strong))
+    return "\n".join([*lines, f"| all | {' | '.join(totals)} |"])
 
 
 def _cells(won: list[tuple[bool, bool]]) -> str:
@@ -51,12 +46,8 @@ def _cells(won: list[tuple[bool, bool]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, default=20, help="twins of a row, strong and weak each")
-    parser.add_argument(
-        "--rows", type=Path, metavar="FILE", help="also SWE-bench rows (JSONL) with an sdist source"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write each win to this file"
-    )
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="also SWE-bench rows with sdists")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write each win")
     options = parser.parse_args()
     cases = []
     for pair in release_pairs():

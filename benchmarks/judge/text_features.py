@@ -43,10 +43,10 @@ def features(shown: Shown) -> Vector:
 def _change(shown: Shown, one: Candidate) -> Vector:
     around, name = Surroundings.of(shown.source, one), one.function.name.lower().encode()
     old, new = (
-        numpy.array([around.points(text, one.rule), *_of_text(text, around, name)])
+        [around.points(text, one.rule), *_of_text(text, around, name)]
         for text in (one.old, one.new)
     )
-    return new - old
+    return numpy.subtract(new, old, dtype=numpy.float64)
 
 
 def _of_text(text: bytes, around: Surroundings, name: bytes) -> list[float]:
@@ -81,15 +81,6 @@ def _of_number(value: Any, around: Surroundings) -> list[float]:
     )
     sizes = {len(one) - 2 for one in _TEXT.findall(around.function)}
     commas = {around.line.count(b","), around.line.count(b",") + 1}
-    return [
-        1.0,
-        float(value % 10 == 0),
-        float(value % 2 == 0),
-        float(value in (0, 1)),
-        numpy.log1p(abs(value)),
-        float(value - 1 in near or value + 1 in near),
-        float(value - 1 in far),
-        float(value + 1 in far),
-        float(value in sizes),
-        float(value in commas),
-    ]
+    form = (True, value % 10 == 0, value % 2 == 0, value in (0, 1), value in sizes, value in commas)
+    next_to = (value - 1 in near or value + 1 in near, value - 1 in far, value + 1 in far)
+    return [*map(float, form + next_to), float(numpy.log1p(abs(value)))]

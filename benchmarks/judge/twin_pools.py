@@ -42,7 +42,6 @@ class TwinCase:
     row: str
     package: str
     """Rows of one package share tests, so a judge must not learn from one about another."""
-    rule: str
     strong: bool
     original: Shown
     twin: Shown
@@ -103,34 +102,28 @@ def _cases(row: str, package: str, sources: list[Source], most: int) -> list[Twi
     found: dict[Lint, list[tuple[Source, Candidate]]] = {kind: [] for kind in Lint}
     for source in sources:
         for function in source.functions:
-            if source.added.intersection(range(function.first, function.last + 1)):
-                by: dict[Lint, list[tuple[Source, Candidate]]] = {kind: [] for kind in Lint}
-                for candidate in candidates(source, function):
-                    by[lint(source, candidate)[0]].append((source, candidate))
-                for kind in Lint:
-                    found[kind] += by[kind][:WANTED]
+            by: dict[Lint, list[tuple[Source, Candidate]]] = {kind: [] for kind in Lint}
+            for candidate in candidates(source, function):
+                by[lint(source, candidate)[0]].append((source, candidate))
+            for kind in Lint:
+                found[kind] += by[kind][:WANTED]
     cases = []
     for kind in (Lint.CLEAN, Lint.WEAK):
-        drawn = Random(row).sample(found[kind], min(most, len(found[kind])))
-        for source, candidate in drawn:
-            original = shown(source, candidate, candidate.before)
-            twin = shown(source, candidate, candidate.after)
-            strong = kind is Lint.CLEAN
+        for source, one in Random(row).sample(found[kind], min(most, len(found[kind]))):
+            original, twin = (shown(source, one, text) for text in (one.before, one.after))
             if original.neighbors and twin.neighbors:
-                cases.append(TwinCase(row, package, candidate.rule, strong, original, twin))
+                cases.append(TwinCase(row, package, kind is Lint.CLEAN, original, twin))
     return cases
 
 
+def shown(source: Source, candidate: Candidate, text: bytes) -> Shown:
+    return _shown(source, candidate.function.first, candidate.line, text)
+
+
 @cache
-def _with_line(source: Source, number: int, text: bytes) -> Source:
+def _shown(source: Source, first: int, number: int, text: bytes) -> Shown:
     lines = source.data.split(b"\n")
     lines[number - 1] = text
-    return Source(source.path, b"\n".join(lines), frozenset((number,)))
-
-
-def shown(source: Source, candidate: Candidate, text: bytes) -> Shown:
-    """The file with `text` as the candidate's line, and that line's neighbors by the public rules."""
-    changed = _with_line(source, candidate.line, text)
-    first = candidate.function.first
+    changed = Source(source.path, b"\n".join(lines), frozenset((number,)))
     function = next(one for one in changed.functions if one.first == first)
     return Shown(changed, text, tuple(candidates(changed, function)))

@@ -21,7 +21,7 @@ def case(package: str, number: int, original: Spelling, twin: Spelling) -> TwinC
     found = candidates(source, source.functions[0])
     exchange = next(each for each in found if each.new == f"'{other}'".encode())
     before, after = (shown(source, exchange, each) for each in (exchange.before, exchange.after))
-    return TwinCase(f"{package}-1.0", package, exchange.rule, True, before, after)
+    return TwinCase(f"{package}-1.0", package, True, before, after)
 
 
 def test_a_coin_wins_a_quarter() -> None:
