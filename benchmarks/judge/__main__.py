@@ -19,19 +19,18 @@ Found = dict[str, list[tuple[bool, bool]]]
 
 
 def judged(cases: Sequence[TwinCase]) -> Found:
-    learned = out_of_sample(cases)
-    found: Found = {}
+    learned, found = out_of_sample(cases), Found()
     for one in cases:
-        both = (wins(by_rules, one), wins(learned[one.row], one))
-        found.setdefault(one.row, []).append(both)
+        won = wins(by_rules, one), wins(learned[one.row], one)
+        found.setdefault(one.row, []).append(won)
     return found
 
 
 def table(everything: Found, strong: Found) -> str:
     heads = "row | twins | rules | learned | strong twins | rules | learned"
     lines = [f"| {heads} |", "|---" * 7 + "|"]
-    for row in everything:
-        lines.append(f"| {row} | {_cells(everything[row])} | {_cells(strong.get(row, []))} |")
+    for row, won in everything.items():
+        lines.append(f"| {row} | {_cells(won)} | {_cells(strong.get(row, []))} |")
     totals = (_cells([w for won in found.values() for w in won]) for found in (everything, strong))
     return "\n".join([*lines, f"| all | {' | '.join(totals)} |"])
 
@@ -49,9 +48,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, metavar="FILE", help="also SWE-bench rows with sdists")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write each win")
     options = parser.parse_args()
-    cases = []
-    for pair in release_pairs():
-        cases += pair_cases(pair, options.most)
+    cases = [one for pair in release_pairs() for one in pair_cases(pair, options.most)]
     for line in options.rows.read_bytes().splitlines() if options.rows else ():
         cases += row_cases(line, options.most)
     found = {"all": judged(cases), "strong": judged([one for one in cases if one.strong])}

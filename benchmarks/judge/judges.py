@@ -50,8 +50,8 @@ class LearnedJudge:
         return cls(mean, scale, weights)
 
     def __call__(self, shown: Shown) -> bool:
-        inputs = (features(shown) - self.mean) / self.scale
-        return bool(inputs @ self.weights[:-1] + self.weights[-1] > 0)
+        scaled = (features(shown) - self.mean) / self.scale
+        return bool(scaled @ self.weights[:-1] + self.weights[-1] > 0)
 
 
 def out_of_sample(cases: Sequence[TwinCase]) -> dict[str, LearnedJudge]:

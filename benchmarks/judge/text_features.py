@@ -14,7 +14,6 @@ from perdure.graders.twins.plausibility_judge import Surroundings, value_of
 
 Vector = NDArray[numpy.float64]
 
-LONGEST = 200
 _WORD = re.compile(rb"[A-Za-z]{3,}")
 _NUMBER = re.compile(rb"(?<![\w.])\d{1,9}(?![\w.])")
 _TEXT = re.compile(rb"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"")
@@ -35,7 +34,7 @@ def features(shown: Shown) -> Vector:
     changes = numpy.array([_change(shown, one) for one in shown.neighbors])
     rules = [one.rule for one in shown.neighbors]
     shares = [sum(rule.startswith(kind) for rule in rules) / len(rules) for kind in _RULES]
-    form = [float(form in shown.text) for form in _SHAPES]
+    form = [float(shape in shown.text) for shape in _SHAPES]
     parts = (form, shares, [numpy.log(len(rules))], *(f(changes, 0) for f in _SUMMARIES))
     return numpy.concatenate(parts)
 
@@ -50,10 +49,10 @@ def _change(shown: Shown, one: Candidate) -> Vector:
 
 
 def _of_text(text: bytes, around: Surroundings, name: bytes) -> list[float]:
-    inner = text.strip(b"\"'")[:LONGEST]
+    inner = text.strip(b"\"'")[:200]
     words = [word.lower() for word in _WORD.findall(inner)]
     line, function = around.line.lower(), around.function.lower()
-    texts = [one[1:-1][:LONGEST] for one in _TEXT.findall(around.line)]
+    texts = [one[1:-1][:200] for one in _TEXT.findall(around.line)]
     alike = [SequenceMatcher(None, inner, one).ratio() for one in texts]
     return [
         *(_share(words, place) for place in (name, line, function, around.file.lower())),
@@ -76,11 +75,10 @@ def _share(words: list[bytes], place: bytes) -> float:
 def _of_number(value: Any, around: Surroundings) -> list[float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return [0.0] * 10
-    near, far = (
-        {int(one) for one in _NUMBER.findall(place)} for place in (around.line, around.function)
-    )
+    places = (around.line, around.function)
+    near, far = ({int(one) for one in _NUMBER.findall(place)} for place in places)
     sizes = {len(one) - 2 for one in _TEXT.findall(around.function)}
-    commas = {around.line.count(b","), around.line.count(b",") + 1}
+    commas = (around.line.count(b","), around.line.count(b",") + 1)
     form = (True, value % 10 == 0, value % 2 == 0, value in (0, 1), value in sizes, value in commas)
     next_to = (value - 1 in near or value + 1 in near, value - 1 in far, value + 1 in far)
     return [*map(float, form + next_to), float(numpy.log1p(abs(value)))]

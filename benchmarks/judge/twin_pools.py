@@ -22,13 +22,13 @@ CACHE = Path(".perdure/bench/sdists")
 RELEASES = (
     "apispec-6.1.0 attrs-22.2.0 boltons-24.0.0 cachetools-5.3.0 click-8.1.0 jsonschema-4.18.1 "
     "markdown-3.5 packaging-22.0 structlog-23.2.0 webargs-8.3.0 werkzeug-2.3.0"
-)
+).split()
 """Rows of release-pairs that change many tests, each of a package that first-steps lacks."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a reader of one run sees of a line: its text, and the texts it could be exchanged for."""
+    """What a reader of one run sees of a line, and the texts it could be exchanged for."""
 
     source: Source
     text: bytes
@@ -49,9 +49,9 @@ class TwinCase:
 
 def release_pairs() -> list[Pair]:
     listed = load_recipe(recipe_folder("release-pairs"))
-    extra = [pair for one in listed.releases for pair in one.pairs]
-    chosen = [pair for pair in extra if pair.instance_id in RELEASES.split()]
-    return [*load_recipe(recipe_folder("first-steps")).pairs, *chosen]
+    more = (pair for one in listed.releases for pair in one.pairs)
+    first = load_recipe(recipe_folder("first-steps")).pairs
+    return [*first, *(pair for pair in more if pair.instance_id in RELEASES)]
 
 
 def pair_cases(pair: Pair, most: int) -> list[TwinCase]:
@@ -102,6 +102,8 @@ def _cases(row: str, package: str, sources: list[Source], most: int) -> list[Twi
     found: dict[Lint, list[tuple[Source, Candidate]]] = {kind: [] for kind in Lint}
     for source in sources:
         for function in source.functions:
+            if not source.added.intersection(range(function.first, function.last + 1)):
+                continue
             by: dict[Lint, list[tuple[Source, Candidate]]] = {kind: [] for kind in Lint}
             for candidate in candidates(source, function):
                 by[lint(source, candidate)[0]].append((source, candidate))
@@ -117,6 +119,7 @@ def _cases(row: str, package: str, sources: list[Source], most: int) -> list[Twi
 
 
 def shown(source: Source, candidate: Candidate, text: bytes) -> Shown:
+    """The file with `text` as the candidate's line."""
     return _shown(source, candidate.function.first, candidate.line, text)
 
 
