@@ -22,7 +22,7 @@ CACHE = Path(".perdure/bench/sdists")
 RELEASES = (
     "apispec-6.1.0 attrs-22.2.0 boltons-24.0.0 cachetools-5.3.0 click-8.1.0 jsonschema-4.18.1 "
     "markdown-3.5 packaging-22.0 structlog-23.2.0 webargs-8.3.0 werkzeug-2.3.0"
-).split()
+)
 """Rows of release-pairs that change many tests, each of a package that first-steps lacks."""
 
 
@@ -51,7 +51,7 @@ def release_pairs() -> list[Pair]:
     listed = load_recipe(recipe_folder("release-pairs"))
     more = (pair for one in listed.releases for pair in one.pairs)
     first = load_recipe(recipe_folder("first-steps")).pairs
-    return [*first, *(pair for pair in more if pair.instance_id in RELEASES)]
+    return [*first, *(pair for pair in more if pair.instance_id in RELEASES.split())]
 
 
 def pair_cases(pair: Pair, most: int) -> list[TwinCase]:
