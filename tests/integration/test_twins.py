@@ -74,16 +74,17 @@ async def graded(
 
 @pytest.mark.longer
 async def test_calibration_chooses_twins_and_they_judge(make_sandbox: MakeSandbox) -> None:
-    """Gold is verified; code that passes every test but the canary is exposed."""
+    """Gold passes (`weak`: a reader knows that 1 + 2 is 3); code that passes every test but the canary is
+    exposed."""
     chosen = await choose_twins(tiny_instance(), make_sandbox, wanted=2, runs=1)
     assert chosen.report.without == {}
-    assert chosen.report.twins == dict.fromkeys(FAIL_TO_PASS, 2)
+    assert chosen.report.twins.keys() == set(FAIL_TO_PASS)
 
     gold = await graded(chosen.instance, chosen.instance.gold_patch, make_sandbox)
     forged = await graded(chosen.instance, _forgery(FORGERS[0]), make_sandbox)
 
     assert gold.verification is not None
-    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")
+    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "weak")
     assert forged.verification is not None
     assert (forged.outcome, forged.verification.state) == (Outcome.TAMPERED, "exposed")
     assert forged.official is Outcome.RESOLVED
@@ -134,7 +135,7 @@ async def test_a_pro_rows_own_parser_is_not_fooled(make_sandbox: MakeSandbox) ->
         ),
     )
     chosen = await choose_twins(row, make_sandbox, wanted=2, runs=1)
-    assert chosen.report.twins == {ID: 2}
+    assert chosen.report.twins.keys() == {ID}
 
     gold = await graded(chosen.instance, row.gold_patch, make_sandbox, SweproGrader())
     forged = await graded(chosen.instance, _ending(PRINTS_AND_ENDS), make_sandbox, SweproGrader())
@@ -158,13 +159,13 @@ async def test_a_multi_swe_row_in_python_has_twins(
         test_cmd="python -m pytest -v --no-header -rA --tb=short tests",
     )
     chosen = await choose_twins(row, make_sandbox, wanted=2, runs=1)
-    assert chosen.report.twins == dict.fromkeys(FAIL_TO_PASS, 2)
+    assert chosen.report.twins.keys() == set(FAIL_TO_PASS)
 
     gold = await graded(chosen.instance, row.gold_patch, make_sandbox, MultiSweGrader())
     forged = await graded(chosen.instance, _ending(PRINTS_PASSES), make_sandbox, MultiSweGrader())
 
     assert gold.verification is not None
-    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "verified")
+    assert (gold.outcome, gold.verification.state) == (Outcome.RESOLVED, "weak")
     assert (forged.outcome, forged.official) == (Outcome.TAMPERED, Outcome.RESOLVED)
 
 
@@ -180,7 +181,7 @@ async def test_a_row_graded_by_exit_code_has_twins(make_sandbox: MakeSandbox) ->
     )
     grader = EvalCmdGrader()
     chosen = await choose_twins(row, make_sandbox, wanted=2, runs=1)
-    assert chosen.report.twins == {EXIT_CODE: 2}
+    assert chosen.report.twins.keys() == {EXIT_CODE}
     assert chosen.report.without == {}
 
     gold = await graded(chosen.instance, row.gold_patch, make_sandbox, grader)

@@ -35,6 +35,12 @@ class Candidate:
     needs_unrelated: tuple[str, str] | None = None
     """Two class names; the twin is exclusive only if neither is a subclass of the other."""
 
+    @property
+    def changes_form(self) -> bool:
+        """The twin asserts in another form, such as `==` for `in`. No twin has the original's form,
+        so a reader recognizes the original."""
+        return self.rule.startswith(("negation", "truth", "in:", "order", "match"))
+
 
 @dataclass(frozen=True)
 class _Change:

@@ -1,9 +1,10 @@
-"""Judges which of a test and its twin a reader would take for the original.
+"""Judges whether a reader could tell a twin from its original.
 
 A forger who holds one of the two can list its neighbors by the public rules and trust the most
-plausible. So calibration prefers twins that this judge finds at least as plausible as their
-original, and marks others as weak. The judge uses only text: the test, its file, and arithmetic on
-the literals next to the expectation.
+plausible. If calibration only dropped twins that are less plausible, the forger could trust the
+least plausible. So calibration prefers twins that are as plausible as their original, and marks
+others as weak. The judge uses only text: the test, its file, and arithmetic on the literals next to
+the expectation.
 """
 
 import ast
@@ -61,18 +62,24 @@ class Change(Protocol):
     def old(self) -> bytes: ...
     @property
     def new(self) -> bytes: ...
+    @property
+    def changes_form(self) -> bool: ...
 
 
-def prefers_original(source: TestFile, candidate: Change) -> bool:
-    """Whether the original is more plausible than the twin."""
-    surroundings = _Surroundings.of(source, candidate)
-    original = surroundings.points(candidate.old, candidate.rule)
-    twin = surroundings.points(candidate.new, candidate.rule) - surroundings.oddity(candidate)
-    return original > twin + MARGIN
+def is_told_apart(source: TestFile, candidate: Change) -> bool:
+    """Whether a reader could tell which of the two is the original."""
+    return candidate.changes_form or abs(advantage(source, candidate)) > MARGIN
+
+
+def advantage(source: TestFile, candidate: Change) -> float:
+    """Points of the original over those of the twin."""
+    around = Surroundings.of(source, candidate)
+    original, twin = (around.points(one, candidate.rule) for one in (candidate.old, candidate.new))
+    return original - twin
 
 
 @dataclass(frozen=True)
-class _Surroundings:
+class Surroundings:
     """The file without the expectation that differs."""
 
     line: bytes
@@ -83,7 +90,7 @@ class _Surroundings:
     """The rest of the file, with the test."""
 
     @classmethod
-    def of(cls, source: TestFile, candidate: Change) -> "_Surroundings":
+    def of(cls, source: TestFile, candidate: Change) -> "Surroundings":
         function = candidate.function
         lines = [source.line(n) for n in range(1, source.data.count(b"\n") + 2)]
         start = _start(candidate)
@@ -97,23 +104,13 @@ class _Surroundings:
         """How well the expression fits here as an expectation."""
         if rule.startswith(("raises", "isinstance")):
             return self._of_class(expression)
-        value = _value(expression)
+        value = value_of(expression)
         known = 0.5 * _occurs(expression, self.file) + 0.5 * _occurs(expression, self.function)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return known + 2.0 * (value in self._computed())
         if isinstance(value, str | bytes):
             return known + self._of_text(expression.strip(b"\"'")[:LONGEST])
         return known
-
-    def oddity(self, candidate: Change) -> float:
-        """Points that the twin loses because its rule writes a form that the file does not use."""
-        forms = {
-            "negation": candidate.new,
-            "truth: is None": candidate.new,
-            "match": b"^",
-        }
-        form = next((text for rule, text in forms.items() if candidate.rule.startswith(rule)), None)
-        return 1.0 if form is not None and form.strip() not in self.file else 0.0
 
     def _of_class(self, name: bytes) -> float:
         words = {word.lower() for word in _CLASS_WORD.findall(name)} - _COMMON
@@ -130,7 +127,7 @@ class _Surroundings:
         return share + alike + 3.0 * made
 
     def _constants(self) -> list[Any]:
-        return [_value(match[0][:LONGEST]) for match in _CONSTANT.finditer(self.line)]
+        return [value_of(match[0][:LONGEST]) for match in _CONSTANT.finditer(self.line)]
 
     def _computed(self) -> set[float]:
         """Numbers that a reader would compute from the literals on the line."""
@@ -151,7 +148,7 @@ def _start(candidate: Change) -> int:
     return next((p for p in places if after.startswith(before[:p] + new)), 0)
 
 
-def _value(text: bytes) -> Any:
+def value_of(text: bytes) -> Any:
     """The value of a literal; the text itself where it is none, such as a word inside a string."""
     try:
         return ast.literal_eval(text.decode())

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from perdure.graders.twins.expectation_mutation import Candidate
 from perdure.graders.twins.parsed_test_file import Source
-from perdure.graders.twins.plausibility_judge import prefers_original
+from perdure.graders.twins.plausibility_judge import is_told_apart
 
 
 class Lint(StrEnum):
@@ -27,8 +27,8 @@ def lint(source: Source, candidate: Candidate) -> tuple[Lint, str]:
         return Lint.REFUSED, "a repeated element or key"
     if stutters(candidate.after) and not stutters(candidate.before):
         return Lint.REFUSED, "a repeated word"
-    if prefers_original(source, candidate):
-        return Lint.WEAK, "less plausible than the original"
+    if is_told_apart(source, candidate):
+        return Lint.WEAK, "more or less plausible than the original"
     return Lint.CLEAN, ""
 
 

@@ -26,10 +26,11 @@ from perdure.graders.twins.other_languages.parsed_file import (
     tokens,
 )
 from perdure.graders.twins.parsed_test_file import Edit
-from perdure.graders.twins.plausibility_judge import prefers_original
+from perdure.graders.twins.plausibility_judge import is_told_apart
 from perdure.graders.twins.twin_lint import stutters
 from perdure.types import Twin
 
+NEGATION = "negation"
 MOST = 8
 """Most twins of one test that calibration runs: each takes a run of its own."""
 
@@ -47,6 +48,11 @@ class Change:
     old: bytes
     new: bytes
 
+    @property
+    def changes_form(self) -> bool:
+        """Whether it changes how the test compares, not only the value that it expects."""
+        return self.rule == NEGATION
+
 
 def twins_of(file: ParsedFile, function: TestFunction, tests: tuple[str, ...]) -> list[Twin]:
     """At most `MOST` twins of the function that these ids name; those that a reader could recognize
@@ -59,7 +65,7 @@ def twins_of(file: ParsedFile, function: TestFunction, tests: tuple[str, ...]) -
             before=one.before,
             after=one.after,
             rule=one.rule,
-            weak=prefers_original(file, one),
+            weak=is_told_apart(file, one),
         )
         for one in changes(file, function)
         if not stutters(one.after) or stutters(one.before)
@@ -94,7 +100,7 @@ def _edits(file: ParsedFile, function: TestFunction) -> Iterator[tuple[Edit, str
         for side in one.sides:
             yield from _of_side(file, function, side, known, tables)
         if one.negation is not None:
-            yield one.negation, "negation", 9
+            yield one.negation, NEGATION, 9
 
 
 def _of_side(
