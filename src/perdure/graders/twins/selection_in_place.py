@@ -2,6 +2,7 @@
 graded by one exit code. Each twin is tried in place of its test.
 """
 
+import asyncio
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from perdure.types import Instance, TestStatus, Twin
 
 ROUNDS = 8
 """Most twins of one test that calibration tries."""
-ALONE = 24
+ALONE, AT_ONCE = 16, 2
 """Most runs of one twin alone, for twins that disturb others in a common run."""
 NO_RULE = "no rule can change one of its expectations so that only one version can pass"
 NO_FAILURE = "no candidate fails in its place without disturbing another test"
@@ -75,14 +76,25 @@ async def proven_pools(
         if _kept(plain, tried, shown, unnamed) or len(tried) == 1:
             continue
         alone, left = tried[:left], max(0, left - len(tried))
-        for step, one in enumerate(alone):
-            purpose = f"tried-{number}-{step}"
-            shown = await statuses_with(bench, plain, bench.gold, [one[1]], purpose)
-            _kept(plain, [one], shown, unnamed)
+        each = await _shown_alone(bench, plain, _twins(alone), f"tried-{number}")
+        for one, statuses in zip(alone, each, strict=True):
+            _kept(plain, [one], statuses, unnamed)
     found = [twins for pool in pools if (twins := pool.proven(wanted))]
     having = {test for twins in found for test in twins[0].tests}
     reasons = {test: NO_FAILURE for pool in pools for test in pool.tests} | without | unnamed
     return found, {test: why for test, why in reasons.items() if test not in having}
+
+
+async def _shown_alone(
+    bench: Bench, plain: Instance, twins: Sequence[Twin], purpose: str
+) -> list[dict[str, TestStatus]]:
+    slots = asyncio.Semaphore(AT_ONCE)
+
+    async def shown(number: int, twin: Twin) -> dict[str, TestStatus]:
+        async with slots:
+            return await statuses_with(bench, plain, bench.gold, [twin], f"{purpose}-{number}")
+
+    return await asyncio.gather(*(shown(*one) for one in enumerate(twins)))
 
 
 _Tried = Sequence[tuple[Pool, Twin]]

@@ -197,3 +197,11 @@ def test_subtests_share_the_function_of_their_test() -> None:
     assert [(function.name, ids) for function, ids in named] == [
         ("TestAdds", ["TestAdds", "TestAdds/small"])
     ]
+
+
+def test_a_deep_file_is_read() -> None:
+    """Generated tests hold expressions that nest deeper than Python's recursion limit."""
+    long = " + ".join(["1"] * 5000)
+    body = f"const total = {long};\nexpect(f(total)).toBe(3);"
+
+    assert b"expect(f(total)).toBe(4);" in [change.after for change in made("a.test.js", body)]

@@ -131,7 +131,7 @@ _JAVA = Language(
     ),
     equal=_names(
         "assertEquals assertArrayEquals assertIterableEquals assertSame "
-        "isEqualTo hasSize containsExactly is equalTo"
+        "isEqualTo hasSize containsExactly"
     ),
     opposites=_pairs(
         "assertEquals/assertNotEquals assertTrue/assertFalse assertNull/assertNotNull "

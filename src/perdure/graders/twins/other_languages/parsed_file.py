@@ -1,7 +1,7 @@
 """A test file of another language, as tree-sitter reads it: its tests and the places of their parts."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,7 +50,7 @@ class ParsedFile:
 
     @cached_property
     def functions(self) -> tuple[TestFunction, ...]:
-        return tuple(_functions(self._tree.root_node, self.language.name, ()))
+        return tuple(_functions(self._tree.root_node, self.language.name))
 
     @cached_property
     def literals(self) -> tuple[tuple[int, str, bytes], ...]:
@@ -71,18 +71,24 @@ def text_of(node: Node | None) -> bytes:
 
 def tokens(node: Node, language: Language) -> Iterator[Node]:
     """The leaves of a node in order. A text literal is one leaf."""
-    is_text = node.type in language.texts and b"${" not in text_of(node)
-    if is_text or not node.children:
-        yield node
-        return
-    for child in node.children:
-        yield from tokens(child, language)
+
+    def is_leaf(one: Node) -> bool:
+        return not one.children or (one.type in language.texts and b"${" not in text_of(one))
+
+    return (one for one in _walk(node, is_leaf) if is_leaf(one))
 
 
 def descendants(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from descendants(child)
+    """The node and all below it, in the order of the source."""
+    return _walk(node, lambda one: not one.children)
+
+
+def _walk(node: Node, is_leaf: Callable[[Node], bool]) -> Iterator[Node]:
+    waiting = [node]
+    while waiting:
+        yield (one := waiting.pop())
+        if not is_leaf(one):
+            waiting += one.children[::-1]
 
 
 def place_of(first: Node, last: Node, text: bytes) -> Edit | None:
@@ -113,13 +119,16 @@ _TEST_CALLS = re.compile(rb"(?:it|test|specify)(?:\.only)?")
 _SUITE_CALLS = re.compile(rb"(?:describe|context|suite)(?:\.only)?")
 
 
-def _functions(node: Node, language: str, owners: tuple[str, ...]) -> Iterator[TestFunction]:
-    for child in node.children:
-        found = _test(child, language)
+def _functions(root: Node, language: str) -> Iterator[TestFunction]:
+    waiting: list[tuple[Node, tuple[str, ...]]] = [(root, ())]
+    while waiting:
+        node, owners = waiting.pop()
+        found = _test(node, language)
         if found is not None:
             yield TestFunction(found[0], owners, found[1])
-            continue
-        yield from _functions(child, language, (*owners, *_owner(child)))
+        else:
+            owners = (*owners, *_owner(node))
+            waiting += [(child, owners) for child in node.children[::-1]]
 
 
 def _test(node: Node, language: str) -> tuple[str, Node] | None:
