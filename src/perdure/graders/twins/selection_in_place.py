@@ -36,8 +36,10 @@ class Pool:
 
     def next(self, wanted: int) -> Twin | None:
         """Weak twins come last, and are tried only if no other was kept."""
-        strong = [twin for twin in self.kept if not twin.weak]
-        if not self.waiting or len(strong) >= wanted or (strong and self.waiting[0].weak):
+        strong = sum(not twin.weak for twin in self.kept)
+        if not self.waiting or strong >= wanted:
+            return None
+        if self.waiting[0].weak and (strong or len(self.kept) >= wanted):
             return None
         return self.waiting.pop(0)
 
