@@ -2,7 +2,8 @@
 
 A process that is limited to these cores (`taskset`) grades a small pytest row in bubblewrap. The core
 counts alternate, and so do gradings with and without twins, so that a busy host slows both alike.
-`--forgers` also grades correct fixes and forgeries of three real rows with twins.
+`--forgers` also grades correct fixes and forgeries of three real rows with twins. `--gold` grades each
+row's own fix many times.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 from benchmarks.benchmark_options import add_output
 from benchmarks.cpu_measurement import Meter
-from benchmarks.gradings import forger_results
+from benchmarks.gradings import forger_results, gold_results
 from benchmarks.scratch_folder import scratch_folder
 
 CASES = ("gold", "nop")
@@ -155,8 +156,19 @@ def main() -> None:
         metavar="TIMES",
         help="grade each forger that wins by chance this often; needs `perdure instances build first-steps`",
     )
+    parser.add_argument(
+        "--gold",
+        type=int,
+        default=0,
+        metavar="TIMES",
+        help="only grade the gold patch of each row of first-steps this often, with twins",
+    )
     add_output(parser)
     options = parser.parse_args()
+    if options.gold:
+        _write(options, gold := asyncio.run(gold_results.measure(options.gold)))
+        print(f"\n{gold_results.table(gold)}")
+        return
     with scratch_folder("pd-", keep=options.keep) as folder:
         found = measure(options, folder)
     report(found, options)
@@ -167,8 +179,12 @@ def main() -> None:
         forged = asyncio.run(forger_results.measure(options.forgers))
         print(f"\n{forger_results.table(forged)}")
         lists |= vars(forged)
+    _write(options, lists)
+
+
+def _write(options: argparse.Namespace, found: Any) -> None:
     if options.json is not None:
-        options.json.write_text(json.dumps(lists, indent=1))
+        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

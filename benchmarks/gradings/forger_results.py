@@ -20,9 +20,13 @@ from perdure.instances.environment_builder import Environments, Prepared
 from perdure.sandboxes.base import SandboxProvider, SandboxSpec
 from perdure.settings.settings_loader import load_settings
 from perdure.stack.home_providers import ready_provider
+from perdure.storage.base import Store
 from perdure.storage.store_url import open_store
 from perdure.types import Grade, Instance, Outcome
 from tests.cheats.twin_forgers import FORGERS
+
+
+DATASET = "first-steps"
 
 
 @dataclass
@@ -93,21 +97,24 @@ def _diff(tree: Path, path: str, old: str, new: str) -> bytes:
 
 async def measure(times: int) -> Report:
     """`times`: gradings of each forger that wins by chance."""
+    bench, environments, store = open_home()
+    for name in FIXES:
+        row = await instance_catalog.load(store, f"{DATASET}/{name}")
+        assert row.grading.twin_draws, f"{row.ref} has no twins: perdure instances build --rebuild"
+        at = await environments.prepare(row)
+        await bench.fixes(row, at)
+        print(row.instance_id, dict(bench.report.fixes), bench.report.refused, flush=True)
+        await bench.forge(row, at, times)
+        print(json.dumps(bench.report.forgers), flush=True)
+    return bench.report
+
+
+def open_home() -> tuple[Bench, Environments, Store]:
     settings = load_settings()
     store = open_store(settings)
     provider = ready_provider(settings, "bubblewrap")
     environments = Environments(settings.home.absolute() / "environments", store, provider)
-    report = Report()
-    bench = Bench(provider, report)
-    for name in FIXES:
-        row = await instance_catalog.load(store, f"first-steps/{name}")
-        assert row.grading.twin_draws, f"{row.ref} has no twins: perdure instances build --rebuild"
-        at = await environments.prepare(row)
-        await bench.fixes(row, at)
-        print(row.instance_id, dict(report.fixes), report.refused, flush=True)
-        await bench.forge(row, at, times)
-        print(json.dumps(report.forgers), flush=True)
-    return report
+    return Bench(provider, Report()), environments, store
 
 
 def table(report: Report) -> str:
