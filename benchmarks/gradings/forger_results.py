@@ -25,7 +25,6 @@ from perdure.storage.store_url import open_store
 from perdure.types import Grade, Instance, Outcome
 from tests.cheats.twin_forgers import FORGERS
 
-
 DATASET = "first-steps"
 
 
