@@ -1,31 +1,22 @@
 """Grades cheats and controls in fresh sandboxes, many at a time, on prepared trees."""
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from uuid import uuid4
 
-from perdure.errors import RetryHere, SandboxLost
 from perdure.graders.base import Graded
 from perdure.graders.protocols.test_lists import SwebenchGrader
-from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_selection import choose_twins
 from perdure.instances.environment_builder import Prepared
 from perdure.limited_process import Unparsable, read
-from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider, SandboxSpec
+from perdure.sandboxes.base import Mount, Sandbox, SandboxProvider
 from perdure.testing.grader_contract import make_repository
-from perdure.types import Instance, Limits, Outcome
+from perdure.types import Instance, Outcome
 from tests.cheats.cheat_target import Cheat, Control, Target
 from tests.cheats.swebench_report import swebench_resolves
-
-TIMEOUT_S = 60.0
-"""Of the tests of one grading: a busy host is slow."""
-TRIES = 3
-"""Of one run of the tests whose sandbox fails: on a starved host, as Temporal would."""
-LIMITS = Limits(memory_mb=2048, disk_mb=512, pids=128, output_mb=64)
+from tests.sandbox_gradings import TIMEOUT_S, fresh_sandbox, graded
 
 
 @dataclass(frozen=True)
@@ -116,7 +107,7 @@ class Bench:
             return target.instance
 
         async def fresh(_: str) -> Sandbox:
-            return await self._sandbox(target)
+            return await fresh_sandbox(self._provider, self._made(target))
 
         return (await choose_twins(target.instance, fresh, timeout_s=TIMEOUT_S)).instance
 
@@ -126,18 +117,11 @@ class Bench:
         make_repository(tree, target.base)
 
     async def _result(self, case: Case, instance: Instance) -> Result:
-        async def grade_once(instance: Instance) -> Graded:
-            for _ in range(TRIES - 1):
-                with contextlib.suppress(RetryHere, SandboxLost):
-                    return await graded(instance)
-            return await graded(instance)
-
-        async def graded(instance: Instance) -> Graded:
-            async with await self._sandbox(case.target) as sandbox:
-                return await self._grader.grade(sandbox, instance, case.patch, timeout_s=TIMEOUT_S)
-
+        made = self._made(case.target)
         async with self._seats:
-            found = await verified(instance, self._pairs, grade_once)
+            found = await graded(
+                self._provider, made, self._grader, instance, case.patch, self._pairs
+            )
         grade = found.grade
         result = Result(
             name=case.name,
@@ -153,18 +137,9 @@ class Bench:
             self._tell(f"{result.target}: {result.name}: {result.outcome} {result.reward}")
         return result
 
-    async def _sandbox(self, target: Target) -> Sandbox:
-        made = target.prepared or self._made(target)
-        spec = SandboxSpec(
-            workdir=made.workdir,
-            tree=made.tree,
-            mounts=made.mounts,
-            env=made.env,
-            limits=LIMITS,
-        )
-        return await self._provider.create(spec, f"p-cheat-{uuid4().hex[:10]}")
-
     def _made(self, target: Target) -> Prepared:
+        if target.prepared is not None:
+            return target.prepared
         prefixes = {Path(sys.prefix), Path(sys.base_prefix)} - {Path("/usr")}
         return Prepared(
             workdir="/testbed",
