@@ -238,7 +238,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
                 passed="test {} ... ok",
                 tree={
                     "Cargo.toml": '[package]\nname = "calc"\nversion = "0.1.0"\nedition = "2021"\n',
-                    "src/lib.rs": "mod calc;\npub use calc::*;\n",
+                    "src/lib.rs": "mod numbers;\npub use numbers::*;\n",
                 },
                 programs=("cargo", "rustc"),
                 install="apt-get install cargo (a toolchain in a home is out of their sight)",
