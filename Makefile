@@ -1,6 +1,6 @@
 # Every command sets itself up: Python 3.11, make and git are enough.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check compiled test test-all test-everything test-agents test-redteam test-cheats test-images test-compose test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
+.PHONY: help setup demo check compiled test test-all test-everything test-agents test-redteam test-cheats test-languages test-images test-compose test-leaks test-real test-trainers test-vllm test-families test-serving test-hosts test-charts fmt build chaos bench learn clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
@@ -39,7 +39,7 @@ test: setup ## run check, then the unit, contract, workflow and integration test
 test-all: test ## run test, then the longer tests of the same suites, as CI does
 	@$(RUN) pytest --timeout 600 -m longer $(SUITES)
 
-test-everything: TARGETS ?= test-all build test-redteam test-hosts test-leaks test-cheats test-images test-compose test-agents test-families test-charts test-real test-trainers test-vllm test-serving chaos
+test-everything: TARGETS ?= test-all build test-redteam test-hosts test-leaks test-cheats test-languages test-images test-compose test-agents test-families test-charts test-real test-trainers test-vllm test-serving chaos
 test-everything: setup ## run all suites, one after the other, and print a table (hours; root): TARGETS='chaos test-leaks'
 	@infra/setup/run_suites .perdure/suites $(TARGETS)
 
@@ -72,6 +72,9 @@ test-redteam: setup ## run hostile code in every local sandbox provider; it must
 
 test-cheats: setup ## try to get a reward without a fix, on three test runners; all but known ways must fail (slow)
 	@$(RUN) pytest -s tests/cheats
+
+test-languages: setup ## prove twins on made rows in JavaScript, Go, Rust, Java and C; all forgers must fail (slow)
+	@$(RUN) pytest -n 0 -rs -s tests/languages
 
 test-images: setup ## test images in their publishers' layouts, and pulls from a local registry, by podman (slow)
 	@$(RUN) pytest -rs tests/images

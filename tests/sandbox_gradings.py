@@ -30,6 +30,7 @@ async def graded(
     grader: Grader,
     instance: Instance,
     patch: bytes,
+    *,
     pairs: int,
 ) -> Verified:
     """Raises: InstanceError; SandboxLost or RetryHere after TRIES."""

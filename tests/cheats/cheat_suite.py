@@ -120,7 +120,7 @@ class Bench:
         made = self._made(case.target)
         async with self._seats:
             found = await graded(
-                self._provider, made, self._grader, instance, case.patch, self._pairs
+                self._provider, made, self._grader, instance, case.patch, pairs=self._pairs
             )
         grade = found.grade
         result = Result(

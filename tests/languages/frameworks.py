@@ -20,7 +20,7 @@ JARS = "/usr/share/java/junit4.jar:/usr/share/java/hamcrest-all.jar"
 
 @dataclass(frozen=True)
 class Framework:
-    """How the tests of one framework run. `command` may name `{tests}`, `{classes}`."""
+    """How the tests of one framework run. `{tests}` in `command` stands for the hidden test files."""
 
     name: str
     language: str
@@ -97,14 +97,7 @@ def _grading(
     fails: tuple[str, ...],
     passes: tuple[str, ...],
 ) -> Grading:
-    classes = (Path(path).with_suffix("").relative_to("test") for path in listing.tests if framework.language == "java")  # fmt: skip
-    names = {
-        "{tests}": " ".join(listing.tests),
-        "{classes}": " ".join(".".join(name.parts) for name in classes),
-    }
-    command = framework.command
-    for mark, value in names.items():
-        command = command.replace(mark, value)
+    command = framework.command.replace("{tests}", " ".join(listing.tests))
     test_patch = diff_of(listing.tests, base)
     if not framework.log_parser:
         return Grading(protocol="eval_cmd", test_patch=test_patch, eval_cmd=command)
@@ -144,11 +137,12 @@ public class TapRunner extends RunListener {
     private int count;
     private boolean failed;
 
-    public static void main(String[] classes) throws Exception {
+    public static void main(String[] files) throws Exception {
         JUnitCore core = new JUnitCore();
         core.addListener(new TapRunner());
         boolean passed = true;
-        for (String name : classes) {
+        for (String file : files) {
+            String name = file.replaceAll("^test/|[.]java$", "").replace('/', '.');
             passed &= core.run(Class.forName(name)).wasSuccessful();
         }
         System.exit(passed ? 0 : 1);
@@ -249,7 +243,7 @@ FRAMEWORKS: Mapping[str, Framework] = MappingProxyType(
                 language="java",
                 command=(
                     f"javac -cp {JARS} -d /tmp/classes $(find src test -name '*.java') && "
-                    f"java -cp /tmp/classes:{JARS} TapRunner {{classes}}"
+                    f"java -cp /tmp/classes:{JARS} TapRunner {{tests}}"
                 ),
                 log_parser="parse_log_tap",
                 passed="ok 1 {}",

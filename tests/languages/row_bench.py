@@ -94,7 +94,7 @@ class RowBench:
 
         async def grade(patch: bytes) -> Grade:
             grader = _grader(instance)
-            found = await graded(self._provider, made, grader, instance, patch, self._pairs)
+            found = await graded(self._provider, made, grader, instance, patch, pairs=self._pairs)
             return found.grade
 
         proven = distinct_twins(instance.grading.twin_draws)
