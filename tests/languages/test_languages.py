@@ -10,7 +10,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
-from perdure.types import Outcome
+from perdure.types import Grade, Outcome
 from tests.languages.frameworks import FRAMEWORKS, Framework, rows
 from tests.languages.row_bench import RowBench, RowResult, is_confirmed
 
@@ -90,7 +90,7 @@ async def test_forgers_win_by_the_protocol_alone(
     assert lost == []
 
 
-_HEAD = """| framework | rows | gold resolved | honest resolved | forgers exposed | twins strong / weak |
+_HEAD = """| framework | rows | gold resolved (verified) | honest resolved (verified) | forgers exposed | twins strong / weak |
 |---|---|---|---|---|---|"""
 
 
@@ -100,9 +100,14 @@ def _table_row(framework: Framework, results: list[RowResult]) -> str:
     cells = (
         framework.name,
         len(results),
-        sum(is_confirmed(result.gold) for result in results),
-        sum(is_confirmed(result.honest) for result in results),
+        _counts([result.gold for result in results]),
+        _counts([result.honest for result in results]),
         f"{exposed} / {len(forged)}",
         f"{sum(result.strong for result in results)} / {sum(result.weak for result in results)}",
     )
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _counts(grades: list[Grade]) -> str:
+    resolved = sum(grade.outcome is Outcome.RESOLVED for grade in grades)
+    return f"{resolved} ({sum(map(is_confirmed, grades))})"
