@@ -145,13 +145,17 @@ def constant_value(body: Node, name: bytes) -> Node | None:
         fields = _DECLARATIONS.get(node.type)
         declared = node.child_by_field_name(fields[0]) if fields else None
         value = node.child_by_field_name(fields[1]) if fields else None
-        if declared is not None and value is not None and _declares(declared, name):
-            found.append(value)
-    if len(found) != 1:
-        return None
-    value = found[0]
-    is_list = value.type == "expression_list" and len(value.named_children) == 1
-    return value.named_children[0] if is_list else value
+        if declared is not None and value is not None:
+            found += [own for one, own in _declared_values(declared, value) if _declares(one, name)]
+    return found[0] if len(found) == 1 else None
+
+
+def _declared_values(declared: Node, value: Node) -> list[tuple[Node, Node]]:
+    """The names of a declaration with their values: two in Go's `got, want := f(x), 3`."""
+    if declared.type != "expression_list" or value.type != "expression_list":
+        return [(declared, value)]
+    names, values = declared.named_children, value.named_children
+    return list(zip(names, values, strict=True)) if len(names) == len(values) else []
 
 
 def _declares(declared: Node, name: bytes) -> bool:
@@ -270,6 +274,9 @@ def _name(call: Node) -> bytes:
     return text_of(_name_node(call))
 
 
+_TRUTHS = {b"assertTrue": True, b"assertFalse": False, b"True": True, b"False": False}
+"""Assertions of a condition -> whether it must hold. A message may stand before or after it."""
+
 _ASSERTS = re.compile(rb"(?:assert|ok|isTrue|assert_true|check|require|\w*_?assert)", re.I)
 
 
@@ -286,6 +293,12 @@ def _call(file: ParsedFile, call: Node) -> Iterator[Expectation]:
         if _is_of_assertions(call, language):
             sides = _compared(language, name, arguments)
             yield Expectation(sides, _opposite(file, node))
+            if name in _TRUTHS:
+                told = [one for one in arguments if one.type not in language.texts]
+                told = told[1:] if language.name == "Go" else told
+                condition = told[0] if told else None
+                for found in _condition(condition, language, holds=_TRUTHS[name]):
+                    yield replace(found, negation=None)
     elif len(arguments) in (1, 2) and _ASSERTS.fullmatch(name):
         yield from _condition(arguments[0], language, holds=True)
 

@@ -220,11 +220,11 @@ _OPPOSITES = {b"true": b"false", b"false": b"true"}
 
 
 def _other_numbers(own: bytes) -> Iterator[bytes]:
-    """`4` -> `5`, `3`; a suffix or a fraction stays: `4u8`, `2.5`."""
+    """`4` -> `5`, `3`, `6`; a suffix or a fraction stays: `4u8`, `2.5`."""
     match = re.fullmatch(rb"(\d{1,9})((?:\.\d+)?[A-Za-z_]\w*|\.\d+)?", own)
     if match is None or (own.startswith(b"0") and len(match[1]) > 1) or own[:2].lower() == b"0x":
         return
-    for other in (int(match[1]) + 1, int(match[1]) - 1):
+    for other in (int(match[1]) + 1, int(match[1]) - 1, int(match[1]) + 2):
         if other >= 0:
             yield str(other).encode() + (match[2] or b"")
 
