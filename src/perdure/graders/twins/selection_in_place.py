@@ -4,6 +4,7 @@ graded by one exit code. Each twin is tried in place of its test.
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from perdure.errors import MissingDependency
@@ -22,7 +23,7 @@ ROUNDS = 8
 ALONE, AT_ONCE = 16, 2
 """Most runs of one twin alone, for twins that disturb others in a common run."""
 NO_RULE = "no rule can change one of its expectations so that only one version can pass"
-NO_FAILURE = "no candidate fails in its place without disturbing another test"
+NO_FAILURE = "no candidate fails in its place, under gold and base, without disturbing another test"
 
 
 @dataclass
@@ -74,13 +75,17 @@ async def proven_pools(
         tried = [(pool, twin) for pool in pools if (twin := pool.next(wanted)) is not None]
         if not tried:
             break
-        shown = await statuses_with(bench, plain, bench.gold, _twins(tried), f"tried-{number}")
-        if _kept(plain, tried, shown, unnamed) or len(tried) == 1:
+        shown, base = await asyncio.gather(
+            statuses_with(bench, plain, bench.gold, _twins(tried), f"tried-{number}"),
+            statuses_with(bench, plain, b"", _twins(tried), f"tried-base-{number}"),
+        )
+        passing = {test for test, status in base.items() if status in verdict_rules.F2P_PASSES}
+        if _kept(plain, tried, shown, unnamed, passing) or len(tried) == 1:
             continue
         alone, left = tried[:left], max(0, left - len(tried))
         each = await _shown_alone(bench, plain, _twins(alone), f"tried-{number}")
         for one, statuses in zip(alone, each, strict=True):
-            _kept(plain, [one], statuses, unnamed)
+            _kept(plain, [one], statuses, unnamed, passing)
     found = [twins for pool in pools if (twins := pool.proven(wanted))]
     having = {test for twins in found for test in twins[0].tests}
     reasons = {test: NO_FAILURE for pool in pools for test in pool.tests} | without | unnamed
@@ -107,11 +112,17 @@ def _twins(tried: _Tried) -> list[Twin]:
 
 
 def _kept(
-    plain: Instance, tried: _Tried, shown: dict[str, TestStatus], unnamed: Collection[str]
+    plain: Instance,
+    tried: _Tried,
+    shown: dict[str, TestStatus],
+    unnamed: Collection[str],
+    passing: AbstractSet[str],
 ) -> bool:
-    """Keep the twins if each makes a test of its function fail, and all other tests pass.
+    """If each twin makes a test of its function fail and all other tests pass, keep those twins
+    that the base does not pass.
 
     `unnamed`: ids of no function, such as that of a whole file, which fails with each of its tests.
+    `passing`: ids that pass under the base with these twins.
     """
 
     def failing(tests: Iterable[str]) -> tuple[str, ...]:
@@ -126,7 +137,8 @@ def _kept(
     if not passed or not all(own):
         return False
     for (pool, twin), tests in zip(tried, own, strict=True):
-        pool.kept.append(twin.model_copy(update={"tests": tests + wider}))
+        if not passing & set(tests):
+            pool.kept.append(twin.model_copy(update={"tests": tests + wider}))
     return True
 
 
