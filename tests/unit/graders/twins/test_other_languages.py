@@ -62,6 +62,7 @@ def made(path: str, body: str) -> list[Change]:
         ("A.java", "assertArrayEquals(new int[]{3}, f());", "assertArrayEquals(new int[]{4}, f());"),
         ("A.java", 'assertTrue("a 1".equals(f()));', 'assertTrue("a 2".equals(f()));'),
         ("A.java", 'assertTrue("m", f() == 3);', 'assertTrue("m", f() == 4);'),
+        ("A.java", 'assertTrue(slug, slug.equals("a 1"));', 'assertTrue(slug, slug.equals("a 2"));'),
         ("A.java", "Assert.assertTrue(f());", "Assert.assertFalse(f());"),
         ("A.java", "assertThat(f()).isEqualTo(List.of(3));", "assertThat(f()).isEqualTo(List.of(4));"),
         ("A.java", 'if (!"a 1".equals(f())) throw new Error();', 'if (!"a 2".equals(f())) throw new Error();'),

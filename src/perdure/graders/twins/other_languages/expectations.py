@@ -296,7 +296,7 @@ def _call(file: ParsedFile, call: Node) -> Iterator[Expectation]:
             if name in _TRUTHS:
                 told = [one for one in arguments if one.type not in language.texts]
                 told = told[1:] if language.name == "Go" else told
-                condition = told[0] if told else None
+                condition = next((one for one in told if one.type != "identifier"), None)
                 for found in _condition(condition, language, holds=_TRUTHS[name]):
                     yield replace(found, negation=None)
     elif len(arguments) in (1, 2) and _ASSERTS.fullmatch(name):
