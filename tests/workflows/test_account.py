@@ -14,6 +14,7 @@ from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 import activities.activity_context
 import workflows.account_workflow
+from activities.activity_decorator import GRACE
 from activities.sweep_activities import SweepActivities
 from perdure.client import temporal_names
 from perdure.rollouts.admission.permit_rules import Account, AskPermit, Permit, PermitRequest
@@ -48,7 +49,12 @@ async def holders(client: Client, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     leftovers = SweepActivities(Services(Settings()))
     async with (
         workflow_worker(client, checking_runner()),
-        Worker(client, task_queue=temporal_names.IO_QUEUE, activities=[leftovers.closed_holders]),
+        Worker(
+            client,
+            task_queue=temporal_names.IO_QUEUE,
+            activities=[leftovers.closed_holders],
+            graceful_shutdown_timeout=GRACE,
+        ),
         Worker(
             client,
             task_queue="holders",
