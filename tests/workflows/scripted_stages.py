@@ -10,6 +10,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from perdure.client import temporal_names
 from perdure.rollouts.activity_messages import (
     AgentRun,
@@ -93,6 +94,7 @@ class Stages:
                     task_queue=queue,
                     activities=self.activities(),
                     max_heartbeat_throttle_interval=HEARD_WITHIN,
+                    graceful_shutdown_timeout=GRACE,
                 )
                 await workers.enter_async_context(worker)
             yield
