@@ -1,5 +1,6 @@
 """The canary of other languages: a test that fails, above the first test that a patch adds."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,12 +45,13 @@ public class CalcTest {
 }
 """
 FILES = {
-    "test/calc.test.js": (JAVASCRIPT, 'it("adds small numbers '),
-    "test/calc.test.ts": (JAVASCRIPT, 'it("adds small numbers '),
-    "calc_test.go": (GO, "func TestAdd"),
-    "tests/calc.rs": (RUST, "fn adds_"),
-    "CalcTest.java": (JAVA, "public void adds"),
+    "test/calc.test.js": (JAVASCRIPT, 'it("adds small numbers ', '  it("adds small numbers"'),
+    "test/calc.test.ts": (JAVASCRIPT, 'it("adds small numbers ', '  it("adds small numbers"'),
+    "calc_test.go": (GO, "func TestAdd", "func TestAdd("),
+    "tests/calc.rs": (RUST, "fn adds_", "#[test]\nfn adds("),
+    "CalcTest.java": (JAVA, "public void adds", "    @Test\n    public void adds("),
 }
+"""Path -> text, how the canary's declaration begins, and how the first test begins."""
 
 
 def inserted(patch: bytes) -> Inserted:
@@ -64,23 +66,30 @@ def applied(folder: Path, base: Edits, patch: bytes) -> Path:
     return folder
 
 
+def hunks(patch: bytes) -> list[bytes]:
+    """Where each hunk begins and how long it is."""
+    return re.findall(rb"^@@ [^@]+ @@", patch, re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", FILES)
 def test_it_stands_above_the_first_added_test_and_is_named_after_it(
     path: str, tmp_path: Path
 ) -> None:
-    text, begins = FILES[path]
+    text, begins, first = FILES[path]
     made = inserted(diff_of({path: text}, {"README": "x"}))
 
     written = (applied(tmp_path, {"README": "x"}, made.test_patch) / path).read_bytes()
     canary = next(line for line in written.splitlines() if made.token.encode() in line)
     assert canary.strip().startswith(begins.encode())
-    assert written.replace(made.content, b"") == text.encode()
+    above, _, below = written.partition(made.content)
+    assert above + below == text.encode()
+    assert below.startswith(first.encode())
 
 
 @pytest.mark.parametrize("path", FILES)
 def test_a_file_with_tests_above_and_below_keeps_its_other_lines(path: str, tmp_path: Path) -> None:
     """Line numbers of later hunks move with it."""
-    text, _ = FILES[path]
+    text, _, _ = FILES[path]
     filler = "".join(f"// line {n}\n" for n in range(30))
     base: Edits = {path: f"// head\n{filler}// tail\n"}
     changed = f"// head\n{text}{filler}// tail, changed\n"
@@ -88,7 +97,7 @@ def test_a_file_with_tests_above_and_below_keeps_its_other_lines(path: str, tmp_
 
     written = (applied(tmp_path, base, made.test_patch) / path).read_bytes()
     assert written.replace(made.content, b"") == changed.encode()
-    assert written != changed.encode()
+    assert hunks(made.test_patch) == hunks(diff_of({path: written.decode()}, base))
 
 
 def test_two_canaries_share_neither_name_nor_check() -> None:

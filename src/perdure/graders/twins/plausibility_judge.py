@@ -13,7 +13,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Any, Protocol
+from typing import Any
+
+from perdure.graders.twins.changed_line import ChangedLine, TestFile
 
 MARGIN = 0.1
 """Smaller differences of points say nothing."""
@@ -28,50 +30,12 @@ _CLASS_WORD = re.compile(rb"[A-Z][a-z]+")
 _COMMON = frozenset((b"error", b"exception", b"invalid", b"value", b"type", b"key", b"runtime"))
 
 
-class TestFile(Protocol):
-    """A test file in any language."""
-
-    data: bytes
-
-    def line(self, number: int) -> bytes: ...
-
-
-class Lines(Protocol):
-    """The first and the last line of a test; 1-based."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def last(self) -> int: ...
-
-
-class Change(Protocol):
-    """A line of a test and its replacement. `old` and `new` are the expressions that differ."""
-
-    @property
-    def function(self) -> Lines: ...
-    @property
-    def line(self) -> int: ...
-    @property
-    def before(self) -> bytes: ...
-    @property
-    def after(self) -> bytes: ...
-    @property
-    def rule(self) -> str: ...
-    @property
-    def old(self) -> bytes: ...
-    @property
-    def new(self) -> bytes: ...
-    @property
-    def changes_form(self) -> bool: ...
-
-
-def is_told_apart(source: TestFile, candidate: Change) -> bool:
+def is_told_apart(source: TestFile, candidate: ChangedLine) -> bool:
     """Whether a reader could tell which of the two is the original."""
     return candidate.changes_form or abs(advantage(source, candidate)) > MARGIN
 
 
-def advantage(source: TestFile, candidate: Change) -> float:
+def advantage(source: TestFile, candidate: ChangedLine) -> float:
     """Points of the original over those of the twin."""
     around = Surroundings.of(source, candidate)
     original, twin = (around.points(one, candidate.rule) for one in (candidate.old, candidate.new))
@@ -90,7 +54,7 @@ class Surroundings:
     """The rest of the file, with the test."""
 
     @classmethod
-    def of(cls, source: TestFile, candidate: Change) -> "Surroundings":
+    def of(cls, source: TestFile, candidate: ChangedLine) -> "Surroundings":
         function = candidate.function
         lines = [source.line(n) for n in range(1, source.data.count(b"\n") + 2)]
         start = _start(candidate)
@@ -141,7 +105,7 @@ class Surroundings:
         return found
 
 
-def _start(candidate: Change) -> int:
+def _start(candidate: ChangedLine) -> int:
     """Where the exchanged expression begins: the same text may occur earlier on its line."""
     before, after, old, new = candidate.before, candidate.after, candidate.old, candidate.new
     places = (match.start() for match in re.finditer(re.escape(old), before))

@@ -11,6 +11,7 @@ from perdure.errors import MissingDependency
 from perdure.graders import verdict_rules
 from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
+from perdure.graders.twins.changed_line import as_twin
 from perdure.graders.twins.draw_proof import FAILING, statuses_with
 from perdure.graders.twins.expectation_mutation import candidates
 from perdure.graders.twins.other_languages.languages import language_of
@@ -193,15 +194,7 @@ def _of_python(
             ]
             parts.append(
                 [
-                    Twin(
-                        tests=tests,
-                        path=path,
-                        line=one.line,
-                        before=one.before,
-                        after=one.after,
-                        rule=one.rule,
-                        weak=kind is Lint.WEAK,
-                    )
+                    as_twin(one, path, tests, weak=kind is Lint.WEAK)
                     for kind, one in by_lint
                     if kind is not Lint.REFUSED
                 ]
@@ -213,4 +206,4 @@ def _mixed(parts: Sequence[Sequence[Twin]]) -> list[Twin]:
     """The functions take turns; weak twins come last."""
     longest = max(map(len, parts), default=0)
     turns = [part[number] for number in range(longest) for part in parts if number < len(part)]
-    return sorted(turns, key=lambda twin: twin.weak)[:ROUNDS]
+    return sorted(turns, key=lambda twin: twin.weak)

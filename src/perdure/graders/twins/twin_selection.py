@@ -22,6 +22,7 @@ from perdure.graders.protocols.eval_cmd import EXIT_CODE
 from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.canary_proof import has_proven_canary
+from perdure.graders.twins.changed_line import as_twin
 from perdure.graders.twins.copied_tests import Copy, exchanges, with_copies
 from perdure.graders.twins.draw_proof import FAILING, is_proven, parse_statuses, proven_draws
 from perdure.graders.twins.expectation_mutation import Candidate, candidates
@@ -174,15 +175,7 @@ class _Tried:
         """At most `wanted` twins; weak ones only if no other is left."""
         clean = [one for one in self.left if one not in self.weak]
         return [
-            Twin(
-                tests=self.target.tests,
-                path=self.target.source.path,
-                line=one.line,
-                before=one.before,
-                after=one.after,
-                rule=one.rule,
-                weak=one in self.weak,
-            )
+            as_twin(one, self.target.source.path, self.target.tests, weak=one in self.weak)
             for one in (clean or self.left)[:wanted]
         ]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tree_sitter import Node
 
 from perdure.graders.twins import wrong_literals
+from perdure.graders.twins.changed_line import as_twin
 from perdure.graders.twins.other_languages.expectations import (
     Expectation,
     Side,
@@ -31,8 +32,6 @@ from perdure.graders.twins.twin_lint import stutters
 from perdure.types import Twin
 
 NEGATION = "negation"
-MOST = 8
-"""Most twins of one test that calibration runs: each takes a run of its own."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,13 @@ class Change:
 
 
 def twins_of(file: ParsedFile, function: TestFunction, tests: tuple[str, ...]) -> list[Twin]:
-    """At most `MOST` twins of the function that these ids name; those that a reader could recognize
-    come last."""
+    """The twins of the function that these ids name; those that a reader could recognize come last."""
     twins = [
-        Twin(
-            tests=tests,
-            path=file.path,
-            line=one.line,
-            before=one.before,
-            after=one.after,
-            rule=one.rule,
-            weak=is_told_apart(file, one),
-        )
+        as_twin(one, file.path, tests, weak=is_told_apart(file, one))
         for one in changes(file, function)
         if not stutters(one.after) or stutters(one.before)
     ]
-    return sorted(twins, key=lambda twin: twin.weak)[:MOST]
+    return sorted(twins, key=lambda twin: twin.weak)
 
 
 def changes(file: ParsedFile, function: TestFunction) -> list[Change]:
