@@ -21,6 +21,7 @@ from temporalio.client import Client, WorkflowHandle
 from temporalio.exceptions import ApplicationError, TemporalError
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure
 from perdure.rollouts.activity_messages import (
@@ -391,7 +392,12 @@ async def record(scenario: Callable[[Client, Stages], Awaitable[Handle]]) -> str
                 temporal_names.host_queue(HOST),
                 temporal_names.upkeep_queue(HOST),
             ):
-                worker = Worker(client, task_queue=queue, activities=stages.activities())
+                worker = Worker(
+                    client,
+                    task_queue=queue,
+                    activities=stages.activities(),
+                    graceful_shutdown_timeout=GRACE,
+                )
                 await workers.enter_async_context(worker)
             await workers.enter_async_context(workflow_worker(client, checking_runner()))
             handle = await scenario(client, stages)

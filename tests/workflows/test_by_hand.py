@@ -11,6 +11,7 @@ from temporalio.api.workflowservice.v1 import ResetWorkflowExecutionRequest
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure, RunHandle
 from perdure.rollouts.activity_messages import AgentRun, Attempt, SweepRequest
@@ -110,7 +111,12 @@ async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
     """The sweep workflow fails with a sentence, so that the schedule can start the next one."""
     async with (
         workflow_worker(client),
-        Worker(client, task_queue=temporal_names.IO_QUEUE, activities=[_swept_by_hand]),
+        Worker(
+            client,
+            task_queue=temporal_names.IO_QUEUE,
+            activities=[_swept_by_hand],
+            graceful_shutdown_timeout=GRACE,
+        ),
     ):
         with pytest.raises(WorkflowFailureError) as failed:
             await client.execute_workflow(

@@ -13,6 +13,7 @@ from temporalio import activity, workflow
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure
 from perdure.rollouts.activity_messages import AgentRun
@@ -88,7 +89,12 @@ async def test_a_workflow_that_its_worker_drops_schedules_nothing(
             temporal_names.AGENT_QUEUE,
             temporal_names.IO_QUEUE,
         ):
-            worker = Worker(client, task_queue=queue, activities=stages.activities())
+            worker = Worker(
+                client,
+                task_queue=queue,
+                activities=stages.activities(),
+                graceful_shutdown_timeout=GRACE,
+            )
             await others.enter_async_context(worker)
         async with workflow_worker(client):
             await start(client)

@@ -133,7 +133,9 @@ async def _own_worker(client: Client) -> AsyncIterator[list[int]]:
 
     stages.override["run_agent"] = run
     queue = temporal_names.host_queue(HOST)
-    async with Worker(client, task_queue=queue, activities=stages.activities()):
+    async with Worker(
+        client, task_queue=queue, activities=stages.activities(), graceful_shutdown_timeout=GRACE
+    ):
         yield seen
 
 
@@ -157,7 +159,12 @@ async def test_rollouts_of_a_silent_host_move(
     )
     async with AsyncExitStack() as workers:
         for queue in queues:
-            worker = Worker(client, task_queue=queue, activities=stages.activities())
+            worker = Worker(
+                client,
+                task_queue=queue,
+                activities=stages.activities(),
+                graceful_shutdown_timeout=GRACE,
+            )
             await workers.enter_async_context(worker)
         async with life.shown(client):
             await until(lambda: life.served, "the host serves")

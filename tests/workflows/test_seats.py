@@ -12,6 +12,7 @@ import pytest
 from temporalio.client import Client
 from temporalio.worker import Worker
 
+from activities.activity_decorator import GRACE
 from perdure.client import search_attribute_keys as attributes
 from perdure.client import temporal_names
 from perdure.client.sdk import Perdure
@@ -47,6 +48,7 @@ async def host(client: Client, seats: Seats, stages: Stages) -> AsyncIterator[No
                 client,
                 task_queue=queue,
                 activities=stages.activities(),
+                graceful_shutdown_timeout=GRACE,
                 tuner=slots.tuner(seats, HostTerm(seats.folder / ".term", 60), boots=8)
                 if boots
                 else None,
