@@ -38,7 +38,7 @@ FOREIGN = (
     Foreign(
         "OpenAI",
         ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"),
-        "the engine, its key and its model, if the `engine` settings do not set them",
+        "engine, key and model, if the `engine` settings set none",
     ),
     Foreign(
         "Anthropic",
@@ -49,7 +49,7 @@ FOREIGN = (
     Foreign(
         "Podman",
         ("XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
-        "settings of the user's podman, and location of its images and containers",
+        "settings and location of images and containers",
     ),
     Foreign(
         "Apptainer",
@@ -59,7 +59,7 @@ FOREIGN = (
     Foreign(
         "Kubernetes",
         ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"),
-        "the cluster; `KUBERNETES_SERVICE_HOST` is set in every pod",
+        "the cluster",
     ),
     Foreign("E2B", ("E2B_*",), "account and address of the service"),
     Foreign("Daytona", ("DAYTONA_*",), "account and address of the service"),
@@ -74,14 +74,14 @@ FOREIGN = (
     Foreign(
         "TLS libraries",
         ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
-        "certificates to trust; environment builds get them too",
+        "certificates to trust, also in builds",
     ),
     Foreign(
         "HTTP clients",
         ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
-        "the proxy for downloads; environment builds get them too",
+        "the proxy for downloads, also in builds",
     ),
-    Foreign("Hugging Face", ("HF_*",), "cache and token for datasets, read by its library"),
+    Foreign("Hugging Face", ("HF_*",), "cache and token for datasets"),
     Foreign("the system", ("HOME", "USER", "PATH", "PYTHONPATH"), "their usual meaning"),
 )
 """Variables of other tools keep their names, so that a host configured for those tools needs no

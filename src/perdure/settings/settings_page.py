@@ -13,9 +13,8 @@ HEAD = """# Settings
 
 <!-- Written by `perdure settings --markdown`; edit the docstrings in src/perdure/settings instead. -->
 
-`perdure settings` prints all settings with their current values and where each value came from.
-Below, the default is in brackets. Every process takes a setting from the first of these places
-that has it:
+`perdure settings` prints each setting with its value and where that came from. Below, defaults are
+in brackets. A process takes a setting from the first of these places that has it:
 
 1. its `PERDURE_*` variable;
 2. a variable of another system that [sets it](#variables-of-other-systems);
@@ -89,8 +88,7 @@ def _table(group: str, about: str) -> str:
 
 def _aliases() -> str:
     rows = ["## Variables of other systems", ""]
-    rows += ["For a setting, they rank between its own variable and `perdure.toml`. For a field of"]
-    rows += ["a request, they are the client's defaults. Empty variables count as unset.", ""]
+    rows += ["For a field of a request, they are the client's defaults.", ""]
     names: dict[str, list[str]] = {}
     for one in variable_aliases.ALIASES:
         target = f"`{settings_loader.variable(one.stands_for)}`"
@@ -108,8 +106,7 @@ def _aliases() -> str:
 
 def _others() -> str:
     rows = ["## Variables of other tools", ""]
-    rows += ["They keep their names, and no setting repeats them. A host configured for a tool"]
-    rows += ["needs nothing more.", ""]
+    rows += ["Perdure uses them under their own names.", ""]
     for tool in process_environment.FOREIGN:
         names = ", ".join(f"`{name}`" for name in tool.names)
         rows.append(f"- {tool.tool} ({names}): {tool.about}")

@@ -33,19 +33,19 @@ class Group(BaseModel):
 
 
 class TemporalSettings(Group):
-    """Your Temporal server, or the dev server that `perdure up` starts if none is set. Each
-    setting overrides the same one in Temporal's own variables and profiles."""
+    """Your Temporal server, or the dev server that `perdure up` starts if none is set. These settings
+    override Temporal's own variables and profiles."""
 
     address: str = ""
-    """`host:port` of your server. Empty = `TEMPORAL_ADDRESS` or a profile, otherwise the dev server of `perdure up`."""
+    """`host:port` of your server. Empty = `TEMPORAL_ADDRESS` or a profile, otherwise the dev server."""
     namespace: str = ""
-    """Namespace on that server. Empty = `TEMPORAL_NAMESPACE` or the profile's, otherwise the one in a Temporal Cloud address, otherwise `default`."""
+    """Its namespace. Empty = `TEMPORAL_NAMESPACE` or the profile's, otherwise the one in a Temporal Cloud address, otherwise `default`."""
     api_key: SecretStr = Field(SecretStr(""), exclude=True)
     """API key. It turns TLS on."""
     tls: Literal["auto", "on", "off"] = "auto"
-    """Whether to use TLS. `auto`: if the server is Temporal Cloud, or if a key, a certificate or an authority is set."""
+    """Whether to use TLS. `auto`: for Temporal Cloud, and if a key, a certificate or an authority is set."""
     tls_ca_file: Path | None = None
-    """Certificates of the authority that signed the server's certificate. Empty = the system's."""
+    """Certificates of the server's authority. Empty = the system's."""
     tls_cert_file: Path | None = None
     """Client certificate for mTLS."""
     tls_key_file: Path | None = None
@@ -59,9 +59,9 @@ class TemporalSettings(Group):
     ui_port: int = Field(8233, ge=1, le=65535)
     """Port of the dev server's Web UI."""
     ui_url: str = ""
-    """URL of your server's Web UI, for links and for the codec server. Empty = the dev server's."""
+    """URL of the Web UI, for links and the codec server. Empty = the dev server's."""
     viewer_url: str = ""
-    """URL of the trajectory viewer, to which details in the Web UI link. Empty = they name a command."""
+    """URL of the trajectory viewer, for links in the Web UI. Empty = they name a command."""
 
     @field_validator("address")
     @classmethod
@@ -80,16 +80,15 @@ class GatewaySettings(Group):
     """The gateway, which agents call as their model's API."""
 
     host: str = Field("127.0.0.1", min_length=1)
-    """Address that the gateway listens on."""
+    """Address to listen on."""
     port: int = Field(18001, ge=0, le=65535)
-    """TCP port that the gateway listens on. 0 = any free port."""
+    """TCP port. 0 = any free port."""
     url: str = ""
-    """URL by which workers and sandboxes reach the gateway. Empty = the one that gateways wrote to the store, otherwise `http://<host>:<port>`."""
+    """URL by which workers and sandboxes reach the gateway. Empty = a gateway's own in the store, otherwise `http://<host>:<port>`."""
     reach: Literal["auto", "url", "socket", "stdio"] = "auto"
     """How sandboxes reach the gateway: `url`, a unix `socket`, a relay (`stdio`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
-    """Gateway processes that `perdure up` starts. One process serves about 250 turns per second of 30k
-    tokens each."""
+    """Gateway processes that `perdure up` starts. One serves about 250 turns of 30k tokens per second."""
     calls_per_minute: int = Field(1_200, ge=1)
     """Model calls per minute that one session may start in one gateway process. Further calls wait."""
     tokens_per_minute: int = Field(400_000, ge=1)
@@ -113,13 +112,13 @@ class EngineSettings(Group):
     tokenizer: str = Field("qwen3", min_length=1)
     """Tokenizer of the served model: `qwen3`, or a folder that contains tokenizer.json."""
     tool_call_parser: str = Field("auto", min_length=1)
-    """Format of the model's tool calls, by the name of vLLM's parser; `text` if the model makes none. `auto` = the format in its chat template."""
+    """The model's tool-call parser, as vLLM names it; `text` if it makes no calls. `auto` = the one for its chat template."""
     api_key_env: str = ""
-    """Name of the variable that contains the server's API key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
+    """Variable that contains the server's API key. Empty = `OPENAI_API_KEY` or `ANTHROPIC_API_KEY`."""
     agents: int = Field(128, ge=1)
-    """Maximum number of agents per `vllm` or `sglang` engine. Others wait, and that wait does not count as engine time. A hosted API has no such limit."""
+    """Most agents per `vllm` or `sglang` engine. Others wait, and that wait is not engine time. A hosted API has no such limit."""
     hang_s: float = Field(120.0, gt=0)
-    """If an engine with waiting calls produces no token for this many seconds, its calls move to another engine."""
+    """If an engine with waiting calls produces no token for this many seconds, its calls move."""
 
 
 class SlotSettings(Group):
@@ -128,9 +127,9 @@ class SlotSettings(Group):
     boot: int = Field(8, ge=1)
     """Sandbox boots."""
     agent: int = Field(64, ge=1)
-    """Seats of the worker's home: agents with a sandbox there. Further rollouts wait without a sandbox."""
+    """Seats of the worker's home: its agents with a sandbox. Further rollouts wait without one."""
     grade: int = Field(8, ge=1)
-    """Gradings. With twins, each has two or three sandboxes at once."""
+    """Gradings, with twins of two or three sandboxes each."""
     io: int = Field(32, ge=1)
     """Captures, episodes and cleanups."""
 
@@ -148,20 +147,20 @@ class HostSettings(Group):
     """A worker's host and its sandboxes."""
 
     silent_s: float = Field(72.0, ge=4)
-    """A host that sends no heartbeat for this many seconds is lost: its sandboxes are killed, and its rollouts move. Must be equal on all hosts."""
+    """A host without a heartbeat for this many seconds is lost: its sandboxes are killed, and its rollouts move. Must be equal on all hosts."""
     grades_apart: bool = False
-    """Whether role `grade` is refused in a home with role `boot` or `agent`, so that gradings run on other machines."""
+    """Whether role `grade` is refused in a home with role `boot` or `agent`, so that other machines grade."""
 
 
 class SandboxSettings(Group):
     """Sandboxes of all providers."""
 
     ttl_s: float = Field(3600.0, ge=60)
-    """The provider or the reaper kills a sandbox that no worker renews for this many seconds."""
+    """A sandbox that no worker renews for this many seconds is killed."""
     open_files: int = Field(4096, ge=64)
-    """Files that one process in a sandbox on a worker's host or in Docker may open, at most half of the worker's hard limit."""
+    """Files that one process in a sandbox on a worker's host or in Docker may open: at most half of the worker's hard limit."""
     user_ids: int = Field(2_000_000_000, ge=0, le=(1 << 32) - (1 << 17))
-    """If the worker is root, each bubblewrap sandbox runs as its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
+    """If the worker is root, each bubblewrap sandbox is its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
     allow_local: bool = False
@@ -171,7 +170,7 @@ class SandboxSettings(Group):
     image_mirror: str = ""
     """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None
-    """JSON file that maps an image to the template, snapshot or image built from it, for all providers or per provider."""
+    """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
 
     @field_validator("caps")
     @classmethod
@@ -197,11 +196,11 @@ class DockerSettings(Group):
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
     """Image for instances that have a tree and no image. It needs python3, bash and git."""
     network: str = ""
-    """Network of the engine for all phases, including agents and grading. Empty = no network."""
+    """The engine's network for all phases, including agents and grading. Empty = none."""
     runtime: str = ""
     """Runtime of the engine, e.g. `runsc`. Empty = the engine's default."""
     scope: str = ""
-    """Name of this deployment on a shared engine. Set the same value on all its hosts. Empty = one scope per home."""
+    """Name of this deployment on a shared engine, equal on all its hosts. Empty = one per home."""
 
 
 class KubernetesSettings(Group):
@@ -214,9 +213,9 @@ class KubernetesSettings(Group):
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
     """Image for instances that have a tree and no image. It needs python3, bash and git."""
     pod_file: Path | None = None
-    """JSON file of pod fields for this cluster, such as tolerations, nodeSelector, imagePullSecrets and runtimeClassName."""
+    """JSON file of pod fields for this cluster, such as tolerations."""
     scope: str = ""
-    """Name of this deployment in a shared namespace. Set the same value on all its hosts. Empty = one scope per home."""
+    """Name of this deployment in a shared namespace, equal on all its hosts. Empty = one per home."""
 
 
 class E2BSettings(Group):
@@ -229,7 +228,7 @@ class E2BSettings(Group):
     metadata_image_key: str = ""
     """Key of the image in that file."""
     scope: str = ""
-    """Name of this deployment in a shared account. Set the same value on all its hosts. Empty = one scope per home."""
+    """Name of this deployment in a shared account, equal on all its hosts. Empty = one per home."""
 
 
 class DaytonaSettings(Group):
@@ -238,21 +237,21 @@ class DaytonaSettings(Group):
     snapshot: str = ""
     """Snapshot into which trees are uploaded. Empty = the account's default."""
     scope: str = ""
-    """Name of this deployment in a shared account. Set the same value on all its hosts. Empty = one scope per home."""
+    """Name of this deployment in a shared account, equal on all its hosts. Empty = one per home."""
 
 
 class GradingSettings(Group):
     """Grading."""
 
     signals_file: Path | None = None
-    """TOML file of `rule = 'pattern'` that replaces Perdure's rules for signals, words in a patch that deserve a look."""
+    """TOML file of `rule = 'pattern'` that replaces the rules for signals, words in a patch that deserve a look."""
 
 
 class AgentSettings(Group):
     """Agent programs, for hosts without access to a package registry."""
 
     claude_code_tarball: Path | None = None
-    """npm package of Claude Code: the native one (`claude-code-linux-x64-*.tgz`), or one that runs on Node."""
+    """npm package of Claude Code: native (`claude-code-linux-x64-*.tgz`), or for Node."""
     codex_tarball: Path | None = None
     """npm package of Codex."""
     opencode_tarball: Path | None = None
@@ -262,11 +261,11 @@ class AgentSettings(Group):
     node_tarball: Path | None = None
     """Node, for Qwen Code and for a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
     openhands_python: str = ""
-    """Python 3.12 or later that runs OpenHands. Empty = the one that uv, PATH or pyenv provides."""
+    """Python 3.12 or later, for OpenHands. Empty = from uv, PATH or pyenv."""
 
 
 class MetricsSettings(Group):
-    """The Prometheus port of each worker. The gateway serves /metrics on its own port."""
+    """The Prometheus port of each worker. The gateway serves /metrics on its port."""
 
     port: int = Field(0, ge=0, le=65535)
     """Port. 0 = none."""
@@ -275,7 +274,7 @@ class MetricsSettings(Group):
 
 
 class TraceSettings(Group):
-    """OpenTelemetry traces of all processes. The other `OTEL_*` variables apply too."""
+    """OpenTelemetry traces of all processes. All `OTEL_*` variables apply."""
 
     endpoint: str = ""
     """OTLP/HTTP endpoint, such as `http://collector:4318`. Empty = `OTEL_EXPORTER_OTLP_ENDPOINT`, otherwise no traces."""
@@ -301,17 +300,17 @@ class Settings(BaseSettings):
     home: Path = Path(".perdure")
     """Folder for all local data: Temporal's database, logs, pids, sandboxes, caches."""
     store: str = ""
-    """Where results are stored: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
+    """Place of results: a folder, or `s3://bucket/prefix`. Empty = `<home>/store`."""
     s3_endpoint_url: str = ""
     """URL of the S3 API, if it is not Amazon's. Credentials come from the `AWS_*` variables."""
     secret: SecretStr = Field(SecretStr(""), exclude=True)
-    """Secret from which session keys are derived. All processes of a deployment need the same one. Empty = a file in the home."""
+    """Secret from which session keys are derived, equal in all processes. Empty = a file in the home."""
     secret_previous: SecretStr = Field(SecretStr(""), exclude=True)
-    """Earlier secrets, separated by commas, that are still accepted during a rotation of `secret`."""
+    """Earlier secrets, separated by commas, that are accepted during a rotation."""
     diff_max_bytes: int = Field(10 << 20, ge=1, le=64 << 20)
     """Largest diff of an agent, in bytes. A larger one counts as no diff: `patch_too_large`."""
     handlers: str = ""
-    """Modules that register handlers of other data sources, separated by commas, e.g. `my_source`."""
+    """Modules that register handlers of data sources, separated by commas."""
 
     temporal: TemporalSettings = TemporalSettings()
     gateway: GatewaySettings = GatewaySettings()
