@@ -13,13 +13,9 @@ OWN = {
 }
 """Perdure's variables that are not settings, because they are read before the settings."""
 
-INSIDE = {
-    "PERDURE_BOX": "the sandbox that a process belongs to",
-    "PERDURE_EXEC": "the command that a process belongs to",
-    "PERDURE_OWNER": "the user of a sandbox's files",
-    "PERDURE_SESSION_KEY": "the agent's key for the gateway",
-}
-"""Variables that Perdure sets inside sandboxes."""
+INSIDE = frozenset(("PERDURE_BOX", "PERDURE_EXEC", "PERDURE_OWNER", "PERDURE_SESSION_KEY"))
+"""Variables that Perdure sets inside sandboxes: a process's sandbox, its command, the owner of the
+files, the agent's key for the gateway."""
 
 
 class Foreign(NamedTuple):
@@ -32,9 +28,9 @@ class Foreign(NamedTuple):
 
 
 FOREIGN = (
-    Foreign("Temporal", ("TEMPORAL_*",), "address, namespace, TLS and profile of the server"),
-    Foreign("OpenTelemetry", ("OTEL_*",), "destination of traces, sampling, service names"),
-    Foreign("AWS SDK", ("AWS_*",), "credentials and region of an S3 store"),
+    Foreign("Temporal", ("TEMPORAL_*",), "the server and its profile"),
+    Foreign("OpenTelemetry", ("OTEL_*",), "destination and sampling of traces"),
+    Foreign("AWS SDK", ("AWS_*",), "credentials and region of S3"),
     Foreign(
         "OpenAI",
         ("OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"),
@@ -61,16 +57,16 @@ FOREIGN = (
         ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"),
         "the cluster",
     ),
-    Foreign("E2B", ("E2B_*",), "account and address of the service"),
-    Foreign("Daytona", ("DAYTONA_*",), "account and address of the service"),
-    Foreign("Ray", ("RAY_*",), "the cluster to join, and Ray's own options"),
-    Foreign("npm", ("NPM_CONFIG_*",), "the registry of agent programs, and its keys"),
+    Foreign("E2B", ("E2B_*",), "account and address"),
+    Foreign("Daytona", ("DAYTONA_*",), "account and address"),
+    Foreign("Ray", ("RAY_*",), "the cluster, and Ray's options"),
+    Foreign("npm", ("NPM_CONFIG_*",), "the registry of agent programs"),
     Foreign(
         "uv and pip",
         ("UV_*", "PIP_*"),
-        "the index for environments and agent programs",
+        "the index of packages",
     ),
-    Foreign("pyenv", ("PYENV_ROOT",), "location of other Python versions"),
+    Foreign("pyenv", ("PYENV_ROOT",), "other versions of Python"),
     Foreign(
         "TLS libraries",
         ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),

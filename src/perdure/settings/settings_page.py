@@ -112,6 +112,4 @@ def _others() -> str:
         rows.append(f"- {tool.tool} ({names}): {tool.about}")
     rows += ["", "## Variables without a setting", ""]
     rows += [f"- `{name}`: {text}." for name, text in process_environment.OWN.items()]
-    rows += ["", "Perdure sets these inside sandboxes. Elsewhere they have no effect:", ""]
-    rows += [f"- `{name}`: {text}." for name, text in process_environment.INSIDE.items()]
     return "\n".join(rows)

@@ -122,7 +122,7 @@ class EngineSettings(Group):
 
 
 class SlotSettings(Group):
-    """How many activities of each stage one worker runs at once."""
+    """Activities of each stage that one worker runs at once."""
 
     boot: int = Field(8, ge=1)
     """Sandbox boots."""
@@ -135,7 +135,7 @@ class SlotSettings(Group):
 
 
 class DeploymentSettings(Group):
-    """The build that a worker runs, so that open rollouts stay on the build that started them."""
+    """The build that a worker runs. Open rollouts stay on the build that started them."""
 
     build_id: str = Field("", pattern=r"^[A-Za-z0-9_.+-]{0,64}$")
     """Name of this build, for example its git commit. Empty = any worker may continue a rollout."""
@@ -149,7 +149,7 @@ class HostSettings(Group):
     silent_s: float = Field(72.0, ge=4)
     """A host without a heartbeat for this many seconds is lost: its sandboxes are killed, and its rollouts move. Must be equal on all hosts."""
     grades_apart: bool = False
-    """Whether role `grade` is refused in a home with role `boot` or `agent`, so that other machines grade."""
+    """Whether to refuse role `grade` in a home with role `boot` or `agent`, so that other machines grade."""
 
 
 class SandboxSettings(Group):
@@ -164,11 +164,11 @@ class SandboxSettings(Group):
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
     allow_local: bool = False
-    """Whether to allow `--sandbox local`, whose commands run as you, with your files and network."""
+    """Whether to allow `--sandbox local`, whose commands have your user, files and network."""
     build_hosts: str = ""
-    """Hosts that environment builds may reach in addition to the package index: `github.com,files.example:8443`."""
+    """Hosts that builds may reach in addition to the package index: `github.com,files.example:8443`."""
     image_mirror: str = ""
-    """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
+    """Registry of images: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None
     """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
 
