@@ -84,7 +84,7 @@ class GatewaySettings(Group):
     port: int = Field(18001, ge=0, le=65535)
     """TCP port. 0 = any free port."""
     url: str = ""
-    """URL by which workers and sandboxes reach the gateway. Empty = a gateway's own in the store, otherwise `http://<host>:<port>`."""
+    """URL by which workers and sandboxes reach the gateway. Empty = the one that a gateway wrote to the store, otherwise `http://<host>:<port>`."""
     reach: Literal["auto", "url", "socket", "stdio"] = "auto"
     """How sandboxes reach the gateway: `url`, a unix `socket`, a relay (`stdio`), or `auto`."""
     processes: int = Field(1, ge=1, le=64)
@@ -129,7 +129,7 @@ class SlotSettings(Group):
     agent: int = Field(64, ge=1)
     """Seats of the worker's home: its agents with a sandbox. Further rollouts wait without one."""
     grade: int = Field(8, ge=1)
-    """Gradings, with twins of two or three sandboxes each."""
+    """Gradings. With twins, each has two or three sandboxes."""
     io: int = Field(32, ge=1)
     """Captures, episodes and cleanups."""
 
@@ -158,9 +158,9 @@ class SandboxSettings(Group):
     ttl_s: float = Field(3600.0, ge=60)
     """A sandbox that no worker renews for this many seconds is killed."""
     open_files: int = Field(4096, ge=64)
-    """Files that one process in a sandbox on a worker's host or in Docker may open: at most half of the worker's hard limit."""
+    """Files that one process in a sandbox on a worker's host or in Docker may open, at most half of the worker's hard limit."""
     user_ids: int = Field(2_000_000_000, ge=0, le=(1 << 32) - (1 << 17))
-    """If the worker is root, each bubblewrap sandbox is its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
+    """If the worker is root, each bubblewrap sandbox runs as its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
     allow_local: bool = False
