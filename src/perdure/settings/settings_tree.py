@@ -170,7 +170,7 @@ class SandboxSettings(Group):
     image_mirror: str = ""
     """Registry of images: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None
-    """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
+    """JSON file that maps an image to the template, snapshot or image built from it, for all providers or per provider."""
 
     @field_validator("caps")
     @classmethod
