@@ -168,9 +168,9 @@ class SandboxSettings(Group):
     build_hosts: str = ""
     """Hosts that builds may reach in addition to the package index: `github.com,files.example:8443`."""
     image_mirror: str = ""
-    """Registry of images: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
+    """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     image_map: Path | None = None
-    """JSON file that maps an image to the template, snapshot or image built from it, for all providers or per provider."""
+    """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
 
     @field_validator("caps")
     @classmethod
