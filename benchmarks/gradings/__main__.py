@@ -3,7 +3,7 @@
 A process that is limited to these cores (`taskset`) grades a small pytest row in bubblewrap. The core
 counts alternate, and so do gradings with and without twins, so that a busy host slows both alike.
 `--forgers` also grades correct fixes and forgeries of three real rows with twins. `--gold` grades each
-row's own fix many times.
+row's own fix many times. `--fixes` counts false alarms over correct fixes of made rows.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from benchmarks.benchmark_options import add_output
 from benchmarks.cpu_measurement import Meter
-from benchmarks.gradings import forger_results, gold_results
+from benchmarks.gradings import false_alarms, forger_results, gold_results
 from benchmarks.scratch_folder import scratch_folder
 
 CASES = ("gold", "nop")
@@ -163,6 +163,13 @@ def main() -> None:
         metavar="TIMES",
         help="only grade the gold patch of each row of first-steps this often, with twins",
     )
+    parser.add_argument(
+        "--fixes",
+        type=int,
+        default=0,
+        metavar="DRAWS",
+        help="only grade correct fixes of made rows, each with at most this many draws of twins",
+    )
     add_output(parser)
     options = parser.parse_args()
     if options.gold:
@@ -170,6 +177,11 @@ def main() -> None:
         print(f"\n{gold_results.table(gold)}")
         return
     with scratch_folder("pd-", keep=options.keep) as folder:
+        if options.fixes:
+            results = asyncio.run(false_alarms.measure(options.fixes, folder))
+            _write(options, list(map(vars, results)))
+            print(f"\n{false_alarms.table(results)}")
+            return
         found = measure(options, folder)
     report(found, options)
     lists: dict[str, Any] = {

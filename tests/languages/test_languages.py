@@ -17,8 +17,6 @@ from tests.languages.row_bench import RowBench, RowResult, is_confirmed
 HOME = Path(__file__).parents[2] / ".perdure/test-languages"
 """Outlives the run: npm installs there once."""
 WITHOUT_TWINS = {
-    "go-intervals": "a twin changes one case of a table, so other cases have none",
-    "go-roman": "a twin changes one case of a table, so other cases have none",
     "go-wrap": "its tests compare by a helper of their own",
 }
 """Rows with a FAIL_TO_PASS test that has no twin, so that a fix stays unverified."""

@@ -32,7 +32,8 @@ def _strength(record: Calibration) -> str:
 
 
 def label_record(record: Calibration) -> str:
-    """`proved in bubblewrap, 3 runs: 2 tests to fix, 40 to keep, 1 dropped as flaky, 10 twins`."""
+    """`proved in bubblewrap, 3 runs: 2 tests to fix, 40 to keep, 10 twins proven under 3 other
+    correct fixes`."""
     begins = f"{record.state.value} in {record.sandbox}, {many(record.runs, 'run')}"
     if record.state is CalibrationState.QUARANTINED:
         return f"{begins}: {record.reason}"
@@ -43,12 +44,18 @@ def label_record(record: Calibration) -> str:
     if record.dropped:
         told.append(f"{len(record.dropped)} dropped as flaky")
     twins = distinct_twins(record.twin_draws or ())
-    told.append(many(len(twins), "twin"))
+    told.append(many(len(twins), "twin") + _other_fixes(record))
     if weak := {test for twin in twins if twin.weak for test in twin.tests}:
         told.append(f"{many(len(weak), 'test')} with weak ones only")
     if record.without_twin:
         told.append(f"{many(len(record.without_twin), 'test')} without one")
     return f"{begins}: {', '.join(told)}"
+
+
+def _other_fixes(record: Calibration) -> str:
+    count = len(record.variants)
+    fixes = "fix" if count == 1 else "fixes"
+    return f" proven under {count} other correct {fixes}" if record.twin_draws else ""
 
 
 def label_grade(grade: Grade) -> str:

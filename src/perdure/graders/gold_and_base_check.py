@@ -73,6 +73,7 @@ async def calibrate(
         filter_patch(instance.gold_patch, instance).dropped_paths,
         longest_run_s,
         chosen.report.without,
+        chosen.report.variants,
     )
     return Calibrated(chosen.instance, report)
 
@@ -104,6 +105,7 @@ async def verify(
         dropped_paths=filter_patch(instance.gold_patch, instance).dropped_paths,
         longest_run_s=max(seconds),
         without_twins=chosen.report.without,
+        variants=chosen.report.variants,
     )
     return Calibrated(chosen.instance, report)
 

@@ -25,6 +25,8 @@ class CalibrationReport:
     longest_run_s: float = 0.0
     without_twins: Mapping[str, str] = field(default_factory=dict)
     """FAIL_TO_PASS id -> why it has no twin, so that its grades are `unverified`."""
+    variants: tuple[str, ...] = ()
+    """Other correct fixes, made from gold, under which every twin failed too."""
 
 
 @dataclass(frozen=True)

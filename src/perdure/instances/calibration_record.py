@@ -58,6 +58,8 @@ class Calibration(Frozen):
     """Twins that were proven to fail under gold and base, together. None: calibration chose none."""
     without_twin: dict[str, str] = Field(default_factory=dict)
     """FAIL_TO_PASS test -> why it has no twin."""
+    variants: tuple[str, ...] = ()
+    """Other correct fixes, made from gold, under which every twin failed too. Made of Python only."""
     canary: bool = False
     """`Grading.canary` of the proven row."""
 

@@ -293,6 +293,8 @@ class CalibrationSummary(Frozen):
     dropped_tests: int = 0
     with_twins: int = 0
     """Rows whose FAIL_TO_PASS tests all have twins."""
+    under_other_fixes: int = 0
+    """Of those, rows whose twins all failed under at least two other correct fixes too."""
     ceiling: float | None = None
     """Share of the runs of the gold patch that resolve their row by its own test lists. No model
     can score higher. None, here and below, if no row is decided."""

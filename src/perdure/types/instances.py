@@ -79,7 +79,8 @@ class Twin(Frozen):
     """
 
     tests: tuple[str, ...]
-    """The FAIL_TO_PASS ids that the twin makes fail: all ids of one test function."""
+    """The FAIL_TO_PASS ids that the twin makes fail: all ids of one test function, or of one
+    case of its table."""
     path: str
     line: int
     """1-based line number in the file as `test_patch` leaves it."""
@@ -93,7 +94,8 @@ class Twin(Frozen):
 
 
 class TwinDraw(Frozen):
-    """Twins that a grading uses together: one for each test function that has any.
+    """Twins that a grading uses together: one for each test function that has any, or
+    for each case of its table.
 
     Calibration has proven exactly these runs under the gold patch, because a twin that fails can
     change what later tests find. `perdure.graders.twins.twin_draw` adds a run of originals only.

@@ -70,6 +70,7 @@ async def _fill(store: LocalStore) -> None:
         "fail_to_pass": ["t::new"],
         "pass_to_pass": ["t::old"],
         "dropped": {"t::shaky": "flaky"},
+        "variants": ("renamed locals", "another equal expression"),
     }
     for one in (
         record("good", proved, "bubblewrap", twin_draws=(TwinDraw(runs=((twin,),)),), **lists),
@@ -103,7 +104,7 @@ def test_one_instance_shows_what_calibration_found(said: Said) -> None:
 
     assert (
         "calibration  proved in bubblewrap, 3 runs: 1 test to fix, 1 to keep, 1 dropped as flaky, "
-        "1 twin; quarantined in podman" in told["good"]
+        "1 twin proven under 2 other correct fixes; quarantined in podman" in told["good"]
     )
     assert f"calibration  quarantined in bubblewrap, 3 runs: {WRONG}" in told["wrong"]
     assert "calibration  not calibrated" in told["new"]

@@ -279,6 +279,37 @@ async def test_the_report_tells_ceiling_and_floor_of_a_dataset(tmp_path: Path) -
     ].state == "proved"  # it lacks only twins
 
 
+@pytest.mark.parametrize(
+    ("variants", "counted"),
+    [((), 0), (("renamed locals",), 0), (("renamed locals", "another equal expression"), 1)],
+)
+async def test_the_report_counts_rows_whose_twins_hold_for_other_correct_fixes(
+    variants: tuple[str, ...], counted: int, tmp_path: Path
+) -> None:
+    """One variant of gold shows little, and twins without any are no evidence for other fixes."""
+    store, asked = LocalStore(tmp_path), CalibrationRequest(dataset="mine")
+    row = instance("sound")
+    await instance_catalog.save(store, row)
+    await store.put(store_keys.calibration_rows(asked.workflow_id), json.dumps([row.ref]).encode())
+    twin = Twin(tests=("fix",), path="t.py", line=1, before=b"b", after=b"c", rule="literal")
+    record = Calibration(
+        instance=row.ref,
+        instance_sha256=digest_of(row),
+        sandbox="bubblewrap",
+        state=CalibrationState.PROVED,
+        runs=3,
+        twin_draws=(TwinDraw(runs=((twin,),)),),
+        variants=variants,
+    )
+    await calibration_record.save(store, record)
+
+    told = await calibration_stages.report(store, asked)
+
+    assert (told.with_twins, told.under_other_fixes) == (1, counted)
+    report = json.loads((await store.get(store_keys.calibration_report(asked.workflow_id))).data)
+    assert report["rows"][row.ref]["variants"] == list(variants)
+
+
 def test_a_row_graded_by_exit_code_gets_its_twins_and_a_row_its_canary() -> None:
     """Such a row has no list of tests; grading without its twins would be unverified."""
     row = tiny_instance(protocol="eval_cmd", fail_to_pass=(), pass_to_pass=())

@@ -160,6 +160,9 @@ def _print(summary: dict[str, Any]) -> None:
     if summary["proved"]:
         of = f"{summary['with_twins']} of {many(summary['proved'], 'proved instance')}"
         click.echo(f"Twins     {of} have one for every FAIL_TO_PASS test")
+    if summary["with_twins"]:
+        of = f"{summary['under_other_fixes']} of these {summary['with_twins']}"
+        click.echo(f"Fixes     all twins of {of} fail under two or more other correct fixes too")
     if summary["dropped_tests"]:
         click.echo(f"Dropped   {many(summary['dropped_tests'], 'flaky test')}")
     if summary["ceiling"] is not None:

@@ -123,9 +123,12 @@ def _always_run(function: FunctionNode) -> Iterator[ast.AST]:
     A correct fix may not enter a loop, branch, handler or callback that gold enters. It would pass
     a test whose only change is there, and its twin too.
     """
+    skipped = list(_skipped_lines(function.body, function.end_lineno or 0))
     waiting: list[ast.AST] = [*function.body]
     while waiting:
         node = waiting.pop(0)
+        if any(getattr(node, "lineno", 0) in lines for lines in skipped):
+            continue
         yield node
         if isinstance(node, ast.With | ast.AsyncWith) and _expects_exception(node):
             waiting += node.items  # the rest of its body does not run after the exception
@@ -133,6 +136,22 @@ def _always_run(function: FunctionNode) -> Iterator[ast.AST]:
             waiting += node.body
         elif not isinstance(node, _CONDITIONAL):
             waiting += ast.iter_child_nodes(node)
+
+
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+
+
+def _skipped_lines(nodes: Iterable[ast.AST], last: int, last_of_loop: int = 0) -> Iterator[range]:
+    """The lines after each statement that leaves the test (whose last line is `last`) or a loop."""
+    for node in nodes:
+        if isinstance(node, ast.Return):
+            yield range(node.lineno + 1, last + 1)
+        elif isinstance(node, ast.Break | ast.Continue):
+            yield range(node.lineno + 1, last_of_loop + 1)
+        elif isinstance(node, _STATEMENTS) and not isinstance(node, FunctionNode | ast.ClassDef):
+            is_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While)
+            inner = getattr(node, "end_lineno", 0) if is_loop else last_of_loop
+            yield from _skipped_lines(ast.iter_child_nodes(node), last, inner)
 
 
 def _expects_exception(node: ast.With | ast.AsyncWith) -> bool:

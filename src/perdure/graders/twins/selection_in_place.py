@@ -29,12 +29,19 @@ NO_FAILURE = "no candidate fails in its place, under gold and base, without dist
 
 @dataclass
 class Pool:
-    """The twins of one test function: those still to be tried, and those that were proven."""
+    """The twins of one test function, or of one case of its table: those still to be tried, and
+    those that were proven."""
 
     tests: tuple[str, ...]
-    """Ids that may name the function. A twin has those of them that it makes fail."""
+    """Ids that may name it. A twin has those of them that it makes fail."""
     waiting: list[Twin]
+    parents: tuple[str, ...] = ()
+    """Ids of the function, which fails with each case of its table."""
     kept: list[Twin] = field(default_factory=list)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.tests + self.parents
 
     def next(self, wanted: int) -> Twin | None:
         """Weak twins come last, and are tried only if no other was kept."""
@@ -70,7 +77,7 @@ async def proven_pools(
         return [], dict.fromkeys(tests, str(error))
     texts = await class_relations.read_files(bench.in_sandbox, sorted(added))
     pools, unnamed = _pools(texts, added, tests, bench.by_exit_code)
-    without = {test: NO_RULE for pool in pools if not pool.waiting for test in pool.tests}
+    without = {test: NO_RULE for pool in pools if not pool.waiting for test in pool.ids}
     left = ALONE
     for number in range(ROUNDS):
         tried = [(pool, twin) for pool in pools if (twin := pool.next(wanted)) is not None]
@@ -89,7 +96,7 @@ async def proven_pools(
             _kept(plain, [one], statuses, unnamed, passing)
     found = [twins for pool in pools if (twins := pool.proven(wanted))]
     having = {test for twins in found for test in twins[0].tests}
-    reasons = {test: NO_FAILURE for pool in pools for test in pool.tests} | without | unnamed
+    reasons = {test: NO_FAILURE for pool in pools for test in pool.ids} | without | unnamed
     return found, {test: why for test, why in reasons.items() if test not in having}
 
 
@@ -129,7 +136,7 @@ def _kept(
     def failing(tests: Iterable[str]) -> tuple[str, ...]:
         return tuple(test for test in tests if verdict_rules.status_of(test, shown) in FAILING)
 
-    own = [failing(pool.tests) for pool, _ in tried]
+    own = [failing(pool.tests) and failing(pool.ids) for pool, _ in tried]
     wider = failing(unnamed)
     failed = {test for tests in (*own, wider) for test in tests}
     grading = plain.grading
@@ -168,8 +175,9 @@ def _pools(
         return [Pool(tuple(tests), _mixed(parts))], {}
     named, without = twin_pools.named_functions(files, tests)
     pools = [
-        Pool(tuple(ids), twin_pools.twins_of(file, function, tuple(ids)))
+        Pool(one.tests, one.twins, one.parents)
         for (file, function), ids in named.items()
+        for one in twin_pools.pools_of(file, function, ids)
     ]
     return pools, without
 

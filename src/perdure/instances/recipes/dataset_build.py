@@ -207,4 +207,5 @@ def _record(instance: Instance, report: CalibrationReport, sandbox: str) -> Cali
         twin_draws=grading.twin_draws,
         canary=grading.canary,
         without_twin=dict(report.without_twins),
+        variants=report.variants,
     )

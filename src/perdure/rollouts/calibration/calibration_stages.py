@@ -149,6 +149,7 @@ def _summary(
     listed = [record.base_passes for record in known if record.base_passes is not None]
     runs = sum(record.runs for record in known)
     bad = {r.instance: r.reason for r in known if r.state is CalibrationState.QUARANTINED}
+    complete = [record for record in known if record.twin_draws and not record.without_twin]
     without = {
         r.instance: "; ".join(f"{test}: {why}" for test, why in list(r.without_twin.items())[:2])
         for r in known
@@ -162,7 +163,8 @@ def _summary(
         quarantined=states[CalibrationState.QUARANTINED],
         undecided=len(undecided),
         dropped_tests=sum(len(record.dropped) for record in known),
-        with_twins=sum(bool(record.twin_draws) and not record.without_twin for record in known),
+        with_twins=len(complete),
+        under_other_fixes=sum(len(record.variants) >= 2 for record in complete),
         ceiling=_share(sum(record.gold_resolved for record in known), runs),
         floor=_share(sum(record.base_resolved for record in known), runs),
         base_passes=_share(sum(listed), len(listed)),

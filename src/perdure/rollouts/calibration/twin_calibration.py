@@ -48,6 +48,7 @@ async def choose(
         return sandbox
 
     draws: tuple[TwinDraw, ...] = ()
+    variants: tuple[str, ...] = ()
     canary = False
     try:
         chosen = await choose_twins(
@@ -59,11 +60,17 @@ async def choose(
         )
         grading, without = chosen.instance.grading, chosen.report.without
         draws, canary = grading.twin_draws, grading.canary
+        variants = chosen.report.variants
     except SilentDuringTests as error:  # here the code under test is the row's own
         raise RetryHere(str(error), boundary=Boundary.SANDBOX) from error
     except InstanceError as error:  # recorded, because otherwise each later start would try again
         without = dict.fromkeys(proved.grading.fail_to_pass, str(error))
-    changed = {"twin_draws": draws, "without_twin": without, "canary": canary}
+    changed = {
+        "twin_draws": draws,
+        "without_twin": without,
+        "variants": variants,
+        "canary": canary,
+    }
     await calibration_record.save(services.store, record.model_copy(update=changed))
     tests = {test for twin in distinct_twins(draws) for test in twin.tests}
     return RowTwins(tests=len(tests), without=len(without))

@@ -103,6 +103,9 @@ def test_a_twin_that_gives_itself_away_is_refused(body: str, twin: str, expected
         "while f():\n    assert f() == 1",
         "def check(x):\n    assert x == 1\nf(check)",
         "with pytest.raises(KeyError):\n    f()\n    assert f() == 1",
+        "if not f():\n    return\nassert f() == 1",
+        "try:\n    f()\nexcept KeyError:\n    return\nfor x in (1, 2):\n    assert f(x) == 1",
+        "for x in (1, 2):\n    if f(x):\n        continue\n    assert f(x) == 1",
     ],
 )
 def test_an_expectation_that_a_correct_fix_may_not_reach_has_no_twin(body: str) -> None:
@@ -111,7 +114,14 @@ def test_an_expectation_that_a_correct_fix_may_not_reach_has_no_twin(body: str) 
 
 
 @pytest.mark.parametrize(
-    "body", ["for x in (1, 2):\n    assert f(x) == 1", "with f() as x:\n    assert x == 1"]
+    "body",
+    [
+        "for x in (1, 2):\n    assert f(x) == 1",
+        "with f() as x:\n    assert x == 1",
+        "for x in f():\n    if x:\n        break\nassert f() == 1",
+        "def check(x):\n    return x\nassert f() == 1",
+        "assert f() == 1\nif f():\n    return\ng()",
+    ],
 )
 def test_an_expectation_that_always_runs_has_twins(body: str) -> None:
     assert "literal" in {one.rule for one in of(body)}

@@ -4,7 +4,12 @@ import pytest
 
 from perdure.graders.twins.other_languages.languages import language_of
 from perdure.graders.twins.other_languages.parsed_file import ParsedFile, TestFunction
-from perdure.graders.twins.other_languages.twin_pools import Change, changes, named_functions
+from perdure.graders.twins.other_languages.twin_pools import (
+    Change,
+    changes,
+    named_functions,
+    pools_of,
+)
 
 BODIES = {
     "a.test.js": "it('adds', async () => {{\n{}\n}});\n",
@@ -12,6 +17,9 @@ BODIES = {
     "a_test.go": "package a\nfunc TestAdds(t *testing.T) {{\n{}\n}}\n",
     "a.rs": "#[test]\nfn adds() {{\n{}\n}}\n",
     "A.java": "class A {{ @Test public void adds() {{\n{}\n}} }}\n",
+    "jupiter/A.java": (
+        "import org.junit.jupiter.api.Test;\nclass A {{ @Test public void adds() {{\n{}\n}} }}\n"
+    ),
     "a.c": "int main(void) {{\n{}\nreturn 0; }}\n",
 }
 
@@ -59,6 +67,12 @@ def made(path: str, body: str) -> list[Change]:
         ("a.rs", "let want = 3; assert_eq!(f(), want);", "let want = 4; assert_eq!(f(), want);"),
         ("A.java", "assertEquals(3, f());", "assertEquals(4, f());"),
         ("A.java", 'assertEquals("message", 3, f());', 'assertEquals("message", 4, f());'),
+        ("A.java", 'assertEquals("value " + n, 3, f());', 'assertEquals("value " + n, 4, f());'),
+        ("A.java", 'assertEquals(3, f(), "message");', 'assertEquals(4, f(), "message");'),
+        ("jupiter/A.java", 'assertEquals("a 1", f(), "message");', 'assertEquals("a 2", f(), "message");'),
+        ("jupiter/A.java", 'assertEquals("a 1", f(), () -> "message");', 'assertEquals("a 2", f(), () -> "message");'),
+        ("jupiter/A.java", 'assertEquals("a 1", f(), message(n));', 'assertEquals("a 2", f(), message(n));'),
+        ("jupiter/A.java", 'assertEquals(0.5, f(), "message");', 'assertEquals(1.5, f(), "message");'),
         ("A.java", "assertArrayEquals(new int[]{3}, f());", "assertArrayEquals(new int[]{4}, f());"),
         ("A.java", 'assertTrue("a 1".equals(f()));', 'assertTrue("a 2".equals(f()));'),
         ("A.java", 'assertTrue("m", f() == 3);', 'assertTrue("m", f() == 4);'),
@@ -111,6 +125,11 @@ def test_a_line_that_a_correct_fix_may_not_reach_has_none(path: str, body: str) 
         ("a.rs", "let n = 3; assert_eq!(f(n), n);", "let n = 4"),
         ("a.test.js", "let n = 3; n += 1; expect(f()).toBe(n);", "let n = 4"),
         ("A.java", "assertEquals(0.5, f(), 0.1);", "assertEquals(1.5"),
+        ("A.java", "assertEquals(-0.5, f(), EPSILON);", "assertEquals(-1.5"),
+        ("A.java", "assertEquals(3, f(), 1);", "assertEquals(4"),
+        ("A.java", 'assertEquals("message", 0.5, f(), 0.1);', "1.5, f()"),
+        ("jupiter/A.java", 'assertEquals(0.5, f(), 0.1, "message");', "assertEquals(1.5"),
+        ("jupiter/A.java", 'assertEquals("a 1", f(), "message 1");', '"message 2"'),
         ("a.test.js", "expect(f()).not.toBe(3);", "toBe(4)"),
         ("a_test.go", "if F() == 3 { t.Fatal() }", "== 4"),
         ("a.test.js", "if (f() === 3) throw new Error();", "=== 4"),
@@ -154,6 +173,51 @@ def test_a_table_of_go_gives_twins_of_its_expected_column() -> None:
     assert b'{"a", 2},' in after
     assert b'{in: "b", want: 3},' in after
     assert not [line for line in after if line.startswith((b'{"b"', b'{in: "a"'))]
+
+
+LOOP = """	for {}, tt := range tests {{
+		t.Run({}, func(t *testing.T) {{
+			if got := F(tt.in); got != tt.want {{ t.Fatal(got) }}
+		}})
+	}}
+	if G() != 7 {{ t.Fatal() }}"""
+SLICE = """tests := []struct {
+		name string
+		in, want int
+	}{
+		{"two", /* in */ 1, 10}, // a comment
+		{name: "two words", in: 2, want: 20},
+		{fmt.Sprint(3), 3, 30},
+	}
+"""
+MAP = """tests := map[string]struct{ in, want int }{
+		"two":       {1, 10},
+		"two words": {in: 2, want: 20},
+		key(3):      {3, 30},
+	}
+"""
+
+
+@pytest.mark.parametrize(
+    ("table", "loop"),
+    [(SLICE, ("_", "tt.name")), (MAP, ("name", "name"))],
+    ids=["by a field", "by a key"],
+)
+def test_each_named_case_of_a_table_has_twins_of_its_own(table: str, loop: tuple[str, str]) -> None:
+    """One twin would leave the other subtests without any."""
+    file = parsed("a_test.go", BODIES["a_test.go"].format(table + LOOP.format(*loop)))
+    ids = ("TestAdds", "TestAdds/two", "TestAdds/two_words", "TestAdds/two_words/in", "TestAdds/3")
+    parent, one, two, inner, unnamed = ids
+    found = pools_of(file, file.functions[0], ids)
+    after = {pool.tests: b"\n".join(twin.after for twin in pool.twins) for pool in found}
+
+    assert list(after) == [(one,), (two, inner), (unnamed,)]
+    assert {pool.parents for pool in found} == {(parent,)}
+    assert b"11}" in after[one,]
+    assert b"want: 21}" in after[two, inner]
+    assert all(word in after[unnamed,] for word in (b"3, 31}", b"G() != 8"))
+    assert not any(word in text for text in after.values() for word in (b"in: 3", b"{2,", b"{4,"))
+    assert {pool.tests for pool in pools_of(file, file.functions[0], ids[:1])} == {(parent,)}
 
 
 def test_only_lines_that_the_test_patch_adds_change() -> None:

@@ -47,6 +47,20 @@ def test_a_twin_that_passes_or_disturbs_is_not_kept(statuses: dict[str, TestStat
     assert kept(statuses) == []
 
 
+def test_a_test_fails_with_each_case_of_its_table() -> None:
+    """Its own status says nothing about one of several twins."""
+    row = tiny_instance(fail_to_pass=("adds", "adds/1", "adds/2"), pass_to_pass=())
+    pools = [Pool((f"adds/{number}",), [], ("adds",)) for number in (1, 2)]
+    tried = [(pool, twin()) for pool in pools]
+
+    assert not _kept(row, tried, {"adds": F, "adds/1": F, "adds/2": P}, (), set())
+    assert _kept(row, tried, {"adds": F, "adds/1": F, "adds/2": F}, (), set())
+    assert [one.tests for pool in pools for one in pool.kept] == [
+        ("adds/1", "adds"),
+        ("adds/2", "adds"),
+    ]
+
+
 def test_a_twin_that_the_base_passes_is_not_kept() -> None:
     """The unfixed code would pass it, and an honest failure would look like a forgery."""
     assert kept({}, passing={"adds"}) == []

@@ -109,6 +109,13 @@ def _is_subtest(node: Node) -> bool:
     return call is not None and text_of(call.child_by_field_name("function")).endswith(b".Run")
 
 
+def title_of_subtest(node: Node) -> Node | None:
+    """`name` in `t.Run(name, func(t *testing.T) {...})`."""
+    called = text_of(node.child_by_field_name("function"))
+    arguments = _arguments(node) if called.endswith(b".Run") else []
+    return arguments[0] if arguments else None
+
+
 def table_of(node: Node, body: Node) -> Node | None:
     """`tests` in Go's `for _, tt := range tests`, if it is a table that the test itself writes."""
     ranges = [one for one in node.children if one.type == "range_clause"]
@@ -291,7 +298,7 @@ def _call(file: ParsedFile, call: Node) -> Iterator[Expectation]:
             yield from _matcher(language, name, node, arguments)
     elif name in language.equal or name in language.opposites:
         if _is_of_assertions(call, language):
-            sides = _compared(language, name, arguments)
+            sides = _compared(file, name, arguments)
             yield Expectation(sides, _opposite(file, node))
             if name in _TRUTHS:
                 told = [one for one in arguments if one.type not in language.texts]
@@ -350,17 +357,38 @@ def _is_of_assertions(call: Node, language: Language) -> bool:
     return language.name in ("Java", "C")
 
 
-def _compared(language: Language, name: bytes, arguments: Sequence[Node]) -> tuple[Side, ...]:
-    if name not in language.equal:
+def _compared(file: ParsedFile, name: bytes, arguments: Sequence[Node]) -> tuple[Side, ...]:
+    if name not in file.language.equal:
         return ()
-    if language.name == "Go":  # assert.Equal(t, expected, actual)
+    if file.language.name == "Go":  # assert.Equal(t, expected, actual)
         return _two(arguments[1:])
-    if language.name == "Java" and len(arguments) == 3:
-        if arguments[2].type == "decimal_floating_point_literal":
-            return ()  # two numbers can both be within the tolerance
-        if arguments[0].type == "string_literal":  # JUnit 4: the message is first
-            return _two(arguments[1:])
+    if file.language.name == "Java" and len(arguments) > 2:
+        return _two(_without_message(file, arguments))
     return _two(arguments)
+
+
+_MESSAGE_IS_LAST = re.compile(rb"\borg\.(?:junit\.jupiter|testng)\b")
+_FRACTION = "decimal_floating_point_literal"
+
+
+def _without_message(file: ParsedFile, arguments: Sequence[Node]) -> Sequence[Node]:
+    """The compared arguments of `assertEquals(3, f(), "message")`; in JUnit 4, the message is
+    first. Empty if the third may be a tolerance: two numbers can both be within it."""
+    first, *_, last = arguments
+    if len(arguments) > 3 or last.type in file.language.numbers:
+        return ()
+    if _is_message(first) and _MESSAGE_IS_LAST.search(file.data) is None:
+        return arguments[1:]
+    has_fraction = any(one.type == _FRACTION for side in arguments for one in descendants(side))
+    return () if has_fraction and not _is_message(last) else arguments[:2]
+
+
+def _is_message(node: Node) -> bool:
+    """`"text"`, `"text " + x`, or a lambda that returns the text."""
+    left = node.child_by_field_name("left") if node.type == "binary_expression" else None
+    return node.type in ("string_literal", "lambda_expression") or (
+        left is not None and _is_message(left)
+    )
 
 
 def _opposite(file: ParsedFile, node: Node) -> Edit | None:

@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tree_sitter import Node
 
@@ -16,8 +17,8 @@ from perdure.graders.twins.other_languages.expectations import (
     declared_name,
     expectations,
     is_constant,
-    table_of,
 )
+from perdure.graders.twins.other_languages.go_tables import Table, cases, tables
 from perdure.graders.twins.other_languages.parsed_file import (
     ParsedFile,
     TestFunction,
@@ -53,6 +54,32 @@ class Change:
         return self.rule == NEGATION
 
 
+class NamedTwins(NamedTuple):
+    """The twins of a test, or of one case of its table."""
+
+    tests: tuple[str, ...]
+    """Ids that may name it."""
+    parents: tuple[str, ...]
+    """Ids of the test around it, which fails with each of its cases."""
+    twins: list[Twin]
+
+
+def pools_of(file: ParsedFile, function: TestFunction, tests: Sequence[str]) -> list[NamedTwins]:
+    """Twins for each case of a Go table whose name is among these ids of the function, and twins of
+    the rest of the function for the other ids."""
+    twins, rest = twins_of(file, function, tuple(tests)), list(tests)
+    pools = []
+    for case in cases(file, function):
+        if named := tuple(test for test in rest if case.is_named(test)):
+            pools.append((named, [twin for twin in twins if twin.line in case.lines]))
+            twins = [twin for twin in twins if twin.line not in case.lines]
+            rest = [test for test in rest if test not in named]
+    parents = tuple(test for test in rest if pools and f"{function.name}/" not in test)
+    if others := tuple(test for test in rest if test not in parents):
+        pools.append((others, twins))
+    return [NamedTwins(named, parents, own) for named, own in pools]
+
+
 def twins_of(file: ParsedFile, function: TestFunction, tests: tuple[str, ...]) -> list[Twin]:
     """The twins of the function that these ids name; those that a reader could recognize come last."""
     twins = [
@@ -85,10 +112,10 @@ def changes(file: ParsedFile, function: TestFunction) -> list[Change]:
 def _edits(file: ParsedFile, function: TestFunction) -> Iterator[tuple[Edit, str, int]]:
     """Each edit, its rule and its rank."""
     known = list(expectations(file, function))
-    tables = _tables(function)
+    by_variable = {table.variable: table for table in tables(function)}
     for one in known:
         for side in one.sides:
-            yield from _of_side(file, function, side, known, tables)
+            yield from _of_side(file, function, side, known, by_variable)
         if one.negation is not None:
             yield one.negation, NEGATION, 9
 
@@ -98,7 +125,7 @@ def _of_side(
     function: TestFunction,
     side: Side,
     known: Sequence[Expectation],
-    tables: dict[bytes, Node],
+    by_variable: Mapping[bytes, Table],
 ) -> Iterator[tuple[Edit, str, int]]:
     if is_constant(side, file.language):
         yield from _leaves(file, function, side, "literal", 0)
@@ -112,9 +139,10 @@ def _of_side(
         if value is not None and is_fixed and _only_compared(function, node, known):
             yield from _leaves(file, function, (value,), "literal of a variable", 1)
     elif node.type == "selector_expression" and _only_compared(function, node, known):
-        table = tables.get(text_of(node.child_by_field_name("operand")))
+        table = by_variable.get(text_of(node.child_by_field_name("operand")))
         if table is not None:
-            for value in _column(table, text_of(node.child_by_field_name("field"))):
+            field = text_of(node.child_by_field_name("field"))
+            for value in (row.cells[field] for row in table.rows if field in row.cells):
                 if is_constant((value,), file.language):
                     yield from _leaves(file, function, (value,), "literal of a table", 1)
 
@@ -132,44 +160,6 @@ def _only_compared(function: TestFunction, used: Node, known: Sequence[Expectati
         if not told and node.start_byte not in sides and not declared_name(node):
             return False
     return True
-
-
-# --- Go's tables --------------------------------------------------------------------------------
-
-
-def _tables(function: TestFunction) -> dict[bytes, Node]:
-    """Loop variable -> the table that the loop reads: `tt` in `for _, tt := range tests`."""
-    found = {}
-    for node in descendants(function.body):
-        table = table_of(node, function.body) if node.type == "for_statement" else None
-        if table is not None:
-            ranges = next(one for one in node.children if one.type == "range_clause")
-            names = ranges.child_by_field_name("left")
-            if names is not None and names.named_children:
-                found[text_of(names.named_children[-1])] = table
-    return found
-
-
-def _column(table: Node, field: bytes) -> Iterator[Node]:
-    """The values of one field, row by row."""
-    structs = [one for one in descendants(table) if one.type == "struct_type"]
-    fields = [
-        text_of(name)
-        for one in descendants(structs[0])
-        if one.type == "field_declaration"
-        for name in one.children_by_field_name("name")
-    ] if structs else []  # fmt: skip
-    body = table.child_by_field_name("body")
-    for row in body.named_children if body is not None else ():
-        cells = row
-        while len(cells.named_children) == 1 and cells.type == "literal_element":
-            cells = cells.named_children[0]
-        for place, cell in enumerate(cells.named_children):
-            if cell.type == "keyed_element":
-                if text_of(cell.child_by_field_name("key")) == field:
-                    yield cell.child_by_field_name("value") or cell
-            elif place < len(fields) and fields[place] == field:
-                yield cell
 
 
 # --- other literals -----------------------------------------------------------------------------
