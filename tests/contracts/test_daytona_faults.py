@@ -25,6 +25,7 @@ def service() -> Service:
 # -- making ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "fault",
     [

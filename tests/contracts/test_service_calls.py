@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.service_harness import Bench
 
 LARGE = 100_000
@@ -44,6 +46,7 @@ class Requests:
         return [re.sub(r"/[^/ ]*[0-9][^/ ]*(?=/|$)", "/*", line) for line in lines]
 
 
+@pytest.mark.longer
 async def test_no_step_costs_more_requests_than_it_must(bench: Bench, tmp_path: Path) -> None:
     """A boot looks, creates and sets up. A command, an upload and a kill need their minimum."""
     (tmp_path / "large").write_bytes(b"x" * LARGE)

@@ -167,7 +167,11 @@ async def _graded_after_losses(
     return await ActivityEnvironment().run(grade, Attempt(request=REQUEST, attempt=1))
 
 
-@pytest.mark.parametrize("how", [TESTS, SILENT], ids=["by ending it", "by a fork bomb"])
+@pytest.mark.parametrize(
+    "how",
+    [TESTS, pytest.param(SILENT, marks=pytest.mark.longer)],
+    ids=["by ending it", "by a fork bomb"],
+)
 async def test_tests_that_end_every_sandbox_are_a_verdict(
     services: Services, monkeypatch: pytest.MonkeyPatch, how: int
 ) -> None:

@@ -80,6 +80,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
             yield Host(store, holder, other)
 
 
+@pytest.mark.longer
 async def test_a_call_is_answered_when_the_store_is_back(host: Host) -> None:
     """An agent that does not repeat its calls gets no error, and its waiting is counted."""
     key = await host.holder.open(SESSION)

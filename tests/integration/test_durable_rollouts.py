@@ -72,6 +72,7 @@ async def test_a_killed_worker_is_replaced_and_the_agent_runs_on(stack: Stack) -
     await stack.solved_once(request)
 
 
+@pytest.mark.longer
 async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
     """SIGTERM with a second worker up: same attempt, same agent process, one eviction recorded."""
     stack.engine.hold(HELD)
@@ -93,6 +94,7 @@ async def test_a_worker_that_is_told_to_stop_hands_over(stack: Stack) -> None:
     assert (await stack.episode(request)).evictions == 1
 
 
+@pytest.mark.longer
 async def test_a_replaced_secret_ends_no_rollout(stack: Stack) -> None:
     """The secret changes mid-turn, and worker and gateway start again: the agent goes on with its key."""
     stack.engine.hold(HELD)
@@ -411,6 +413,7 @@ async def no_engine(stack: Stack) -> AsyncIterator[None]:
         await add_engine(roster, EngineSpec(stack.engine.url), "policy")
 
 
+@pytest.mark.longer
 async def test_a_rollout_that_waits_for_an_engine_says_so(stack: Stack) -> None:
     """Its engine is removed: `status` shows the wait, until the engine is back."""
     async with no_engine(stack):

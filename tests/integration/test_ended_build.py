@@ -37,6 +37,7 @@ def recipe(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.longer
 @pytest.mark.skipif(bool(why_not_here()), reason=why_not_here())
 @pytest.mark.parametrize(
     "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.longer)]

@@ -124,6 +124,7 @@ async def test_a_completion_survives_its_engine(
     assert [(v.version, v.start, v.end) for v in completion.versions] == [(1, 0, len(whole))]
 
 
+@pytest.mark.longer
 async def test_an_engine_that_comes_back_is_a_new_generation(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:
@@ -145,6 +146,7 @@ async def test_an_engine_that_comes_back_is_a_new_generation(
     assert [span.generation for span in completion.engines] == [first, first + 1]
 
 
+@pytest.mark.longer
 async def test_another_start_at_the_same_address_is_a_new_generation(
     processes: Callable[..., EngineProcess], client: httpx.AsyncClient
 ) -> None:

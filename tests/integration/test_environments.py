@@ -111,6 +111,7 @@ async def _all(home: Home) -> list[str]:
     return [info.identity for info in await home.provider.list()]
 
 
+@pytest.mark.longer
 async def test_two_processes_build_once(home: Home) -> None:
     """While one process builds, another waits with a free event loop and then shares the result."""
     started, go = home.pipe("started"), home.pipe("go")
@@ -131,6 +132,7 @@ async def test_two_processes_build_once(home: Home) -> None:
     assert home.builds == 1
 
 
+@pytest.mark.longer
 async def test_killed_build_is_built_again(home: Home) -> None:
     """After kill -9 in the middle of a build the next build works."""
     started = home.pipe("started")

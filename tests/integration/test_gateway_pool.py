@@ -27,6 +27,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
+@pytest.mark.longer
 async def test_a_killed_process_costs_no_turn(tmp_path: Path, engine: ScriptedEngine) -> None:
     """After kill -9 of one of two, every session has its turns, each answered once and repeated."""
     async with Pool([tmp_path / "h"] * 2, engine.url) as pool:

@@ -111,6 +111,7 @@ def _extend(messages: list[dict[str, Any]], answer: httpx.Response) -> list[dict
     return [*messages, message, {"role": "tool", "tool_call_id": call["id"], "content": "a b"}]
 
 
+@pytest.mark.longer
 async def test_a_killed_gateway_repeats_what_it_journaled(
     process: Process, engine: ScriptedEngine
 ) -> None:
@@ -187,6 +188,7 @@ async def test_both_sockets_serve_and_the_secret_is_private(process: Process) ->
     assert stat.S_IMODE(mode) == 0o600
 
 
+@pytest.mark.longer
 async def test_a_second_gateway_on_one_home_is_refused(process: Process, home: Path) -> None:
     """It says so in one line, exits with 2, and leaves the first one reachable."""
     await process.start()
@@ -205,6 +207,7 @@ async def test_a_gateway_that_is_not_there_is_unavailable(tmp_path: Path) -> Non
             await control.get("s")
 
 
+@pytest.mark.longer
 async def test_a_store_that_is_away_is_told_from_the_gateway(process: Process, home: Path) -> None:
     """The stage then waits for the store, and its time starts again when it is over."""
     await process.start()
@@ -231,6 +234,7 @@ def _replace_secret(home: Path, *secrets: bytes) -> None:
     draft.replace(home / "run" / "secret")
 
 
+@pytest.mark.longer
 async def test_a_secret_is_replaced_while_sessions_are_open(process: Process) -> None:
     """Without a restart: a session of the old secret goes on, a new one is signed by the new secret,
     and a secret that is removed opens nothing."""
@@ -258,6 +262,7 @@ async def test_a_secret_is_replaced_while_sessions_are_open(process: Process) ->
     assert (refused.status_code, summary.turns) == (401, 1)
 
 
+@pytest.mark.longer
 async def test_gateways_that_know_both_secrets_serve_workers_of_either(
     home: Path, engine: ScriptedEngine
 ) -> None:

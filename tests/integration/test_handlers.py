@@ -17,6 +17,7 @@ from tests.stack.wait_until import until
 pytestmark = pytest.mark.temporal
 
 
+@pytest.mark.longer
 async def test_a_handlers_own_agent_calls_the_model_and_works_in_the_sandbox(
     tmp_path: Path,
 ) -> None:

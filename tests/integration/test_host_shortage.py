@@ -118,6 +118,7 @@ async def test_an_agent_whose_forks_the_host_refuses_is_repeated(
     assert lost.value.type == "SandboxLost"
 
 
+@pytest.mark.longer
 async def test_an_agent_that_reaches_its_own_limit_is_judged(
     provider: BubblewrapProvider, tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ async def test_where_no_diff_can_be_formed_there_is_a_verdict(agent: Sandbox, sc
     assert re.search("disk of the sandbox is full|No space left", captured.refused)
 
 
+@pytest.mark.longer
 async def test_forty_thousand_files_cost_no_fix(agent: Sandbox) -> None:
     """They are counted and left out, and the change beside them is captured."""
     script = "mkdir d; cd d; python3 -c \"for n in range(40000): open(str(n), 'w').close()\""

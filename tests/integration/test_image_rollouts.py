@@ -96,6 +96,7 @@ async def services(tmp_path: Path) -> Services:
     return services
 
 
+@pytest.mark.longer
 async def test_the_agents_sandbox_holds_the_base_only(services: Services) -> None:
     """After the boot stage the fix is in no object, and the copy for the diff is cut too."""
     booted = await ActivityEnvironment().run(

@@ -195,6 +195,7 @@ async def graded(services: Services, instance: Instance, patch: bytes, sample: i
     return found
 
 
+@pytest.mark.longer
 async def test_a_pro_image_shows_the_agent_its_base_only(services: Services, pro: Instance) -> None:
     """HEAD is the base, no test and no later commit is left, and nothing differs from the base."""
     assert await seen_by_the_agent(services, pro) == "base\n"

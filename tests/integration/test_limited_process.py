@@ -193,6 +193,7 @@ async def test_many_requests_at_once_start_few_children() -> None:
     assert len(set(pids)) <= limited_process.MOST
 
 
+@pytest.mark.longer
 async def test_a_child_that_is_killed_costs_only_its_own_call(tmp_path: Path) -> None:
     """Also when it is killed while it hands its value back."""
     note = tmp_path / "working"

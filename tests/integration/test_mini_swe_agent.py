@@ -162,6 +162,7 @@ async def test_it_edits_a_file_over_several_turns(stand: Stand, client: str) -> 
     assert greeting == b"hello\r\n"
 
 
+@pytest.mark.longer
 @pytest.mark.registry
 async def test_its_turns_are_one_growing_sequence(stand: Stand) -> None:
     """Each prompt begins with the prompt and completion before it: one linear chain of tokens."""

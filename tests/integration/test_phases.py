@@ -23,6 +23,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         yield stack
 
 
+@pytest.mark.longer
 async def test_agent_in_bubblewrap_graded_in_podman(stack: Stack, tmp_path: Path) -> None:
     """One field moves the grading to another provider; each phase has its own limits."""
     if missing := PodmanProvider(Settings(home=tmp_path)).check():

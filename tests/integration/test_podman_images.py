@@ -130,6 +130,7 @@ async def test_image_brings_tree_and_environment(
     assert result.stdout == b"from the image\nimage\nfile\nnew\n"
 
 
+@pytest.mark.longer
 async def test_many_sandboxes_of_one_image_pull_it_once(
     provider: PodmanProvider, spec: SandboxSpec, registry: Registry
 ) -> None:
@@ -141,6 +142,7 @@ async def test_many_sandboxes_of_one_image_pull_it_once(
     assert registry.manifests == [f"/v2/mirror/{str(spec.image).replace(':', '/manifests/')}"]
 
 
+@pytest.mark.longer
 async def test_next_sandbox_has_the_image_as_it_was(
     provider: PodmanProvider, spec: SandboxSpec
 ) -> None:

@@ -14,6 +14,8 @@ from tests.local_gateway import LocalGateway
 SCRIPTS = {"default": {"turns": [{"content": "Hello."}]}}
 STATUSES = [status for status in range(301, 600) if status != 304]
 """All that is no success. 304 has no body."""
+DISTINCT = [301, 400, 401, 403, 404, 408, 409, 413, 422, 429, 499, 500, 502, 503, 504, 599]
+"""Those that code, here or in a client library, could treat in their own way."""
 STUCK_S = 200.0
 
 
@@ -29,9 +31,14 @@ async def _ask(gateway: LocalGateway, key: str) -> httpx.Response:
         )
 
 
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("openai", marks=pytest.mark.longer)])
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+@pytest.mark.parametrize(
+    "statuses",
+    [DISTINCT, pytest.param(STATUSES, marks=pytest.mark.longer)],
+    ids=["distinct", "all"],
+)
 async def test_no_status_reaches_an_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statuses: list[int], kind: str
 ) -> None:
     """Whatever the engine, or a proxy in front of it, answers once: the agent gets a completion, and
     nothing is held against the rollout."""
@@ -43,7 +50,7 @@ async def test_no_status_reaches_an_agent(
         asyncio.timeout(STUCK_S),
     ):
         found = {}
-        for status in STATUSES:
+        for status in statuses:
             engine.reset(kind="status", status=status, times=1)
             answer = await _ask(gateway, await gateway.open(f"s{status}"))
             summary = await gateway.control.close(f"s{status}")

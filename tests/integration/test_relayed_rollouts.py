@@ -82,6 +82,7 @@ async def test_mini_swe_agent_solves_through_a_relay(stack: Stack) -> None:
     stack.bought_once(request)
 
 
+@pytest.mark.longer
 async def test_auto_takes_a_relay_where_the_url_does_not_open(stack: Stack) -> None:
     """A URL that looks routable and fails from inside costs nothing: the calls leave by the relay."""
     address = address_of_this_host()

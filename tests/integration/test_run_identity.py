@@ -61,6 +61,7 @@ async def test_a_run_continues_with_more_samples_and_keeps_a_record(
     assert joined.changes == []  # the samples that it does not give stay; it has ended
 
 
+@pytest.mark.longer
 async def test_a_larger_budget_continues_a_stopped_run(stack: Stack) -> None:
     """Tokens that the run has used count; agents that the budget stopped are not played twice."""
     agent = stack.request("budget").agent
@@ -81,6 +82,7 @@ async def test_a_larger_budget_continues_a_stopped_run(stack: Stack) -> None:
     assert (summary["stopped"], summary["by_status"]) == ("", {"graded": 2})
 
 
+@pytest.mark.longer
 async def test_what_temporal_forgot_answers_no_other_request(stack: Stack) -> None:
     """When a group and its rollouts are deleted there, only the store knows them."""
     oracle = RolloutRequest(run_id="forgotten", instance=INSTANCE, agent="oracle")

@@ -118,6 +118,7 @@ async def test_a_worker_frozen_while_it_boots_kills_nothing_when_it_comes_back(
     assert hosted.live == []
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("hosted", [DAYTONA], indirect=True, ids=["daytona"])
 async def test_a_killed_worker_loses_nothing(hosted: Hosted) -> None:
     """kill -9 mid-call: another worker finds the sandbox by its name and serves the same relay."""

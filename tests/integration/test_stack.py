@@ -357,6 +357,7 @@ def test_show_prints_the_rollout_and_its_patch_byte_for_byte(home: Home) -> None
     assert patch.startswith("diff --git a/calc.py")
 
 
+@pytest.mark.longer
 def test_an_interrupted_run_continues_and_is_joined(home: Home) -> None:
     """Ctrl-C does not stop a run and says how to follow it again; the same command joins it."""
     command = ("run", "sums/add-slowly", "--agent", "oracle", "-n", "12", "-c", "1")
@@ -470,6 +471,7 @@ async def test_compose_worker_polls_its_stage(service: str, home: Home, client: 
     assert await ended == 0
 
 
+@pytest.mark.longer
 def test_two_homes_run_side_by_side(home: Home, other: Home) -> None:
     """A second checkout's stack picks other ports."""
     mine, theirs = home.state, other.state
@@ -478,6 +480,7 @@ def test_two_homes_run_side_by_side(home: Home, other: Home) -> None:
     assert mine.ui_url != theirs.ui_url
 
 
+@pytest.mark.longer
 def test_a_killed_supervisor_leaves_no_process(other: Home) -> None:
     """After kill -9 of the supervisor its children end, and `up` works again, twice at once."""
     killed = other.state
@@ -492,6 +495,7 @@ def test_a_killed_supervisor_leaves_no_process(other: Home) -> None:
     assert sorted("Already running" in text for text in said) == [False, True]
 
 
+@pytest.mark.longer
 def test_a_run_survives_down_and_up(home: Home, other: Home) -> None:
     """`down` in the middle of a run ends its sandboxes and processes and not those of another stack;
     after the next `up` the run finishes."""

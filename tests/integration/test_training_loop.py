@@ -238,6 +238,7 @@ async def loop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loop]:
         yield loop
 
 
+@pytest.mark.longer
 async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     """Two steps of the loop: what each engine sampled with is what the trainer reads."""
     await loop.publish(1)
@@ -260,6 +261,7 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     assert (await loop.weights.published()).version == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.longer
 async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
     """A load without effect: the version before serves on, and its groups are graded."""
     group = loop.group("step-3", 2, staleness=0)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from temporalio.api.history.v1 import History
 from temporalio.client import Client
 
@@ -32,6 +33,7 @@ async def grants(client: Client, run_id: str) -> tuple[Counter[str], int]:
     return +granted, runs
 
 
+@pytest.mark.longer
 async def test_an_account_workflow_that_continues_as_new_grants_each_rollout_once() -> None:
     """100 rollouts ask while it continues as new every few dozen events: each is granted exactly
     once."""

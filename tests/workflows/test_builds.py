@@ -66,6 +66,7 @@ def rollout(run_id: str) -> RolloutRequest:
     )
 
 
+@pytest.mark.longer
 async def test_a_deploy_a_rollback_and_a_changed_message(client: Client, tmp_path: Path) -> None:
     """Each rollout boots, is graded and ends on the build that started it; new ones use the current
     build.
@@ -255,6 +256,7 @@ class FailingRollout:
         raise error("of another build, or too slow")
 
 
+@pytest.mark.longer
 async def test_a_cancelled_run_terminates_only_rollouts_whose_code_fails(client: Client) -> None:
     """Rollouts whose code fails, as after an upgrade without a build id, cannot handle a
     cancellation. Those of a busy worker can."""

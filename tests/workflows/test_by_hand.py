@@ -131,6 +131,7 @@ async def test_a_sweep_completed_by_hand_with_anything_fails_with_a_sentence(
     )
 
 
+@pytest.mark.longer
 async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -> None:
     """A waiting client gets the result of the next execution, in which rollouts in flight count as
     running."""

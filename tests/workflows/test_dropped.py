@@ -70,7 +70,12 @@ def complaints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize(
     ("start", "shard"),
-    [(rollout, 500), (group, 500), (run, 500), (run, 1)],
+    [
+        (rollout, 500),
+        pytest.param(group, 500, marks=pytest.mark.longer),
+        pytest.param(run, 500, marks=pytest.mark.longer),
+        (run, 1),
+    ],
     ids=["rollout", "group", "run", "sharded"],
 )
 async def test_a_workflow_that_its_worker_drops_schedules_nothing(

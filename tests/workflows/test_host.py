@@ -223,6 +223,7 @@ async def test_a_host_that_comes_back_begins_anew(
         assert own == [1]
 
 
+@pytest.mark.longer
 async def test_a_host_comes_back_while_the_worker_that_stands_in_is_told_to_stop(
     client: Client, life: HostLife
 ) -> None:

@@ -72,6 +72,7 @@ def perdure(client: Client, hurried: Hurried) -> Perdure:
     return Perdure(hurrying)
 
 
+@pytest.mark.longer
 async def test_a_run_whose_workers_have_gone_says_so(
     client: Client, perdure: Perdure, hurried: Hurried
 ) -> None:

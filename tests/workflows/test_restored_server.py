@@ -210,6 +210,7 @@ async def test_a_restored_server_learns_the_hosts_later_term(
     assert (later > 0, _ended(host)) == (True, ended)
 
 
+@pytest.mark.longer
 async def test_a_process_of_the_old_address_is_replaced(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def _ended(host: Host) -> int:
     return (host.settings.home / "logs" / "life.log").read_text().count("killed the sandboxes")
 
 
+@pytest.mark.longer
 async def test_a_worker_of_the_lost_host_answers_for_it(host: Host) -> None:
     """On a single machine, the same worker answers for the lost host."""
     async with host.served() as client:

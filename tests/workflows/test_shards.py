@@ -88,6 +88,7 @@ async def test_a_shard_that_is_terminated_ends_the_run(
     assert "finish_run" in stages.names()
 
 
+@pytest.mark.longer
 async def test_the_room_of_a_run_is_used_across_its_shards(
     client: Client, stages: Stages, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,14 @@ def test_few_instances_have_a_wide_interval(
 
 
 @pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
-@pytest.mark.parametrize("likeness", [0.3, 1.0, 30.0])
+@pytest.mark.parametrize(
+    "likeness",
+    [
+        pytest.param(0.3, marks=pytest.mark.longer),
+        1.0,
+        pytest.param(30.0, marks=pytest.mark.longer),
+    ],
+)
 def test_the_interval_covers_the_truth(instances: int, likeness: float) -> None:
     """95 % of the intervals contain the share over all instances, however similar an instance's
     samples are (92 % of 300 drawn ones: three standard errors). The instances' shares come from a
