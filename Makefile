@@ -47,7 +47,7 @@ test-real: setup ## run seven real SWE-bench rows three times each, by the comma
 	@$(RUN) pytest -rs tests/real/test_sdist_rows.py
 
 test-trainers: setup ## test our entry points with the real trainers, in a separate environment (slow)
-	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py tests/real/test_trl.py
+	@$(RUN) pytest -rs tests/real/test_trainer_advantages.py tests/real/test_trainer_loops.py tests/real/test_trl.py tests/real/test_router_replay.py
 
 test-vllm: setup ## test the engine client with a real vLLM on CPU, in a separate environment (slow)
 	@$(RUN) pytest -rs tests/real/test_vllm.py tests/real/test_vllm_weights.py

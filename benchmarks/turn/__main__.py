@@ -3,8 +3,9 @@
     python -m benchmarks.turn [--slime CHECKOUT] [--turns N] [--json]
 
 One conversation grows turn by turn through every size, over HTTP, with an engine that answers at once.
-The sides are Perdure with default settings, with its store in a folder and then in an in-memory S3
-server, and slime's current adapter in its own environment. Then come the prompt alone, bridged and
+The sides are Perdure with default settings, with its store in a folder, the same with an engine that
+returns the experts of a mixture of experts, with its store in an in-memory S3 server, and slime's current
+adapter in its own environment. Then come the prompt alone, bridged and
 rendered in full, and the cost of a streamed token, by how many tokens an engine sends together. All use
 the same tokenizer. `benchmarks.host_speed` shows how fast the host was.
 """
@@ -23,10 +24,13 @@ from benchmarks import host_speed
 from benchmarks.peers.peer_environments import Unavailable
 from benchmarks.peers.slime import Slime
 from benchmarks.turn import prompt_cost, stream_cost, turn_servers
-from benchmarks.turn.instant_engine import InstantEngine
+from benchmarks.turn.instant_engine import LAYERS, TOP_K, InstantEngine, some_experts
 from benchmarks.turn.prompt_cost import Costs
 from benchmarks.turn.stream_cost import STREAMS, TOKENS_PER_S, Streamed
 from benchmarks.turn.turn_agent import Agent
+from perdure.engines.clients.token_endpoint import npy_of_experts
+from perdure.episodes import turns_parquet
+from perdure.types import RoutedExperts, Turn
 
 SIZES = (2_000, 16_000, 64_000, 128_000)
 FLAT, CHEAPER = 1.5, 30.0
@@ -37,6 +41,7 @@ MOST_MS = 10.0
 S3_LATENCY_S = 0.03
 
 IN_S3 = "perdure, store in S3"
+ROUTED = f"perdure, experts of {LAYERS} layers x {TOP_K}"
 BRIDGED, FULL = "prompt alone, bridged", "prompt alone, in full"
 
 
@@ -49,6 +54,10 @@ async def main() -> None:
             yardsticks: Costs = {}
             side = turn_servers.perdure(home / "disk", engine.url)
             costs = {"perdure": await _grow(side, engine, options, yardsticks=yardsticks)}
+            engine.routes = True
+            side = turn_servers.perdure(home / "experts", engine.url)
+            costs[ROUTED] = await _grow(side, engine, options)
+            engine.routes = False
             with turn_servers.memory_s3(S3_LATENCY_S) as s3:
                 side = turn_servers.perdure(home / "s3", engine.url, s3)
                 costs[IN_S3] = await _grow(side, engine, options, s3=s3, puts=puts)
@@ -67,6 +76,7 @@ async def main() -> None:
                     "turns_ms": costs,
                     "puts": puts,
                     "token_us": streamed._asdict(),
+                    "experts_bytes_per_1000_tokens": _experts_bytes(),
                     "yardstick_ms": yardsticks,
                 }
             )
@@ -74,6 +84,17 @@ async def main() -> None:
     else:
         _print_table(costs, puts, yardsticks)
         _print_streamed(streamed)
+        print(f"bytes of experts a 1,000 tokens: {_experts_bytes()}")
+
+
+def _experts_bytes() -> dict[str, int]:
+    """In an array, as vLLM sends them, as the journal keeps them, and in the file of a closed session."""
+    rows = some_experts(1000)
+    kept = RoutedExperts.of(rows, 0)
+    turn = Turn(index=0, routed_experts=kept)
+    stored = len(turns_parquet.encode([turn])) - len(turns_parquet.encode([Turn(index=0)]))
+    sizes = {"array": rows.nbytes, "vllm": len(npy_of_experts(rows))}
+    return sizes | {"journal": len(kept.model_dump(mode="json")["data"]), "turns_file": stored}
 
 
 async def _grow(

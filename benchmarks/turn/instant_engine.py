@@ -3,23 +3,44 @@
 Its own CPU is not measured.
 """
 
+import functools
 import json
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
+import numpy
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from perdure.engines.clients.token_endpoint import npy_of_experts
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_server import served
 from perdure.testing.scripted_policy import Policy
+from perdure.types import ExpertRows
 
 ANSWER = {
     "content": "I look at the next file before I change anything.",
     "tool_calls": [{"name": "Read", "arguments": {"file_path": "/testbed/src/module.py"}}],
 }
+
+
+LAYERS, TOP_K, EXPERTS = 48, 8, 128
+"""Those of Qwen3-30B-A3B."""
+SOME_TOKENS = 1024
+
+
+def some_experts(tokens: int) -> ExpertRows:
+    """Of each layer, `TOP_K` different experts, all equally likely: the worst case to compress. Shape
+    [tokens, LAYERS, TOP_K]."""
+    return numpy.resize(_drawn(), (tokens, LAYERS, TOP_K))
+
+
+@functools.cache
+def _drawn() -> ExpertRows:
+    dice = numpy.random.default_rng(0).random((SOME_TOKENS, LAYERS, EXPERTS))
+    return dice.argsort(-1)[..., :TOP_K].astype(numpy.uint8)
 
 
 class InstantEngine:
@@ -32,6 +53,8 @@ class InstantEngine:
         self.ids = Policy(load_tokenizer("qwen3"), {}).tokens(ANSWER)
         self.url = ""
         self.prompt_tokens = 0
+        self.routes = False
+        """Whether it returns experts."""
         self._opened = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -56,6 +79,10 @@ class InstantEngine:
             "logprobs": {"content": content},
             "finish_reason": "stop",
         }
+        if self.routes:
+            start = asked["sampling_params"].get("routed_experts_prompt_start", 0)
+            rows = self.prompt_tokens + len(self.ids) - 1 - start
+            choice["routed_experts"] = npy_of_experts(some_experts(rows))
         answer = {"request_id": "0", "choices": [choice]}
         if not asked.get("stream"):
             return JSONResponse(answer)

@@ -3,6 +3,7 @@
 Owns only the wire form. The scripted engine samples, counts and fails on command.
 """
 
+import base64
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -15,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from perdure.engines.clients.token_endpoint import experts_of_npy
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
 
@@ -78,25 +80,27 @@ class ScriptedSglang:
             "request_id": body.get("rid"),
             "token_ids": body["input_ids"],
             "stream": stream,
-            "sampling_params": {**wishes, "max_tokens": most, "logprobs": 1},
+            "sampling_params": {
+                **(wishes | {"max_tokens": most, "logprobs": 1}),
+                "routed_experts_prompt_start": body.get("routed_experts_start_len", 0),
+            },
         }
         headers = {"x-session-id": request.headers.get("x-session-id", "")}
         url = f"{self._engine.url}/inference/v1/generate"
+        told = _Told(len(body["input_ids"]), routed=bool(body.get("return_routed_experts")))
         if stream:
             return StreamingResponse(
-                self._stream(url, asked, headers), media_type="text/event-stream"
+                self._stream(url, asked, headers, told), media_type="text/event-stream"
             )
         response = await self._client.post(url, json=asked, headers=headers)
         if not response.is_success:
             return Response(response.content, response.status_code)
-        told = _Told(len(body["input_ids"]))
         return JSONResponse(told.take(response.json()["choices"][0], incremental=True))
 
     async def _stream(
-        self, url: str, asked: Mapping[str, Any], headers: Mapping[str, str]
+        self, url: str, asked: Mapping[str, Any], headers: Mapping[str, str], told: "_Told"
     ) -> AsyncIterator[bytes]:
         """An error of the engine is not caught, so it cuts this connection too."""
-        told = _Told(len(asked["token_ids"]))
         async with self._client.stream("POST", url, json=asked, headers=headers) as response:
             async for line in response.aiter_lines():
                 event = line.removeprefix("data: ")
@@ -150,8 +154,9 @@ class ScriptedSglang:
 class _Told:
     """The part of one completion that has been streamed."""
 
-    def __init__(self, prompt_tokens: int) -> None:
+    def __init__(self, prompt_tokens: int, *, routed: bool) -> None:
         self._prompt_tokens = prompt_tokens
+        self._routed = routed
         self._entries: list[list[Any]] = []
 
     def take(self, choice: Mapping[str, Any], *, incremental: bool) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class _Told:
         self._entries += new
         shown = new if incremental else list(self._entries)
         reason = choice.get("finish_reason")
-        about = {
+        about: dict[str, Any] = {
             "finish_reason": {"type": reason} if reason else None,
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": len(self._entries),
@@ -169,6 +174,9 @@ class _Told:
         }
         if choice.get("weight_versions"):
             about["weight_versions"] = choice["weight_versions"]
+        if self._routed and choice.get("routed_experts"):
+            flat = experts_of_npy(choice["routed_experts"]).astype("<i4").tobytes()
+            about["routed_experts"] = base64.b64encode(flat).decode()
         return {"text": "", "output_ids": [entry[1] for entry in shown], "meta_info": about}
 
 

@@ -30,11 +30,13 @@ async def read_episodes(
     mode: SegmentMode = "tree",
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
+    routed_experts: bool = False,
 ) -> list[EpisodeSegments]:
     """The episodes and their segments, in the order of `refs`. Failed rollouts have reward None.
 
     References without a `uri` are left out: stragglers whose episodes do not exist yet.
-    `keep_unused`: include answers that the agent did not use. `store`: by default the one that the
+    `keep_unused`: include answers that the agent did not use. `routed_experts`: also read what
+    `experts_of(segment)` gives, for router replay. `store`: by default the one that the
     settings name. `http://...` names a gateway, which reads the episodes from its store.
 
     Raises: NotFound (deleted), ConfigurationError (in another store), ValueError (unreadable).
@@ -52,7 +54,12 @@ async def read_episodes(
         key = at(ref)
         episode = parse_episode(key, (await source.get(key)).data)
         return await read_segments(
-            source, episode, mode=mode, reward_share=reward_share, keep_unused=keep_unused
+            source,
+            episode,
+            mode=mode,
+            reward_share=reward_share,
+            keep_unused=keep_unused,
+            routed_experts=routed_experts,
         )
 
     return list(await asyncio.gather(*(one(ref) for ref in refs if ref.uri)))

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from perdure.types import EngineSpan, FinishReason, Frozen, Sampling, VersionSpan
+from perdure.types import (
+    EngineSpan,
+    FinishReason,
+    Frozen,
+    RoutedExperts,
+    Sampling,
+    VersionSpan,
+)
 
 if TYPE_CHECKING:
     from perdure.engines.pool.completion_call import GenerateCall
@@ -40,6 +47,8 @@ class Completion(NamedTuple):
     """The model's name in the request."""
     model: str = ""
     """The model that answered, as the engine names it."""
+    routed_experts: RoutedExperts | None = None
+    """From the call's `routed_from` on; None if an engine returned none for some of the tokens."""
 
 
 class TokenEngine(Protocol):

@@ -18,9 +18,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from perdure.types import DEFAULT_MODEL, FinishReason
+from perdure.engines.clients.token_endpoint import npy_of_experts
+from perdure.types import DEFAULT_MODEL, ExpertRows, FinishReason
 
-PLAIN = frozenset({"logprobs", "skip_special_tokens", "prompt_logprobs", "stream_interval"})
+ROUTED_FROM = "routed_experts_prompt_start"
+PLAIN = frozenset(
+    {"logprobs", "skip_special_tokens", "prompt_logprobs", "stream_interval", ROUTED_FROM}
+)
 """Parameters of vLLM's requests that do not change what is sampled."""
 
 KEEP_ALIVE_S = 75
@@ -40,12 +44,14 @@ class Ask(NamedTuple):
 
 class Sampled(NamedTuple):
     """One completion. Shapes: token_ids [C], logprobs [C]. `version`: the policy version of the weights,
-    the oldest if they changed during the call."""
+    the oldest if they changed during the call. `routed_experts`: the experts of the whole prompt and all
+    sampled tokens but the last, [P + C - 1, layers, top_k]."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
     version: int | None = None
+    routed_experts: ExpertRows | None = None
 
 
 Sample = Callable[[Ask], Awaitable[Sampled]]
@@ -134,16 +140,18 @@ class ServedFunction:
             request.headers.get("x-session-id", ""),
             str(body.get("request_id") or ""),
         )
+        routed_from = int(sampling.get(ROUTED_FROM) or 0)
         if body.get("stream"):
-            return StreamingResponse(self._events(ask), media_type="text/event-stream")
+            events = self._events(ask, routed_from)
+            return StreamingResponse(events, media_type="text/event-stream")
         try:
-            return JSONResponse(self._answer(await self._sampled(ask)))
+            return JSONResponse(self._answer(await self._sampled(ask), routed_from))
         except Exception as error:
             return _error(500, _told(error))
 
-    async def _events(self, ask: Ask) -> AsyncIterator[bytes]:
+    async def _events(self, ask: Ask, routed_from: int) -> AsyncIterator[bytes]:
         try:
-            yield _event(self._answer(await self._sampled(ask)))
+            yield _event(self._answer(await self._sampled(ask), routed_from))
         except Exception as error:  # the status is already sent; vLLM, too, reports an event
             yield _event({"error": {"message": _told(error), "code": 500}})
         yield b"data: [DONE]\n\n"
@@ -162,7 +170,7 @@ class ServedFunction:
         self._version = found.version
         return found
 
-    def _answer(self, found: Sampled) -> dict[str, Any]:
+    def _answer(self, found: Sampled, routed_from: int) -> dict[str, Any]:
         pairs = zip(found.token_ids, found.logprobs, strict=True)
         span = {"version": str(found.version), "start": 0, "end": len(found.token_ids)}
         choice = {
@@ -172,6 +180,8 @@ class ServedFunction:
             "finish_reason": found.finish_reason.value,
             "weight_versions": None if found.version is None else [span],
         }
+        if found.routed_experts is not None:
+            choice["routed_experts"] = npy_of_experts(found.routed_experts[routed_from:])
         return {"object": "generate", "model": self._model, "choices": [choice]}
 
     async def _models(self, _: Request) -> Response:

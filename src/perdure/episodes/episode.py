@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from perdure.agents.locked_version import locked_version
+from perdure.episodes.segment_experts import are_routed
 from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.trajectory_segments import RewardShare, share
 from perdure.storage import store_keys, stored_json
@@ -22,6 +23,7 @@ from perdure.types import (
     DEFAULT_MODEL,
     AgentEnd,
     EpisodeRef,
+    ExpertRows,
     Failure,
     Frozen,
     Grade,
@@ -113,6 +115,8 @@ class SegmentSummary(Frozen):
     policy_version_max: int | None = None
     temperature: float | None = None
     """Temperature of its trained tokens; None if it is unknown or not the same for all."""
+    routed_experts: bool = False
+    """Whether the turns file has the experts of all its tokens."""
 
 
 class EarlierVerdict(Frozen):
@@ -467,7 +471,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
     versions = [span.version for turn in turns for span in turn.versions]
     return {
         "turns": len(turns),
-        "segments": tuple(_summary(segment) for segment in segments),
+        "segments": tuple(map(_summary, segments, are_routed(turns, segments))),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "cached_tokens": sum(turn.usage.cached_tokens for turn in turns if turn.usage),
         "sampled_tokens": sum(turn.sampled_tokens for turn in turns),
@@ -503,7 +507,7 @@ def _provenance(parts: EpisodeParts) -> Provenance:
     )
 
 
-def _summary(segment: Segment) -> SegmentSummary:
+def _summary(segment: Segment, routed_experts: bool) -> SegmentSummary:
     return SegmentSummary(
         kind=segment.kind,
         prompt_tokens=len(segment.prompt_ids),
@@ -513,6 +517,7 @@ def _summary(segment: Segment) -> SegmentSummary:
         policy_version_min=segment.policy_version_min,
         policy_version_max=segment.policy_version_max,
         temperature=segment.temperature,
+        routed_experts=routed_experts,
     )
 
 
@@ -535,6 +540,17 @@ class EpisodeSegments:
 
     episode: Episode
     segments: tuple[Segment, ...]
+    experts: tuple[ExpertRows | None, ...] = field(default=(), compare=False)
+    """By the index of the segment, as `segment_experts` gives them; empty if they were not read."""
+
+    def experts_of(self, segment: Segment) -> ExpertRows | None:
+        """Shape [P + R - 1, layers, top_k]."""
+        return self.experts[segment.index] if self.experts else None
+
+    def routed(self) -> "EpisodeSegments":
+        """A copy without the segments whose experts are not known, for a trainer that replays them."""
+        known = tuple(one for one in self.segments if self.experts_of(one) is not None)
+        return replace(self, segments=known)
 
     def reward_of(self, segment: Segment) -> float | None:
         """The segment's share of the reward; None, never 0, if the rollout was not graded."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from perdure.episodes.episode import Episode, EpisodeSegments, parse_episode
+from perdure.episodes.segment_experts import segment_experts
 from perdure.episodes.trajectory_segments import RewardShare, SegmentMode, cut
 from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Reads, Store, Stored
-from perdure.types import RolloutRequest
+from perdure.types import RolloutRequest, Turn
 
 READS_AT_ONCE = 32
 READS_TOGETHER = 1024
@@ -170,23 +171,29 @@ async def read_segments(
     mode: SegmentMode = "tree",
     reward_share: RewardShare = "full",
     keep_unused: bool = False,
+    routed_experts: bool = False,
 ) -> EpisodeSegments:
     """The episode and its segments. `keep_unused`: include answers that the agent did not use.
+    `routed_experts`: also read the experts of their tokens, where engines returned them.
 
     Raises: NotFound when its arrays are not in the store; ValueError when they are unreadable.
     """
     from perdure.episodes import turns_parquet
     from perdure.episodes.episode_parquet import decode_segments
 
-    if mode == "tree" and not keep_unused:
-        key, digest = episode.tokens_key, episode.tokens_sha256
-        data = stored_json.check_file(key, (await store.get(key)).data, digest)
-        found = decode_segments(data, key)
-    elif episode.turns_key is None:
-        found = []
-    else:
+    as_stored = mode == "tree" and not keep_unused
+    if as_stored:
+        routed_experts = routed_experts and any(one.routed_experts for one in episode.segments)
+    recorded: list[Turn] = []
+    if episode.turns_key is not None and (routed_experts or not as_stored):
         data = (await store.get(episode.turns_key)).data
         stored_json.check_file(episode.turns_key, data, episode.turns_sha256)
         recorded = turns_parquet.decode(data)
+    if as_stored:
+        key, digest = episode.tokens_key, episode.tokens_sha256
+        data = stored_json.check_file(key, (await store.get(key)).data, digest)
+        found = decode_segments(data, key)
+    else:
         found = cut(recorded, mode=mode, keep_unused=keep_unused)
-    return EpisodeSegments(episode, tuple(found)).shared(reward_share)
+    experts = segment_experts(recorded, found) if routed_experts and recorded else ()
+    return EpisodeSegments(episode, tuple(found), tuple(experts)).shared(reward_share)

@@ -24,7 +24,7 @@ from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.episode_parquet import TOKENS_SCHEMA, with_all_columns
 from perdure.episodes.episode_store import read_segments, scan_run
 from perdure.episodes.output_file import output_file
-from perdure.episodes.trainer_files import TrainerFile, TrainerFormat
+from perdure.episodes.trainer_files import REPLAYING, TrainerFile, TrainerFormat
 from perdure.episodes.trajectory_segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage import stored_json
@@ -234,7 +234,8 @@ class _Exporter:
         async def make(episode: Episode) -> EpisodeSegments:
             if file.format in SELECTING:
                 self._take(episode)
-            found = await self._segments(episode)
+            replays = file.format in REPLAYING
+            found = await self._segments(episode, routed_experts=replays)
             if (reason := file.why_not(found)) is not None:
                 raise _Left(reason)
             return found
@@ -243,7 +244,7 @@ class _Exporter:
             file.add(found)
         file.close()
 
-    async def _segments(self, episode: Episode) -> EpisodeSegments:
+    async def _segments(self, episode: Episode, *, routed_experts: bool) -> EpisodeSegments:
         rules = self.rules
         try:
             return await read_segments(
@@ -252,6 +253,7 @@ class _Exporter:
                 mode=rules.mode,
                 reward_share=rules.reward_share,
                 keep_unused=rules.keep_unused,
+                routed_experts=routed_experts,
             )
         except NotFound:
             raise _Damaged(f"{episode.tokens_key} is missing from the store") from None

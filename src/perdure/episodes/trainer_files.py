@@ -4,6 +4,7 @@ Owns the file forms of `perdure.episodes.trainer_formats`. One line is one sampl
 are columns, one line is the `GeneratorOutput` of a group.
 """
 
+import base64
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -16,14 +17,19 @@ from perdure.episodes import trainer_formats
 from perdure.episodes.demonstrations.sft_tokens import sft_rows
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.trainer_formats import Row
+from perdure.types import ExpertRows
 
 TrainerFormat = Literal["sft-tokens", "slime", "skyrl", "torchtitan", "verl"]
 
+REPLAYING = ("slime", "skyrl", "verl")
+"""Formats of trainers that replay experts."""
 PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
 """Fields of SkyRL's output that describe a batch, which a parquet row cannot hold."""
 
 IDS, FLOATS, MASK = pa.list_(pa.int32()), pa.list_(pa.float64()), pa.list_(pa.int8())
 TEXT, NUMBER, FLOAT, TRUTH = pa.string(), pa.int64(), pa.float64(), pa.bool_()
+ARRAY = pa.struct([("dtype", TEXT), ("shape", pa.list_(NUMBER)), ("data", pa.binary())])
+"""A numpy array; `data` is its bytes in C order, in JSON lines as base64."""
 COLUMNS: dict[str, dict[str, pa.DataType]] = {
     "sft-tokens": {
         "input_ids": IDS,
@@ -53,6 +59,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "loss_mask": MASK,
         "weight_versions": pa.list_(TEXT),
         "rollout_log_probs": FLOATS,
+        "rollout_routed_experts": ARRAY,
         "remove_sample": TRUTH,
         "status": TEXT,
         "session_id": TEXT,
@@ -67,6 +74,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "rollout_logprobs": FLOATS,
         "trajectory_ids": TEXT,
         "trajectory_generation_times": FLOAT,
+        "rollout_expert_indices": ARRAY,
         "is_last_step": TRUTH,
         "env_metrics": TEXT,
     },
@@ -85,6 +93,7 @@ COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "response_ids": IDS,
         "response_mask": MASK,
         "response_logprobs": FLOATS,
+        "routed_experts": ARRAY,
         "reward_score": FLOAT,
         "num_turns": NUMBER,
         "metrics": TEXT,
@@ -149,9 +158,9 @@ class TrainerFile:
     def _write(self, rows: Sequence[Row]) -> None:
         if self._parquet is None:
             for row in rows:
-                self._file.write(json.dumps(row).encode() + b"\n")
+                self._file.write(json.dumps(row, default=_json_array).encode() + b"\n")
         elif rows:
-            flat = [{name: _flat(row[name]) for name in self._schema.names} for row in rows]
+            flat = [{name: _flat(row.get(name)) for name in self._schema.names} for row in rows]
             self._parquet.write_table(pa.Table.from_pylist(flat, schema=self._schema))
 
 
@@ -164,4 +173,14 @@ def _transposed(output: Row) -> Iterator[Row]:
 
 
 def _flat(value: Any) -> Any:
+    if hasattr(value, "dtype"):
+        return _array(value)
     return json.dumps(value) if isinstance(value, dict) else value
+
+
+def _array(value: ExpertRows) -> Row:
+    return {"dtype": value.dtype.name, "shape": value.shape, "data": value.tobytes()}
+
+
+def _json_array(value: ExpertRows) -> Row:
+    return _array(value) | {"data": base64.b64encode(value.tobytes()).decode("ascii")}

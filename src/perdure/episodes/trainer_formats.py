@@ -3,6 +3,11 @@
 Maps segments to each trainer's fields, as plain dicts; `perdure.integrations` makes the trainers'
 own objects from them. Ids, masks and logprobs are copied, never computed. The fields are those of
 slime 624b824a8 and of PyPI's skyrl 0.3.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
+
+Experts, for router replay, are numpy arrays [tokens - 1, layers, top_k] of prompt and response, uint8 or
+int16; None if they were not read, or engines did not return all of them. That is what these trainers
+read: slime asserts `tokens - 1` rows (`prepare_routed_experts_for_routing_replay`); verl and SkyRL place
+the rows at the sequence's start, and mask what follows.
 """
 
 from collections import Counter
@@ -11,7 +16,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from perdure.episodes.episode import Episode, EpisodeSegments
-from perdure.types import FinishReason, Outcome, Segment, SegmentKind
+from perdure.types import ExpertRows, FinishReason, Outcome, Segment, SegmentKind
 
 Row = dict[str, Any]
 NO_VERSION = -1
@@ -54,6 +59,7 @@ def _slime_sample(found: EpisodeSegments, segment: Segment, index: int, group_in
         "loss_mask": list(segment.loss_mask),
         "weight_versions": [str(version) for version in _versions(segment)],
         "rollout_log_probs": list(segment.logprobs),
+        "rollout_routed_experts": found.experts_of(segment),
         "status": "truncated" if truncated else "completed",
         "metadata": _facts(found, segment),
     }
@@ -134,7 +140,7 @@ def skyrl_output(
             "llm": [one.engine_seconds if one else 0.0 for one in episodes],
             "env": [one.environment_seconds if one else 0.0 for one in episodes],
         },
-        "rollout_expert_indices": None,
+        "rollout_expert_indices": _skyrl_experts(rows),
         "is_last_step": [row.is_last for row in rows],
         "env_metrics": [_facts(row.rollout, row.segment) if row.rollout else {} for row in rows],
         "pixel_values": None,
@@ -172,6 +178,22 @@ def _skyrl_rows(
             known = rewards.get(name["instance_id"])
             rows.append(_SkyrlRow(name, one, MASKED, fmean(known) if known else 0.0))
     return rows
+
+
+def _skyrl_experts(rows: Sequence[_SkyrlRow]) -> list[ExpertRows] | None:
+    """One array for each row, as SkyRL demands, or None: without some of them it would replay zeros. A
+    masked token, which no engine sampled, has the experts of a real one."""
+    masked = [one.rollout is None or one.segment is MASKED for one in rows]
+    real = [
+        one.rollout.experts_of(one.segment)
+        for one, is_masked in zip(rows, masked, strict=True)
+        if one.rollout is not None and not is_masked
+    ]
+    known = [experts for experts in real if experts is not None]
+    if not known or len(known) < len(real):
+        return None
+    following = iter(known)
+    return [known[0][:1] if is_masked else next(following) for is_masked in masked]
 
 
 def _at_the_end(row: _SkyrlRow) -> list[float]:
@@ -263,7 +285,7 @@ def _agent_loop_output(found: EpisodeSegments, segment: Segment) -> Row:
         "response_ids": list(segment.response_ids),
         "response_mask": list(segment.loss_mask),
         "response_logprobs": list(segment.logprobs),
-        "routed_experts": None,
+        "routed_experts": found.experts_of(segment),
         "multi_modal_data": None,
         "reward_score": episode.reward,
         "num_turns": 2 * len(segment.turns),

@@ -20,7 +20,7 @@ from perdure.types import Turn
 FORMAT = b"perdure.turns"
 VERSION = b"2"
 GROUP_IDS = 1 << 18
-"""Ids per row group."""
+"""Ids per row group; eight bytes of experts count as one."""
 LEADING = (
     *("index", "chain", "parent_chain", "parent", "purpose", "replayed_from"),
     *("new_messages", "answer", "prompt_kept", "prompt_ids", "completion_ids", "logprobs"),
@@ -36,6 +36,7 @@ SCALARS: dict[type, pa.DataType] = {
     bool: pa.bool_(),
     int: pa.int32(),
     float: pa.float64(),
+    bytes: pa.binary(),
 }
 
 
@@ -98,6 +99,7 @@ def encode_deltas(deltas: Iterable[Delta]) -> bytes:
         for turn, kept in deltas:
             rows.append(_row(turn, kept))
             pending += len(turn.prompt_ids) + len(turn.completion_ids)
+            pending += len(turn.routed_experts.data) // 8 if turn.routed_experts else 0
             if pending >= GROUP_IDS:
                 writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
                 rows, pending = [], 0

@@ -31,10 +31,18 @@ def generator_output(
     `rollout_metrics["perdure/left_out"]` counts them. See `episodes.trainers.skyrl_output`.
     """
     output = skyrl_output(found, names=names, step_wise=step_wise)
+    if (experts := output["rollout_expert_indices"]) is not None and not _takes_arrays():
+        output["rollout_expert_indices"] = [rows.tolist() for rows in experts]
     trajectory_id = trainer_imports.find(BASE, "TrajectoryID")
     if trajectory_id is not None:
         output["trajectory_ids"] = [trajectory_id(**one) for one in output["trajectory_ids"]]
     return output
+
+
+def _takes_arrays() -> bool:
+    """SkyRL 0.3.0 reads experts as nested lists; its main branch refuses them and reads arrays."""
+    output = trainer_imports.find(BASE, "GeneratorOutput")
+    return output is None or "ndarray" in str(output.__annotations__["rollout_expert_indices"])
 
 
 def generator(config: Any, **fields: Any) -> Any:
@@ -42,20 +50,26 @@ def generator(config: Any, **fields: Any) -> Any:
 
     `config`: SkyRL's `cfg.generator`. Without `step_wise_trajectories`, SkyRL trains only the last
     segment of a rollout. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
-    `env_extras` has only an `instance_id`. Raises: ConfigurationError.
+    `env_extras` has only an `instance_id`. With `inference_engine.enable_return_routed_experts`, segments
+    without experts are left out. Raises: ConfigurationError.
     """
     base = trainer_imports.find(BASE, "GeneratorInterface")
     if base is None:
         raise ConfigurationError("skyrl is not installed")
 
+    engines = getattr(config, "inference_engine", None)
+    replays = bool(getattr(engines, "enable_return_routed_experts", False))
+
     async def generate(_: Any, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        return await _generate(input_batch, fields, step_wise=config.step_wise_trajectories)
+        return await _generate(
+            input_batch, fields, step_wise=config.step_wise_trajectories, routed_experts=replays
+        )
 
     return type("PerdureGenerator", (base,), {"generate": generate})()
 
 
 async def _generate(
-    batch: Mapping[str, Any], fields: Mapping[str, Any], *, step_wise: bool
+    batch: Mapping[str, Any], fields: Mapping[str, Any], *, step_wise: bool, routed_experts: bool
 ) -> dict[str, Any]:
     """Run the batch; return its rollouts in order, under SkyRL's ids.
 
@@ -63,7 +77,9 @@ async def _generate(
     an error would end its process. Raises: NoResult if no rollout of several groups can be trained.
     """
     requests = _requests(batch, fields)
-    found = await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
+    found = await asyncio.gather(
+        *(trainer_hooks.finished(request, routed_experts=routed_experts) for request in requests)
+    )
     names = [
         {"instance_id": name.instance_id, "repetition_id": name.repetition_id}
         for name in batch["trajectory_ids"]

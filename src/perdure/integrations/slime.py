@@ -32,7 +32,7 @@ def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> 
     `index` and `group_index` come from the input sample; all siblings have that index as `rollout_id`.
     A rollout without a verdict becomes slime's aborted sample; `rewards` leaves it out of its group.
     """
-    rows = slime_samples(found, index=index, group_index=group_index)
+    rows = [_replayable(row) for row in slime_samples(found, index=index, group_index=group_index)]
     sample = trainer_imports.find("slime.utils.types", "Sample")
     return rows if sample is None else [sample.from_dict(row) for row in rows]
 
@@ -46,15 +46,42 @@ async def generate(
     """The samples of one rollout: one per segment, or a single one for an evaluation.
 
     `sample.metadata` names the `instance`, or a row of the imported `dataset`. `args.perdure` holds
-    fields of a RolloutRequest. An aborted step cancels its rollouts. Raises: ConfigurationError.
+    fields of a RolloutRequest. An aborted step cancels its rollouts. With `--use-rollout-routing-replay`,
+    segments without experts are left out. Raises: ConfigurationError.
     """
     request = _request(args, sample, sampling_params, evaluation)
-    found = await trainer_hooks.finished(request, lambda: _is_aborted(args))
+    replays = _replays(args) and not evaluation
+    found = await trainer_hooks.finished(request, lambda: _is_aborted(args), routed_experts=replays)
     if found is None:
         rows = [slime_abort(sample.index, sample.group_index, "no episode")]
     else:
         rows = slime_samples(found, index=sample.index, group_index=sample.group_index)
+    if replays:
+        rows = [_replayable(row, args) for row in rows]
     return [_like(sample, row) for row in (rows[-1:] if evaluation else rows)]
+
+
+def _replays(args: Any) -> bool:
+    return bool(getattr(args, "use_rollout_routing_replay", False))
+
+
+def _replayable(row: dict[str, Any], args: Any = None) -> dict[str, Any]:
+    """The row with experts as slime reads them: int32 of shape [tokens - 1, layers, top_k].
+
+    `args`: a masked sample, which no engine sampled, gets experts that are not all 0, because slime
+    refuses a step with such a sample, and one with a sample without experts.
+    """
+    experts = row.get("rollout_routed_experts")
+    if experts is None and args is None:
+        return row
+    import numpy
+
+    if experts is None:
+        rows, layers = len(row["tokens"]) - 1, args.num_layers
+        experts = numpy.tile(numpy.arange(args.moe_router_topk), (rows, layers, 1))
+    elif args is not None:  # SGLang does not tell layers and experts apart
+        experts = experts.reshape(len(experts), args.num_layers, args.moe_router_topk)
+    return row | {"rollout_routed_experts": experts.astype(numpy.int32)}
 
 
 def _request(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import structlog
+
 from perdure.client.episode_reader import read_episodes
 from perdure.client.sdk import Perdure, RolloutHandle
 from perdure.episodes.episode import EpisodeSegments
@@ -42,6 +44,8 @@ CLIENT_ARGUMENTS = frozenset(
     }
 )
 """Fields of an LLM client's configuration that do not affect sampling."""
+
+log = structlog.get_logger()
 
 _connections: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Future[Perdure]]" = (
     WeakKeyDictionary()
@@ -150,11 +154,14 @@ async def connection() -> Perdure:
 
 
 async def finished(
-    request: RolloutRequest, given_up: Callable[[], bool] = lambda: False
+    request: RolloutRequest,
+    given_up: Callable[[], bool] = lambda: False,
+    *,
+    routed_experts: bool = False,
 ) -> EpisodeSegments | None:
     """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
-    The rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
+    `routed_experts`: the trainer replays experts, so segments without them are left out. The rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
     if (read := _unsaved.get(request.instance)) is not None:
@@ -170,12 +177,21 @@ async def finished(
         return None
     finally:
         await _leave(waiting, handle)
-    return None if ref is None else await _read(ref)
+    return None if ref is None else await _read(ref, routed_experts=routed_experts)
 
 
-async def _read(ref: EpisodeRef) -> EpisodeSegments | None:
-    found = await read_episodes([ref])
-    return found[0] if found else None
+async def _read(ref: EpisodeRef, *, routed_experts: bool) -> EpisodeSegments | None:
+    read = await read_episodes([ref], routed_experts=routed_experts)
+    if not read or not routed_experts:
+        return read[0] if read else None
+    found = read[0].routed()
+    if missing := len(read[0].segments) - len(found.segments):
+        log.warning(
+            "segments are left out: the trainer replays experts, and engines did not return theirs",
+            rollout=found.episode.rollout_id,
+            segments=missing,
+        )
+    return found
 
 
 async def _leave(waiting: "asyncio.Future[EpisodeRef]", handle: RolloutHandle) -> None:

@@ -28,9 +28,10 @@ from verifiers.v1.types import Message
 from perdure.client.episode_reader import read_turns
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.recorded_messages import answer_of, conversations
+from perdure.episodes.segment_experts import segment_experts
 from perdure.errors import ConfigurationError
 from perdure.integrations import trainer_hooks
-from perdure.types import FinishReason, Turn
+from perdure.types import ExpertRows, FinishReason, Turn
 
 Watch = Callable[[vf.Trace], None]
 
@@ -145,8 +146,9 @@ def _no_reward(found: EpisodeSegments | None) -> Error:
 
 def _fill(trace: vf.Trace, found: EpisodeSegments, turns: Sequence[Turn]) -> None:
     known, said = {turn.index: turn for turn in turns}, conversations(turns)
-    for segment in found.segments:
-        _add_branch(trace, [known[index] for index in segment.turns], said)
+    experts = segment_experts(turns, found.segments)
+    for segment, rows in zip(found.segments, experts, strict=True):
+        _add_branch(trace, [known[index] for index in segment.turns], said, rows)
     episode = found.episode
     trace.record_reward("graded", episode.reward)
     trace.record_metrics(_metrics(episode))
@@ -165,20 +167,34 @@ def _metrics(episode: Episode) -> dict[str, float]:
 
 
 def _add_branch(
-    trace: vf.Trace, turns: Sequence[Turn], said: Mapping[int, Sequence[Mapping[str, Any]]]
+    trace: vf.Trace,
+    turns: Sequence[Turn],
+    said: Mapping[int, Sequence[Mapping[str, Any]]],
+    experts: ExpertRows | None,
 ) -> None:
-    """Add a segment's own nodes: an answer that another segment has as context is trained once."""
+    """Add a segment's own nodes: an answer that another segment has as context is trained once.
+
+    `experts`: shape [L - 1, layers, top_k]. Like verifiers (`_attribute_routed_experts`), the branch's last
+    token, which no engine read, gets a copy of the row before it.
+    """
+    if experts is not None:
+        experts = experts[[*range(len(experts)), -1]]
     parent: int | None = None
     held = spoken = 0
     for turn in turns:
         messages = said[turn.index][spoken:] or [{"role": "user", "content": ""}]
         for message in messages[:-1]:
             parent = _add(trace, parent, message)
+        asked = len(turn.prompt_ids)
+        ends = asked + len(turn.completion_ids)
         parent = _add(trace, parent, messages[-1], turn.prompt_ids[held:])
         parent = _add(trace, parent, answer_of(turn), turn.completion_ids, turn.logprobs)
+        if experts is not None:
+            trace.nodes[-2].routed_experts = experts[held:asked].copy()
+            trace.nodes[-1].routed_experts = experts[asked:ends].copy()
         told = turn.sampling and vf.SamplingConfig(**turn.sampling.model_dump(mode="json"))
         trace.calls.append(ModelCall(node=parent, finish_reason=_reason(turn), sampling=told))
-        held = len(turn.prompt_ids) + len(turn.completion_ids)
+        held = ends
         spoken = len(said[turn.index]) + 1
 
 

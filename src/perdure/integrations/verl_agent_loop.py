@@ -33,7 +33,8 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves it
-        out of its group. The row names the `instance`, directly or in `extra_info`."""
+        out of its group; with `rollout.enable_rollout_routing_replay`, neither does a segment without
+        experts. The row names the `instance`, directly or in `extra_info`."""
         step = f"{row.get('global_steps', 0)}-{str(row.get('uid', ''))[:8] or 0}"
         request = trainer_hooks.request_of(
             self._fields,
@@ -42,10 +43,28 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
             sample_index=int(row.get("session_id", 0)),
             sampling=trainer_hooks.sampling_of(sampling_params),
         )
-        found = await trainer_hooks.finished(request)
+        found = await trainer_hooks.finished(request, routed_experts=_replays(self.config))
         outputs = [] if found is None else verl.agent_loop_outputs(found)
         for output in outputs:
+            if output.routed_experts is not None:
+                output.routed_experts = self._shaped(output.routed_experts)
             for name in ("min_global_steps", "max_global_steps"):
                 if output.extra_fields[name] is None:
                     output.extra_fields[name] = int(row.get("global_steps", 0))
         return outputs
+
+    def _shaped(self, experts: Any) -> Any:
+        """Shape [tokens, layers, top_k]. SGLang does not tell layers and experts apart; verl takes both from
+        the model's configuration, too (`sglang_rollout/async_sglang_server.py`)."""
+        if experts.shape[1] > 1:
+            return experts
+        from transformers import AutoConfig
+
+        path = self.config.actor_rollout_ref.model.path
+        model = AutoConfig.from_pretrained(path)
+        return experts.reshape(len(experts), model.num_hidden_layers, model.num_experts_per_tok)
+
+
+def _replays(config: Any) -> bool:
+    rollout = getattr(getattr(config, "actor_rollout_ref", None), "rollout", None)
+    return bool(getattr(rollout, "enable_rollout_routing_replay", False))

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import numpy
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -32,10 +33,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from perdure.dialects import openai_chat
 from perdure.dialects.base import Answer, Refused
+from perdure.engines.clients.token_endpoint import npy_of_experts
 from perdure.engines.clients.vllm_control import PROBE_SESSION, version_number
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.local_server import served
 from perdure.testing.scripted_policy import Policy
+from perdure.types import ExpertRows
 
 KEPT_CALLS = 512
 CHUNK = 8
@@ -68,6 +71,27 @@ def logprob(token_id: int, position: int, weights: int = 0) -> float:
     `weights`: the number in the checkpoint that the engine holds.
     """
     return -((token_id * 31 + position * 17 + weights * 101) % 4093 + 1) / 4096
+
+
+class Experts(NamedTuple):
+    """The shape of a mixture of experts."""
+
+    layers: int = 4
+    top_k: int = 2
+    total: int = 64
+
+
+def routed_experts(
+    ids: Sequence[int], shape: Experts, weights: int = 0, start: int = 0
+) -> ExpertRows:
+    """The made-up experts of the tokens from position `start` on: exact, distinct within a layer, and
+    different for other positions, layers and weights. Shape [N, layers, top_k]."""
+    tokens = numpy.asarray(ids[start:], numpy.int64)
+    places = numpy.arange(start, start + len(tokens))
+    layers, ranks = numpy.arange(shape.layers), numpy.arange(shape.top_k)
+    of_token = tokens * 31 + places * 17 + weights * 101
+    found = (of_token[:, None, None] + layers[:, None] * 7 + ranks) % shape.total
+    return numpy.asarray(found, numpy.uint8 if shape.total <= 256 else numpy.uint16)
 
 
 @dataclass(frozen=True)
@@ -218,8 +242,10 @@ class ScriptedEngine:
         chunk_delay_s: float = 0.0,
         generation: int | None = None,
         cache: CacheModel = DEFAULT_CACHE,
+        experts: Experts | None = None,
     ) -> None:
-        """`generation`: also serve `policy-g<generation>`, and refuse other generations' names."""
+        """`generation`: also serve `policy-g<generation>`, and refuse other generations' names.
+        `experts`: return `routed_experts`, as vLLM with `--enable-return-routed-experts`."""
         self._tokenizer = load_tokenizer(tokenizer)
         self.policy = Policy(self._tokenizer, scripts or {})
         digest = hashlib.sha256(json.dumps(scripts or {}, sort_keys=True).encode()).hexdigest()
@@ -228,6 +254,7 @@ class ScriptedEngine:
         self.latency_s = latency_s
         self.chunk_delay_s = chunk_delay_s
         self.generation = generation
+        self.experts = experts
         self.weights = 0
         self.raw_logprobs = False
         """Like vLLM without `--logprobs-mode processed_logprobs`: sampling does not change logprobs."""
@@ -397,6 +424,7 @@ class ScriptedEngine:
                 job = job._replace(prefill=prompt_ids)
             return StreamingResponse(self._stream(request, job), media_type="text/event-stream")
         choice = _part(token_ids, logprobs, reason, [self._label()] * len(token_ids))
+        choice |= self._routed(sampling, [*prompt_ids, *token_ids])
         self._advance(len(token_ids))
         call.sampled_by.extend([self.weights] * len(token_ids))
         answer = self._head(request, body)
@@ -412,6 +440,15 @@ class ScriptedEngine:
             for i, token in enumerate(prompt_ids)
         ]
         return [None, *entries[1:]]
+
+    def _routed(self, sampling: Mapping[str, Any], read: Sequence[int]) -> dict[str, str]:
+        """The experts of the tokens that were read: all of prompt + completion but the last, from the
+        request's `routed_experts_prompt_start` on."""
+        if self.experts is None or not read:
+            return {}
+        start = sampling.get("routed_experts_prompt_start", 0)
+        rows = routed_experts(read[:-1], self.experts, self.weights, start)
+        return {"routed_experts": npy_of_experts(rows)}
 
     def _advance(self, tokens: int) -> None:
         self._step = next(self._steps)
@@ -460,16 +497,19 @@ class ScriptedEngine:
         }
 
     async def _stream(self, request: Request, job: "_Job") -> AsyncIterator[bytes]:
-        """Only the last chunk has versions and a finish reason, as in vLLM."""
+        """Only the last chunk has versions, experts and a finish reason, as in vLLM."""
         with self._working():
             head, length, aborts = self._head(request, job.body), len(job.token_ids), self._aborts
             labels: list[str] = []
+            sampling = job.body.get("sampling_params") or {}
             if job.prefill is not None:
                 await self._prefill(job, job.prefill)
             for start in range(0, length, CHUNK):
                 await self._frozen(aborts)
                 if aborts != self._aborts:
-                    yield _sse({**head, "choices": [_part([], [], "abort", labels)]})
+                    part = _part([], [], "abort", labels)
+                    part |= self._routed(sampling, [*job.call.prompt_ids, *job.token_ids[:start]])
+                    yield _sse({**head, "choices": [part]})
                     yield b"data: [DONE]\n\n"
                     return
                 last = start + CHUNK >= length
@@ -489,6 +529,8 @@ class ScriptedEngine:
                 ends = last and job.fault != "done_without_finish"
                 self._advance(len(ids))
                 part = _part(ids, logprobs, job.reason if ends else None, labels if ends else None)
+                if ends:
+                    part |= self._routed(sampling, [*job.call.prompt_ids, *job.token_ids])
                 yield _sse({**head, "choices": [part]})
             if job.fault == "done_without_finish":
                 yield _sse({"error": {"message": "EngineDeadError", "code": 500}})
@@ -814,6 +856,7 @@ async def _run(options: argparse.Namespace) -> None:
         chunk_delay_s=options.chunk_delay,
         generation=options.generation,
         cache=CacheModel(options.kv_tokens, options.block),
+        experts=Experts(*options.experts) if options.experts else None,
     )
     async with engine:
         print(engine.url, flush=True)
@@ -832,6 +875,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--generation", type=int, help="also serve policy-g<N>")
     parser.add_argument("--kv-tokens", type=int, default=1 << 20, help="size of the modeled cache")
     parser.add_argument("--block", type=int, default=128, help="tokens per cache block")
+    shape = ("LAYERS", "TOP_K", "TOTAL")
+    parser.add_argument(
+        "--experts", type=int, nargs=3, metavar=shape, help="of a mixture of experts"
+    )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_run(parser.parse_args(arguments)))
     return 0

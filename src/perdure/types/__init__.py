@@ -59,6 +59,7 @@ from perdure.types.results import (
     TestStatus,
     Verification,
 )
+from perdure.types.routed_experts import ExpertRows, RoutedExperts
 from perdure.types.trajectories import (
     AGENT_HEADER,
     EngineSpan,
@@ -94,6 +95,7 @@ __all__ = [
     "EngineSpan",
     "Environment",
     "EpisodeRef",
+    "ExpertRows",
     "Failure",
     "FinishReason",
     "Frozen",
@@ -118,6 +120,7 @@ __all__ = [
     "Rewards",
     "RolloutRequest",
     "RolloutStatus",
+    "RoutedExperts",
     "RunRequest",
     "RunStatus",
     "Sampling",

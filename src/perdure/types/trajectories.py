@@ -5,6 +5,7 @@ from enum import StrEnum
 from pydantic import model_validator
 
 from perdure.types.base import Frozen
+from perdure.types.routed_experts import RoutedExperts
 
 
 class FinishReason(StrEnum):
@@ -85,7 +86,7 @@ class Purpose(StrEnum):
 
 
 class TurnFacts(Frozen):
-    """The facts about one model call, without its tokens and texts.
+    """The facts about one model call, without its ids and texts.
 
     This is the single definition of these fields: `Turn` and the gateway's `TurnRecord` inherit
     them, and the columns of `turns.parquet` are derived from them.
@@ -128,6 +129,8 @@ class TurnFacts(Frozen):
     """The model that the request to the engine named."""
     model: str = ""
     """The model that answered, as the engine names it; empty if it named none."""
+    routed_experts: RoutedExperts | None = None
+    """None if the engine returned none for some of its tokens."""
 
 
 class Usage(Frozen):

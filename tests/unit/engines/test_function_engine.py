@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import httpx
+import numpy
 import pytest
 import pytest_asyncio
 
@@ -14,7 +15,7 @@ from perdure.engines.clients.vllm import VllmEngine
 from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.function_engine import Ask, Sampled, ServedFunction
 from perdure.engines.pool.token_salvage import Salvage
-from perdure.types import FinishReason, VersionSpan
+from perdure.types import ExpertRows, FinishReason, VersionSpan
 
 
 class Generator:
@@ -25,13 +26,15 @@ class Generator:
         self.lost = False
         self.logprobs = (-0.25, -0.5)
         self.reason = FinishReason.STOP
+        self.experts: ExpertRows | None = None
 
     async def __call__(self, ask: Ask) -> Sampled:
         self.asked.append(ask)
         if self.lost:
             raise RuntimeError("out of memory")
         after = ask.prompt_ids[-1]
-        return Sampled((after + 1, after + 2), self.logprobs, self.reason, version=7)
+        ids = (after + 1, after + 2)
+        return Sampled(ids, self.logprobs, self.reason, 7, routed_experts=self.experts)
 
 
 @pytest.fixture
@@ -68,6 +71,22 @@ async def test_ids_logprobs_and_version_arrive(
     assert generator.asked == [
         Ask([4, 5], {"temperature": 0.8, "max_tokens": 9}, "session", "request")
     ]
+
+
+async def test_its_experts_arrive_from_the_position_asked_for(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """The function returns those of all tokens that it read; a gateway that has the first asks for the
+    others."""
+    generator.experts = numpy.arange(3 * 2 * 2).reshape(3, 2, 2)
+    salvage = Salvage(prompt_rows=0)
+    async with aclosing(Connections()) as connections:
+        vllm = VllmEngine("vllm e", engine.url, connections)
+        ask = EngineRequest("policy", [4, 5], {}, "session", "request", routed_from=1)
+        await vllm.sample(ask, salvage, lambda: None)
+
+    assert salvage.experts is not None
+    assert salvage.experts.tolist() == generator.experts[1:].tolist()
 
 
 async def test_a_parameter_that_the_function_does_not_accept_is_refused(

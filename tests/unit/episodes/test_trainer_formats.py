@@ -1,12 +1,14 @@
 """Data for trainers: their own field names, the recorded ids, and no invented reward."""
 
 import asyncio
+import base64
 import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,7 +18,7 @@ from perdure.episodes import trainer_formats, turns_parquet
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments
 from perdure.episodes.episode_store import read_segments
 from perdure.episodes.run_export import ExportReport, Format, Rules, export_run
-from perdure.episodes.trajectory_segments import cut
+from perdure.episodes.trajectory_segments import SegmentMode, cut
 from perdure.errors import Boundary, ConfigurationError
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
@@ -27,6 +29,7 @@ from perdure.types import (
     Rewards,
     RolloutRequest,
     RolloutStatus,
+    RoutedExperts,
     SamplingSpan,
     Turn,
     TurnSampling,
@@ -196,6 +199,79 @@ async def test_an_episode_of_an_earlier_version_is_exported(run: Run, tmp_path: 
     assert [row["sampling"] for row in columns] == [None, None]
     _, lines = await run.export("slime", tmp_path / "out.jsonl")
     assert [line["metadata"]["temperature"] for line in lines] == [None, None]
+
+
+# --- experts ---------------------------------------------------------------------------------
+
+LATE = numpy.arange(4 * 2 * 2).reshape(4, 2, 2)
+ROUTED = (
+    turn(0, (1, 2), (4,), routed_experts=RoutedExperts.of(LATE[:2], 0)),
+    turn(1, (1, 2, 4, 8), (5,), parent=0, routed_experts=RoutedExperts.of(LATE[2:] + 300, 2)),
+    turn(2, (1, 2, 4, 9), (6,), parent=0, routed_experts=RoutedExperts.of(LATE[2:] + 400, 2)),
+    turn(3, (1, 2, 4, 9, 6), (7,), parent=2),
+)
+"""The third turn branches off; the fourth has no experts."""
+
+
+async def test_experts_follow_the_branch_of_their_segment(run: Run) -> None:
+    """A branch shares its parent's rows and has its own after them. A segment is without experts if one of
+    its turns is, and the episode says which."""
+    stored = (await run.add(1.0, ROUTED)).episode
+    found = await read_segments(run.store, stored, routed_experts=True)
+    branched = await run.add(1.0, ROUTED[:3], sample_index=1)
+    whole = await read_segments(run.store, branched.episode, routed_experts=True)
+
+    assert [one.routed_experts for one in stored.segments] == [True, False]
+    assert found.experts_of(found.segments[1]) is None
+    assert [one.turns for one in found.routed().segments] == [(0, 1)]
+    for segment, added in zip(whole.segments, (300, 400), strict=True):
+        experts = whole.experts_of(segment)
+        assert experts is not None
+        assert experts.tolist() == numpy.concatenate([LATE[:2], LATE[2:] + added]).tolist()
+
+
+async def test_experts_are_read_only_if_they_are_wanted(run: Run) -> None:
+    """They are most of the bytes; the segments' own file has none."""
+    found = await run.add(1.0, ROUTED[:3])
+
+    assert found.experts == ()
+    assert found == await read_segments(run.store, found.episode, routed_experts=True)
+
+
+@pytest.mark.parametrize("mode", ["tree", "merge_turns"])
+async def test_experts_follow_the_cut(run: Run, mode: SegmentMode) -> None:
+    """By any rule: `merge_turns` drops what the branch does not repeat, and its experts."""
+    stored = (await run.add(1.0, ROUTED[:3])).episode
+    found = await read_segments(run.store, stored, mode=mode, routed_experts=True)
+
+    last = found.experts_of(found.segments[-1])
+    assert last is not None
+    assert last[-1].tolist() == (LATE[-1] + 400).tolist()
+
+
+@pytest.mark.parametrize(
+    ("format", "name"),
+    [
+        ("slime", "rollout_routed_experts"),
+        ("skyrl", "rollout_expert_indices"),
+        ("verl", "routed_experts"),
+    ],
+)
+async def test_experts_are_exported_as_bytes(
+    run: Run, tmp_path: Path, format: Format, name: str
+) -> None:
+    """With type and shape, in both forms of the file, and null where an engine returned none."""
+    await run.add(1.0, ROUTED[:2])
+    _, (line,) = await run.export(format, tmp_path / "out.jsonl")
+    _, (row,) = await run.export(format, tmp_path / "out.parquet")
+    told = line[name][0] if format == "skyrl" else line[name]
+    expected = numpy.concatenate([LATE[:2], LATE[2:] + 300]).astype(numpy.int16)
+
+    assert (told["dtype"], told["shape"]) == ("int16", [4, 2, 2])
+    assert base64.b64decode(told["data"]) == row[name]["data"] == expected.tobytes()
+    await run.add(1.0, ROUTED, sample_index=1)
+    _, lines = await run.export(format, tmp_path / "out.jsonl")
+    assert lines[-1][name] is None
 
 
 # --- slime -----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ TRAINERS = {
             loss_mask: list | None = None
             weight_versions: list = dataclasses.field(default_factory=list)
             rollout_log_probs: list | None = None
+            rollout_routed_experts: object = None
             remove_sample: bool = False
             metadata: dict = dataclasses.field(default_factory=dict)
             session_id: str | None = None
@@ -60,9 +61,13 @@ TRAINERS = {
         """,
     "skyrl/train/generators/base.py": """
         import dataclasses
+        import typing
 
         class GeneratorInterface:
             pass
+
+        class GeneratorOutput(typing.TypedDict):
+            rollout_expert_indices: list[list[list[list[int]]]] | None
 
         @dataclasses.dataclass
         class TrajectoryID:

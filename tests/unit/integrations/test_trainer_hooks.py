@@ -11,15 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 from perdure.client.slime_variables import rollout_with_defaults
+from perdure.episodes import turns_parquet
 from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.trajectory_segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.instances import instance_catalog
 from perdure.integrations import skyrl, slime, trainer_hooks, trl, trl_weights
 from perdure.settings.settings_loader import load_settings
+from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
 from perdure.storage.store_url import open_store
 from perdure.types import (
@@ -30,6 +33,7 @@ from perdure.types import (
     Rewards,
     RolloutRequest,
     RolloutStatus,
+    RoutedExperts,
     Turn,
 )
 from tests import docs_pages
@@ -59,9 +63,16 @@ def turns(segments: int) -> tuple[Turn, ...]:
 
 
 async def episode(
-    store: LocalStore, request: RolloutRequest, reward: float | None, segments: int
+    store: LocalStore, request: RolloutRequest, reward: float | None, segments: int, routed: int = 0
 ) -> EpisodeRef:
-    taken = turns(segments)
+    """`routed`: how many of its segments have experts: 5 in the first layer, 6 in the second."""
+    experts = RoutedExperts.of(numpy.tile([[[5, 7], [6, 7]]], (2, 1, 1)), start=0)
+    taken = tuple(
+        one.model_copy(update={"routed_experts": experts if one.index < routed else None})
+        for one in turns(segments)
+    )
+    key = f"{store_keys.rollout(request.run_id, 'i', request.sample_index)}/turns.parquet"
+    await store.put(key, turns_parquet.encode(taken))
     grade = None
     if reward is not None:
         outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
@@ -74,6 +85,7 @@ async def episode(
         started_at=0.0,
         finished_at=1.0,
         turns=taken,
+        turns_key=key,
     )
     found = cut(taken)
     return (await store_episode(store, parts, found)).ref(store.url)
@@ -86,6 +98,8 @@ class Stack:
         self.store = store
         self.ends: dict[int, tuple[float | None, int] | None] = {}
         """Reward and number of segments; None: it ends without an episode. Others run for ever."""
+        self.routed = 0
+        """How many segments of each rollout have experts."""
         self.requests: list[RolloutRequest] = []
         self.cancelled: list[str] = []
 
@@ -104,7 +118,7 @@ class Stack:
             end = self.stack.ends[self.request.sample_index]
             if end is None:
                 raise NoResult("terminated")
-            return await episode(self.stack.store, self.request, *end)
+            return await episode(self.stack.store, self.request, *end, self.stack.routed)
 
         async def cancel(self) -> None:
             self.stack.cancelled.append(self.request.workflow_id)
@@ -344,6 +358,37 @@ async def test_a_top_p_that_slime_replays_is_refused(stack: Stack) -> None:
     assert stack.requests == []
 
 
+REPLAY = {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 2}
+
+
+async def test_slime_replays_experts(stack: Stack) -> None:
+    """As its own samples hold them: int32, one row less than tokens. A segment whose engine returned none
+    is left out, because slime refuses a step with it; without the flag, nothing is read."""
+    stack.routed = 1
+    stack.ends |= {0: (1.0, 2), 1: (1.0, 2)}
+    (kept,) = await slime.generate(slime_args(**REPLAY), slime_sample(0), dict(SAMPLING))
+    plain = await slime.generate(slime_args(), slime_sample(1), dict(SAMPLING))
+
+    experts = kept.rollout_routed_experts
+    assert (experts.dtype, experts.tolist()) == (numpy.int32, [[[5, 7], [6, 7]]] * 2)
+    assert (kept.tokens, kept.reward) == ([10, 1, 2], 1.0)
+    assert [one.rollout_routed_experts for one in plain] == [None, None]
+
+
+async def test_slimes_masked_samples_pass_its_check_of_experts(stack: Stack) -> None:
+    """An aborted rollout, and a graded one without any experts, which still counts in its group: slime
+    wants a row with an expert other than 0 in each layer of every sample."""
+    stack.ends |= {0: None, 1: (1.0, 1)}
+    made = [
+        (await slime.generate(slime_args(**REPLAY), slime_sample(n), dict(SAMPLING)))[0]
+        for n in (0, 1)
+    ]
+
+    assert [one.rollout_routed_experts.tolist() for one in made] == [[[[0, 1], [0, 1]]]] * 2
+    assert [one.remove_sample for one in made] == [True, True]
+    assert [one.metadata["rollout_reward"] for one in made] == [None, 1.0]
+
+
 async def test_a_trainer_that_leaves_takes_its_rollout_along(stack: Stack) -> None:
     """A cancelled hook cancels the rollout: nothing runs on unread."""
     call = asyncio.ensure_future(slime.generate(slime_args(), slime_sample(0), dict(SAMPLING)))
@@ -393,6 +438,21 @@ async def test_verl_leaves_a_failed_rollout_out(stack: Stack) -> None:
     loop = PerdureAgentLoop(trainer_config="config", server_manager=None, run_id="try")
 
     assert await loop.run({}, instance="d/i") == []
+
+
+async def test_verl_replays_experts(stack: Stack) -> None:
+    """With its own flag; a segment whose engine returned none is left out."""
+    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
+
+    stack.routed = 1
+    stack.ends[0] = (1.0, 2)
+    rollout = SimpleNamespace(enable_rollout_routing_replay=True)
+    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    loop = PerdureAgentLoop(trainer_config=config, server_manager=None, run_id="try")
+    (output,) = await loop.run({}, instance="d/i")
+
+    assert output.prompt_ids == [10]
+    assert output.routed_experts.tolist() == [[[5, 7], [6, 7]]] * 2
 
 
 # --- TorchTitan ------------------------------------------------------------------------------
@@ -488,6 +548,19 @@ async def test_skyrl_may_train_one_row_for_each_prompt(stack: Stack) -> None:
     assert output["rewards"] == [[0.0, 1.0], [0.5], [0.0, 0.0]]
     assert output["loss_masks"] == [[1, 1], [0], [1, 1]]
     assert output["rollout_metrics"]["perdure/untrained_segments"] == 2
+
+
+async def test_skyrl_replays_experts(stack: Stack) -> None:
+    """Each row has them, because SkyRL would replay zeros for one without; a masked row borrows those of a
+    real token. 0.3.0 reads lists."""
+    stack.routed = 1
+    stack.ends |= {0: (1.0, 2), 1: None}
+    engines = SimpleNamespace(enable_return_routed_experts=True)
+    config = SimpleNamespace(step_wise_trajectories=False, inference_engine=engines)
+    output = await skyrl.generator(config, run_id="try").generate(skyrl_batch(0, 1))
+
+    assert output["prompt_token_ids"] == [[10], [0]]
+    assert output["rollout_expert_indices"] == [[[[5, 7], [6, 7]]] * 2, [[[5, 7], [6, 7]]]]
 
 
 # --- TRL -------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """SGLang's native endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
 Written against the release SGLang 0.5.23, and never run against its GPU server. SGLang takes logprobs
-after temperature and before top-p, top-k and min-p, so they are exact if these three are off. Owns one
+after temperature and before top-p, top-k and min-p, so they are exact if these three are off. A server
+with `--enable-return-routed-experts` returns the experts in the event with the finish reason. Owns one
 stream of one engine. Requests name no model, so only the health check notices a restart.
 """
 
@@ -19,6 +20,7 @@ from perdure.engines.clients.token_endpoint import (
     StreamBroken,
     TokenServer,
     body_with_prompt,
+    experts_of_int32,
     version_spans,
 )
 from perdure.engines.pool.token_salvage import Salvage
@@ -86,14 +88,19 @@ class SglangEngine(TokenServer):
             ask.check(taken, ids, logprobs)
             salvage.add(ids, logprobs, version())
             taken += len(new)
-            return self._end(event["meta_info"], salvage)
+            return self._end(event["meta_info"], salvage, ask)
 
         return await self._stream(_body(ask, options), headers, take)
 
-    def _end(self, about: Mapping[str, Any], salvage: Salvage) -> FinishReason | None:
+    def _end(
+        self, about: Mapping[str, Any], salvage: Salvage, ask: EngineRequest
+    ) -> FinishReason | None:
         reason = about.get("finish_reason")
         if reason is None:
             return None
+        if about.get("routed_experts"):
+            rows = ask.count_rows(salvage.part)
+            salvage.route(experts_of_int32(about["routed_experts"], rows), rows)
         if reason["type"] == "abort":
             raise self._aborted(reason)
         salvage.report(version_spans(about.get("weight_versions") or (), salvage.part))
@@ -151,6 +158,8 @@ def _body(ask: EngineRequest, options: Mapping[str, Any]) -> bytes:
         "session_id": ask.session_id,
         "stream": True,
         "return_logprob": True,
+        "return_routed_experts": True,
+        "routed_experts_start_len": ask.routed_from,
         "sampling_params": {**options, "stream_interval": TOKENS_AN_EVENT},
     }
     return body_with_prompt(body, "input_ids", ask)

@@ -1,7 +1,8 @@
 """vLLM's token endpoint: token ids in; a stream of token ids, logprobs and weight versions out.
 
 The server must run with `--enable-scale-out`, and with `--logprobs-mode processed_logprobs`, so that
-logprobs belong to the distribution that was sampled from. Owns one stream of one engine. The pool chooses
+logprobs belong to the distribution that was sampled from. With `--enable-return-routed-experts` it also
+returns the experts, in the event with the finish reason. Owns one stream of one engine. The pool chooses
 the engine and handles a broken stream.
 """
 
@@ -18,6 +19,7 @@ from perdure.engines.clients.token_endpoint import (
     StreamBroken,
     TokenServer,
     body_with_prompt,
+    experts_of_npy,
     version_spans,
 )
 from perdure.engines.pool.token_salvage import Salvage
@@ -75,6 +77,8 @@ class VllmEngine(TokenServer):
         salvage.report(version_spans(spans, salvage.part))
         if choice.get("finish_reason") is None:
             return None
+        if choice.get("routed_experts"):
+            salvage.route(experts_of_npy(choice["routed_experts"]), ask.count_rows(salvage.part))
         reason = FinishReason(choice["finish_reason"])
         if reason is FinishReason.ABORT:
             raise StreamBroken(BreakKind.ABORTED, "the completion was aborted")
@@ -96,6 +100,8 @@ class VllmEngine(TokenServer):
 def _body(ask: EngineRequest) -> bytes:
     """The request as JSON. vLLM ignores sampling parameters that it does not know."""
     wanted = {"logprobs": 1, "skip_special_tokens": False, "stream_interval": TOKENS_AN_EVENT}
+    if ask.routed_from:
+        wanted["routed_experts_prompt_start"] = ask.routed_from
     body = {
         "model": ask.model,
         "request_id": ask.request_id,

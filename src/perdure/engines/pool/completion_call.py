@@ -19,7 +19,7 @@ from perdure.engines.pool.policy_versions import Versions
 from perdure.engines.pool.pooled_engine import PooledEngine
 from perdure.engines.pool.session_routing import EngineStart
 from perdure.engines.pool.token_salvage import Salvage, resumable
-from perdure.types import EngineSpan, FinishReason
+from perdure.types import EngineSpan, FinishReason, RoutedExperts
 
 MOST_MOVES = 50
 """Engines that one call may lose before it fails."""
@@ -45,6 +45,8 @@ class GenerateCall:
     """Set from the assignment of an engine until the call continues."""
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
+    routed_from: int = 0
+    """The first position of the prompt whose experts are not recorded yet."""
     avoid: set[str] = field(default_factory=set)
     moves: int = 0
     gained: int = 0
@@ -53,6 +55,9 @@ class GenerateCall:
     """Seconds in which the call was on no engine."""
     _since: float = field(default_factory=time.monotonic)
     _pause: float = FIRST_PAUSE_S
+
+    def __post_init__(self) -> None:
+        self.salvage.prompt_rows = max(0, len(self.prompt_ids) - 1 - self.routed_from)
 
     @property
     def group(self) -> str:
@@ -84,7 +89,10 @@ class GenerateCall:
             if sampling.get("seed") is not None:
                 sampling = {**sampling, "seed": seed_after(sampling["seed"], held)}
         request_id = self.request_id if not self.moves else f"{self.request_id}-{self.moves}"
-        return EngineRequest(model, prompt, sampling, self.session_id, request_id, self.vocabulary)
+        return EngineRequest(
+            *(model, prompt, sampling, self.session_id, request_id, self.vocabulary),
+            routed_from=self.routed_from + self.salvage.rows,
+        )
 
     def lost(self, broken: StreamBroken, engine: PooledEngine) -> FinishReason | None:
         """Note that the stream broke. Returns the finish reason if the completion only lacked that."""
@@ -134,6 +142,7 @@ class GenerateCall:
     def completion(self, reason: FinishReason, engine: str, record: EngineRecord) -> Completion:
         """`record`: the record of the engine that finished it."""
         salvage = self.salvage
+        experts = salvage.experts
         return Completion(
             salvage.ids,
             salvage.logprobs,
@@ -144,6 +153,9 @@ class GenerateCall:
             self.waited_s,
             asked_model=record.model,
             model=record.served.root or record.model,
+            routed_experts=(
+                None if experts is None else RoutedExperts.of(experts, self.routed_from)
+            ),
         )
 
 

@@ -1,4 +1,5 @@
-"""The tokens that a turn has so far, each with the engine and the policy version that sampled it."""
+"""The tokens that a turn has so far, each with the engine and the policy version that sampled it, and
+the experts through which the engines sent them."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -6,7 +7,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from perdure.types import EngineSpan, VersionSpan
+import numpy
+import structlog
+
+from perdure.types import EngineSpan, ExpertRows, VersionSpan
+from perdure.types.routed_experts import are_experts
 
 NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
     "stop": ([], ()),
@@ -19,6 +24,8 @@ NOT_RESUMABLE: Mapping[str, tuple[Any, ...]] = {
 }
 """Sampling fields that depend on the tokens sampled so far, with the values that turn them off. If one
 is in use, a broken completion restarts, because an engine would count salvaged tokens as prompt."""
+
+log = structlog.get_logger()
 
 
 @dataclass
@@ -44,12 +51,21 @@ class Salvage:
     _coming: int | None = None
     told: int | None = None
     """The version that the current engine reported for its newest token."""
+    prompt_rows: int = 0
+    """How many positions of the prompt, without its last token, have no recorded experts yet."""
+    _experts: ExpertRows | None = None
+    """Shape [N, layers, top_k]: `prompt_rows` rows, then those that decided the tokens."""
+    _known: int = 0
+    """Rows before the current engine."""
+    _reread: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens whose engine was lost with their experts: the next engine read them as its prompt."""
 
     def begin(self, engine: str, generation: int, version: int | None = None) -> None:
         """Note that the next tokens come from this engine. `version`: the policy version known to be
         loaded now."""
         self._engine, self._begun = (engine, generation), len(self.ids)
         self._loaded, self.told = version, None
+        self._known = self.rows
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """Add tokens that arrived together. `version`: the policy version known to be loaded now.
@@ -79,10 +95,27 @@ class Salvage:
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
 
+    def route(self, rows: ExpertRows, expected: int) -> None:
+        """Note the experts that the current engine returns, from the first position without any. What
+        cannot be the experts of `expected` positions is left out."""
+        if len(rows) != expected or not are_experts(rows):
+            log.warning("experts do not fit their tokens", shape=rows.shape, expected=expected)
+            return
+        if (lost := max(0, self.rows - self.prompt_rows)) < self._begun:
+            self._reread.append((lost, self._begun))
+        held = [rows] if self._experts is None else [self._experts, rows]
+        if held[0].shape[1:] == rows.shape[1:]:
+            self._experts = numpy.concatenate(held)
+
     def cut(self, length: int = 0) -> None:
-        """Keep the first `length` tokens and drop the rest."""
+        """Keep the first `length` tokens and drop the rest, with the experts that decided them."""
         del self.ids[length:], self.logprobs[length:], self._versions[length:]
         self._parts = [part for part in self._parts if part[2] < length]
+        if self._experts is not None:
+            none_new = length <= self._begun
+            most = self.prompt_rows + length
+            self._experts = self._experts[: min(most, self._known) if none_new else most]
+            self._reread = [one for one in self._reread if one[1] <= self.rows - self.prompt_rows]
 
     def cut_part(self) -> None:
         """Drop the current engine's tokens."""
@@ -111,6 +144,21 @@ class Salvage:
         unsure = (None, self._coming)
         later = enumerate(self._versions[self._doubted :], self._doubted)
         return next((i for i, version in later if version in unsure), len(self.ids))
+
+    @property
+    def rows(self) -> int:
+        """How many positions after the recorded ones have experts."""
+        return 0 if self._experts is None else len(self._experts)
+
+    @property
+    def experts(self) -> ExpertRows | None:
+        """The experts of all positions but the last. None if some are missing, or if other weights read
+        again what a lost engine had sampled: their experts are not those that it sampled with."""
+        if self.rows != self.prompt_rows + len(self.ids):
+            return None
+        versions = self._versions
+        same = all({*versions[a:b]} == {*versions[b : b + 1]} for a, b in self._reread)
+        return self._experts if same else None
 
     @property
     def part(self) -> int:

@@ -38,10 +38,13 @@ class Node:
     """One committed turn in memory, with links to the turns that its record names."""
 
     record: TurnRecord
+    """Without its experts: only the journal keeps them."""
     parent: "Node | None"
     base: "Node | None"
     rolled: RunningDigests
     """The digests of its whole request, which later requests continue."""
+    routed: int = 0
+    """How many leading positions of its prompt + completion have recorded experts."""
     acknowledged: bool = False
     repeats: int = 0
     children: int = 0
@@ -292,7 +295,11 @@ class Tree:
         """Add a committed turn. `rolled`: the digests of its request, known only for a live turn."""
         base = self._node(record.base)
         continued = rolled or self._rolled(base, record)
-        node = Node(record, self._node(record.parent), base, continued)
+        parent = self._node(record.parent)
+        routed = _routed(record, parent)
+        if record.routed_experts is not None:
+            record = record.model_copy(update={"routed_experts": None})
+        node = Node(record, parent, base, continued, routed)
         self.nodes.append(node)
         self._index(node)
         if record.tools:
@@ -330,6 +337,13 @@ class Tree:
         self._requests[record.chain, record.request_sha256] = node
         self._alike.setdefault((record.chain, record.across_sha256), []).append(node)
         self._newest[record.chain] = node
+
+
+def _routed(record: TurnRecord, parent: Node | None) -> int:
+    experts = record.routed_experts
+    if experts is None or experts.start > (parent.routed if parent else 0):
+        return 0
+    return experts.end
 
 
 def _common(base: Node | None, messages: list[Message]) -> int:

@@ -104,6 +104,7 @@ class TurnMaker:
             prompt, miss = await self._prompt(pending)
             span.set({"perdure.bridge_miss": miss})
         sampling = self._sampling(pending, len(prompt))
+        parent = pending.location.parent if miss is None else None
         started = time.monotonic()
         completion = await await_unless_closed(
             session,
@@ -115,6 +116,7 @@ class TurnMaker:
                     turn_id,
                     session.spec.labels,
                     last=session.elsewhere,
+                    routed_from=parent.routed if parent else 0,
                 )
             ),
         )
@@ -255,6 +257,7 @@ def replayed(pending: PendingTurn, recorded: RecordedTurn) -> TurnRecord:
             *(old.engine, old.engines),
             asked_model=old.asked_model,
             model=old.model,
+            routed_experts=old.routed_experts,
         ),
         read=Read(old.answer, old.reasoning_open, old.placeholder),
         miss=REPLAYED,
@@ -325,6 +328,7 @@ def _record(
         answer=read.answer,
         reasoning_open=read.reasoning_open,
         placeholder=read.placeholder,
+        routed_experts=completion.routed_experts,
     )
 
 
