@@ -22,8 +22,10 @@ SANDBOXES = {
 }
 
 AGENTS = {
+    "aider": "perdure.agents.aider:Aider",
     "claude_code": "perdure.agents.claude_code:ClaudeCode",
     "codex": "perdure.agents.codex:Codex",
+    "gemini_cli": "perdure.agents.gemini_cli:GeminiCli",
     "mini_swe_agent": "perdure.agents.mini_swe_agent:MiniSweAgent",
     "nop": "perdure.agents.nop:Nop",
     "opencode": "perdure.agents.opencode:Opencode",

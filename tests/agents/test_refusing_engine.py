@@ -10,6 +10,7 @@ import pytest
 from perdure.agents.base import Agent
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
+from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import PYTHON, Openhands
@@ -21,6 +22,7 @@ from perdure.types import Outcome
 from tests.agents import (
     test_claude_code,
     test_codex,
+    test_gemini_cli,
     test_opencode,
     test_openhands,
     test_qwen_code,
@@ -42,6 +44,7 @@ SOLVES = {
     Codex: script(test_codex.READ, test_codex.EDIT, test_codex.CHECK, test_codex.DONE),
     Opencode: script(test_opencode.READ, test_opencode.EDIT, test_opencode.CHECK, test_opencode.DONE),
     QwenCode: test_qwen_code.of(test_qwen_code.READ, test_qwen_code.EDIT, test_qwen_code.CHECK, test_qwen_code.DONE),
+    GeminiCli: script(test_gemini_cli.READ, test_gemini_cli.EDIT, test_gemini_cli.CHECK, test_gemini_cli.DONE),
     Openhands: script(test_openhands.READ, test_openhands.EDIT, test_openhands.CHECK, test_openhands.DONE),
     MiniSweAgent: script(
         _bash("cat calc.py"),

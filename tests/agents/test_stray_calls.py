@@ -12,6 +12,7 @@ from perdure.agents import tool_cache
 from perdure.agents.base import Agent
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
+from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import PYTHON, Openhands
@@ -67,6 +68,7 @@ CASES = [
         lambda command: call("run_shell_command", command=command, is_background=False),
         first=(DONE,),
     ),
+    Case(GeminiCli(), lambda command: call("run_shell_command", command=command)),
     Case(
         Openhands(),
         lambda command: call("terminal", command=command),

@@ -44,7 +44,9 @@ def once(number):
     text = "Hi %d " % number + "x" * ask.get("pad", 0)
     body = {"model": "m", "stream": ask.get("stream", False)}
     body["messages"] = [{"role": "user", "content": text}]
-    headers = {"authorization": "Bearer " + ask["key"], "content-type": "application/json"}
+    body["contents"] = [{"role": "user", "parts": [{"text": text}]}]
+    held = {ask["header"]: ask["key"]} if "header" in ask else {"authorization": "Bearer " + ask["key"]}
+    headers = {"content-type": "application/json", **held}
     content = json.dumps(body) if ask.get("method", "POST") == "POST" else None
     connection.request(ask.get("method", "POST"), ask.get("path", "/v1/chat/completions"), content, headers)
     answer = connection.getresponse()
@@ -332,13 +334,24 @@ async def test_control_routes_are_out_of_reach(stand: Stand) -> None:
             assert status == 404, path
 
 
-async def test_only_its_own_key_opens_the_gateway(stand: Stand) -> None:
-    """The valid key of another session is not passed on."""
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"path": "/v1/messages", "header": "x-api-key"},
+        {"path": "/v1beta/models/m:generateContent", "header": "x-goog-api-key"},
+    ],
+    ids=lambda asked: asked.get("header"),
+)
+async def test_only_its_own_key_opens_the_gateway(stand: Stand, asked: dict[str, str]) -> None:
+    """The valid key of another session is not passed on, in whichever header it comes."""
     other = await stand.gateway.open("s-2")
     async with stand.relay():
-        [(status, _)] = await stand.ask(key=other)
+        [(status, text)] = await stand.ask(**asked)
+        await stand.start("other", key=other, **asked)
+        [(refused, _)] = await stand.answers("other")
 
-    assert status == 401
+    assert (status, refused) == (200, 401), text
 
 
 async def test_garbage_in_the_log_is_dropped(stand: Stand) -> None:

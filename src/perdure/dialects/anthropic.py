@@ -14,9 +14,9 @@ from perdure.dialects.json_fields import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Fields,
+    arguments_object,
     joined,
     name_header,
-    read_json,
 )
 from perdure.dialects.request_body_cache import BODIES, translated
 from perdure.types import Purpose
@@ -301,17 +301,8 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": text if text.strip() else NOTHING_VISIBLE})
     for call in calls:
         use = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-        blocks.append({**use, "input": _input(call["function"]["arguments"])})
+        blocks.append({**use, "input": arguments_object(call["function"]["arguments"])})
     return blocks
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object. The agent checks them against the tool's schema."""
-    try:
-        value = read_json(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
 
 
 def _message(

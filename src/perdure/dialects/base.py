@@ -111,7 +111,8 @@ class ParsedCall(Protocol):
 
 
 class Dialect(Protocol):
-    """Implemented by the modules `anthropic`, `openai_chat` and `openai_responses`."""
+    """Implemented by the modules `anthropic`, `openai_chat` and `openai_responses`, and by
+    `gemini.Gemini`."""
 
     @property
     def PING(self) -> bytes:
@@ -136,4 +137,12 @@ class Dialect(Protocol):
 
     def models(self, names: Sequence[str]) -> bytes:
         """The answer to `GET /v1/models`. It is for display only: requests may name any model."""
+        ...
+
+
+class CountingDialect(Dialect, Protocol):
+    """A dialect whose clients can ask how many tokens a request has."""
+
+    def token_count(self, count: int) -> bytes:
+        """The answer to such a call."""
         ...

@@ -164,6 +164,15 @@ STRICT: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite
 """Options that make `json` refuse values that the standard does not allow."""
 
 
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """A sampled call's arguments as an object. The agent checks them against the tool's schema."""
+    try:
+        value = read_json(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
 def check_size(raw: bytes) -> None:
     """Refuse a body with too many values before parsing it: tiny values take 100 times their size in
     memory."""

@@ -134,7 +134,8 @@ class Bodies:
     def read(self, raw: bytes, listed: str, headers: Mapping[str, str]) -> Fields:
         """`listed`: the field that has the messages. Raises: Refused, like `read_body`."""
         check_size(raw)
-        sender = f"{listed} {headers.get('authorization')} {headers.get('x-api-key')}"
+        keys = (headers.get(name) for name in ("authorization", "x-api-key", "x-goog-api-key"))
+        sender = f"{listed} {' '.join(map(str, keys))}"
         known, shared = _closest(self._known.get(sender, ()), raw)
         try:
             found = _read(raw, listed, known, shared)

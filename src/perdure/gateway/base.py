@@ -10,9 +10,10 @@ worker can derive it again. Control calls need the control token; a session key 
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
     POST /sessions/{session_id}/turns                 -> SessionSummary   write the turns again
     DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
-    POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, or x-api-key:
-    POST /v1/chat/completions, /v1/responses           the session key)
-    GET  /v1/models
+    POST /v1/messages, /v1/messages/count_tokens      (Authorization: Bearer, x-api-key,
+    POST /v1/chat/completions, /v1/responses           or x-goog-api-key: the session key)
+    POST /v1beta/models/{model}:generateContent, :streamGenerateContent?alt=sse, :countTokens
+    GET  /v1/models, /v1beta/models
     GET  /engines ...                                 list and change engines: `engine_routes`
     GET  /episodes/{key}                              files of episodes: `episode_routes`
     GET  /healthz, GET /metrics

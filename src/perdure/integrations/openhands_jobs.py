@@ -40,6 +40,7 @@ ITERATIONS = {
     "mini_swe_agent": "step_limit",
     "claude_code": "max_turns",
     "qwen_code": "max_turns",
+    "gemini_cli": "max_turns",
     "openhands": "max_steps",
 }
 """Maps an agent to its option that limits iterations."""

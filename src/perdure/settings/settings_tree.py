@@ -258,8 +258,10 @@ class AgentSettings(Group):
     """npm package of OpenCode."""
     qwen_code_tarball: Path | None = None
     """npm package of Qwen Code."""
+    gemini_cli_tarball: Path | None = None
+    """npm package of Gemini CLI."""
     node_tarball: Path | None = None
-    """Node, for Qwen Code and for a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
+    """Node, for Qwen Code, Gemini CLI, and a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
     openhands_python: str = ""
     """Python 3.12 or later, for OpenHands. Empty = from uv, PATH or pyenv."""
 

@@ -11,6 +11,7 @@ from perdure.agents import headless_cli
 from perdure.agents.base import Agent, Evidence
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
+from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
@@ -19,7 +20,7 @@ from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
-AGENTS = [ClaudeCode(), Codex(), Opencode(), Openhands(), QwenCode()]
+AGENTS = [ClaudeCode(), Codex(), Opencode(), Openhands(), QwenCode(), GeminiCli()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from perdure.dialects import anthropic, openai_chat, openai_responses
+from perdure.dialects import anthropic, gemini, openai_chat, openai_responses
 from perdure.dialects.base import Dialect, Refused
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.checkout_paths import ROOT
@@ -28,6 +28,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/messages": anthropic,
     "/v1/chat/completions": openai_chat,
     "/v1/responses": openai_responses,
+    "/v1beta/models/m:generateContent": gemini.Gemini("m", "generateContent"),
 }
 ODD: list[Any] = [
     None,
@@ -131,6 +132,44 @@ BUILT: dict[str, dict[str, Any]] = {
             {"type": "message", "role": "assistant", "content": "I look."},
             {"type": "function_call", "call_id": "a", "name": "bash", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "a", "output": "a.py"},
+        ],
+    },
+    "/v1beta/models/m:generateContent": {
+        "systemInstruction": {"parts": [{"text": "You fix code."}]},
+        "generationConfig": {
+            "maxOutputTokens": 100,
+            "temperature": 0.5,
+            "stopSequences": ["END"],
+            "thinkingConfig": {"includeThoughts": True},
+        },
+        "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+        "tools": [
+            {
+                "functionDeclarations": [
+                    {"name": "bash", "parametersJsonSchema": SCHEMA},
+                    {"name": "f", "parameters": {"type": "OBJECT", "properties": {}}},
+                ]
+            }
+        ],
+        "contents": [
+            {"role": "user", "parts": [{"text": "Hi"}, {"inlineData": {"mimeType": "image/png"}}]},
+            {
+                "role": "model",
+                "parts": [
+                    {"text": "Hm.", "thought": True},
+                    {"text": "I look."},
+                    {
+                        "functionCall": {"id": "a", "name": "bash", "args": {"command": "ls"}},
+                        "thoughtSignature": "cGVyZHVyZTE6SG0u",
+                    },
+                ],
+            },
+            {
+                "role": "user",
+                "parts": [
+                    {"functionResponse": {"id": "a", "name": "bash", "response": {"output": "b"}}}
+                ],
+            },
         ],
     },
 }

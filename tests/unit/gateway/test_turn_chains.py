@@ -922,14 +922,30 @@ async def test_session_ids_and_ports_do_not_end_a_replay(start: Start) -> None:
     assert len(speaker.seen) == 1
 
 
-async def test_the_header_of_codexs_outputs_does_not_end_a_replay(start: Start) -> None:
-    """Two runs of a command with equal output count as equal, even if their ids and times
-    differ."""
+@pytest.mark.parametrize(
+    ("output", "first", "second"),
+    [
+        (
+            "Chunk ID: {}\nWall time: {} seconds\nProcess exited with code 0\nOutput:\ncalc.py\n",
+            ("5f25e9", "0.0512"),
+            ("2490fc", "1.2000"),
+        ),
+        (
+            "Output: calc.py\nBackground PIDs: {}\nProcess Group PGID: {}",
+            ("71, 73", "70"),
+            ("9", "8"),
+        ),
+    ],
+    ids=["codex", "gemini_cli"],
+)
+async def test_what_agents_add_to_outputs_does_not_end_a_replay(
+    start: Start, output: str, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    """Two runs of a command with equal output count as equal, even if ids and times differ."""
     speaker = Speaker()
     process = start(speaker)
-    output = "Chunk ID: {}\nWall time: {} seconds\nProcess exited with code 0\nOutput:\ncalc.py\n"
-    await _attempt(process, "one", [output.format("5f25e9", "0.0512"), "x"])
-    await _attempt(process, "two", [output.format("2490fc", "1.2000"), "x"], replay_of="one")
+    await _attempt(process, "one", [output.format(*first), "x"])
+    await _attempt(process, "two", [output.format(*second), "x"], replay_of="one")
 
     assert [turn.replayed_from for turn in await process.turns("two")] == ["one/0", "one/1"]
     assert len(speaker.seen) == 2

@@ -9,7 +9,8 @@ from perdure.home_folder import Secrets, episodes_token
 
 def session_of(secrets: Secrets, headers: Mapping[str, str]) -> str | None:
     """The session whose key the caller holds; None if the key is missing or wrong."""
-    key = _bearer(headers) or headers.get("x-api-key", "").strip()
+    names = ("x-api-key", "x-goog-api-key")
+    key = _bearer(headers) or next((headers[n].strip() for n in names if n in headers), "")
     session_id = key.rpartition(".")[0]
     valid = [session_key(secret, session_id) for secret in secrets.accepted]
     return session_id if session_id and _is_one_of(key, valid) else None

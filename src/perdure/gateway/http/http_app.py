@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from perdure.dialects import anthropic, openai_chat, openai_responses
-from perdure.dialects.base import Answer, Dialect, ParsedCall, Refused
+from perdure.dialects import anthropic, gemini, openai_chat, openai_responses
+from perdure.dialects.base import Answer, CountingDialect, Dialect, ParsedCall, Refused
 from perdure.dialects.json_fields import name_header
 from perdure.engines.auth_proxy import engine_keys
 from perdure.engines.base import Wait
@@ -59,6 +59,8 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": openai_chat,
     "/v1/responses": openai_responses,
 }
+"""By path. `gemini` recognizes its own URLs, which name a model."""
+GEMINI_COUNTS = [f"/{version}/models/{{model:path}}:countTokens" for version in ("v1", "v1beta")]
 
 log = structlog.get_logger()
 Handler = Callable[[Request], Awaitable[Response]]
@@ -143,7 +145,9 @@ def create_app(
         routes=[
             *(Route(path, COMPLETE, methods=["POST"]) for path in DIALECTS),
             Route("/v1/messages/count_tokens", _agent(_count_tokens), methods=["POST"]),
+            *(Route(path, _agent(_count_tokens), methods=["POST"]) for path in GEMINI_COUNTS),
             Route("/v1/models", _agent(_models)),
+            Route("/v1beta/models", _agent(_models)),
             Route("/", _hello, methods=["HEAD"]),
             Route("/api/hello", _hello, methods=["HEAD"]),
             Route("/sessions", _control(_get_many), methods=["POST"]),
@@ -167,8 +171,8 @@ class App(Starlette):
     middleware would only cost time."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        called = scope["type"] == "http" and scope["path"] in DIALECTS
-        if not called or scope["method"] != "POST":
+        called = scope["type"] == "http" and scope["method"] == "POST"
+        if not called or not (scope["path"] in DIALECTS or gemini.completes(scope["path"])):
             return await super().__call__(scope, receive, send)
         scope["app"] = self
         response = await COMPLETE(Request(scope, receive, send))
@@ -226,9 +230,10 @@ async def _late_events(
 
 async def _count_tokens(request: Request) -> Response:
     session_id = _session_of(request)
-    call = anthropic.parse(await _body(request, MAX_BODY), request.headers)
+    dialect: CountingDialect = _gemini_of(request) or anthropic
+    call = dialect.parse(await _body(request, MAX_BODY), request.headers)
     count = await _gateway(request).sessions.count_tokens(session_id, call.request)
-    return Response(anthropic.token_count(count), media_type="application/json")
+    return Response(dialect.token_count(count), media_type="application/json")
 
 
 async def _models(request: Request) -> Response:
@@ -243,11 +248,21 @@ async def _hello(request: Request) -> Response:
 
 
 def _dialect_of(request: Request) -> Dialect:
-    """The dialect of the path; on other paths, that of the header that Anthropic's clients always send."""
+    """The dialect of the path; on other paths, that of the header that Anthropic's and Google's clients
+    always send."""
+    if (google := _gemini_of(request)) is not None:
+        return google
     for path, dialect in DIALECTS.items():
         if request.url.path.startswith(path):
             return dialect
+    if "x-goog-api-key" in request.headers:
+        return gemini.Gemini()
     return anthropic if "anthropic-version" in request.headers else openai_chat
+
+
+def _gemini_of(request: Request) -> gemini.Gemini | None:
+    query = request.scope["query_string"].decode("latin-1")
+    return gemini.of_url(request.scope["path"], query)
 
 
 def _session_of(request: Request) -> str:

@@ -18,6 +18,8 @@ from perdure.dialects.base import Refused
 
 SMALL = 256 << 10
 """A body that has begun may always grow to this many bytes. Most bodies are smaller and soon complete."""
+CALLS = ("/v1/", "/v1beta/")
+"""Starts of the paths that agents call."""
 SessionOf = Callable[[Mapping[str, str]], str | None]
 """The session whose key these headers hold; None if the key is missing or wrong."""
 
@@ -72,7 +74,8 @@ class CallLimiter:
         """Called with True when too many calls wait, and with False when that is over."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"][:4] != "/v1/":
+        called = scope["type"] == "http" and scope["method"] == "POST"
+        if not called or not scope["path"].startswith(CALLS):
             return await self._app(scope, receive, send)
         session = self._session_of(Headers(scope=scope))
         if session is None:  # the app refuses it without reading its body

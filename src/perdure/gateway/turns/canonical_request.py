@@ -37,9 +37,10 @@ VOLATILE = re.compile(
     r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
     r"|\b(?:127\.0\.0\.1|localhost|0\.0\.0\.0):\d{2,5}\b"
     r"|Chunk ID: [0-9a-f]{6}|Wall time: \d+\.\d+ seconds"
+    r"|Process Group PGID: \d+|Background PIDs: \d+(?:, \d+)*"
 )
-"""Text that differs between attempts: session ids, server ports, and the header that codex writes above
-the output of each command."""
+"""Text that differs between attempts: session ids, server ports, and what codex, Gemini CLI and Qwen Code
+write around the output of each command."""
 KEPT_TOOL_LISTS = 32
 UNPARSED = "__unparsedToolInput"
 """The key under which Claude Code sends back arguments that are not JSON."""

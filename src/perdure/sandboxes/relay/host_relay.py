@@ -49,12 +49,12 @@ GATEWAY_RETURNS_S = 30.0
 
 _REQUEST_ID = re.compile(r"[0-9a-f]{32}")
 _METHOD = re.compile(r"[A-Z]{1,10}")
-_PATH = re.compile(r"/(v1/[!-~]{0,4000}|api/hello|healthz)?")
+_PATH = re.compile(r"/(v1(beta)?/[!-~]{0,4000}|api/hello|healthz)?")
 _HOP = {
     "connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding",
     "upgrade",
 }  # fmt: skip
-_KEYS = {"authorization", "x-api-key"}
+_KEYS = {"authorization", "x-api-key", "x-goog-api-key"}
 
 _FIND_PYTHON = (
     "for p in python3 python /usr/libexec/platform-python; do "
