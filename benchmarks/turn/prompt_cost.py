@@ -22,6 +22,7 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.session_manager import Sessions
+from perdure.gateway.session_model import ModelLoader, SessionModel
 from perdure.gateway.turns.turn_maker import PendingTurn
 from perdure.storage.local_store import LocalStore
 from perdure.types import FinishReason, Sampling
@@ -43,6 +44,9 @@ class Instant:
     async def current(self) -> Engine:
         return Engine("instant", tokens=self)
 
+    async def choose(self, name: str, run: str) -> None:
+        """There is one model."""
+
 
 async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tuple[Costs, Costs]:
     """Median CPU ms of a bridged and of a fully rendered prompt, at each size."""
@@ -52,7 +56,8 @@ async def measure(answer_ids: list[int], sizes: Sequence[int], turns: int) -> tu
     rendered: Costs = {}
     with tempfile.TemporaryDirectory(prefix="pd-") as folder:
         store = LocalStore(Path(folder))
-        sessions = Sessions(engine, model_format, store, Metrics(), secret=b"k")
+        models = ModelLoader(SessionModel("policy", model_format, engine.current), engine)
+        sessions = Sessions(models, store, Metrics(), secret=b"k")
         rules = Sampling(max_context_tokens=1 << 20)
         await sessions.open(SessionSpec(session_id="s", turns_key="t.parquet", sampling=rules))
         spent = _timed_prompts(sessions)

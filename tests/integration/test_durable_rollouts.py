@@ -403,7 +403,8 @@ async def no_engine(stack: Stack) -> AsyncIterator[None]:
     async def let_go() -> bool:
         async with httpx.AsyncClient(timeout=30) as http:
             told = (await http.get(f"{stack.plan.gateway_url}/metrics")).text
-            return f'perdure_engine_state{{engine="{engine}",state="ready"}} 1.0' not in told
+            labels = f'engine="{engine}",model="policy",state="ready"'
+            return f"perdure_engine_state{{{labels}}} 1.0" not in told
 
     await remove_engine(roster, engine)
     try:

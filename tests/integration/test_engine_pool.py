@@ -259,7 +259,7 @@ async def test_a_call_waits_for_room_and_is_never_refused(client: httpx.AsyncCli
         first = await ask(pool, "a")
         second = ask(pool, "b")
         await until(lambda: pool.waiting)
-        pool.leases.release("a")
+        pool.left("a")
         answered = await second
 
     assert first.finish_reason == answered.finish_reason == "stop"

@@ -22,6 +22,7 @@ from perdure.engines.engine_roster import (
 )
 from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of
 from perdure.engines.pool import engine_fleet
+from perdure.engines.pool.session_routing import holder
 from perdure.engines.weights.weight_update import UpdatePolicy, UpdateRefused, WeightUpdates
 from perdure.errors import StoreUnavailable
 from perdure.testing.scripted_engine import ScriptedEngine
@@ -153,7 +154,7 @@ async def test_calls_of_one_session_share_its_lease(client: httpx.AsyncClient) -
         pooled.capacity = Fixed(agents=1)
         await ask(pool, "x", run="r")
         one, other, two = (ask(pool, session, run="r") for session in ("a", "b", "a"))
-        await until(lambda: pool.waiting == 3)
+        await until(lambda: pool.waiting.total() == 3)
         pool.left("x")
         async with asyncio.timeout(STUCK_S):
             await asyncio.gather(one, two)
@@ -193,7 +194,7 @@ async def test_an_engine_assigned_to_a_call_that_was_just_cancelled_is_given_bac
         pool.left("a")
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
-        lease = pool.leases.get("b")
+        lease = pool.leases.get(holder("b", "policy"))
 
     assert lease is not None
     assert lease.busy == 0

@@ -244,7 +244,7 @@ async def publish(pool: Pool, version: int) -> None:
         tolerance=0.01,
     )
     found = Published(version=version, source=f"checkpoints/{version}", canaries=(said,))
-    await store.put(published_key(KEY), found.model_dump_json().encode())
+    await store.put(published_key(KEY, "policy"), found.model_dump_json().encode())
 
 
 async def test_another_model_is_not_given_the_weights_of_the_first(pool: Pool) -> None:

@@ -43,6 +43,9 @@ class ClaudeCodeOptions(headless_cli.HeadlessOptions):
     """Tools that it may use; a shorter list makes a shorter prompt."""
     agents: dict[str, JsonValue] = Field(default_factory=dict)
     """Sub-agents to register, in the form of `--agents`: name -> description, prompt, tools."""
+    small_model: str = ""
+    """The name that it asks for in calls to its small model, for the request's `models`. If empty,
+    the rollout's model."""
 
 
 class ClaudeCode:
@@ -77,7 +80,7 @@ class ClaudeCode:
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = agent_options.parse(self.name, ClaudeCodeOptions, task.options)
-        fixed = _connection(headless_cli.gateway_of(self.name, task), task)
+        fixed = _connection(headless_cli.gateway_of(self.name, task), task, chosen)
         env = headless_cli.environment(_behaviour(task, chosen), fixed, chosen.extra_env)
         return Launch(
             argv=headless_cli.with_prompt((f"{MOUNT}/claude", *_flags(task, chosen))),
@@ -130,12 +133,11 @@ def _session_id(task: AgentTask) -> str:
     return str(uuid.uuid5(uuid.NAMESPACE_URL, f"perdure:{task.instance.ref}"))
 
 
-def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
+def _connection(gateway_url: str, task: AgentTask, chosen: ClaudeCodeOptions) -> dict[str, str]:
     """Sets every model name that it uses, because the name decides the form of its requests."""
+    small = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     models = (
         "ANTHROPIC_MODEL",
-        "ANTHROPIC_SMALL_FAST_MODEL",
-        "ANTHROPIC_DEFAULT_HAIKU_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL",
         "ANTHROPIC_DEFAULT_OPUS_MODEL",
         "CLAUDE_CODE_SUBAGENT_MODEL",
@@ -146,6 +148,7 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
         "ANTHROPIC_CUSTOM_HEADERS": "\n".join(f"{n}: {v}" for n, v in task.headers.items()),
         "CLAUDE_ENV_FILE": COMMAND_ENV,
         **dict.fromkeys(models, task.model),
+        **dict.fromkeys(small, chosen.small_model or task.model),
     }
 
 

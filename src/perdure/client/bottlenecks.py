@@ -34,8 +34,10 @@ class Backlog(Frozen):
 
 
 class Engines(Frozen):
-    """The engines as one gateway sees them."""
+    """The engines of one model as one gateway sees them."""
 
+    model: str = ""
+    """Empty if there is only one."""
     ready: int
     waiting_calls: int
     """Calls that wait because no engine has room."""
@@ -43,6 +45,8 @@ class Engines(Frozen):
     """Mean fraction of the KV cache in use, over the ready engines."""
     lacking: str = ""
     """Why the other engines are not ready."""
+    versions: str = ""
+    """Policy versions of the ready engines, as text; empty if none is known."""
 
 
 async def backlogs(client: Client) -> list[Backlog]:
@@ -65,22 +69,41 @@ async def _backlog(client: Client, stage: str, queue: str) -> Backlog:
     return Backlog(stage=stage, count=count, age_s=age_s if count else 0.0)
 
 
-def engines_of(document: dict[str, Any]) -> Engines:
-    """Parse a gateway's answer to `GET /engines`."""
-    serving = [one for one in document["engines"] if one["state"] == "ready"]
+def engines_of(document: dict[str, Any]) -> list[Engines]:
+    """Parse a gateway's answer to `GET /engines`: the engines of each model."""
+    waiting: dict[str, int] = document["waiting"]
+    models = dict.fromkeys([*(one["model"] for one in document["engines"]), *waiting])
+    return [
+        _engines_of(
+            model if len(models) > 1 else "",
+            [one for one in document["engines"] if one["model"] == model],
+            waiting.get(model, 0),
+        )
+        for model in models
+    ]
+
+
+def _engines_of(model: str, engines: list[dict[str, Any]], waiting: int) -> Engines:
+    serving = [one for one in engines if one["state"] == "ready"]
     used = [one["kv_used"] for one in serving if "kv_used" in one]
     mean = sum(used) / len(used) if used else 0.0
     lacking = "; ".join(
         f"{one['name']} is {one['state']}" + (f" ({one['reason']})" if one.get("reason") else "")
-        for one in document["engines"]
+        for one in engines
         if one["state"] != "ready"
     )
+    known = sorted({one["version"] for one in serving if one.get("version") is not None})
     return Engines(
-        ready=len(serving), waiting_calls=document["waiting"], kv_used=mean, lacking=lacking
+        model=model,
+        ready=len(serving),
+        waiting_calls=waiting,
+        kv_used=mean,
+        lacking=lacking,
+        versions=" and ".join(map(str, known)),
     )
 
 
-def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
+def sentence(waiting: Sequence[Backlog], engines: Sequence[Engines]) -> str:
     """Example: `12 agents wait for seats, the oldest for 240 s: add hosts`; empty if no wait is
     long."""
     found = {one.stage: one for one in waiting if one.age_s > LONG_S}
@@ -92,13 +115,19 @@ def sentence(waiting: Sequence[Backlog], engines: Engines | None) -> str:
         parts.append(f"{text}: add workers of the role grade")
     if io := found.get("io"):
         parts.append(f"{_many(io.count, 'step')} of the role io, {_oldest(io)}: add its workers")
-    if engines is not None and engines.waiting_calls:
+    return "; ".join([*parts, *filter(None, map(_shortage, engines))])
+
+
+def _shortage(engines: Engines) -> str:
+    """What waits for the engines of one model; empty if nothing does."""
+    of = f" of {engines.model}" if engines.model else ""
+    if engines.waiting_calls:
         stuck = engines.lacking and not engines.ready
         why = f"none is ready: {engines.lacking}" if stuck else "add engines"
-        parts.append(f"{_many(engines.waiting_calls, 'call')} for engines: {why}")
-    elif engines is not None and engines.kv_used > KV_FULL:
-        parts.append(f"KV caches are {engines.kv_used:.0%} full: add engines")
-    return "; ".join(parts)
+        return f"{_many(engines.waiting_calls, 'call')} for engines{of}: {why}"
+    if engines.kv_used > KV_FULL:
+        return f"KV caches{of} are {engines.kv_used:.0%} full: add engines"
+    return ""
 
 
 def _many(count: int, what: str) -> str:

@@ -49,9 +49,9 @@ def request_identity(request: BaseModel) -> Identity:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances
-    and agent options: another version of Perdure has other fields, and an endpoint may not say what
-    it serves."""
+    """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances,
+    agent options and mapped models: another version of Perdure has other fields, and an endpoint
+    may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -59,7 +59,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             continue
         if None not in (old, new):
             lines.append(f"{name}: {old} -> {new}")
-        elif name.startswith("agent_options."):
+        elif name.startswith(("agent_options.", "models.")):
             lines.append(f"{name}: {old or 'absent'} -> {new or 'absent'}")
         elif name.startswith("instance."):
             how = "new" if old is None else "left out"

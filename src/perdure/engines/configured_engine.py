@@ -14,6 +14,7 @@ from perdure.engines.clients.hosted_requests import engine_name
 from perdure.engines.clients.openai_hosted import OpenAIHosted
 from perdure.engines.engine_roster import InMemoryRoster, SharedRoster
 from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.model_choice import ChosenModel, chosen_model, engines_of
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.engines.reported_model import HOSTED, key_variable, named_engine, probed_kind
@@ -33,7 +34,7 @@ NO_ENGINE = (
 
 
 class ConfiguredEngine:
-    """The engine of this gateway: the pool of token engines, or one hosted API."""
+    """The engine that the settings name (the pool of token engines, or one hosted API), and the pool."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class ConfiguredEngine:
     ) -> None:
         """`roster`: the roster that the gateways of a home share; a single process needs none.
         `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
-        model has."""
+        settings' model has."""
         self._settings = settings
         self._client = client
         self._roster = roster or InMemoryRoster()
@@ -64,7 +65,7 @@ class ConfiguredEngine:
         )
         own = engine_specs(settings.engine.url, settings.engine.kind)
         self.pool = EnginePool(self._roster, client, own, options)
-        """Unused if the settings name a hosted API."""
+        """All engines of the roster. If the settings name a hosted API, only those of other models."""
 
     @property
     def name(self) -> str:
@@ -73,23 +74,53 @@ class ConfiguredEngine:
 
     def waits(self, session_id: str) -> Wait | None:
         """Since when the session's oldest call has waited for a usable answer, and why."""
-        if isinstance(self._engine, HostedEngine):
-            return self._engine.chat.waits(session_id)
-        return self.pool.waits(session_id)
+        hosted = isinstance(self._engine, HostedEngine) and self._engine.chat.waits(session_id)
+        return hosted or self.pool.waits(session_id)
 
     async def follow(self) -> None:
         """Find the token engines before a turn needs one, so that a trainer can publish at once.
 
-        Returns once they are known, or at once if the settings name a hosted API. Cancel it at shutdown.
+        Returns once there are any. Cancel it at shutdown.
         """
-        url, kind, _ = named_engine(self._settings)
-        while kind in ("auto", *TOKENS):
+        url = named_engine(self._settings).url
+        while True:
             with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
-                if url or await self._registered():
-                    if isinstance(await self.current(), Engine):
-                        await self.pool.start()
+                registered = await self._registered()
+                if (url or registered) and (await self._tokens() or registered):
+                    await self.pool.start()
                     return
             await asyncio.sleep(POLL_S)
+
+    async def _tokens(self) -> bool:
+        """Whether the settings' engine has token ids. Raises: GatewayUnavailable."""
+        return isinstance(await self.current(), Engine)
+
+    async def pooled(self) -> Engine:
+        """The engine of models that only the roster has."""
+        return Engine("engine pool", self.pool)
+
+    async def choose(self, name: str, run: str) -> ChosenModel | None:
+        """The model that a session of this run names; None for the one of the settings.
+
+        Raises: ConfigurationError, which lists the models that are there; GatewayUnavailable,
+        StoreUnavailable.
+        """
+        default, configured = self.pool.model, bool(named_engine(self._settings).url)
+        roster = self.pool.fleet.used(await self._roster.read())
+        try:
+            model = chosen_model(roster, name, run=run, default=default, configured=configured)
+        except (ConfigurationError, GatewayUnavailable):
+            if not configured:
+                raise
+            if not await self._tokens():  # a hosted API may have any model
+                return ChosenModel(name=name, is_hosted=True)
+            await self.pool.start()  # now the roster has the engines of the settings, too
+            roster = self.pool.fleet.used(await self._roster.read())
+            model = chosen_model(roster, name, run=run, default=default, configured=configured)
+        own = any(one.run for one in engines_of(roster.engines, model, run, default))
+        if model == default and not own:
+            return None
+        return ChosenModel(name=model, format=roster.formats.get(model))
 
     async def current(self) -> Engine | HostedEngine:
         """The engine. Raises: GatewayUnavailable, which names the missing setting or the unreachable
@@ -119,6 +150,7 @@ class ConfiguredEngine:
 
     def _hosted(self, kind: str, url: str) -> HostedEngine:
         model = self._settings.engine.model or process_environment.foreign(f"{kind.upper()}_MODEL")
+        self.pool.fleet.disown()
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = key_variable(self._settings, kind)
         api_key = process_environment.named(key_source)

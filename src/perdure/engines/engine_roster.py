@@ -9,16 +9,25 @@ import hashlib
 import hmac
 import random
 import time
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple, Protocol
+
+from pydantic import Field
 
 from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of, root_of
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed
 from perdure.storage.base import Store, Stored
-from perdure.types import Frozen
+from perdure.types import DEFAULT_MODEL, Frozen
 
 DRAIN_S = 300.0
 """Seconds until the calls of a draining engine move to another one, unless the user sets a deadline."""
+
+
+class ModelFormat(Frozen):
+    """How a model reads and writes messages, like the engine settings with the same names."""
+
+    tokenizer: str
+    tool_call_parser: str = "auto"
 
 
 class Roster(Frozen):
@@ -26,15 +35,24 @@ class Roster(Frozen):
 
     engines: tuple[EngineRecord, ...] = ()
     next_generation: int = 1
+    formats: dict[str, ModelFormat] = Field(default_factory=dict)
+    """By model. A model without an entry has the format of the settings."""
 
     def get(self, name: str) -> EngineRecord | None:
         return next((engine for engine in self.engines if engine.name == name), None)
+
+    def used_with(self, own: Collection[str]) -> "Roster":
+        """Without the engines that only other gateways' settings name. `own`: the names in these
+        settings."""
+        used = (one for one in self.engines if not one.from_settings or one.name in own)
+        return self.model_copy(update={"engines": tuple(used)})
 
     def having(self, record: EngineRecord) -> "Roster":
         """A copy in which this record replaces the engine's old one, or is added at the end."""
         engines = {engine.name: engine for engine in self.engines} | {record.name: record}
         following = max(self.next_generation, record.generation + 1)
-        return Roster(engines=tuple(engines.values()), next_generation=following)
+        update = {"engines": tuple(engines.values()), "next_generation": following}
+        return self.model_copy(update=update)
 
     def without(self, name: str) -> "Roster":
         kept = tuple(engine for engine in self.engines if engine.name != name)
@@ -131,32 +149,84 @@ class InMemoryRoster:
 # --- changes that users make, with or without a running gateway ----------------------------------
 
 
-async def add_engine(roster: SharedRoster, spec: EngineSpec, model: str) -> EngineRecord:
-    """Register a running engine. Adding it again updates its weight, model and kind.
+async def add_engine(
+    roster: SharedRoster,
+    spec: EngineSpec,
+    model: str | None = None,
+    *,
+    default: str = DEFAULT_MODEL,
+    model_format: ModelFormat | None = None,
+    run: str | None = None,
+) -> EngineRecord:
+    """Register a running engine, or change the weight, kind, model and run of a known one.
 
-    An engine that was removed, is draining or is dead gets a new generation. Raises: ValueError, which
-    names the URL; StoreUnavailable.
+    `model`, `run`: None keeps those of a known engine; a new one has the model `default`, which the
+    settings name, and samples for every run. `run` is a glob of run ids. `model_format` is needed once
+    for each model but the default one, whose format is in the settings. An engine that was removed, is
+    draining, is dead or gets another model gets a new generation.
+
+    Raises: ValueError, which names the URL; ConfigurationError, which names the option; StoreUnavailable.
     """
     name = name_of(spec.url)
 
     def added(now: Roster) -> Roster:
         known = now.get(name)
+        named = model or (known.model if known is not None else default)
+        now = _with_format(now, named, model_format, name, (default, DEFAULT_MODEL))
+        told: dict[str, Any] = {"weight": spec.weight, "kind": spec.kind}
+        if run is not None:
+            told["run"] = run
         leaving = (EngineState.DRAINING, EngineState.DEAD)
-        if known is not None and not known.removed and known.state not in leaving:
-            changes = {"weight": spec.weight, "model": model, "kind": spec.kind}
-            return now.having(known.model_copy(update={**changes, "from_settings": False}))
+        stays = known is not None and not known.removed and known.state not in leaving
+        if known is not None and stays and known.model == named:
+            return now.having(known.model_copy(update={**told, "from_settings": False}))
         record = EngineRecord(
             name=name,
             url=root_of(spec.url),
-            weight=spec.weight,
-            model=model,
-            kind=spec.kind,
+            model=named,
             generation=now.next_generation,
             since=time.time(),
+            **{"run": known.run if known is not None else "", **told},
         )
         return now.having(record)
 
     return _known(await roster.change(added), name)
+
+
+def _with_format(
+    roster: Roster,
+    model: str,
+    wanted: ModelFormat | None,
+    engine: str,
+    defaults: tuple[str, ...],
+) -> Roster:
+    """The roster with the format of the model that this engine gets. Raises: ConfigurationError."""
+    known = roster.formats.get(model)
+    if model in defaults:
+        if wanted is not None:
+            raise ConfigurationError(
+                f"the settings have the tokenizer of the model {model}: set PERDURE_ENGINE__TOKENIZER, "
+                "or name another model with --model"
+            )
+        return roster
+    if wanted is None:
+        if known is None:
+            raise ConfigurationError(
+                f"the model {model} is new: give its tokenizer with --tokenizer (qwen3, or a folder "
+                "that has tokenizer.json)"
+            )
+        return roster
+    others = [
+        one.name
+        for one in roster.engines
+        if one.model == model and one.name != engine and not one.removed
+    ]
+    if known is not None and known != wanted and others:
+        raise ConfigurationError(
+            f"engine {others[0]} has the model {model} with the tokenizer {known.tokenizer!r} and the "
+            f"tool-call parser {known.tool_call_parser!r}: give the same ones, or another --model"
+        )
+    return roster.model_copy(update={"formats": {**roster.formats, model: wanted}})
 
 
 async def drain_engine(

@@ -107,9 +107,11 @@ class EngineRecord(Frozen):
     weight: float = Field(1.0, gt=0)
     """Its share of new sessions, relative to other engines."""
     model: str
-    """The name under which it serves the policy. If `start_id` is a fenced name, requests carry that."""
+    """The name of its model. If `start_id` is a fenced name, requests carry that instead."""
     kind: Literal["vllm", "sglang"] = "vllm"
     """The server whose token endpoint and control routes it has."""
+    run: str = ""
+    """Glob of the only run ids that it samples for. Empty: any run."""
     generation: int
     """Fencing number of this start of the engine. A home never reuses a number."""
     state: EngineState = EngineState.STARTING

@@ -1,11 +1,12 @@
 """Finds the engine that the settings name and the model that its endpoint reports, which both belong to a
 run's identity."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from perdure.engines.engine_state import is_fenced
+from perdure.engines.engine_state import is_fenced, name_of
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable
 from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
@@ -39,6 +40,15 @@ def named_engine(settings: Settings) -> NamedEngine:
         if not url and named and kind in ("auto", hosted):
             url, kind = named, hosted
     return NamedEngine(url, kind, key_variable(settings, kind))
+
+
+def engine_names(urls: str) -> set[str]:
+    """`host:port` of each engine in `URL=WEIGHT,URL`."""
+    names = set()
+    for part in urls.split(","):
+        with contextlib.suppress(ValueError):
+            names.add(name_of(part.strip().partition("=")[0]))
+    return names
 
 
 def key_variable(settings: Settings, kind: str) -> str:

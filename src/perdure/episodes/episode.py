@@ -468,7 +468,8 @@ def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]
 
 
 def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any]:
-    versions = [span.version for turn in turns for span in turn.versions]
+    steps = (turn for turn in turns if turn.purpose.is_of_trajectory)
+    versions = [span.version for turn in steps for span in turn.versions]
     return {
         "turns": len(turns),
         "segments": tuple(map(_summary, segments, are_routed(turns, segments))),

@@ -45,6 +45,9 @@ class SessionSpec(Frozen):
 
     session_id: SessionId
     model: str = DEFAULT_MODEL
+    models: dict[str, str] = Field(default_factory=dict)
+    """By glob of the model name in the agent's calls: another model that answers them. These turns are
+    not trained."""
     sampling: Sampling = Sampling()
     sample: str = ""
     """The instance and the sample's index. Seeds are derived from it, so that samples differ."""

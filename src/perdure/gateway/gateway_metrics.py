@@ -11,9 +11,11 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         name = "perdure_gateway_{}".format
-        self.turns = Counter(name("turns"), "Turns answered.", ["finish_reason"], registry=registry)
+        self.turns = Counter(
+            name("turns"), "Turns answered.", ["finish_reason", "model"], registry=registry
+        )
         self.tokens = Counter(
-            name("tokens"), "Tokens of answered turns.", ["kind"], registry=registry
+            name("tokens"), "Tokens of answered turns.", ["kind", "model"], registry=registry
         )
         self.replays = Counter(
             name("replays"), "Retried requests answered from the journal.", registry=registry

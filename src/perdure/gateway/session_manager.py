@@ -20,7 +20,6 @@ import structlog
 from perdure import tracing
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
-from perdure.engines.configured_engine import ConfiguredEngine
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import (
     Boundary,
@@ -49,7 +48,7 @@ from perdure.gateway.journal.turn_record import (
     turn_records,
 )
 from perdure.gateway.rate_limits import DEFAULT_CEILINGS, Ceilings, Pace
-from perdure.gateway.rendering.message_format import Format
+from perdure.gateway.session_model import ModelLoader, RecordedModels, SessionModels
 from perdure.gateway.session_state import Awake, CallKey, Session, chain_of
 from perdure.gateway.turns.attempt_replay import Recording
 from perdure.gateway.turns.canonical_request import ToolDigests
@@ -92,8 +91,7 @@ class Sessions:
 
     def __init__(
         self,
-        engine: ConfiguredEngine,
-        model_format: Format,
+        models: ModelLoader,
         store: Store,
         metrics: Metrics,
         *,
@@ -106,7 +104,8 @@ class Sessions:
         self._store = store
         self._metrics = metrics
         self._call_ids = CallIds(secret)
-        self._maker = TurnMaker(model_format, engine, metrics, self._call_ids)
+        self._maker = TurnMaker(metrics, self._call_ids)
+        self._models = models
         self._tool_digests = ToolDigests()
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self.waiting = Waits()
@@ -119,10 +118,17 @@ class Sessions:
     async def open(self, spec: SessionSpec) -> SessionSummary:
         """Open a session, or join it if it has the same spec. A closed or damaged one stays that way.
 
-        Raises: ConfigurationError if the session exists with another spec.
+        Raises: ConfigurationError if the session exists with another spec, or if no engine has a model
+        that it names; GatewayUnavailable, StoreUnavailable.
         """
         async with self._loading:
-            session = await self._find(spec.session_id) or await self._create(spec)
+            session = await self._find(spec.session_id)
+        if session is None:
+            chosen = await self._models.chosen(spec)
+            models = await self._models.loaded(chosen)
+            async with self._loading:
+                session = self._sessions.get(spec.session_id)
+                session = session or await self._create(spec, chosen, models)
         if session.spec != spec and not session.damaged:
             changed = [
                 name
@@ -134,8 +140,14 @@ class Sessions:
             )
         return session.summary()
 
-    async def _create(self, spec: SessionSpec) -> Session:
-        record = {"kind": OPEN, "spec": spec.model_dump(mode="json")}
+    async def _create(
+        self, spec: SessionSpec, chosen: RecordedModels, models: SessionModels
+    ) -> Session:
+        record = {
+            "kind": OPEN,
+            "spec": spec.model_dump(mode="json"),
+            "models": chosen.model_dump(mode="json"),
+        }
         try:
             await self._append(spec.session_id, record, 0)
         except RecordNumberTaken:  # another process opened it at the same moment
@@ -146,7 +158,7 @@ class Sessions:
                 )
                 raise GatewayUnavailable(problem) from None
             return found
-        session = Session(spec, Pace(self._ceilings))
+        session = Session(spec, models, Pace(self._ceilings))
         session.wake(self._tool_digests, [record])
         return self._keep(session)
 
@@ -276,7 +288,9 @@ class Sessions:
             return None
         unknown = SessionSpec(session_id=session_id, turns_key="")
         spec = SessionSpec.model_validate(records[0]["spec"]) if records else unknown
-        session = Session(spec, Pace(self._ceilings))
+        recorded = records[0].get("models", {}) if records else {}
+        models = await self._models.loaded(RecordedModels.model_validate(recorded))
+        session = Session(spec, models, Pace(self._ceilings))
         session.wake(self._tool_digests, records)
         session.damaged = session.damaged or damage
         session.unreadable = bool(damage)
@@ -422,6 +436,11 @@ class Sessions:
                 return number
             number += 1
 
+    async def model_of(self, session_id: str) -> str:
+        """The name of the session's model. Raises: NotFound."""
+        async with self._using(session_id) as session:
+            return session.models.main.name
+
     async def count_tokens(self, session_id: str, request: ModelRequest) -> int:
         """Tokens of the request, rendered in full; nothing is sampled or recorded.
 
@@ -431,7 +450,7 @@ class Sessions:
         async def count(_: Wait | None) -> int:
             async with self._using(session_id) as session:
                 session.check_open()
-                return await self._maker.count(request)
+                return await self._maker.count(session, request)
 
         return await self._outlasting(session_id, count)
 
@@ -678,9 +697,11 @@ class Sessions:
 
     def _count(self, node: Node) -> None:
         metrics, record = self._metrics, node.record
-        metrics.turns.labels(record.finish_reason.value).inc()
-        metrics.tokens.labels("sampled").inc(0 if record.replayed_from else len(record.completion))
-        metrics.tokens.labels("prompt").inc(record.prompt_length)
+        model = record.asked_model
+        metrics.turns.labels(record.finish_reason.value, model).inc()
+        sampled = 0 if record.replayed_from else len(record.completion)
+        metrics.tokens.labels("sampled", model).inc(sampled)
+        metrics.tokens.labels("prompt", model).inc(record.prompt_length)
         metrics.engine_seconds.observe(record.engine_seconds)
         if record.bridge_miss is not None:
             metrics.bridge_misses.labels(record.bridge_miss).inc()

@@ -26,6 +26,7 @@ from perdure.gateway.journal.turn_record import (
     TurnRecord,
 )
 from perdure.gateway.rate_limits import Pace
+from perdure.gateway.session_model import SessionModels
 from perdure.gateway.turns.attempt_replay import Recording
 from perdure.gateway.turns.canonical_request import RunningDigests, ToolDigests
 from perdure.gateway.turns.identical_calls import Caller
@@ -68,12 +69,13 @@ class Totals:
         self.mark = self.mark if self.turns else record.mark
         self.turns += 1
         self.tokens += tokens
-        self.trainable = self.trainable and bool(record.completion)
         self.engine_seconds += record.engine_seconds
         self._add_wait(record.started_at, record.started_at + record.waiting_seconds)
         if record.purpose is not Purpose.STRAY:
             self.chains.add(record.chain)
-        self.versions.update(span.version for span in record.versions)
+        if record.purpose.is_of_trajectory:  # another model may answer the others
+            self.trainable = self.trainable and bool(record.completion)
+            self.versions.update(span.version for span in record.versions)
         if record.replayed_from:
             self.replayed_turns += 1
             self.replayed_tokens += tokens
@@ -90,6 +92,7 @@ class Session:
     """One attempt of one rollout: the part of a session that stays in memory while it sleeps."""
 
     spec: SessionSpec
+    models: SessionModels
     pace: Pace = field(default_factory=Pace)
     totals: Totals = field(default_factory=Totals)
     awake: "Awake | None" = None
@@ -189,11 +192,20 @@ class Session:
 
     def attributed(self, request: ModelRequest) -> ModelRequest:
         """The request as it is if the agent made it, otherwise as a stray one. If the first turn has a
-        mark, only requests with the same mark are the agent's."""
-        if self.totals.mark in ("", request.mark):
+        mark, only requests with the same mark are the agent's. Requests to another model than the
+        session's get a chain of their own and are not trained."""
+        if self.totals.mark not in ("", request.mark):
+            stray = Purpose.STRAY
+            return replace(request, chain=stray.value, parent_chain="", purpose=stray)
+        model = self.models.of(request.model)
+        if model.name == self.models.main.name:
             return request
-        stray = Purpose.STRAY
-        return replace(request, chain=stray.value, parent_chain="", purpose=stray)
+        return replace(
+            request,
+            chain=f"{request.chain}@{model.name}",
+            parent_chain=request.chain,
+            purpose=Purpose.SIDE,
+        )
 
     @property
     def longest_unanswered(self) -> Wait | None:

@@ -365,7 +365,7 @@ class OpenHandsServer:
         url, share = (address, weight) if isinstance(address, str) else address
         model = str(self._rollout["model"])
         try:
-            self._loop.do(add_engine(self._roster, EngineSpec(url, share), model))
+            self._loop.do(add_engine(self._roster, EngineSpec(url, share), model, default=model))
         except ValueError as error:
             raise ConfigurationError(f"llm_server_addresses: {error}") from error
 

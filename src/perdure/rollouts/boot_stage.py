@@ -20,6 +20,7 @@ from perdure.rollouts import handler_hooks, run_identity
 from perdure.rollouts.activity_messages import AgentRun, Booted
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.handler_hooks import Initialised
+from perdure.rollouts.request_models import TOKENIZER, check_models, engine_of_roster
 from perdure.rollouts.sandbox.host_term import first_term
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.sandboxes import phase_specs
@@ -154,7 +155,8 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
 
 
 async def rollout_identity(job: Job) -> Identity:
-    """A request with a policy version omits the reported engine, which changes with each update."""
+    """A request with a policy version has only the tokenizer of its engine: the rest changes with each
+    update."""
     request, services = job.request, job.services
     engine = engine_settings(services.settings)
     if job.agent.needs_model and (kind := hosted_kind(engine)):
@@ -162,15 +164,20 @@ async def rollout_identity(job: Job) -> Identity:
     found = await run_identity.identity_of(
         services.settings, services.store, request, [request.instance], {}
     )
-    if request.policy_version is None and job.agent.needs_model:
-        found |= await services.reported_engine(request.model)
+    if not job.agent.needs_model:
+        return found
+    of_roster = await engine_of_roster(services.settings, services.store, request, engine)
+    if request.policy_version is None:
+        found |= of_roster or await services.reported_engine(request.model)
+    elif TOKENIZER in of_roster:
+        found[TOKENIZER] = of_roster[TOKENIZER]
     return found
 
 
 async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     """None if the account has not granted this rollout a sandbox yet."""
     started = time.monotonic()
-    _refuse_what_cannot_run(job)
+    await _refuse_what_cannot_run(job)
     await run_identity.keep_rollout(
         job.services.store, job.request, job.activity_attempt.play, asked
     )
@@ -256,9 +263,12 @@ async def _record(
     return await job.write(CHECKPOINT, record)
 
 
-def _refuse_what_cannot_run(job: Job) -> None:
+async def _refuse_what_cannot_run(job: Job) -> None:
     """Report mistakes in the row or the options before anything boots."""
     services = job.services
+    if job.agent.needs_model:
+        engine = engine_settings(services.settings)
+        await check_models(services.settings, services.store, job.request, engine)
     try:
         instance = job.instance
     except NotFound as error:

@@ -16,6 +16,7 @@ from perdure.client.request_comparison import Identity, differences, outcome_fie
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
 from perdure.engines.reported_model import reported
 from perdure.errors import NotFound
+from perdure.rollouts.request_models import engine_of_roster
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
 from perdure.storage.base import Store
@@ -47,7 +48,10 @@ async def identity_of(
     found = {**outcome_fields(request), **await _instances(store, refs)}
     if (version := _agent_version(request.agent)) is not None:
         found["agent.version"] = version
-    return found | (await reported(settings, engine, request.model) if engine else {})
+    if not engine:
+        return found
+    of_roster = await engine_of_roster(settings, store, request, engine)
+    return found | (of_roster or await reported(settings, engine, request.model))
 
 
 async def keep(store: Store, run_id: str, identity: Identity) -> None:

@@ -14,6 +14,7 @@ from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, Sto
 from perdure.instances import calibration_record, instance_catalog
 from perdure.rollouts import retry_selection, run_identity, run_record
 from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.request_models import check_models
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes import phase_specs
 from perdure.storage import store_keys
@@ -66,10 +67,13 @@ async def _goes_on(store: Store, run_id: str) -> None:
 
 
 async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
-    """Raises: ConfigurationError if the run was started with another identity."""
+    """Raises: ConfigurationError if the run was started with another identity, or names a model that no
+    engine has."""
     settings = services.settings
     rollout = run.rollout_request("any/instance")
     engine = engine_settings(settings) if services.agent(rollout.agent).needs_model else {}
+    if engine:
+        await check_models(settings, services.store, rollout, engine)
     asked = await run_identity.identity_of(settings, services.store, rollout, refs, engine)
     await run_identity.keep(services.store, run.run_id, asked)
 

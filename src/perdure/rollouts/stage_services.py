@@ -141,8 +141,8 @@ class Services:
         """What the endpoint says it serves. Cached for a minute, because many rollouts boot at
         once.
 
-        Empty if the endpoint does not serve `model`. The command that starts a run refuses such a
-        name, but a trainer may use any name.
+        Empty if the endpoint does not list `model`. `request_models` refuses that where it can
+        tell.
         """
         async with self._asks_engine:
             until, found = self._reported.get(model, (-math.inf, {}))

@@ -123,7 +123,7 @@ class EngineManager:
     async def __init__(self, settings: str, roster_key: str, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._settings = Settings.model_validate_json(settings)
         self._store = open_store(self._settings)
-        self._key, self._published_key = roster_key, published_key(roster_key)
+        self._key = roster_key
         self._pool = ReplicaRegistration(StoredRoster(self._store, roster_key))
         self._prefix = f"engine-{roster_key.rsplit('/', 1)[-1].removesuffix('.json')}"
         self._dashboard = dashboard
@@ -141,7 +141,8 @@ class EngineManager:
         wanted = EnginePlan.model_validate_json(plan)
         earlier = await read_plan(self._store, self._key)
         if earlier is not None and earlier.model != wanted.model:
-            await self._store.delete(self._published_key)  # the weights of another model
+            # The weights of another model.
+            await self._store.delete(published_key(self._key, earlier.served_model))
         await write_plan(self._store, self._key, wanted)
         before, self._plan = self._plan, wanted
         same = before is not None and before.model_copy(update={"replicas": 0}) == (
@@ -234,7 +235,8 @@ class EngineManager:
 
     async def _tick(self, plan: EnginePlan) -> None:
         draining = await asyncio.to_thread(ray_placement.draining_nodes)
-        published = await read_published(self._store, self._published_key)
+        key = published_key(self._key, plan.served_model)
+        published = await read_published(self._store, key)
         seen = Snapshot(await self._pool.read(), draining, published)
         for index in range(plan.replicas):
             self._slots.setdefault(index, Slot(index))

@@ -88,6 +88,12 @@ class RolloutRequest(Request):
     sandbox: str = "bubblewrap"
     """A name of the sandbox registry, or a dotted path."""
     model: str = DEFAULT_MODEL
+    """The model that answers the agent's calls, whatever name the agent asks for: one that an
+    engine serves (`perdure engines list`)."""
+    models: dict[str, str] = Field(default_factory=dict)
+    """Other models for calls in which the agent asks for a name that matches a glob:
+    `{"claude-haiku-*": "judge"}`. The first match counts. These calls are recorded and not
+    trained."""
     policy_version: int | None = Field(None, ge=0)
     """The policy version that should sample the rollout, if the caller knows it."""
     max_staleness: int | None = Field(None, ge=0)

@@ -4,6 +4,8 @@ Templates escape every value. `live` is the number of seconds until the browser 
 """
 
 import asyncio
+import contextlib
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -78,7 +80,6 @@ class Pages:
             lstrip_blocks=True,
         )
         self.templates.globals.update(links=page_links, tone=tone, long_time=long_time, stamp=stamp)
-        self._text: Text | None = None
 
     async def aclose(self) -> None:
         await self.readings.aclose()
@@ -236,7 +237,7 @@ class Pages:
         length = len(segment.prompt_ids) + len(segment.response_ids)
         first = 1 + max(0, len(segment.prompt_ids) - token_view.PAGE // 10) // token_view.PAGE
         page = min(_number(request, "page", first), -(-length // token_view.PAGE) or 1)
-        text, known = self._tokenizer()
+        text, known = await self._tokenizer(shown["found"])
         start = (page - 1) * token_view.PAGE
         return self._page(
             "tokens.html",
@@ -376,16 +377,19 @@ class Pages:
         except NotFound:
             return None
 
-    def _tokenizer(self) -> tuple[Text, bool]:
+    async def _tokenizer(self, found: StoredRollout) -> tuple[Text, bool]:
         """A function from ids to text, and whether it uses the model's tokenizer."""
-        if self._text is None:
-            from perdure.gateway.rendering.tokenizers import load_tokenizer
+        from perdure.gateway.rendering.tokenizers import load_tokenizer
 
-            try:
-                self._text = load_tokenizer(self.settings.engine.tokenizer).decode
-            except (ConfigurationError, ImportError, OSError, ValueError):
-                return token_view.ids_only, False
-        return self._text, True
+        identity: dict[str, str] = {}
+        with contextlib.suppress(NotFound, ValueError):
+            identity = json.loads((await self.store.get(f"{found.name.prefix}/identity.json")).data)
+        try:
+            return load_tokenizer(
+                identity.get("engine.tokenizer") or self.settings.engine.tokenizer
+            ).decode, True
+        except (ConfigurationError, ImportError, OSError, ValueError):
+            return token_view.ids_only, False
 
     # -- answers -------------------------------------------------------------------------------
 

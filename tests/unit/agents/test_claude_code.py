@@ -95,6 +95,14 @@ def test_every_model_name_is_ours() -> None:
     assert models == {"actor"}
 
 
+def test_its_small_model_can_have_a_name_of_its_own() -> None:
+    """A request's `models` can then give these calls to another model than the policy."""
+    env = ClaudeCode().launch(replace(TASK, model="actor", options={"small_model": "aside"})).env
+    small = {name for name, value in env.items() if value == "aside"}
+
+    assert small == {"ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL"}
+
+
 def test_window_and_cap_come_from_the_sampling() -> None:
     """It compacts at the rollout's context limit, and requests at most the token limit."""
     env = ClaudeCode().launch(TASK).env

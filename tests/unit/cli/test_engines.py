@@ -106,3 +106,33 @@ def test_an_engine_can_be_named_by_its_url(
 
     assert codes == [0, 0, 0]
     assert capsys.readouterr().out.splitlines()[-1] == "h:1 is removed."
+
+
+def test_a_judge_is_added_beside_the_policy(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The list says which model and which run each engine serves."""
+    judge = ["--model", "judge", "--tokenizer", "qwen3", "--run", "eval-*"]
+    codes = [
+        invoke(["engines", "add", *words])
+        for words in (["http://h:1"], ["http://h:2", *judge], ["http://h:3", "--model", "user"])
+    ]
+    refused = capsys.readouterr().err
+    invoke(["engines", "list"])
+    one, two = capsys.readouterr().out.splitlines()[:2]
+
+    assert codes == [0, 0, 2]
+    assert "the model user is new: give its tokenizer with --tokenizer" in refused
+    assert ("model policy" in one, "run" in one) == (True, False)
+    assert ("model judge" in two, "run eval-*" in two) == (True, True)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names the option and what it accepts."""
+    words = ["--model", "judge", "--tokenizer", str(tmp_path / "absent")]
+
+    assert invoke(["engines", "add", "http://h:1", *words]) == 2
+    assert "--tokenizer is" in capsys.readouterr().err
+    assert not has_added_engines(settings)

@@ -7,19 +7,28 @@ import pytest
 
 from perdure.engines.clients.vllm_control import read_vitals
 from perdure.engines.configured_engine import check_engine_settings, engine_specs
-from perdure.engines.engine_roster import Roster, StoredRoster, roster_key
-from perdure.engines.engine_state import EngineRecord, EngineState, backoff_s, name_of
+from perdure.engines.engine_roster import (
+    InMemoryRoster,
+    ModelFormat,
+    Roster,
+    StoredRoster,
+    add_engine,
+    roster_key,
+)
+from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, backoff_s, name_of
 from perdure.engines.health_check import Finding, apply
+from perdure.engines.model_choice import chosen_model
 from perdure.engines.pool.token_salvage import Salvage
-from perdure.errors import ConfigurationError
+from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
 from perdure.types import EngineSpan, VersionSpan
 
-DEAD, PAUSED, READY, SUSPECT = (
+DEAD, PAUSED, READY, STARTING, SUSPECT = (
     EngineState.DEAD,
     EngineState.PAUSED,
     EngineState.READY,
+    EngineState.STARTING,
     EngineState.SUSPECT,
 )
 
@@ -189,3 +198,57 @@ def test_a_changed_engine_keeps_its_place() -> None:
     roster = Roster().having(first).having(second).having(first.to(EngineState.READY))
 
     assert [engine.name for engine in roster.engines] == ["a:1", "b:1"]
+
+
+async def test_a_model_has_one_tokenizer_which_is_given_once() -> None:
+    """Engines that share a model share its sessions, whose recorded ids belong to one tokenizer."""
+    roster, spec = InMemoryRoster(), EngineSpec("http://h:1")
+    two, qwen3 = EngineSpec("http://h:2"), ModelFormat(tokenizer="qwen3")
+    with pytest.raises(ConfigurationError, match="the model judge is new: give its tokenizer"):
+        await add_engine(roster, spec, "judge")
+    await add_engine(roster, spec, "judge", model_format=qwen3)
+    await add_engine(roster, two, "judge")
+    with pytest.raises(ConfigurationError, match=r"engine h:2 has the model judge with .*'qwen3'"):
+        await add_engine(roster, spec, "judge", model_format=ModelFormat(tokenizer="/another"))
+    with pytest.raises(ConfigurationError, match="set PERDURE_ENGINE__TOKENIZER"):
+        await add_engine(roster, spec, "policy", model_format=qwen3)
+
+    assert (await roster.read()).formats == {"judge": qwen3}
+
+
+async def test_an_engine_that_is_added_again_keeps_its_model_and_its_run() -> None:
+    """Another weight changes nothing else; another model begins a new generation, because calls and
+    versions of the old one say nothing about it."""
+    roster, qwen3 = InMemoryRoster(), ModelFormat(tokenizer="qwen3")
+    first = await add_engine(
+        roster, EngineSpec("http://h:1"), "judge", model_format=qwen3, run="r-*"
+    )
+    heavier = await add_engine(roster, EngineSpec("http://h:1", 2.0))
+    other = await add_engine(roster, EngineSpec("http://h:1"), "policy", run="")
+
+    assert heavier == first.model_copy(update={"weight": 2.0})
+    assert (other.model, other.run) == ("policy", "")
+    assert other.generation > first.generation
+
+
+def test_a_model_may_be_named_as_its_engines_report_it() -> None:
+    """By its owner's name or its folder. A similar name is another model, and an engine that is starting
+    may still report this one."""
+    policy = record(served={"root": "Qwen/Qwen3-8B"})
+    roster = Roster().having(policy)
+    starting = record(STARTING, name="h:2", model="judge", generation=4)
+
+    assert chosen_model(roster, "mine/Qwen3-8B") == "policy"
+    with pytest.raises(ConfigurationError, match="no engine has the model Qwen/Qwen3-8B-old"):
+        chosen_model(roster, "Qwen/Qwen3-8B-old")
+    with pytest.raises(GatewayUnavailable, match="still starting"):
+        chosen_model(roster.having(starting), "Qwen/Qwen3-8B-old")
+
+
+def test_an_engine_of_other_settings_has_no_model_here() -> None:
+    """The roster keeps it for the gateway whose settings name it."""
+    roster = Roster().having(record(model="theirs", from_settings=True))
+
+    assert chosen_model(roster.used_with({"h:1"}), "theirs") == "theirs"
+    with pytest.raises(ConfigurationError, match="no engine has the model theirs"):
+        chosen_model(roster.used_with(()), "theirs")

@@ -278,7 +278,8 @@ async def test_an_unknown_version_is_not_shown_as_zero(client: httpx.AsyncClient
     pooled.record = pooled.record.model_copy(update={"version": None})
     pool.fleet.engines["10.0.0.7:8000"] = pooled
 
-    assert b'perdure_engine_policy_version{engine="10.0.0.7:8000"} -1.0' in pool_metrics(pool)
+    labels = b'{engine="10.0.0.7:8000",model="policy"}'
+    assert b"perdure_engine_policy_version%s -1.0" % labels in pool_metrics(pool)
 
 
 # --- logprobs -------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ async def test_a_call_waits_until_an_engine_comes(pool: EnginePool, engine: Scri
     await asked
 
     assert (wait.reason, pool.waits("s"), pool.waits("another")) == (
-        "none is registered",
+        "none is registered for the model policy",
         None,
         None,
     )

@@ -674,6 +674,6 @@ async def test_metrics_and_health_answer_without_a_key(
 
     metrics, health = (await http.get("/metrics")).text, (await http.get("/healthz")).json()
 
-    assert 'perdure_gateway_turns_total{finish_reason="stop"} 1.0' in metrics
+    assert 'perdure_gateway_turns_total{finish_reason="stop",model="policy"} 1.0' in metrics
     assert 'perdure_gateway_bridge_misses_total{reason="first"} 1.0' in metrics
     assert health["status"] == "ok"

@@ -22,6 +22,7 @@ from perdure.gateway.journal.turn_journal import Journal
 from perdure.gateway.journal.turn_record import turn_records
 from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.session_manager import Sessions
+from perdure.gateway.session_model import ModelLoader, SessionModel
 from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.types import FinishReason, Sampling, Turn
@@ -48,6 +49,9 @@ class Speaker:
     async def current(self) -> Engine:
         """Stands in for `ConfiguredEngine.current`."""
         return Engine("speaker", tokens=self)
+
+    async def choose(self, name: str, run: str) -> None:
+        """Stands in for `ConfiguredEngine.choose`: there is one model."""
 
 
 class Played(NamedTuple):
@@ -81,7 +85,8 @@ async def _play(name: str, folder: Path) -> Played:
     speaker = Speaker()
     engines: Any = speaker
     store = LocalStore(folder / "store")
-    sessions = Sessions(engines, FORMAT, store, Metrics(), secret=b"k")
+    models = ModelLoader(SessionModel("policy", FORMAT, speaker.current), engines)
+    sessions = Sessions(models, store, Metrics(), secret=b"k")
     await sessions.open(SPEC)
     minted: dict[str, str] = {}
     for recorded in _requests(name):

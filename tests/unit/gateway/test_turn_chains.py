@@ -30,6 +30,7 @@ from perdure.gateway.rendering.message_format import QWEN3, Format, load_format
 from perdure.gateway.rendering.tool_call_parsers.format_detection import Found
 from perdure.gateway.rendering.tool_call_parsers.hermes import Hermes
 from perdure.gateway.session_manager import Sessions
+from perdure.gateway.session_model import ModelLoader, SessionModel
 from perdure.gateway.turns.answer_parsing import PLACEHOLDER
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.gateway.turns.prompt_bridge import bridge
@@ -84,6 +85,9 @@ class Speaker:
         """Stands in for `ConfiguredEngine.current`."""
         return Engine("speaker", tokens=self)
 
+    async def choose(self, name: str, run: str) -> None:
+        """Stands in for `ConfiguredEngine.choose`: there is one model."""
+
 
 CALLER, AGAIN = Caller(), Caller(says_retry=True)
 
@@ -95,7 +99,8 @@ class Process:
         self.store = LocalStore(folder / "store")
         self.metrics = Metrics()
         engines: Any = speaker
-        self.sessions = Sessions(engines, model_format, self.store, self.metrics, secret=b"k")
+        models = ModelLoader(SessionModel("policy", model_format, speaker.current), engines)
+        self.sessions = Sessions(models, self.store, self.metrics, secret=b"k")
         self.journal = self.sessions._journal
 
     async def ask(

@@ -11,6 +11,8 @@ import pytest
 
 from perdure import home_folder
 from perdure.client.request_comparison import Identity, differences
+from perdure.engines.engine_roster import ModelFormat, StoredRoster, add_engine, roster_key
+from perdure.engines.engine_state import EngineSpec
 from perdure.engines.reported_model import engine_settings
 from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.errors import ConfigurationError, IdentityDiffers, InstanceError
@@ -25,6 +27,7 @@ from perdure.settings.settings_tree import EngineSettings, Settings
 from perdure.stack.engine_presence import check_same_engine
 from perdure.stack.stack_state import StackState
 from perdure.storage import store_keys
+from perdure.storage.base import Store
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
     Grade,
@@ -350,6 +353,44 @@ async def test_an_engine_that_is_started_again_is_the_same_model(
 
     assert found[0] == found[1]
     assert (found[0]["engine.model"], found[0]["engine.root"]) == (model, "/weights/1")
+
+
+async def add_judge(settings: Settings, store: Store) -> None:
+    roster = StoredRoster(store, roster_key(home_folder.load_secret(settings)))
+    judge = ModelFormat(tokenizer="/judge")
+    await add_engine(roster, EngineSpec("http://h:1"), "judge", model_format=judge, run="r*")
+
+
+async def test_an_added_model_identifies_the_run_that_names_it(
+    store: LocalStore, tmp_path: Path, endpoint: str
+) -> None:
+    """The settings' engine is not asked about it."""
+    await add_judge(Settings(home=tmp_path / "home"), store)
+    found = await asked(store, tmp_path, endpoint, model="judge")
+
+    assert (found["engine.model"], found["engine.tokenizer"]) == ("judge", "/judge")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model": "jugde"}, {"model": "judge", "models": {"small-*": "jugde"}}]
+)
+async def test_a_model_that_no_engine_has_is_refused_before_a_sandbox_boots(
+    services: Services, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's first activity refuses it, and so does the boot of a single rollout. The message lists
+    the models that are there for this run."""
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    await add_judge(services.settings, services.store)
+    named = {"agent": "mini_swe_agent", "sandbox": "local", **fields}
+    told = "no engine has the model jugde: the engines have judge"
+
+    with pytest.raises(ConfigurationError, match=told):
+        await prepare_run(services, RunRequest(**RUN, rollout=named))
+    with pytest.raises(ConfigurationError, match=told):
+        await booted(services, rollout(**named))
+    with pytest.raises(ConfigurationError, match="jugde: the engines have none"):
+        await booted(services, rollout(**named | {"run_id": "other", "model": "jugde"}))
 
 
 def test_a_group_numbers_its_samples() -> None:

@@ -104,6 +104,18 @@ async def test_tokens(show: Show) -> None:
 
 
 @pytest.mark.usefixtures("run")
+async def test_tokens_are_read_with_the_tokenizer_of_the_rollouts_model(
+    store: LocalStore, show: Show
+) -> None:
+    """A judge's ids have no text in the policy's tokenizer."""
+    identity = json.dumps({"engine.tokenizer": "/models/absent"}).encode()
+    await store.put("runs/made/rollouts/h11-0.14.0/0/identity.json", identity)
+
+    assert "unknown tokenizer" in await show(f"{ONE}/tokens")
+    assert "unknown tokenizer" not in await show(f"{ONE.removesuffix('0')}1/tokens")
+
+
+@pytest.mark.usefixtures("run")
 async def test_patch_tests_and_files(show: Show) -> None:
     """The patch is colored; the log opens at the failing test; only the rollout's files are shown."""
     assert '<span class="del">-        lengths = value\n</span>' in await show(f"{ONE}/patch")

@@ -103,7 +103,9 @@ OPTIONS = (
     ),
     click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances."),
     SANDBOX,
-    click.option("--model", metavar="M", help="Model name that the agent asks for."),
+    click.option(
+        "--model", metavar="M", help="Model that answers the agent: see `perdure engines list`."
+    ),
     click.option(
         "--policy-version",
         type=click.IntRange(0),

@@ -17,6 +17,7 @@ from perdure.stack import stack_lifecycle
 if TYPE_CHECKING:
     from temporalio.client import Client, WorkflowExecution
 
+    from perdure.client.bottlenecks import Engines
     from perdure.client.rollout_listing import RolloutInfo
     from perdure.client.sdk import Perdure
     from perdure.rollouts.run_record import RunChange
@@ -47,9 +48,8 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
-    runs, what_waits = await asyncio.gather(
-        _all_runs(connection.perdure), _what_waits(connection.perdure.client, settings)
-    )
+    runs, engines = await asyncio.gather(_all_runs(connection.perdure), _engines_now(settings))
+    what_waits = await _what_waits(connection.perdure.client, engines)
     state = stack_lifecycle.running(settings)
     if as_json:
         answer(
@@ -71,6 +71,8 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
         click.echo(f"Temporal  {state.temporal_address}")
+    if len(engines) > 1:
+        click.echo(f"Models    {'; '.join(map(_model_text, engines))}")
     if what_waits:
         click.echo(f"Waits     {what_waits}")
     for run in runs:
@@ -83,23 +85,35 @@ async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
     return await _progress_of(perdure, await perdure.runs())
 
 
-async def _what_waits(client: "Client", settings: Settings) -> str:
+def _model_text(engines: "Engines") -> str:
+    versions = f" at version {engines.versions}" if engines.versions else ""
+    return f"{engines.model}: {engines.ready} ready{versions}"
+
+
+async def _what_waits(client: "Client", engines: "list[Engines]") -> str:
     """What waits for hosts or engines, and what to add. Empty: nothing waits, or no answer came."""
     from temporalio.service import RPCError
 
     from perdure.client import bottlenecks
     from perdure.client.deployment_routing import explain_build_routing
-    from perdure.errors import PerdureError
 
-    queues, engines = [], None
+    queues = []
     with contextlib.suppress(RPCError):
         if wrong_build := await explain_build_routing(client):
             return wrong_build
         queues = await bottlenecks.backlogs(client)
+    return bottlenecks.sentence(queues, engines)
+
+
+async def _engines_now(settings: Settings) -> "list[Engines]":
+    """The engines by model; empty if no gateway answers in time."""
+    from perdure.client import bottlenecks
+    from perdure.errors import PerdureError
+
     with contextlib.suppress(PerdureError, TimeoutError):
         async with asyncio.timeout(PATIENCE.total_seconds()):
-            engines = bottlenecks.engines_of(await _engines(settings))
-    return bottlenecks.sentence(queues, engines)
+            return bottlenecks.engines_of(await _engines(settings))
+    return []
 
 
 async def _engines(settings: Settings) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from perdure.instances.calibration_record import Mark, quarantined
 from perdure.instances.environment_builder import check_image
 from perdure.instances.rows.row_choice import Choice
 from perdure.rollouts import run_identity
+from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
@@ -47,7 +48,14 @@ from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
 from perdure.storage.store_url import open_store
-from perdure.types import EpisodeRef, Instance, PhaseName, RolloutStatus, RunRequest
+from perdure.types import (
+    EpisodeRef,
+    Instance,
+    PhaseName,
+    RolloutRequest,
+    RolloutStatus,
+    RunRequest,
+)
 
 AGENT_AND_GRADE: tuple[PhaseName, ...] = ("agent", "grade")
 NONE_READY = (
@@ -198,7 +206,16 @@ def ensure_stack_ready(
             if not joins:
                 raise
             say(f"warning: open rollouts wait for the engine: {error}")
+        if not joins:
+            _models_known(settings, rollout)
     stack_lifecycle.ensure_up(settings, "", say)
+
+
+def _models_known(settings: Settings, rollout: RolloutRequest) -> None:
+    """Raises: ConfigurationError if no engine has a model that the request names."""
+    state = stack_lifecycle.running(settings)
+    engine = engine_settings(settings) if state is None else state.engine_settings
+    asyncio.run(check_models(settings, open_store(settings), rollout, engine))
 
 
 def _engine_ready(settings: Settings, agent: str) -> None:

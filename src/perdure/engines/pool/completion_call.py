@@ -17,9 +17,9 @@ from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, Str
 from perdure.engines.engine_state import EngineRecord
 from perdure.engines.pool.policy_versions import Versions
 from perdure.engines.pool.pooled_engine import PooledEngine
-from perdure.engines.pool.session_routing import EngineStart
+from perdure.engines.pool.session_routing import EngineStart, holder
 from perdure.engines.pool.token_salvage import Salvage, resumable
-from perdure.types import EngineSpan, FinishReason, RoutedExperts
+from perdure.types import DEFAULT_MODEL, EngineSpan, FinishReason, RoutedExperts
 
 MOST_MOVES = 50
 """Engines that one call may lose before it fails."""
@@ -45,6 +45,8 @@ class GenerateCall:
     """Set from the assignment of an engine until the call continues."""
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
+    model: str = DEFAULT_MODEL
+    """The model in the roster that samples."""
     routed_from: int = 0
     """The first position of the prompt whose experts are not recorded yet."""
     avoid: set[str] = field(default_factory=set)
@@ -66,6 +68,11 @@ class GenerateCall:
     @property
     def run(self) -> str:
         return self.labels.get("run", "")
+
+    @property
+    def holder(self) -> str:
+        """Holds the lease: the session, for each model that it calls."""
+        return holder(self.session_id, self.model)
 
     @cached_property
     def versions(self) -> Versions:

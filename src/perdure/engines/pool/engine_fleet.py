@@ -26,7 +26,7 @@ from perdure.engines.engine_roster import Change, Roster, SharedRoster
 from perdure.engines.engine_state import EngineRecord, EngineSpec, EngineState, name_of, root_of
 from perdure.engines.pool.engine_capacity import MOST_AGENTS, Capacity
 from perdure.engines.pool.pooled_engine import PooledEngine
-from perdure.engines.pool.session_routing import Candidate, Leases
+from perdure.engines.pool.session_routing import Leases
 from perdure.engines.weights.weight_update import NOTICE_S
 from perdure.errors import PerdureError
 from perdure.types import DEFAULT_MODEL
@@ -48,14 +48,14 @@ class PoolOptions:
     """How a process uses its engines."""
 
     model: str = DEFAULT_MODEL
-    """The model name of engines from the settings, and of engines that are added later."""
+    """The model of engines from the settings, for which `policy` stands."""
     api_key: str = ""
     key_source: str = ""
     """The environment variable of `api_key`. Errors name it and never show the key."""
     home_key: str = ""
     """Replaces `api_key` for engines behind an `EngineProxy`; derived from the home's secret."""
     vocabulary: int | None = None
-    """How many token ids the model has; None: not known."""
+    """How many token ids that model has; None: not known."""
     agents: int = MOST_AGENTS
     """The most agents that one engine may hold."""
     hang_s: float = 120.0
@@ -107,6 +107,14 @@ class Fleet:
                 await self._change(self._with_own)
                 self._following = asyncio.create_task(self._follow())
 
+    def used(self, roster: Roster) -> Roster:
+        """The part of the roster that this process uses."""
+        return roster.used_with(self._own)
+
+    def disown(self) -> None:
+        """Use no engine of the settings, because they name a hosted API. Call it before `start`."""
+        self._own = {}
+
     async def aclose(self) -> None:
         tasks = [task for one in self.engines.values() for task in (one.checking, one.recording)]
         for task in filter(None, (self._following, *tasks)):
@@ -130,9 +138,6 @@ class Fleet:
             self._asked = asked
             self._sync(roster)
         return roster
-
-    def candidates(self) -> list[Candidate]:
-        return [engine.candidate() for engine in self.engines.values() if engine.record.serves]
 
     def version_now(self, engine: PooledEngine, begun: EngineRecord) -> int | None:
         """The version that samples now. None if the roster was not read recently, because another process
@@ -220,11 +225,7 @@ class Fleet:
             self._changed()
 
     def _sync(self, roster: Roster) -> None:
-        wanted = {
-            record.name: record
-            for record in roster.engines
-            if not record.from_settings or record.name in self._own
-        }
+        wanted = {record.name: record for record in self.used(roster).engines}
         for name in [name for name in self.engines if name not in wanted]:
             self._leave(self.engines.pop(name))
         for record in wanted.values():
@@ -243,8 +244,13 @@ class Fleet:
         name = engine_name(record.kind, record.url)
         probe_s = min(PROBE_S, options.hang_s)
         speaks, controlled = SPEAKS[record.kind]
+        own_model = record.model in (options.model, DEFAULT_MODEL)
         control = controlled(
-            record.url, self._client, api_key=key, probe_s=probe_s, vocabulary=options.vocabulary
+            record.url,
+            self._client,
+            api_key=key,
+            probe_s=probe_s,
+            vocabulary=options.vocabulary if own_model else None,
         )
         engine = PooledEngine(
             record,

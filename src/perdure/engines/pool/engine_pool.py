@@ -8,6 +8,7 @@ which engine.
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -20,6 +21,7 @@ from perdure.engines.base import TOO_STALE, Completion, Wait
 from perdure.engines.clients.token_endpoint import BreakKind, StreamBroken
 from perdure.engines.engine_roster import SharedRoster
 from perdure.engines.engine_state import EngineSpec, EngineState
+from perdure.engines.model_choice import engines_of
 from perdure.engines.pool.completion_call import MOST_MOVES, GenerateCall
 from perdure.engines.pool.engine_fleet import Fleet, PoolOptions
 from perdure.engines.pool.fair_queue import FairQueue
@@ -59,6 +61,7 @@ class EnginePool:
         """`own`: the engines that the settings name; all others come from the roster."""
         self.leases = Leases()
         self.model = options.model
+        """The model that `policy` stands for."""
         self._queue = FairQueue()
         self._unassigned: dict[str, dict[GenerateCall, float]] = {}
         """By session: its calls that wait for an engine, and since when (Unix seconds)."""
@@ -75,9 +78,9 @@ class EnginePool:
         return self.fleet.engines
 
     @property
-    def waiting(self) -> int:
-        """Calls without an engine."""
-        return len(self._queue)
+    def waiting(self) -> Counter[str]:
+        """By model, how many calls are without an engine."""
+        return Counter(call.model for calls in self._unassigned.values() for call in calls)
 
     def waits(self, session_id: str) -> Wait | None:
         """Since when the session's oldest call has waited for an engine, and why none can take it."""
@@ -99,8 +102,8 @@ class EnginePool:
         await self.fleet.aclose()
 
     def left(self, session_id: str) -> None:
-        """Free the lease of a session that ended."""
-        self.leases.release(session_id)
+        """Free the leases of a session that ended."""
+        self.leases.leave(session_id)
         self._queue.serve()
 
     async def generate(self, call: GenerateCall) -> Completion:
@@ -110,7 +113,8 @@ class EnginePool:
         `patience_s`; Refused.
         """
         await self.start()
-        call.vocabulary = self._vocabulary
+        if call.vocabulary is None:
+            call.vocabulary = self._vocabulary
         call.start = self._start_of(call.last)
         while True:
             with tracing.span("wait for an engine"):
@@ -127,6 +131,14 @@ class EnginePool:
                     continue
                 reason = ended
             return call.completion(reason, engine.client.name, engine.record)
+
+    def _engines_of(self, call: GenerateCall) -> list[PooledEngine]:
+        """The engines that may sample the call: those of its model, and its run's own if it has any."""
+        records = (one.record for one in self.engines.values())
+        return [
+            self.engines[record.name]
+            for record in engines_of(records, call.model, call.run, self.model)
+        ]
 
     def _start_of(self, span: EngineSpan | None) -> EngineStart | None:
         if span is None:
@@ -166,16 +178,16 @@ class EnginePool:
 
     def _line(self, call: GenerateCall) -> tuple[object, ...]:
         """The line in which a call queues. A session that holds a lease queues only behind its own calls.
-        Other calls queue per run and accepted versions."""
-        if self.leases.get(call.session_id) is not None:
-            return (call.session_id,)
-        return (call.run, call.versions)
+        Other calls queue per run, model and accepted versions."""
+        if self.leases.get(call.holder) is not None:
+            return (call.holder,)
+        return (call.run, call.model, call.versions)
 
     async def _wait(self, call: GenerateCall) -> PooledEngine:
         """The call's engine, once it is assigned. Raises: GatewayUnavailable, Refused."""
         while call.engine is None:
             # The wait for room has no limit; the wait for a usable engine has one.
-            if short_of_room := self._usable(call):
+            if short_of_room := bool(self._usable(call)):
                 call.reset_patience()
             timeout = max(call.patience(self._patience_s), FIRST_CHECK_S)
             line = self._line(call)
@@ -190,7 +202,7 @@ class EnginePool:
             except TimeoutError:
                 if short_of_room:
                     call.reset_patience()  # if the engines have left since, the patience starts now
-                elif all(one.checked for one in self.engines.values()) and not self._usable(call):
+                elif not self._usable(call) and all(one.checked for one in self._engines_of(call)):
                     raise self._unusable(call) from None
             if call.engine is not None and not call.engine.record.serves:
                 self._give_back(call)  # the engine stopped serving before this call continued
@@ -201,44 +213,41 @@ class EnginePool:
     def _give_back(self, call: GenerateCall) -> None:
         if call.engine is not None:
             call.engine = None
-            self.leases.done(call.session_id, call.length)
+            self.leases.done(call.holder, call.length)
             self._queue.serve()
 
     def _try_assign(self, call: GenerateCall) -> bool:
-        candidates = [
-            candidate
-            for candidate in self.fleet.candidates()
-            if call.versions.include(self.engines[candidate.start.name].record.version)
-        ]
+        candidates = [engine.candidate() for engine in self._usable(call)]
         if not candidates:
             return False
-        lease = self.leases.take(call.session_id, call.group, candidates, call.avoid, call.start)
+        lease = self.leases.take(call.holder, call.group, candidates, call.avoid, call.start)
         if lease is None and self.leases.reclaim(candidates):
-            lease = self.leases.take(
-                call.session_id, call.group, candidates, call.avoid, call.start
-            )
+            lease = self.leases.take(call.holder, call.group, candidates, call.avoid, call.start)
         if lease is None:
             return False
         call.start = None
         call.engine = self.engines[lease.start.name]
-        self.leases.use(call.session_id, call.length)
+        self.leases.use(call.holder, call.length)
         return True
 
-    def _usable(self, call: GenerateCall) -> bool:
-        return any(
-            one.record.serves and call.versions.include(one.record.version)
-            for one in self.engines.values()
-        )
+    def _usable(self, call: GenerateCall) -> list[PooledEngine]:
+        """The engines that are ready and whose policy version the call accepts."""
+        return [
+            one
+            for one in self._engines_of(call)
+            if one.record.serves and call.versions.include(one.record.version)
+        ]
 
     def _refused(self, call: GenerateCall) -> Refused | CallsRefused | None:
         """Why waiting cannot help; None if it can. Either every engine serves a policy version that is too
         new, or every engine has refused the settings' model or key since it was added."""
         leaving = (EngineState.DRAINING, EngineState.DEAD)
-        serving = [one for one in self.engines.values() if one.record.state not in leaving]
+        engines = self._engines_of(call)
+        serving = [one for one in engines if one.record.state not in leaving]
         if serving and not any(call.versions.allow(one.record.version) for one in serving):
             told = f"this group accepts only {call.versions}, and every engine serves newer weights"
             return Refused(410, TOO_STALE, told)
-        present = [one for one in self.engines.values() if not one.record.removed]
+        present = [one for one in engines if not one.record.removed]
         if not present or not all(one.has_never_served for one in present):
             return None
         hint = ". Check PERDURE_ENGINE__URL, PERDURE_ENGINE__MODEL and the engine's key"
@@ -255,9 +264,9 @@ class EnginePool:
             f"{one.client.name} is {one.record.state}"
             + (f" ({one.record.reason})" if one.record.reason else "")
             + call.versions.explain_mismatch(one.record)
-            for one in self.engines.values()
+            for one in self._engines_of(call)
         )
-        return states or "none is registered"
+        return states or f"none is registered for the model {call.model}"
 
     # --- a call on an engine -------------------------------------------------------------------
 
@@ -293,7 +302,7 @@ class EnginePool:
             call.salvage.distrust()
             call.salvage.cut(call.fit)
             engine.running.discard(running)
-            self.leases.done(call.session_id, call.length)
+            self.leases.done(call.holder, call.length)
             self._queue.serve()
 
     async def _after(

@@ -39,6 +39,10 @@ def _version(engine: PooledEngine) -> float:
     return -1 if engine.record.version is None else engine.record.version
 
 
+def _labels(engine: PooledEngine) -> list[str]:
+    return [engine.record.name, engine.record.model]
+
+
 class _Collector:
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -46,21 +50,25 @@ class _Collector:
     def collect(self) -> Iterable[Metric]:
         pool, name = self._pool, "perdure_engine_{}".format
         for gauge in GAUGES:
-            family = GaugeMetricFamily(name(gauge.name), gauge.help, labels=["engine"])
+            family = GaugeMetricFamily(name(gauge.name), gauge.help, labels=["engine", "model"])
             for engine in pool.engines.values():
-                family.add_metric([engine.record.name], gauge.value(pool, engine))
+                family.add_metric(_labels(engine), gauge.value(pool, engine))
             yield family
         states = GaugeMetricFamily(
-            name("state"), "1 for its current state.", labels=["engine", "state"]
+            name("state"), "1 for its current state.", labels=["engine", "model", "state"]
         )
         for engine in pool.engines.values():
             for state in EngineState:
                 is_it = float(engine.record.state is state)
-                states.add_metric([engine.record.name, state.value], is_it)
+                states.add_metric([*_labels(engine), state.value], is_it)
         yield states
-        yield GaugeMetricFamily(
-            name("waiting_calls"), "Calls that wait for an engine.", pool.waiting
+        waiting = GaugeMetricFamily(
+            name("waiting_calls"), "Calls that wait for an engine.", labels=["model"]
         )
+        models = (engine.record.model for engine in pool.engines.values())
+        for model in {*models, *pool.waiting}:
+            waiting.add_metric([model], pool.waiting[model])
+        yield waiting
         yield GaugeMetricFamily(
             name("resumed_completions"),
             "Broken completions that another engine continued.",

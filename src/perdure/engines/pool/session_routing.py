@@ -54,7 +54,10 @@ class Candidate:
 
 @dataclass
 class Lease:
-    """One session's right to one engine. `context`: its last prompt's length in tokens."""
+    """The right of one holder (a session, for each model that it calls) to one engine.
+
+    `context`: its last prompt's length in tokens.
+    """
 
     session: str
     group: str
@@ -167,6 +170,12 @@ class Leases:
         if lease is not None:
             self._agents[lease.start.name] -= 1
 
+    def leave(self, session_id: str) -> None:
+        """End all leases of a session."""
+        held = holder(session_id, "")
+        for name in [name for name in self._table if name.startswith(held)]:
+            self.release(name)
+
     def expire(self) -> None:
         """End the leases of idle sessions."""
         for lease in self._idle(IDLE_S):
@@ -183,6 +192,11 @@ class Leases:
     def _idle(self, seconds: float) -> list[Lease]:
         before = self.clock() - seconds
         return [x for x in self._table.values() if not x.busy and x.last_used < before]
+
+
+def holder(session_id: str, model: str) -> str:
+    """The holder of a lease. Session ids have no slash."""
+    return f"{session_id}/{model}"
 
 
 def affinity(group: str, candidate: Candidate) -> float:

@@ -5,6 +5,7 @@ and a failed update read it. `update` loads weights into engines; `publishing_sy
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 
 from perdure.engines.auth_proxy import engine_keys
 from perdure.engines.engine_roster import StoredRoster, roster_key
+from perdure.engines.model_choice import chosen_model, engines_of
 from perdure.engines.weights.weight_update import (
     DEFAULT_POLICY,
     NOTICE_S,
@@ -34,7 +36,7 @@ from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
 from perdure.storage.store_url import open_store
-from perdure.types import Frozen
+from perdure.types import DEFAULT_MODEL, Frozen
 
 WeightSource = str | Path | Transfer
 """A folder that the engines can read (`/ckpt/8`), a prefix in the store (`checkpoints/8`) or in any
@@ -42,7 +44,7 @@ bucket (`s3://bucket/checkpoints/8`), or a trainer's own transfer."""
 
 
 class Published(Frozen):
-    """The version that a home's engines serve, and how to load it into another engine."""
+    """The version that the engines of a model serve, and how to load it into another engine."""
 
     version: int
     source: str = ""
@@ -51,7 +53,7 @@ class Published(Frozen):
 
 
 class Weights:
-    """The weights of a home's engines. One trainer process publishes.
+    """The weights of a home's engines of one model. One trainer process publishes them.
 
     Example:
         async with Weights() as weights:
@@ -62,30 +64,34 @@ class Weights:
         self,
         settings: Settings | None = None,
         *,
+        model: str = DEFAULT_MODEL,
         into: Path | None = None,
         notice_s: float = NOTICE_S,
     ) -> None:
-        """`into`: the folder into which checkpoints from a store are downloaded. The engines' hosts must
-        share it; by default it is a temporary folder of this host. `notice_s`: seconds that gateways get
-        to read the announcement.
+        """`model`: the model whose engines get the weights. `into`: the folder into which checkpoints
+        from a store are downloaded. The engines' hosts must share it; by default it is a temporary folder
+        of this host. `notice_s`: seconds that gateways get to read the announcement.
 
         Raises: ConfigurationError.
         """
         self._settings = settings or load_settings()
         self._store = open_store(self._settings)
         secret = load_secret(self._settings)
-        roster = roster_key(secret)
-        self._key = published_key(roster)
+        self._roster_key = roster_key(secret)
+        self._roster = StoredRoster(self._store, self._roster_key)
+        self._model = model
+        self._default = self._settings.engine.model or DEFAULT_MODEL
         self._into = into
         self._publishing = asyncio.Lock()
         """Serializes updates, because two at once would take engines from each other."""
         self._client = httpx.AsyncClient(trust_env=False)
         self._updates = WeightUpdates(
-            StoredRoster(self._store, roster),
+            self._roster,
             self._client,
             api_key=process_environment.named(self._settings.engine.api_key_env),
             control_key=engine_keys(secret).control,
             notice_s=notice_s,
+            default=self._default,
         )
 
     async def __aenter__(self) -> "Weights":
@@ -98,8 +104,29 @@ class Weights:
         await self._client.aclose()
 
     async def published(self) -> Published | None:
-        """The version that was published last; None before the first one. Raises: StoreUnavailable."""
-        return await read_published(self._store, self._key)
+        """The version that was published last; None before the first one.
+
+        Raises: ConfigurationError if no engine has the model; StoreUnavailable.
+        """
+        return await self._published(await self._chosen())
+
+    async def _published(self, model: str) -> Published | None:
+        return await read_published(self._store, published_key(self._roster_key, model))
+
+    async def _names(self, model: str) -> set[str]:
+        """The names under which the model's engines serve it: a replica's manager may use another one
+        than these settings."""
+        engines = (await self._roster.read()).engines
+        return {model, *(one.model for one in engines_of(engines, model, "", self._default))}
+
+    async def _chosen(self) -> str:
+        """The model to publish for. Raises: ConfigurationError, which lists the models that are there."""
+        return chosen_model(
+            await self._roster.read(),
+            self._model,
+            default=self._default,
+            configured=bool(self._settings.engine.url),
+        )
 
     async def publish(
         self,
@@ -110,7 +137,7 @@ class Weights:
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Load this version into every engine that serves. Repeating updates only engines that lack it.
+        """Load this version into the model's engines that serve. Repeating updates only those that lack it.
 
         If an engine's load or canary fails, `previous` is loaded into it. By default, that is the version
         published before, from its own source. Updated engines keep the new version. The others keep the
@@ -130,7 +157,8 @@ class Weights:
         policy: UpdatePolicy,
         previous: Checkpoint | None,
     ) -> list[Updated]:
-        before = await self.published()
+        model = await self._chosen()
+        before = await self._published(model)
         if before is not None and version < before.version:
             raise ConfigurationError(
                 f"version {version} is older than the published version {before.version}"
@@ -139,10 +167,12 @@ class Weights:
             previous = self._checkpoint(before)
         async with fetched(source, self._settings, self._store, self._into) as transfer:
             done = await self._updates.update(
-                version, transfer, canaries, policy, previous=previous
+                version, transfer, canaries, policy, previous=previous, model=model
             )
         found = Published(version=version, source=_name(source), canaries=tuple(canaries))
-        await self._store.put(self._key, found.model_dump_json(indent=1).encode())
+        data = found.model_dump_json(indent=1).encode()
+        for name in await self._names(model):
+            await self._store.put(published_key(self._roster_key, name), data)
         return done
 
     async def catch_up(self, policy: UpdatePolicy = DEFAULT_POLICY) -> list[Updated]:
@@ -152,7 +182,8 @@ class Weights:
         engine serves; StoreUnavailable.
         """
         async with self._publishing:
-            published = await self.published()
+            model = await self._chosen()
+            published = await self._published(model)
             if published is None:
                 raise ConfigurationError(
                     "no version has been published yet, so there is none to load"
@@ -164,7 +195,9 @@ class Weights:
                     "publish it again"
                 )
             async with fetched(source, self._settings, self._store, self._into) as transfer:
-                return await self._updates.update(version, transfer, published.canaries, policy)
+                return await self._updates.update(
+                    version, transfer, published.canaries, policy, model=model
+                )
 
     def _checkpoint(self, published: Published) -> Checkpoint | None:
         """The checkpoint to load if a newer one fails. It is downloaded only then."""
@@ -179,9 +212,10 @@ class Weights:
         return Checkpoint(published.version, transfer, published.canaries)
 
 
-def published_key(roster_key: str) -> str:
-    """The store key of the published version's record."""
-    return f"{roster_key.removesuffix('.json')}.weights.json"
+def published_key(roster_key: str, model: str) -> str:
+    """The store key of the record of a model's published version."""
+    digest = hashlib.sha256(model.encode()).hexdigest()[:12]
+    return f"{roster_key.removesuffix('.json')}.weights-{digest}.json"
 
 
 async def read_published(store: Store, key: str) -> Published | None:

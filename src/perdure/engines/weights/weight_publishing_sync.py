@@ -16,6 +16,7 @@ from perdure.engines.weights.weight_update import (
     UpdatePolicy,
 )
 from perdure.settings.settings_tree import Settings
+from perdure.types import DEFAULT_MODEL
 
 Result = TypeVar("Result")
 
@@ -27,10 +28,12 @@ class Weights:
         self,
         settings: Settings | None = None,
         *,
+        model: str = DEFAULT_MODEL,
         into: Path | None = None,
         notice_s: float = NOTICE_S,
     ) -> None:
-        self._settings, self._into, self._notice_s = settings, into, notice_s
+        self._settings, self._model = settings, model
+        self._into, self._notice_s = into, notice_s
 
     def published(self) -> Published | None:
         return self._do(lambda weights: weights.published())
@@ -53,8 +56,9 @@ class Weights:
 
     def _do(self, call: Callable[[weight_publishing.Weights], Awaitable[Result]]) -> Result:
         async def whole() -> Result:
-            settings, into, notice_s = self._settings, self._into, self._notice_s
-            async with weight_publishing.Weights(settings, into=into, notice_s=notice_s) as weights:
+            async with weight_publishing.Weights(
+                self._settings, model=self._model, into=self._into, notice_s=self._notice_s
+            ) as weights:
                 return await call(weights)
 
         return asyncio.run(whole())

@@ -25,9 +25,10 @@ from perdure.engines.clients.vllm_control import EngineControl, EngineSilent, Sc
 from perdure.engines.engine_roster import Roster, SharedRoster
 from perdure.engines.engine_state import ANY_START, EngineRecord, EngineState, name_of
 from perdure.engines.health_check import Finding, apply
+from perdure.engines.model_choice import engines_of
 from perdure.errors import Boundary, ConfigurationError, ControlPlaneError, PerdureError
 from perdure.storage.base import Store
-from perdure.types import Frozen
+from perdure.types import DEFAULT_MODEL, Frozen
 
 UPDATE = "update "
 """Prefix of `held_by` while an update holds an engine."""
@@ -164,8 +165,11 @@ class WeightUpdates:
         api_key: str = "",
         control_key: str = "",
         notice_s: float = NOTICE_S,
+        default: str = DEFAULT_MODEL,
     ) -> None:
-        """`control_key`: used instead of `api_key` for engines behind an `EngineProxy`."""
+        """`control_key`: used instead of `api_key` for engines behind an `EngineProxy`. `default`: the
+        model that the settings name."""
+        self._default = default
         self._roster = roster
         self._client = client
         self._api_key, self._control_key = api_key, control_key
@@ -179,8 +183,10 @@ class WeightUpdates:
         policy: UpdatePolicy = DEFAULT_POLICY,
         *,
         previous: Checkpoint | None = None,
+        model: str = DEFAULT_MODEL,
     ) -> list[Updated]:
-        """Update every engine that serves, `policy.at_once` at a time. The first failure stops the update.
+        """Update the model's engines that serve, `policy.at_once` at a time. The first failure stops the
+        update. Engines that belong to a run are left to their trainer.
 
         Engines that were not yet reached keep serving the old version. Engines that become ready during
         the update are updated too. If a load fails or a canary differs, `previous` is loaded into the
@@ -195,9 +201,9 @@ class WeightUpdates:
         wanted = Checkpoint(version, source, canaries)
         done: list[Updated] = []
         reached: set[tuple[str, int]] = set()
-        await self._leave_out_the_dead(version)
-        serving = await self._serving()
-        _check(serving, version)
+        await self._leave_out_the_dead(version, model)
+        serving = await self._serving(model)
+        _check(serving, version, model)
         while lacking := [e for e in serving if _lacks(e, version) and _start(e) not in reached]:
             batch = lacking[: policy.at_once]
             reached.update(map(_start, batch))
@@ -209,18 +215,19 @@ class WeightUpdates:
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
-            serving = await self._serving()
+            serving = await self._serving(model)
         return done
 
-    async def _serving(self) -> list[EngineRecord]:
-        return [e for e in (await self._roster.read()).engines if e.serves or _left_paused(e)]
+    async def _serving(self, model: str) -> list[EngineRecord]:
+        engines = engines_of((await self._roster.read()).engines, model, "", self._default)
+        return [engine for engine in engines if engine.serves or _left_paused(engine)]
 
-    async def _leave_out_the_dead(self, version: int) -> None:
+    async def _leave_out_the_dead(self, version: int, model: str) -> None:
         """Record engines whose process has ended, because no gateway may have checked them since.
 
         Raises: UpdateRefused if an engine only gives no answer, because it may still sample.
         """
-        serving = await self._serving()
+        serving = await self._serving(model)
         for engine, silent in zip(
             serving, await asyncio.gather(*map(self._silence, serving)), strict=True
         ):
@@ -454,12 +461,12 @@ def _start(record: EngineRecord) -> tuple[str, int]:
     return record.name, record.generation
 
 
-def _check(serving: Sequence[EngineRecord], version: int) -> None:
+def _check(serving: Sequence[EngineRecord], version: int, model: str) -> None:
     """Raises: ConfigurationError."""
     if not serving:
         raise ConfigurationError(
-            "no engine is ready for new weights: wait until `perdure engines list` shows one as "
-            "ready, which needs a running gateway"
+            f"no engine of the model {model} is ready for new weights: wait until `perdure engines "
+            "list` shows one as ready, which needs a running gateway"
         )
     newest = max((e.version for e in serving if e.version is not None), default=version)
     if version < newest:

@@ -1,15 +1,17 @@
 """Routes that list, add, drain and remove engines at run time; they need the control token.
 
-    GET    /engines                                                 -> {"engines": [...], "waiting": n}
+    GET    /engines                                 -> {"engines": [...], "waiting": {model: calls}}
     POST   /engines                  {"url": ..., "weight": 1.0}    -> the engine; sets a known one's weight
+                                     and "kind", "model", "tokenizer", "tool_call_parser", "run"
     POST   /engines/{name}/drain     {"deadline_s": 300}            -> the engine
     DELETE /engines/{name}
 
 Every gateway of the home applies a change within a second. An engine's own routes are never proxied.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
@@ -20,6 +22,9 @@ from perdure.dialects.base import Refused
 from perdure.engines.engine_roster import DRAIN_S, Roster, add_engine, drain_engine, remove_engine
 from perdure.engines.engine_state import EngineSpec
 from perdure.engines.pool.engine_pool import EnginePool
+from perdure.gateway.rendering.message_format import checked_format
+from perdure.gateway.rendering.tool_call_parsers.format_detection import AUTO
+from perdure.types import DEFAULT_MODEL
 from perdure.types import Request as Body
 
 LARGEST = 1 << 16
@@ -27,8 +32,15 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class AddEngine(Body):
+    """The options of `perdure engines add`."""
+
     url: str
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    kind: Literal["vllm", "sglang"] = "vllm"
+    model: str | None = None
+    tokenizer: str | None = None
+    tool_call_parser: str = AUTO
+    run: str | None = None
 
 
 class DrainEngine(Body):
@@ -55,9 +67,19 @@ async def _list(request: Request) -> Response:
 
 async def _add(request: Request) -> Response:
     asked = await _read(request, AddEngine)
-    pool = _pool(request)
+    pool, spec = _pool(request), EngineSpec(asked.url, asked.weight, asked.kind)
+    model_format = await asyncio.to_thread(
+        checked_format, asked.tokenizer, asked.tool_call_parser, "'tokenizer'"
+    )
     try:
-        record = await add_engine(pool.fleet, EngineSpec(asked.url, asked.weight), pool.model)
+        record = await add_engine(
+            pool.fleet,
+            spec,
+            asked.model,
+            default=pool.model,
+            model_format=model_format,
+            run=asked.run,
+        )
     except ValueError as error:
         raise Refused(400, "invalid_value", f"'url': {error}") from None
     return JSONResponse(record.model_dump(mode="json"))
@@ -84,6 +106,8 @@ def _shown(roster: Roster, pool: EnginePool) -> list[dict[str, Any]]:
         if engine is not None:
             here |= {"capacity": engine.capacity.agents, "calls": len(engine.running)}
             here |= {"kv_used": engine.health.vitals.kv_used}
+        if record.model == DEFAULT_MODEL:
+            here["model"] = pool.model
         shown.append({**record.model_dump(mode="json"), **here})
     return shown
 

@@ -41,12 +41,13 @@ from perdure.gateway.http.api_keys import may_control, session_of
 from perdure.gateway.rate_limits import Ceilings
 from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.session_manager import Sessions
+from perdure.gateway.session_model import ModelLoader, SessionModel
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.home_folder import Secrets
 from perdure.sandboxes.relay.host_relay import RELAYED
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
-from perdure.types import AGENT_HEADER, DEFAULT_MODEL
+from perdure.types import AGENT_HEADER
 
 MAX_BODY = 32 << 20
 """Bytes of a request; 200k tokens of history are about 1 MB."""
@@ -124,8 +125,7 @@ def create_app(
                 settings.gateway.calls_per_minute, settings.gateway.tokens_per_minute
             )
             sessions = Sessions(
-                engine,
-                model_format,
+                ModelLoader(SessionModel(engine.pool.model, model_format, engine.current), engine),
                 store,
                 metrics,
                 secret=secrets.oldest,
@@ -237,9 +237,8 @@ async def _count_tokens(request: Request) -> Response:
 
 
 async def _models(request: Request) -> Response:
-    _session_of(request)
-    names = [_gateway(request).settings.engine.model or DEFAULT_MODEL]
-    return Response(_dialect_of(request).models(names), media_type="application/json")
+    model = await _gateway(request).sessions.model_of(_session_of(request))
+    return Response(_dialect_of(request).models([model]), media_type="application/json")
 
 
 async def _hello(request: Request) -> Response:

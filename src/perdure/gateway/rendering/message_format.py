@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from perdure.engines.engine_roster import ModelFormat
 from perdure.errors import ConfigurationError
-from perdure.gateway.rendering import chat_template
+from perdure.gateway.rendering import chat_template, tokenizer_setting
 from perdure.gateway.rendering.jinja_template import TemplateError
 from perdure.gateway.rendering.parsed_response import ParsedResponse
-from perdure.gateway.rendering.tokenizer_setting import PACKAGED
+from perdure.gateway.rendering.tokenizer_setting import PACKAGED, folder_of
 from perdure.gateway.rendering.tokenizers import Tokenizer, load_tokenizer
 from perdure.gateway.rendering.tool_call_parsers.base import ToolCallParser
 from perdure.gateway.rendering.tool_call_parsers.format_detection import AUTO, SETTING
@@ -69,25 +70,44 @@ class Format(NamedTuple):
     renderer: MessageFormat
 
 
-def load_format(name: str, parser: str = AUTO) -> Format:
+def load_format(name: str, parser: str = AUTO, option: str = tokenizer_setting.SETTING) -> Format:
     """The tokenizer that PERDURE_ENGINE__TOKENIZER names, and the message format of its model.
 
     The chat template decides the format, not the model's name. `parser`: PERDURE_ENGINE__TOOL_CALL_PARSER.
-    Raises: ConfigurationError if the folder has no template, or if no tool-call parser reads its tool calls.
+    `option`: where the user gave `name`. Raises: ConfigurationError if the folder has no template, or if
+    no tool-call parser reads its tool calls.
     """
+    folder_of(name, option)
     tokenizer = load_tokenizer(name)
     if name == PACKAGED and parser not in (AUTO, Hermes.name):
         raise ConfigurationError(
             f"{SETTING} is {parser!r}, but the packaged tokenizer is Qwen3's: set "
-            "PERDURE_ENGINE__TOKENIZER to your model's folder"
+            f"{option} to your model's folder"
         )
     folder = QWEN3 if name == PACKAGED else Path(name)
     try:
         return Format(tokenizer, chat_template.load(tokenizer, folder, parser))
     except TemplateError as error:
         raise ConfigurationError(
-            f"no message format for PERDURE_ENGINE__TOKENIZER={name!r}: {error}; put the model's chat "
+            f"no message format for {option}={name!r}: {error}; put the model's chat "
             "template into that folder as chat_template.jinja"
         ) from error
     except ConfigurationError as error:
-        raise ConfigurationError(f"PERDURE_ENGINE__TOKENIZER={name!r}: {error}") from error
+        raise ConfigurationError(f"{option}={name!r}: {error}") from error
+
+
+def checked_format(tokenizer: str | None, parser: str, option: str) -> ModelFormat | None:
+    """The format of a model that is added to the roster; None if the user gave no tokenizer.
+
+    `option`: where the user gives it. Raises: ConfigurationError.
+    """
+    if tokenizer is None:
+        if parser != AUTO:
+            raise ConfigurationError(
+                f"a tool-call parser belongs to a tokenizer: give {option} too"
+            )
+        return None
+    load_format(tokenizer, parser, option)
+    folder = folder_of(tokenizer)
+    name = tokenizer if folder is None else str(folder.absolute())
+    return ModelFormat(tokenizer=name, tool_call_parser=parser)

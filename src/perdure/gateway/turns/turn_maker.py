@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from array import array
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,12 +16,13 @@ import structlog
 from perdure import tracing
 from perdure.dialects.base import ModelRequest, Refused
 from perdure.engines.base import ChatEngine, Completion, HostedEngine, TokenEngine
-from perdure.engines.configured_engine import ConfiguredEngine
 from perdure.engines.pool.completion_call import GenerateCall
+from perdure.engines.pool.policy_versions import MAX_STALENESS, POLICY_VERSION
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.journal.turn_record import TurnRecord
 from perdure.gateway.rendering import late_system_message
 from perdure.gateway.rendering.message_format import Format
+from perdure.gateway.session_model import SessionModel
 from perdure.gateway.session_state import Awake, Session
 from perdure.gateway.turns.answer_parsing import Read, hosted_answer, read_completion
 from perdure.gateway.turns.attempt_replay import RecordedTurn
@@ -38,7 +39,7 @@ from perdure.gateway.turns.sampling_params import (
 )
 from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
-from perdure.types import FinishReason, TurnSampling
+from perdure.types import FinishReason, Purpose, TurnSampling
 
 INLINE_CHARS = 65_536
 """Characters of text below which rendering on the event loop is cheaper than in a thread."""
@@ -67,39 +68,48 @@ class PendingTurn:
     def session(self) -> Session:
         return self.awake.session
 
+    @property
+    def model(self) -> SessionModel:
+        """The model that answers it. Stray calls share a chain, so one model answers them all."""
+        models = self.session.models
+        is_stray = self.request.purpose is Purpose.STRAY
+        return models.main if is_stray else models.of(self.request.model)
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """The session's labels. The policy versions in them are those of its main model."""
+        labels, main = self.session.spec.labels, self.session.models.main
+        if self.model.name == main.name:
+            return labels
+        return {
+            name: labels[name] for name in labels if name not in (POLICY_VERSION, MAX_STALENESS)
+        }
+
 
 class TurnMaker:
     """Makes the record of a turn, which `session_manager` commits."""
 
-    def __init__(
-        self,
-        model_format: Format,
-        engine: ConfiguredEngine,
-        metrics: Metrics,
-        call_ids: CallIds,
-    ) -> None:
+    def __init__(self, metrics: Metrics, call_ids: CallIds) -> None:
         self._call_ids = call_ids
-        self._format = model_format
-        self._engine = engine
         self._metrics = metrics
-        self._stop_ids = list(model_format.renderer.get_stop_token_ids())
 
     async def sampled(self, pending: PendingTurn) -> TurnRecord:
         """Raises: ContextExhausted, Refused, GatewayUnavailable."""
-        engine = await await_unless_closed(pending.session, self._engine.current())
+        engine = await await_unless_closed(pending.session, pending.model.engine())
         if isinstance(engine, HostedEngine):
             return await self._ask(pending, engine.chat, engine.name)
         return await self._sample(pending, engine.tokens)
 
-    async def count(self, request: ModelRequest) -> int:
+    async def count(self, session: Session, request: ModelRequest) -> int:
         """Tokens of the request, rendered in full. Raises: Refused."""
         try:
-            return len(await self._render(request))
+            return len(await self._render(request, session.models.of(request.model).format))
         except Exception as error:
             raise _unrenderable(error) from error
 
     async def _sample(self, pending: PendingTurn, engine: TokenEngine) -> TurnRecord:
         session, request, turn_id = pending.session, pending.request, new_turn_id(pending.session)
+        model = pending.model
         with tracing.span("make prompt") as span:
             prompt, miss = await self._prompt(pending)
             span.set({"perdure.bridge_miss": miss})
@@ -114,8 +124,10 @@ class TurnMaker:
                     sampling,
                     session.spec.session_id,
                     turn_id,
-                    session.spec.labels,
+                    pending.labels,
                     last=session.elsewhere,
+                    vocabulary=model.format.tokenizer.vocabulary,
+                    model=model.name,
                     routed_from=parent.routed if parent else 0,
                 )
             ),
@@ -125,7 +137,7 @@ class TurnMaker:
             stops = agents_stops(session.spec.sampling, request)
             rollout = session.spec.rollout
             read = read_completion(
-                self._format,
+                model.format,
                 request,
                 prompt,
                 completion,
@@ -147,8 +159,10 @@ class TurnMaker:
 
     def _sampling(self, pending: PendingTurn, prompt_tokens: int) -> dict[str, Any]:
         spec, request = pending.session.spec, pending.request
-        found = token_sampling(spec.sampling, request, prompt_tokens, self._stop_ids)
-        found |= constraints(self._format, spec.sampling, request)
+        model_format = pending.model.format
+        stop_ids = list(model_format.renderer.get_stop_token_ids())
+        found = token_sampling(spec.sampling, request, prompt_tokens, stop_ids)
+        found |= constraints(model_format, spec.sampling, request)
         if (seed := self._seed(pending)) is not None:
             found["seed"] = seed
         return found
@@ -171,7 +185,7 @@ class TurnMaker:
             bridged = await self._bridge(pending)
             if not isinstance(bridged, Miss):
                 return bridged, None
-            return await self._render(pending.request), bridged.reason
+            return await self._render(pending.request, pending.model.format), bridged.reason
         except Exception as error:
             # On unexpected messages, a template may raise any exception.
             raise _unrenderable(error) from error
@@ -183,14 +197,15 @@ class TurnMaker:
         if at.parent is None:
             return Miss(at.miss or "first")
         new = request.messages[at.new :]
-        renderer, held = self._format.renderer, pending.awake.tree.continued.ids_of(at.parent)
+        renderer = pending.model.format.renderer
+        held = pending.awake.tree.continued.ids_of(at.parent)
         if _chars(new) < INLINE_CHARS:
             return bridge(renderer, at.parent, held, new, request.tools)
         return await asyncio.to_thread(bridge, renderer, at.parent, held, new, request.tools)
 
-    async def _render(self, request: ModelRequest) -> "array[int]":
+    async def _render(self, request: ModelRequest, model_format: Format) -> "array[int]":
         def ids(messages: list[Message]) -> list[int]:
-            found: list[int] = self._format.renderer.render_ids(
+            found: list[int] = model_format.renderer.render_ids(
                 messages, tools=request.tools, add_generation_prompt=True
             )
             return found
@@ -207,7 +222,7 @@ class TurnMaker:
         session, turn_id = pending.session, new_turn_id(pending.session)
         rules = session.spec.sampling
         engine.check(rules)
-        asked_model = engine.model or session.spec.model
+        asked_model = engine.model or pending.model.name
         body = chat_request(rules, pending.request, self._seed(pending))
         body["model"] = asked_model
         started = time.monotonic()

@@ -83,7 +83,7 @@ class GeneratorEngine:
 
 async def _register(url: str) -> None:
     model = load_settings().engine.model or DEFAULT_MODEL
-    await add_engine(_roster(), EngineSpec(url), model)
+    await add_engine(_roster(), EngineSpec(url), model, default=model)
 
 
 def _roster() -> StoredRoster:

@@ -73,6 +73,7 @@ class AgentSession:
         return SessionSpec(
             session_id=self._id,
             model=request.model,
+            models=request.models,
             sampling=request.sampling,
             sample=_sample(request),
             turns_key=job.key("turns.parquet"),

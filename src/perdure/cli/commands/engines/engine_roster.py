@@ -1,7 +1,6 @@
 """`perdure engines list | add | drain | remove`: the engines that this home's gateways use."""
 
 import asyncio
-import contextlib
 import json
 import time
 from typing import Literal
@@ -45,8 +44,9 @@ def list_(as_json: bool) -> None:
             else record.reason
         )
         click.echo(
-            f"{record.name:<24}{record.state.value:<10} generation {record.generation}  "
-            f"version {version}  weight {record.weight:g}  {note}".rstrip()
+            f"{record.name:<24}{record.state.value:<10} model {record.model}  "
+            f"generation {record.generation}  version {version}  weight {record.weight:g}  "
+            f"{f'run {record.run}  ' if record.run else ''}{note}".rstrip()
         )
     if not known and not status.replicas:
         add, up = (
@@ -68,15 +68,9 @@ def list_(as_json: bool) -> None:
 
 def _names(urls: str) -> set[str] | None:
     """Engines named in `URL=WEIGHT,URL`; None for a scripted engine, whose port is chosen at start."""
-    from perdure.engines.engine_state import name_of
+    from perdure.engines.reported_model import engine_names
 
-    if urls.startswith("scripted:"):
-        return None
-    names = set()
-    for part in urls.split(","):
-        with contextlib.suppress(ValueError):
-            names.add(name_of(part.strip().partition("=")[0]))
-    return names
+    return None if urls.startswith("scripted:") else engine_names(urls)
 
 
 @click.command()
@@ -89,19 +83,57 @@ def _names(urls: str) -> set[str] | None:
     show_default=True,
     help="Server whose token endpoint the engine has.",
 )
+@click.option(
+    "--model",
+    metavar="M",
+    help="Name of the model that it serves; runs choose it with --model M.  [default: the engine's"
+    " own if it is known, or PERDURE_ENGINE__MODEL, or policy]",
+)
+@click.option(
+    "--tokenizer",
+    metavar="T",
+    help="Tokenizer of a model that is added for the first time: qwen3, or a folder.",
+)
+@click.option(
+    "--tool-call-parser",
+    default="auto",
+    metavar="P",
+    show_default=True,
+    help="Format of that model's tool calls.",
+)
+@click.option("--run", metavar="RUN", help="Sample only for this run, or for runs of this glob.")
 @json_option
-def add(url: str, weight: float, kind: Literal["vllm", "sglang"], as_json: bool) -> None:
+def add(
+    url: str,
+    *,
+    weight: float,
+    kind: Literal["vllm", "sglang"],
+    model: str | None,
+    tokenizer: str | None,
+    tool_call_parser: str,
+    run: str | None,
+    as_json: bool,
+) -> None:
     """Use an engine that runs elsewhere. Run it again to change the weight."""
     from perdure.engines.engine_roster import add_engine
     from perdure.engines.engine_state import EngineSpec
     from perdure.errors import ConfigurationError
+    from perdure.gateway.rendering.message_format import checked_format
     from perdure.stack.engine_presence import home_roster
+    from perdure.types import DEFAULT_MODEL
 
     settings = load_settings()
-    model = settings.engine.model or "policy"
+    model_format = checked_format(tokenizer, tool_call_parser, "--tokenizer")
+    adding = add_engine(
+        home_roster(settings),
+        EngineSpec(url, weight, kind),
+        model,
+        default=settings.engine.model or DEFAULT_MODEL,
+        model_format=model_format,
+        run=run,
+    )
     try:
-        spec = EngineSpec(url, weight, kind)
-        record = asyncio.run(add_engine(home_roster(settings), spec, model))
+        record = asyncio.run(adding)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None
     if as_json:

@@ -1,0 +1,91 @@
+"""The models that answer a session: each one's message format and its engine, fixed when it opens.
+
+The session's journal has them, so that every process of the gateway reads recorded ids with the same
+tokenizer, whatever happens to the roster.
+"""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pydantic import Field
+
+from perdure.engines.base import Engine, HostedEngine
+from perdure.engines.configured_engine import ConfiguredEngine
+from perdure.engines.model_choice import ChosenModel
+from perdure.gateway.base import SessionSpec
+from perdure.gateway.rendering.message_format import Format, load_format
+from perdure.types import Frozen
+
+FORMATS = 8
+"""Message formats kept in memory; each has a tokenizer."""
+
+
+@dataclass(frozen=True)
+class SessionModel:
+    """A model that answers calls of a session."""
+
+    name: str
+    format: Format
+    engine: Callable[[], Awaitable[Engine | HostedEngine]]
+    """Raises: GatewayUnavailable."""
+
+
+@dataclass(frozen=True)
+class SessionModels:
+    """The models of one session."""
+
+    main: SessionModel
+    others: Mapping[str, SessionModel]
+    """By glob of the name in the agent's request: the model that answers instead."""
+
+    def of(self, asked: str) -> SessionModel:
+        """The model that answers a request for `asked`."""
+        matches = (model for glob, model in self.others.items() if fnmatchcase(asked, glob))
+        return next(matches, self.main)
+
+
+class RecordedModels(Frozen):
+    """The models of a session in its journal; None for the model of the settings."""
+
+    main: ChosenModel | None = None
+    others: dict[str, ChosenModel | None] = Field(default_factory=dict)
+    """By glob of the name in the agent's request."""
+
+
+class ModelLoader:
+    """Finds the models that sessions name, and loads their formats."""
+
+    def __init__(self, default: SessionModel, engine: ConfiguredEngine) -> None:
+        """`default`: the model of the settings."""
+        self._default = default
+        self._engine = engine
+        self._load = functools.lru_cache(FORMATS)(load_format)
+
+    async def chosen(self, spec: SessionSpec) -> RecordedModels:
+        """The models that a new session names.
+
+        Raises: ConfigurationError, which lists the models that are there; GatewayUnavailable,
+        StoreUnavailable.
+        """
+        run, choose = spec.labels.get("run", ""), self._engine.choose
+        others = {glob: await choose(name, run) for glob, name in spec.models.items()}
+        return RecordedModels(main=await choose(spec.model, run), others=others)
+
+    async def loaded(self, recorded: RecordedModels) -> SessionModels:
+        """Raises: ConfigurationError if a tokenizer cannot be read on this host."""
+        others = {glob: await self._model(one) for glob, one in recorded.others.items()}
+        return SessionModels(await self._model(recorded.main), others)
+
+    async def _model(self, recorded: ChosenModel | None) -> SessionModel:
+        if recorded is None:
+            return self._default
+        model_format = self._default.format
+        if (wanted := recorded.format) is not None:
+            model_format = await asyncio.to_thread(
+                self._load, wanted.tokenizer, wanted.tool_call_parser
+            )
+        engine = self._default.engine if recorded.is_hosted else self._engine.pooled
+        return SessionModel(recorded.name, model_format, engine)

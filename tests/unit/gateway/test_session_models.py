@@ -1,0 +1,304 @@
+"""Many models behind one gateway: each session names its model, and each has its engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from perdure.engines.engine_roster import (
+    ModelFormat,
+    StoredRoster,
+    add_engine,
+    remove_engine,
+    roster_key,
+)
+from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.weights.weight_publishing import Weights
+from perdure.engines.weights.weight_update import WeightCanary
+from perdure.episodes.turns_parquet import decode
+from perdure.errors import ConfigurationError, GatewayUnavailable
+from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.scripted_engine import ScriptedEngine, logprob
+from perdure.types import Turn
+from tests.local_gateway import LocalGateway, turns_key_of
+from tests.unit.gateway.families import FAMILIES
+
+QWEN3 = ModelFormat(tokenizer="qwen3")
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"default": {"turns": [{"content": text}]}}
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+async def policy() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(says("the policy"), policy_version=8) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(FAMILIES["Qwen3"].folder(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture
+async def judge(other_tokenizer: str) -> AsyncIterator[ScriptedEngine]:
+    """A model with another tokenizer than the policy's."""
+    async with ScriptedEngine(
+        says("the judge"), tokenizer=other_tokenizer, policy_version=3
+    ) as engine:
+        yield engine
+
+
+def roster_of(gateway: LocalGateway) -> StoredRoster:
+    return StoredRoster(gateway.store, roster_key(gateway.secret))
+
+
+def home(tmp_path: Path, engine: ScriptedEngine | None = None) -> LocalGateway:
+    """A gateway whose settings name this engine."""
+    return LocalGateway(tmp_path, engine={"url": engine.url, "kind": "vllm"} if engine else {})
+
+
+async def ask(
+    gateway: LocalGateway, key: str, messages: list[dict[str, Any]], model: str = "any"
+) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as http:
+        answer = await http.post(
+            "/v1/chat/completions",
+            json={"model": model, "messages": messages},
+            headers={"authorization": f"Bearer {key}"},
+        )
+    found: dict[str, Any] = answer.json()["choices"][0]["message"]
+    return found
+
+
+async def converse(gateway: LocalGateway, key: str, calls: int = 2) -> list[str]:
+    """The answers to a conversation."""
+    messages = [{"role": "user", "content": "Go."}]
+    for _ in range(calls):
+        answer = await ask(gateway, key, messages)
+        messages += [answer, {"role": "user", "content": "And now?"}]
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+async def turns_of(gateway: LocalGateway, session: str) -> list[Turn]:
+    await gateway.control.close(session)
+    return decode((await gateway.store.get(turns_key_of(session))).data)
+
+
+async def test_a_session_has_the_model_that_it_names(
+    tmp_path: Path, policy: ScriptedEngine, judge: ScriptedEngine, other_tokenizer: str
+) -> None:
+    """Its prompts are written with that model's tokenizer, its engines sample, and its turns record
+    that engine's policy version."""
+    async with home(tmp_path, policy) as gateway:
+        judged = ModelFormat(tokenizer=other_tokenizer)
+        await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=judged)
+        keys = [await gateway.open("p"), await gateway.open("j", model="judge")]
+        answers = await asyncio.gather(*(converse(gateway, key) for key in keys))
+        told = {session: await turns_of(gateway, session) for session in "pj"}
+
+    assert answers == [["the policy"] * 2, ["the judge"] * 2]
+    for session, name, version in (("p", "qwen3", 8), ("j", other_tokenizer, 3)):
+        first, second = told[session]
+        assert "Go." in load_tokenizer(name).decode(first.prompt_ids)
+        assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids  # it was bridged
+        assert (second.bridged, second.trainable) == (True, True)
+        assert {span.version for span in (*first.versions, *second.versions)} == {version}
+    assert (policy.stats().calls, judge.stats().calls) == (2, 2)
+
+
+async def test_a_session_keeps_its_tokenizer_when_another_process_continues_it(
+    tmp_path: Path, judge: ScriptedEngine, other_tokenizer: str
+) -> None:
+    """The ids in its journal stand for text only with the tokenizer that made them, even if the model
+    has another one by now."""
+    async with home(tmp_path) as first:
+        roster = roster_of(first)
+        judged = ModelFormat(tokenizer=other_tokenizer)
+        await add_engine(roster, EngineSpec(judge.url), "judge", model_format=judged)
+        key = await first.open("s", model="judge")
+        answer = await ask(first, key, [{"role": "user", "content": "Go."}])
+    await remove_engine(roster, name_of(judge.url))
+    await add_engine(roster, EngineSpec(judge.url), "judge", model_format=QWEN3)
+    async with home(tmp_path) as second:
+        messages = [{"role": "user", "content": "Go."}, answer, {"role": "user", "content": "On."}]
+        await ask(second, key, messages)
+        turns = await turns_of(second, "s")
+
+    assert [turn.bridged for turn in turns] == [False, True]
+    assert "On." in load_tokenizer(other_tokenizer).decode(turns[1].prompt_ids)
+
+
+async def test_a_model_without_an_engine_is_refused(tmp_path: Path, policy: ScriptedEngine) -> None:
+    """The error lists the models that are there. A model whose last engine was removed is not."""
+    async with ScriptedEngine(says("another")) as other, home(tmp_path, policy) as gateway:
+        roster = roster_of(gateway)
+        await add_engine(roster, EngineSpec(other.url), "user", model_format=QWEN3)
+        await add_engine(roster, EngineSpec("http://127.0.0.1:9"), "gone", model_format=QWEN3)
+        await remove_engine(roster, "127.0.0.1:9")
+
+        for model in ("judge", "gone"):
+            told = await refusal(gateway, model=model)
+            assert f"no engine has the model {model}: the engines have policy, user" in told
+
+
+async def refusal(gateway: LocalGateway, **spec: Any) -> str:
+    """Why the gateway refuses a session, once all engines have told their models."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                await gateway.open("refused", **spec)
+            except GatewayUnavailable:
+                await asyncio.sleep(0.02)
+            except ConfigurationError as error:
+                return str(error)
+
+
+async def test_a_request_without_a_model_gets_the_only_one(
+    tmp_path: Path, policy: ScriptedEngine
+) -> None:
+    """A user with one model never names it, whatever its name is; with two, one must be named."""
+    async with ScriptedEngine(says("another")) as other, home(tmp_path) as gateway:
+        roster = roster_of(gateway)
+        await add_engine(roster, EngineSpec(policy.url), "my-model", model_format=QWEN3)
+        answers = await converse(gateway, await gateway.open("s"), calls=1)
+        await add_engine(roster, EngineSpec(other.url), "judge", model_format=QWEN3)
+        told = await refusal(gateway)
+
+    assert answers == ["the policy"]
+    assert "several: judge, my-model. Name one" in told
+
+
+async def test_engines_of_a_run_sample_only_for_it(tmp_path: Path, policy: ScriptedEngine) -> None:
+    """A trainer's engines serve its rollouts and no others, and its rollouts use no other engine."""
+    async with ScriptedEngine(says("the trainer's")) as own, home(tmp_path, policy) as gateway:
+        await add_engine(roster_of(gateway), EngineSpec(own.url), run="train-*")
+        await add_engine(
+            roster_of(gateway), EngineSpec(own.url.replace("127.0.0.1", "localhost")), "judge",
+            model_format=QWEN3, run="train-*",
+        )  # fmt: skip
+        answers = [
+            await converse(gateway, await gateway.open(run, labels={"run": run}), calls=1)
+            for run in ("train-7", "other", "train-8")
+        ]
+        told = await refusal(gateway, model="judge", labels={"run": "other"})
+
+    assert "the engines have policy" in told
+    assert answers == [["the trainer's"], ["the policy"], ["the trainer's"]]
+
+
+async def test_calls_for_another_name_go_to_the_sessions_model_unless_it_maps_the_name(
+    tmp_path: Path, policy: ScriptedEngine
+) -> None:
+    """An agent's small helper model is the policy by default. A mapped one answers without changing the
+    main chain's tokens, whatever policy version the group accepts, and its turns are not trained."""
+    helper = "small-20250101"
+    async with (
+        ScriptedEngine(says("the judge"), policy_version=3) as judge,
+        home(tmp_path, policy) as gateway,
+    ):
+        await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=QWEN3)
+        answers: dict[str, list[str]] = {}
+        for session, models in (("default", {}), ("mapped", {"small-*": "judge"})):
+            versions = {"policy_version": "8", "max_staleness": "0"}
+            key = await gateway.open(session, models=models, labels=versions)
+            messages = [{"role": "user", "content": "Go."}]
+            answers[session] = []
+            for number in range(2):
+                title = [{"role": "user", "content": f"Title {number}?"}]
+                aside = await ask(gateway, key, title, helper)
+                answers[session].append(aside["content"])
+                messages += [await ask(gateway, key, messages), {"role": "user", "content": "On."}]
+        turns = await turns_of(gateway, "mapped")
+        summary = await gateway.control.get("mapped")
+        async with httpx.AsyncClient() as http:
+            metrics = (await http.get(f"{gateway.url}/metrics")).text
+        told = await refusal(gateway, models={"small-*": "nobody"})
+
+    assert "no engine has the model nobody" in told
+    assert answers == {"default": ["the policy"] * 2, "mapped": ["the judge"] * 2}
+    assert [(turn.asked_model, turn.trainable, turn.bridge_miss) for turn in turns] == [
+        ("judge", False, "first"),
+        ("policy", True, "first"),
+        ("judge", False, "restart"),
+        ("policy", True, None),
+    ]
+    assert (summary.policy_version_min, summary.policy_version_max) == (8, 8)
+    assert "perdure_engine_moved_sessions 0.0" in metrics  # it kept its lease at either engine
+    assert 'perdure_gateway_turns_total{finish_reason="stop",model="judge"} 2.0' in metrics
+
+
+async def test_a_hosted_api_may_stand_beside_engines(
+    tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API gets the name that the session gives. An added engine has exact tokens all the same, and
+    calls that a hosted model answers do not make the rollout untrainable."""
+    async with ScriptedEngine(says("an API")) as api:
+        monkeypatch.setenv("OPENAI_BASE_URL", api.url)
+        async with home(tmp_path) as gateway:
+            await add_engine(roster_of(gateway), EngineSpec(policy.url), "mine", model_format=QWEN3)
+            key = await gateway.open("s", model="mine", models={"small": "gpt-5-mini"})
+            answers = [
+                (await ask(gateway, key, [{"role": "user", "content": "Go."}], model))["content"]
+                for model in ("small", "mine")
+            ]
+            hosted = await gateway.open("h", model="gpt-5", models={"small": "gpt-5-mini"})
+            for model in ("small", "gpt-5"):
+                await ask(gateway, hosted, [{"role": "user", "content": "Go."}], model)
+            trainable = (await gateway.control.get("s")).trainable
+            turns = [await turns_of(gateway, session) for session in "sh"]
+
+    assert answers == ["an API", "the policy"]
+    assert trainable
+    assert [[(turn.asked_model, turn.trainable) for turn in those] for those in turns] == [
+        [("gpt-5-mini", False), ("mine", True)],
+        [("gpt-5-mini", False), ("gpt-5", False)],
+    ]
+
+
+async def test_weights_are_published_to_the_engines_of_one_model(
+    tmp_path: Path, policy: ScriptedEngine
+) -> None:
+    """The policy's update leaves the judge's weights and version as they are; each model has its own
+    published version."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "weights.json").write_text('{"weights": 9}')
+    token = load_tokenizer("qwen3").encode_plain("the")[0]
+    canary = WeightCanary(
+        prompt_ids=(1, 2, 3), token_id=token, logprob=logprob(token, 0, 9), tolerance=0.01
+    )
+    async with (
+        ScriptedEngine(says("the judge"), policy_version=3) as judge,
+        home(tmp_path, policy) as gateway,
+    ):
+        roster = roster_of(gateway)
+        await add_engine(roster, EngineSpec(judge.url), "judge", model_format=QWEN3)
+        async with asyncio.timeout(30):
+            while sum(one.serves for one in (await roster.read()).engines) < 2:
+                await asyncio.sleep(0.02)
+        async with (
+            Weights(gateway.settings, notice_s=0) as weights,
+            Weights(gateway.settings, model="judge", notice_s=0) as judges,
+        ):
+            done = await weights.publish(9, folder, [canary])
+            published = (await weights.published(), await judges.published())
+        versions = {one.model: one.version for one in (await roster.read()).engines}
+        async with Weights(gateway.settings, model="nobody") as nobody:
+            with pytest.raises(ConfigurationError, match="the engines have judge, policy"):
+                await nobody.published()
+
+    assert [one.engine for one in done] == [name_of(policy.url)]
+    assert versions == {"policy": 9, "judge": 3}
+    assert (published[0] and published[0].version, published[1]) == (9, None)
+    assert (policy.weights, judge.weights) == (9, 0)
