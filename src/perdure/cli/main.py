@@ -69,6 +69,10 @@ COMMANDS = {
         "perdure.cli.commands.instances:instances",
         "Build, import, list and show instances.",
     ),
+    "images": (
+        "perdure.cli.commands.images:images",
+        "Pull or build a dataset's images before a run; remove unused ones.",
+    ),
     "engines": (
         "perdure.cli.commands.engines.engine_commands:engines",
         "Start engines on Ray; list, add, drain, remove.",

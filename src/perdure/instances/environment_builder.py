@@ -22,12 +22,14 @@ from uuid import uuid4
 from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
 from perdure.home_folder import make_readable_by_sandboxes
-from perdure.instances import base_trees, host_git, uv_program
+from perdure.instances import base_trees, dockerfile_builds, host_git, uv_program
 from perdure.instances.package_index_hosts import how_to_allow, index_hosts
 from perdure.instances.package_index_proxy import UnreachedHosts, index_proxy, variables
 from perdure.instances.row_interpreter import find_python
 from perdure.python_interpreters import find_uv
+from perdure.sandboxes import image_names
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
+from perdure.sandboxes.image_builds import BuildsImages
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits, SourceKind
@@ -44,6 +46,8 @@ UV_FOLDER = "/opt/perdure/bin"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
 
+USES = "images"
+"""Folder of empty files, one for each image of a Dockerfile. Their times are those of the last use."""
 INSTALL_TIMEOUT_S = 1800.0
 TAIL_LINES = 15
 LOCK_POLL_S = (0.02, 0.5)
@@ -85,7 +89,7 @@ class Environments:
         self._provider = provider
         self._runs_on = runs_on or provider
         self._build_hosts = build_hosts
-        for folder in ("ready", "building", "locks", "logs", "caches"):
+        for folder in ("ready", "building", "locks", "logs", "caches", USES):
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     async def prepare(
@@ -103,7 +107,10 @@ class Environments:
         sandbox cannot build it); any error of making a sandbox.
         """
         if instance.source.kind is SourceKind.IMAGE:
-            return _from_image(instance, self._runs_on)
+            prepared = _from_image(instance, self._runs_on)
+            if instance.environment.build is not None:
+                await self._build_image(instance, limits, network)
+            return prepared
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
                 f"{instance.ref} has install lines, which need a sandbox that can mount "
@@ -120,9 +127,46 @@ class Environments:
                     await self._build(instance, key, ready, limits, network)
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
+    async def prepare_image(
+        self, instance: Instance, *, limits: Limits = INSTALL_LIMITS, network: Network
+    ) -> None:
+        """Pull or build the instance's image before a sandbox needs it. Raises: as `prepare`."""
+        image = instance.environment.image or ""
+        used = self._runs_on.image_used_for(image)
+        if instance.environment.build is not None and used == image:
+            await self._build_image(instance, limits, network)
+        elif image:
+            await image_builder(instance, self._runs_on).pull_image(used)
+
+    async def _build_image(self, instance: Instance, limits: Limits, network: Network) -> None:
+        """Build the image of the instance's Dockerfile, unless this host has it."""
+        image = instance.environment.image or ""
+        if self._runs_on.image_used_for(image) != image:
+            return
+        builder, key = image_builder(instance, self._runs_on), image_names.key_of(image)
+        if await builder.image_size(image) is None:
+            async with self._locked(key) as lock:
+                if await builder.image_size(image) is None:
+                    place = dockerfile_builds.BuildPlace(
+                        folder=self.root / "building" / f"{key}-{uuid4().hex[:8]}",
+                        log=self.root / "logs" / f"{key}.log",
+                        socket=self.root / f"{key[:12]}.index",
+                        lock=lock,
+                        limits=limits,
+                        network=network,
+                        build_hosts=self._build_hosts,
+                    )
+                    await asyncio.to_thread(self._remove_drafts, key)
+                    try:
+                        await dockerfile_builds.build_image(instance, builder, self._store, place)
+                    finally:
+                        await asyncio.to_thread(self._remove_drafts, key)
+        (self.root / USES / image.rpartition(":")[2]).touch()
+
     @asynccontextmanager
-    async def _locked(self, key: str) -> AsyncIterator[None]:
+    async def _locked(self, key: str) -> AsyncIterator[int]:
         """Allow one builder per key among all processes; the kernel frees the lock of a dead one.
+        Yields the lock's descriptor.
 
         It polls, because each blocking flock would occupy one of the event loop's few threads.
         """
@@ -131,7 +175,7 @@ class Environments:
             while not _try_lock(file.fileno()):
                 await asyncio.sleep(pause)
                 pause = min(pause * 1.5, longest)
-            yield
+            yield file.fileno()
 
     async def _build(
         self, instance: Instance, key: str, ready: Path, limits: Limits, network: Network
@@ -160,8 +204,11 @@ class Environments:
         """Remove a killed builder's leftovers of this environment, sandboxes first."""
         for left in await self._provider.list({"environment": key}):
             await self._provider.kill(left.identity)
+        await asyncio.to_thread(self._remove_drafts, key)
+
+    def _remove_drafts(self, key: str) -> None:
         for folder in (self.root / "building").glob(f"{key}-*"):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
     @asynccontextmanager
     async def _index_access(
@@ -306,12 +353,30 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
 
 
 def check_image(instance: Instance, provider: SandboxProvider) -> None:
-    """Raises: ConfigurationError if the tree is in an image and the provider cannot run images."""
-    if instance.source.kind is SourceKind.IMAGE and not provider.runs_images:
-        raise ConfigurationError(
-            f"the tree of {instance.ref} is in the image {instance.environment.image}, which "
-            f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
-        )
+    """Raises: ConfigurationError if the tree is in an image that the provider cannot run or build."""
+    if instance.source.kind is not SourceKind.IMAGE:
+        return
+    for environment in instance.environments:
+        image = environment.image or ""
+        if not provider.runs_images:
+            where = f"the image {image}" if environment.build is None else "its Dockerfile"
+            raise ConfigurationError(
+                f"the tree of {instance.ref} is in {where}, which "
+                f"--sandbox {provider.name} cannot run: use --sandbox podman or docker, or give the row a `source`"
+            )
+        if environment.build is not None and provider.image_used_for(image) == image:
+            image_builder(instance, provider)
+
+
+def image_builder(instance: Instance, provider: SandboxProvider) -> BuildsImages:
+    """Raises: ConfigurationError if the provider builds no images."""
+    if isinstance(provider, BuildsImages):
+        return provider
+    raise ConfigurationError(
+        f"{instance.ref} has a Dockerfile, and --sandbox {provider.name} builds no images: use "
+        "--sandbox podman or docker, or build the image where it can get it and map "
+        f"{instance.environment.image!r} to its name in the file of PERDURE_SANDBOX__IMAGE_MAP"
+    )
 
 
 def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:

@@ -220,13 +220,14 @@ class Job:
         done = await self.read(name, model)
         return done if done is not None else await self.write(name, await work(self))
 
-    async def prepared(self, plan: SandboxPlan) -> Prepared:
-        """The instance's environment for a sandbox of this plan. Builds it if necessary."""
+    async def prepared(self, plan: SandboxPlan, instance: Instance | None = None) -> Prepared:
+        """The environment of the instance for a sandbox of this plan. Builds it if necessary.
+        `instance`: with another environment than the row's."""
         build = self._placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
         with tracing.span("prepare environment"):
             return await environments.prepare(
-                self.instance, limits=build.limits, network=build.network
+                instance or self.instance, limits=build.limits, network=build.network
             )
 
     def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:

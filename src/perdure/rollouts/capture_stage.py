@@ -4,12 +4,13 @@ import hashlib
 
 from perdure import tracing
 from perdure.errors import Boundary, RetryHere, SandboxLost
+from perdure.graders.artifact_transfer import pack_artifacts
 from perdure.graders.diff import diff_capture as diff
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
-from perdure.rollouts.grade_stage import needs_tests
+from perdure.rollouts.grade_stage import ARTIFACTS, needs_tests
 from perdure.rollouts.prediction_application import IGNORED
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.sandboxes.base import Sandbox
@@ -57,6 +58,7 @@ async def _take(job: Job) -> PatchRef:
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
+    artifacts, refused = await _artifacts(job, sandbox)
     return PatchRef(
         key=key,
         sha256=hashlib.sha256(captured.data).hexdigest(),
@@ -67,7 +69,20 @@ async def _take(job: Job) -> PatchRef:
         too_large=captured.too_large,
         dropped=captured.dropped,
         refused=captured.refused,
+        artifacts_sha256=hashlib.sha256(artifacts).hexdigest() if artifacts else "",
+        artifacts_refused=refused,
     )
+
+
+async def _artifacts(job: Job, sandbox: Sandbox) -> tuple[bytes, str]:
+    """The stored tar of the instance's artifacts, and why there is none. An earlier try's stays."""
+    if not job.instance.artifacts:
+        return b"", ""
+    packed = await pack_artifacts(sandbox, job.instance.artifacts)
+    key, store = job.key(ARTIFACTS), job.services.store
+    if packed.data and not await store.put_if_absent(key, packed.data):
+        return (await store.get(key)).data, ""
+    return packed.data, packed.refused
 
 
 async def _captured(

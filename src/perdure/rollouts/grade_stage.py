@@ -15,10 +15,12 @@ from perdure.errors import (
     RetryHere,
     SandboxLost,
 )
+from perdure.graders.artifact_transfer import unpack_artifacts
 from perdure.graders.base import Graded
 from perdure.graders.diff.signal_search import signals_of
 from perdure.graders.hidden_test_run import LostDuringTests, SilentDuringTests
 from perdure.graders.image.image_setup import set_up_image, with_committed_tests
+from perdure.graders.protocols.reward_file import tests_instance
 from perdure.graders.reward_rules import apply_reward_rules
 from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_verdict import follow_official_verdict
@@ -37,6 +39,8 @@ MAX_LOST = 3
 """Lost grading sandboxes after which grading stops, because some tests always end their sandbox."""
 TOLD_TESTS, TOLD_CHARACTERS = 5, 160
 """Failing tests reported to the workflow, and characters of each. The grade lists all of them."""
+ARTIFACTS = "artifacts.tar"
+"""File of an attempt: what the agent left at the paths of `Instance.artifacts`."""
 TESTS_CAUSED_LOSS_SUFFIX = "-by-the-tests.txt"
 """Suffix of the key that records a loss caused by the code under test."""
 
@@ -71,6 +75,8 @@ def checkpoint(workflow_run_id: str) -> str:
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
     """Whether the verdict needs a sandbox."""
+    if job.instance.grading.verifier is not None:  # its tests see the artifacts and no diff
+        return not patch.artifacts_refused
     if patch.refused or patch.too_large or patch.unapplied:
         return False
     if not patch.empty:
@@ -96,12 +102,15 @@ async def _grade(job: Job) -> Grade:
     if not needs_tests(job, patch):
         return _without_tests(job, patch)
     store = job.services.store
-    data = await _captured(job, patch)
+    data = await _captured(job, patch.key, patch.sha256)
+    artifacts = b""
+    if patch.artifacts_sha256:
+        artifacts = await _captured(job, job.key(ARTIFACTS), patch.artifacts_sha256)
     started = time.monotonic()
     identities = iter(job.grade_identities)
 
     async def graded_once(instance: Instance) -> Graded:
-        return await _run_tests(job, data, instance, next(identities))
+        return await _run_tests(job, data, instance, next(identities), artifacts)
 
     found = await verified(
         job.instance,
@@ -130,29 +139,33 @@ async def _grade(job: Job) -> Grade:
     return apply_reward_rules(grade, job.request)
 
 
-async def _captured(job: Job, patch: PatchRef) -> bytes:
-    """The captured diff. Raises: AttemptDamaged if it is gone or its bytes have changed."""
+async def _captured(job: Job, key: str, sha256: str) -> bytes:
+    """What was captured. Raises: AttemptDamaged if it is gone or its bytes have changed."""
     try:
-        data = (await job.services.store.get(patch.key)).data
+        data = (await job.services.store.get(key)).data
     except NotFound:
         problem = "is gone"
     else:
-        if hashlib.sha256(data).hexdigest() == patch.sha256:
+        if hashlib.sha256(data).hexdigest() == sha256:
             return data
-        problem = "is not the captured diff: its sha256 differs"
+        problem = "is not what was captured: its sha256 differs"
     raise AttemptDamaged(
-        f"{patch.key} {problem}; a new attempt replays the recorded turns, and an earlier verdict stays"
+        f"{key} {problem}; a new attempt replays the recorded turns, and an earlier verdict stays"
     )
 
 
-async def _run_tests(job: Job, patch: bytes, instance: Instance, identity: str) -> Graded:
+async def _run_tests(
+    job: Job, patch: bytes, instance: Instance, identity: str, artifacts: bytes
+) -> Graded:
     """Run the tests once. If they end every sandbox, return that verdict.
 
     Raises: RetryHere, GradingSandboxesLost.
     """
     try:
         is_first = identity == job.grade_identities[0]
-        graded = await _run_once(job, patch, instance, identity, is_first=is_first)
+        graded = await _run_once(
+            job, patch, instance, identity, is_first=is_first, artifacts=artifacts
+        )
     except SandboxLost as error:
         return await _after_loss(job, error, identity)
     if graded.grade.outcome is Outcome.UNPARSABLE and not await _sandboxes_work(job, identity):
@@ -167,17 +180,29 @@ async def _run_tests(job: Job, patch: bytes, instance: Instance, identity: str) 
 
 
 async def _run_once(
-    job: Job, patch: bytes, instance: Instance, identity: str, *, is_first: bool
+    job: Job,
+    patch: bytes,
+    instance: Instance,
+    identity: str,
+    *,
+    is_first: bool,
+    artifacts: bytes = b"",
 ) -> Graded:
-    """Run the tests in a fresh sandbox. Raises: SandboxLost; RateLimited in the first run."""
+    """Run the tests in a fresh sandbox: on the diff, or on the artifacts if they have an environment
+    of their own. Raises: SandboxLost; RateLimited in the first run."""
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
+    if (verifier := instance.grading.verifier) is not None:
+        patch, instance = b"", tests_instance(instance, verifier)
     # A sandbox that an earlier try has used is not fresh.
     await plan.provider.kill(identity)
-    spec = await grading_spec(job, timeout_s, job.labels("grade"))
+    spec = await grading_spec(job, timeout_s, job.labels("grade"), instance)
     sandbox = await _created(job, spec, identity, is_first=is_first)
     async with kill_on_exit(job.activity_attempt, sandbox):
         await plan.admission.started()
+        if artifacts and (bad := await unpack_artifacts(sandbox, instance.artifacts, artifacts)):
+            zero = Rewards(binary=0.0)
+            return Graded(Grade(outcome=Outcome.APPLY_FAILED, reason=bad, rewards=zero), b"")
         if spec.tree is None:  # the code under test could also search later commits for the fix
             instance = await with_committed_tests(sandbox, instance)
             await set_up_image(sandbox, instance)
@@ -213,10 +238,13 @@ async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool
     )
 
 
-async def grading_spec(job: Job, timeout_s: float, labels: dict[str, str]) -> SandboxSpec:
-    """A fresh sandbox in which the tests run for at most `timeout_s`."""
+async def grading_spec(
+    job: Job, timeout_s: float, labels: dict[str, str], instance: Instance | None = None
+) -> SandboxSpec:
+    """A fresh sandbox in which the tests run for at most `timeout_s`. `instance`: as for
+    `Job.prepared`."""
     plan = job.grade_sandbox
-    prepared = await job.prepared(plan)
+    prepared = await job.prepared(plan, instance)
     return SandboxSpec(
         workdir=prepared.workdir,
         tree=prepared.tree,
@@ -258,6 +286,8 @@ async def _after_loss(job: Job, error: SandboxLost, identity: str) -> Graded:
 async def _sandboxes_work(job: Job, identity: str) -> bool:
     """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
     sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
+    if job.instance.grading.verifier is not None:  # there is no fix, as artifacts have none
+        return await _control(job, identity) is not None
     expected = Outcome.RESOLVED if job.instance.gold_patch else Outcome.UNRESOLVED
     return await _control(job, identity) is expected
 
@@ -282,7 +312,9 @@ async def _control(job: Job, identity: str) -> Outcome | None:
 
 def _without_tests(job: Job, patch: PatchRef) -> Grade:
     outcome, reason = Outcome.EMPTY_PATCH, "the agent changed nothing"
-    if patch.refused:
+    if job.instance.grading.verifier is not None:
+        outcome, reason = Outcome.CAPTURE_FAILED, patch.artifacts_refused
+    elif patch.refused:
         outcome, reason = Outcome.CAPTURE_FAILED, patch.refused
     elif patch.too_large:
         outcome, reason = Outcome.APPLY_FAILED, "patch_too_large"

@@ -354,6 +354,13 @@ class SandboxProvider(ABC):
         """Name of the account whose caps all workers share. It contains no secret."""
         return self.name
 
+    def image_used_for(self, image: str) -> str:
+        """The image, template or snapshot from which it makes sandboxes of this image.
+
+        Raises: ConfigurationError if the map of images is wrong.
+        """
+        return image
+
     @abstractmethod
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         """A live sandbox of this identity. An existing one is adopted; there are never two.

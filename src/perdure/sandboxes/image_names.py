@@ -15,13 +15,13 @@ TAGS_VARIABLE = "PERDURE_E2B__METADATA_FILE"
 KEY_VARIABLE = "PERDURE_E2B__METADATA_IMAGE_KEY"
 
 
-def prebuilt(provider: str, image: str | None, image_map: Path | None) -> str | None:
+def prebuilt(provider: str, image: str, image_map: Path | None) -> str:
     """The template, snapshot or image that this provider uses for `image`, from the JSON file
     `image_map`: image -> what was built from it, for all providers or `{"e2b": ..., "daytona": ...}`.
 
     Raises: ConfigurationError naming the file and what is wrong in it.
     """
-    if image is None or image_map is None:
+    if image_map is None:
         return image
     found = json_object(image_map, MAP_VARIABLE).get(image, image)
     if isinstance(found, dict):

@@ -157,20 +157,20 @@ def _seconds(words: str) -> float:
     return sum(float(n) * UNITS[unit] for n, unit in parts) if parts else float(found[1])
 
 
-def printed(command: Sequence[str], what: str) -> str:
+def printed(command: Sequence[str], what: str, timeout_s: float = PULL_TIMEOUT_S) -> str:
     """The output of a program that handles images. Raises: RetryHere with its error."""
     try:
         done = subprocess.run(
             command,
             capture_output=True,
             check=False,
-            timeout=PULL_TIMEOUT_S,
+            timeout=timeout_s,
             text=True,
             errors="replace",
         )
     except subprocess.TimeoutExpired:
         raise RetryHere(
-            f"{what} took more than {PULL_TIMEOUT_S:.0f} s", boundary=Boundary.SANDBOX
+            f"{what} took more than {timeout_s:.0f} s", boundary=Boundary.SANDBOX
         ) from None
     if done.returncode:
         said = last_error(done.stderr) or f"exit code {done.returncode}"

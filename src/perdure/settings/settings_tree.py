@@ -169,6 +169,8 @@ class SandboxSettings(Group):
     """Hosts that builds may reach in addition to the package index: `github.com,files.example:8443`."""
     image_mirror: str = ""
     """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
+    pull_timeout_s: float = Field(1200.0, gt=0)
+    """Seconds that the pull of one image may take."""
     image_map: Path | None = None
     """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
 

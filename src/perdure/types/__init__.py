@@ -7,6 +7,7 @@ types from here.
 from perdure.types.base import Bytes, Frozen, Request
 from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
+    Build,
     CommittedTests,
     Environment,
     Grading,
@@ -16,6 +17,7 @@ from perdure.types.instances import (
     SourceKind,
     Twin,
     TwinDraw,
+    Verifier,
     distinct_twins,
 )
 from perdure.types.requests import (
@@ -87,6 +89,7 @@ __all__ = [
     "AccountCaps",
     "AgentEnd",
     "Budget",
+    "Build",
     "Bytes",
     "CalibrationRequest",
     "CalibrationState",
@@ -140,6 +143,7 @@ __all__ = [
     "TwinDraw",
     "Usage",
     "Verification",
+    "Verifier",
     "VersionSpan",
     "distinct_twins",
     "slugify",

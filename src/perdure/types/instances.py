@@ -35,6 +35,16 @@ class Source(Frozen):
     commit: str | None = None
 
 
+class Build(Frozen):
+    """A Dockerfile from which hosts make the environment's image, each once per content."""
+
+    path: str | None = None
+    """The build context on the importing host. The import stores it and sets `key` instead."""
+    key: str | None = None
+    """Store key of the build context, a tar.gz with `Dockerfile` at its top."""
+    timeout_s: float = Field(600.0, gt=0)
+
+
 class Environment(Frozen):
     """What the repository needs to run. It is prepared once per instance and shared read-only.
 
@@ -44,6 +54,8 @@ class Environment(Frozen):
     """
 
     image: str | None = None
+    build: Build | None = None
+    """Makes `image` on a host that lacks it. The import names `image` by the context's digest."""
     python: str = "3.11"
     install: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
@@ -69,6 +81,16 @@ class CommittedTests(Frozen):
 
     commit: str
     paths: tuple[str, ...]
+
+
+class Verifier(Frozen):
+    """An environment of the tests' own. They see the instance's artifacts, but not the diff."""
+
+    environment: Environment
+    cwd: str
+    """The folder in which the tests start."""
+    has_tests: bool
+    """Its image contains the tests; otherwise `Grading.files` are written as usual."""
 
 
 class Twin(Frozen):
@@ -145,6 +167,8 @@ class Grading(Frozen):
     patch_exclude: tuple[str, ...] = ()
     """Globs of paths that are dropped from a model's diff, such as `Lib/test/*`."""
     timeout_s: float = 1800.0
+    verifier: Verifier | None = None
+    """For `reward_file`. None: the tests run in the instance's environment, with the diff."""
     twin_draws: tuple[TwinDraw, ...] = ()
     """The draws that calibration has proven. Each grading picks one per pair."""
     canary: bool = False
@@ -180,6 +204,9 @@ class Instance(Frozen):
     gold_patch: Bytes = b""
     gold_script: dict[str, Bytes] = Field(default_factory=dict)
     """For tasks whose reference solution is a script: `solve.sh` and the files in its folder."""
+    artifacts: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Absolute path of a file or folder that is kept beside the diff -> tar patterns of what is left
+    out below it. They have the same paths in the environment of a `grading.verifier`."""
     phases: Phases = Phases()
     """Requirements of this instance's sandboxes. A request overrides them."""
     created_at: str | None = None
@@ -188,3 +215,9 @@ class Instance(Frozen):
     @property
     def ref(self) -> str:
         return f"{self.dataset}/{self.instance_id}"
+
+    @property
+    def environments(self) -> tuple[Environment, ...]:
+        """The agent's, then the tests' own if they have one."""
+        verifier = self.grading.verifier
+        return self.environment, *((verifier.environment,) if verifier else ())

@@ -154,6 +154,10 @@ class PatchRef(Frozen):
     """Why no diff could be taken; empty if there is one, or if nothing changed."""
     unapplied: str = ""
     """Why a prediction does not apply to the base tree. Its bytes are then those of its file."""
+    artifacts_sha256: str = ""
+    """Digest of `artifacts.tar` in the same folder; empty if the agent left no artifacts."""
+    artifacts_refused: str = ""
+    """Why the artifacts were not kept."""
 
 
 VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")

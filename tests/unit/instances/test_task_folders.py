@@ -9,10 +9,11 @@ from perdure.agents.base import AgentTask
 from perdure.agents.oracle import Oracle
 from perdure.errors import InstanceError
 from perdure.graders.protocols.reward_file import RewardFileGrader, reward_of
+from perdure.instances import base_trees, build_contexts, instance_catalog
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
-from perdure.types import Instance, LimitChanges, Sampling, SourceKind
+from perdure.types import Build, Instance, LimitChanges, Sampling, SourceKind
 from tests.unit.instances.made_rows import write_harbor
 
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
@@ -67,7 +68,7 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
         ('\n[[steps]]\nname = "a"\n', "`steps`"),
         ("\n[more]\na = 1\n", "`more`"),
         ('\n[environment.healthcheck]\ncommand = "x"\n', "`environment.healthcheck`"),
-        ("gpus = 1\n", "`environment.gpus`"),
+        ("gpus = 1\n", "`environment.gpus = 1`, only 0"),
         ('os = "windows"\n', "`environment.os = 'windows'`, only 'linux'"),
         ('network_mode = "allowlist"\n', "only 'public' and 'no-network'"),
         ('\n[solution]\nenv = {A = "1"}\ntimeout_sec = 3\n', "`solution.timeout_sec`"),
@@ -91,7 +92,7 @@ def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InstanceError) as caught:
         read(folder)
 
-    for name in ("steps", "environment.gpus", "environment.os", "several containers", "image"):
+    for name in ("steps", "environment.gpus", "environment.os", "several containers"):
         assert name in str(caught.value)
 
 
@@ -111,48 +112,97 @@ def test_empty_values_and_other_names_of_the_default_pass(tmp_path: Path) -> Non
     plain = read(write_harbor(tmp_path / "plain" / "add", "img:1"))
     folder = write_harbor(tmp_path / "add", "img:1", more=EMPTY_DEFAULTS)
     task = (folder / "task.toml").read_text()
-    modes = '[verifier]\nenvironment_mode = "separate"\nuser = "root"\ncollect = []'
+    modes = '[verifier]\nenvironment_mode = "shared"\nuser = "root"\ncollect = []'
     (folder / "task.toml").write_text("artifacts = []\n" + task.replace("[verifier]", modes))
 
     assert read(folder) == plain
 
 
-def test_a_verifier_with_an_image_of_its_own_is_refused(tmp_path: Path) -> None:
-    folder = write_harbor(tmp_path / "add", "img:1")
+def separate(folder: Path, artifacts: str, more: str = "") -> Path:
+    """The task with a verifier of its own, whose image is built from tests/Dockerfile."""
     task = (folder / "task.toml").read_text()
-    separate = task.replace("[verifier]", '[verifier]\nenvironment_mode = "separate"')
-    (folder / "task.toml").write_text(separate)
-    (folder / "tests" / "Dockerfile").write_text("FROM x\n")
+    mode = '[verifier]\nenvironment_mode = "separate"\nenv = {A = "1"}'
+    (folder / "task.toml").write_text(
+        f"artifacts = [{artifacts}]\n" + task.replace("[verifier]", mode) + more
+    )
+    (folder / "tests/Dockerfile").write_text("FROM x\nWORKDIR /grading\nCOPY . /tests/\n")
+    return folder
 
-    with pytest.raises(InstanceError, match="tests/Dockerfile"):
-        read(folder)
+
+def test_tests_in_an_image_of_their_own(tmp_path: Path) -> None:
+    """The agent's work reaches them as artifacts. Their limits and variables are their own."""
+    more = "\n[verifier.environment]\nmemory_mb = 512\nenv = {B = '2'}\n"
+    entries = '"/app/out", {source = "/app/b", exclude = ["*.o"]}'
+    instance = read(separate(write_harbor(tmp_path / "add", "img:1"), entries, more))
+    verifier = instance.grading.verifier
+
+    assert verifier is not None
+    assert instance.artifacts == {"/logs/artifacts": (), "/app/out": (), "/app/b": ("*.o",)}
+    assert (verifier.cwd, verifier.has_tests) == ("/grading", True)
+    assert verifier.environment.build == Build(path=str(tmp_path / "add/tests"))
+    assert verifier.environment.env == {"A": "1", "B": "2"}
+    assert instance.phases.grade.limits == LimitChanges(memory_mb=512)
+    assert instance.grading.files == {}
+    RewardFileGrader().validate(instance)
+
+
+@pytest.mark.parametrize("mode", ['environment_mode = "separate"', "environment = {cpus = 1}"])
+def test_a_separate_verifier_has_a_fresh_environment(tmp_path: Path, mode: str) -> None:
+    """Without an image of its own it is the agent's, with the tests and the artifacts."""
+    folder = write_harbor(tmp_path / "add", "img:1", "/work")
+    task = (folder / "task.toml").read_text()
+    (folder / "task.toml").write_text(task.replace("[verifier]", f"[verifier]\n{mode}"))
+    instance = read(folder)
+    verifier = instance.grading.verifier
+
+    assert verifier is not None
+    assert (verifier.environment.image, verifier.cwd) == ("img:1", "/work")
+    assert ".perdure-tests/test.sh" in instance.grading.files
+    assert list(instance.artifacts) == ["/logs/artifacts"]
 
 
 @pytest.mark.parametrize(
-    ("more", "agent", "grade"),
+    ("artifacts", "said"),
     [
-        ("allow_internet = true\n", "host", "host"),
-        ('network_mode = "public"\n', "host", "host"),
-        ('network_mode = "no-network"\nallow_internet = true\n', None, None),
-        ("", None, None),
+        ('"out"', "'out' is not an absolute path"),
+        ('"/"', "'/' is not an absolute path below /"),
+        ('{source = "/app/x", service = "db"}', "/app/x is in another container"),
     ],
 )
-def test_each_phase_has_its_network(
-    tmp_path: Path, more: str, agent: str | None, grade: str | None
+def test_artifacts_that_cannot_be_kept_are_refused(
+    tmp_path: Path, artifacts: str, said: str
 ) -> None:
-    phases = read(write_harbor(tmp_path / "add", "img:1", more=more)).phases
+    with pytest.raises(InstanceError, match=said):
+        read(separate(write_harbor(tmp_path / "add", "img:1"), artifacts))
 
-    assert (phases.agent.network, phases.grade.network) == (agent, grade)
+
+@pytest.mark.parametrize(
+    ("more", "permits"),
+    [
+        ("allow_internet = true\n", True),
+        ('network_mode = "public"\n', True),
+        ('network_mode = "no-network"\nallow_internet = true\n', False),
+        ("", False),
+    ],
+)
+def test_a_permitted_network_is_noted_and_not_given(
+    tmp_path: Path, more: str, permits: bool
+) -> None:
+    """Every task that Harbor writes permits one; a run says that its sandboxes have none."""
+    instance = read(write_harbor(tmp_path / "add", "img:1", more=more))
+
+    assert (instance.phases.agent.network, instance.phases.grade.network) == (None, None)
+    assert ("permits_network" in instance.metadata) is permits
 
 
 def test_a_phase_overrides_the_environments_network(tmp_path: Path) -> None:
     folder = write_harbor(tmp_path / "add", "img:1", more='network_mode = "public"\n')
     task = (folder / "task.toml").read_text()
-    own = task.replace("[agent]", '[agent]\nnetwork_mode = "no-network"')
-    (folder / "task.toml").write_text(own)
-    phases = read(folder).phases
+    for table in ("agent", "verifier"):
+        task = task.replace(f"[{table}]", f'[{table}]\nnetwork_mode = "no-network"')
+    (folder / "task.toml").write_text(task)
 
-    assert (phases.agent.network, phases.grade.network) == (None, "host")
+    assert "permits_network" not in read(folder).metadata
 
 
 def test_the_solutions_variables_are_set(tmp_path: Path) -> None:
@@ -162,12 +212,68 @@ def test_the_solutions_variables_are_set(tmp_path: Path) -> None:
     assert instance.gold_script["solve.sh"].startswith(b"export A='x y'\nsed -i")
 
 
-def test_a_task_needs_an_image_that_exists(tmp_path: Path) -> None:
-    """Perdure builds no images, so the message says how to build and name one."""
-    folder = write_harbor(tmp_path / "add", "")
+def test_an_image_is_built_from_the_dockerfile(tmp_path: Path) -> None:
+    """Without `docker_image`. One WORKDIR may be relative to another; other stages' do not count."""
+    more = "build_timeout_sec = 90\n"
+    folder = write_harbor(tmp_path / "add", "", more=more)
+    (folder / "environment/Dockerfile").write_text(
+        'FROM a AS b\nWORKDIR /b\nFROM b\nworkdir "/srv"\nWORKDIR app\n'
+    )
+    environment = read(folder).environment
 
-    with pytest.raises(InstanceError, match="docker build -t NAME environment"):
+    assert environment.image is None
+    assert environment.build == Build(path=str(folder / "environment"), timeout_s=90)
+    assert environment.workdir == "/srv/app"
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "said"),
+    [(None, "no environment/Dockerfile and no"), ("FROM a\nWORKDIR $X\n", "no absolute WORKDIR")],
+)
+def test_a_dockerfile_that_cannot_be_used_is_refused(
+    tmp_path: Path, dockerfile: str | None, said: str
+) -> None:
+    folder = write_harbor(tmp_path / "add", "")
+    file = folder / "environment/Dockerfile"
+    file.unlink() if dockerfile is None else file.write_text(dockerfile)
+
+    with pytest.raises(InstanceError, match=said):
         read(folder)
+
+
+async def test_the_import_stores_the_build_context_by_its_content(tmp_path: Path) -> None:
+    """Two tasks with equal contexts have one image; another byte makes another."""
+    for name in ("one", "two", "three"):
+        write_harbor(tmp_path / "tasks" / name, "")
+    (tmp_path / "tasks/three/environment/more").write_bytes(b"\r\n")
+    store = LocalStore(tmp_path / "store")
+
+    report = await import_rows(store, tmp_path / "tasks")
+    one, three, two = [(await instance_catalog.load(store, ref)).environment for ref in report.refs]
+    assert three.build is not None
+    assert three.build.key is not None
+    base_trees.unpack((await store.get(three.build.key)).data, tmp_path / "unpacked")
+
+    assert one == two
+    assert one.image != three.image
+    assert three.image == f"localhost/perdure-build:{three.build.key.rpartition('/')[2][:40]}"
+    assert (tmp_path / "unpacked/more").read_bytes() == b"\r\n"
+    assert (tmp_path / "unpacked/Dockerfile").is_file()
+
+
+async def test_a_build_context_that_is_too_large_is_a_bad_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_contexts, "MOST_MB", 1)
+    folder = write_harbor(tmp_path / "tasks" / "one", "")
+    with (folder / "environment/large").open("wb") as file:
+        file.truncate(2 << 20)
+
+    report = await import_rows(LocalStore(tmp_path / "store"), tmp_path / "tasks")
+
+    assert report.refs == []
+    assert "row 1: tasks/one: the build context" in report.problems[0]
+    assert "has 2 MB, and at most 1 are allowed" in report.problems[0]
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,15 @@ from perdure.errors import ActionNeeded, GatewayUnavailable, NoResult
 from perdure.instances import instance_catalog, row_interpreter
 from perdure.instances.calibration_record import Mark, quarantined
 from perdure.instances.environment_builder import check_image
+from perdure.instances.image_preparation import missing_images
+from perdure.instances.rows.formats.harbor import PERMITS_NETWORK
 from perdure.instances.rows.row_choice import Choice
 from perdure.rollouts import run_identity
 from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
+from perdure.sandboxes.base import Network
+from perdure.sandboxes.image_builds import BuildsImages
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
 from perdure.stack.engine_presence import (
@@ -135,6 +139,8 @@ async def checked(
     if configured_address(settings) is None:  # otherwise the workers run on other machines
         instances = [await instance_catalog.load(store, ref) for ref in refs]
         _check_images(settings, request, instances)
+        notes += _without_network(request, instances)
+        notes += await _missing_images(settings, request, instances, found.dataset)
         await row_interpreter.check(instances)
     await instance_selection.keep_list(store, request.run_id, found)
     joins = await store.exists(store_keys.run(request.run_id))
@@ -151,6 +157,37 @@ def _check_images(settings: Settings, request: RunRequest, instances: Sequence[I
         for phase in AGENT_AND_GRADE:
             name = phase_specs.place(rollout, instance, phase).provider
             check_image(instance, provider(settings, name))
+
+
+def _without_network(request: RunRequest, instances: Sequence[Instance]) -> list[str]:
+    """A note about tasks whose authors allowed a network that their sandboxes do not get."""
+    count = sum(bool(instance.metadata.get(PERMITS_NETWORK)) for instance in instances)
+    rollout = request.rollout_request("any/instance")
+    places = (phase_specs.place(rollout, None, phase) for phase in AGENT_AND_GRADE)
+    if not count or all(place.network is Network.HOST for place in places):
+        return []
+    return [
+        f"{many(count, 'task')} may use a network in Harbor; here agent and tests have none, so "
+        "install what they need in the Dockerfile (docs/sandboxes.md#sandbox-phases)"
+    ]
+
+
+async def _missing_images(
+    settings: Settings, request: RunRequest, instances: Sequence[Instance], dataset: str
+) -> list[str]:
+    """A note if images must be pulled or built first."""
+    used = provider(settings, request.rollout_request("any/instance").sandbox)
+    if not isinstance(used, BuildsImages) or used.check():
+        return []
+    found = await missing_images(instances, used, settings.sandbox.image_mirror)
+    if not found:
+        return []
+    built = sum(instance.environment.build is not None for instance in found.values())
+    return [
+        f"{many(len(found), 'image')} not here: {used.name} builds {built} and pulls "
+        f"{len(found) - built} when rollouts need them; `{invoked_command()} images prepare {dataset} "
+        f"--sandbox {used.name}` does it before the run"
+    ]
 
 
 async def _with_current(store: Store, request: RunRequest) -> RunRequest:

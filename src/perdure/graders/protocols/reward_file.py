@@ -17,7 +17,7 @@ from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.instances.rows.formats.harbor import FOLDER
 from perdure.limited_process import read
 from perdure.sandboxes.base import Sandbox
-from perdure.types import Instance, Outcome, Rewards
+from perdure.types import Instance, Outcome, Rewards, Verifier
 
 SCRIPT = f"{FOLDER}/test.sh"
 """`grading.files` has the tests below FOLDER; the command moves them to /tests."""
@@ -30,7 +30,8 @@ class RewardFileGrader(ProtocolGrader):
 
     def validate(self, instance: Instance) -> None:
         """Raises: InstanceError."""
-        if SCRIPT not in instance.grading.files:
+        verifier = instance.grading.verifier
+        if SCRIPT not in instance.grading.files and not (verifier and verifier.has_tests):
             raise InstanceError(f"{instance.ref}: lacks `tests/test.sh`, which writes the reward")
 
     async def prepared(self, sandbox: Sandbox, instance: Instance) -> Instance:
@@ -39,29 +40,43 @@ class RewardFileGrader(ProtocolGrader):
         return instance
 
     def plan(self, instance: Instance, scratch: str) -> Plan:
-        return Plan(_command(scratch), _judged)
+        return Plan(_command(instance, scratch), _judged)
 
     def kept(self, run: TestRun) -> tuple[bytes, bytes | None]:
         """Drops `run.junit`, which here holds the reward file."""
         return run.log, None
 
 
+def tests_instance(instance: Instance, verifier: Verifier) -> Instance:
+    """The instance as its tests' own environment has it."""
+    return instance.model_copy(update={"environment": verifier.environment, "base_commit": None})
+
+
 async def _make_folders(sandbox: Sandbox, instance: Instance) -> None:
     """Runs before hostile code, so a failure is the sandbox's."""
-    done = await sandbox.exec(f"rm -rf /tests {LOGS}; mkdir -p /tests {LOGS}")
+    verifier = instance.grading.verifier
+    has_tests = verifier is not None and verifier.has_tests
+    tests = "test -f /tests/test.sh" if has_tests else "rm -rf /tests; mkdir -p /tests"
+    done = await sandbox.exec(f"rm -rf {LOGS}; mkdir -p {LOGS} && {tests}")
     if not done.status.ok:
         said = done.stderr.decode("utf-8", "replace").strip()
+        if has_tests and not said:
+            said = "its image lacks /tests/test.sh: add `COPY . /tests/` to tests/Dockerfile"
         raise InstanceError(
             f"{instance.ref}: a Harbor task needs /tests and {LOGS}, which this sandbox cannot make "
             f"({said}): use a sandbox that runs images as root"
         )
 
 
-def _command(scratch: str) -> Command:
+def _command(instance: Instance, scratch: str) -> Command:
     reward = shlex.quote(f"{scratch}/reward")
+    verifier = instance.grading.verifier
+    has_tests = verifier is not None and verifier.has_tests
+    steps = [] if has_tests else [f"cp -r {FOLDER}/. /tests/", f"rm -rf {FOLDER}"]
+    steps += [f"cd {shlex.quote(verifier.cwd)}"] if verifier is not None else []
+    run = " && ".join([*steps, "bash /tests/test.sh"])
     return Command(
-        f"cp -r {FOLDER}/. /tests/ && rm -rf {FOLDER} && bash /tests/test.sh\n"
-        f"cat {LOGS}/reward.json {LOGS}/reward.txt 2>/dev/null | head -c 4096 >{reward}",
+        f"{run}\ncat {LOGS}/reward.json {LOGS}/reward.txt 2>/dev/null | head -c 4096 >{reward}",
         {},
         junit_path=f"{scratch}/reward",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from perdure.errors import InstanceError, RetryHere
-from perdure.instances import instance_catalog
+from perdure.instances import build_contexts, instance_catalog
 from perdure.instances.recipes.public_dataset import PublicSet
 from perdure.instances.rows.format_recognition import read_instance_id
 from perdure.instances.rows.row_choice import ALL, Choice
@@ -190,7 +190,10 @@ class _Import:
         if isinstance(result, Instance):
             own = result.instance_id
             if self._first.setdefault(own, place) == place:
-                await instance_catalog.save(store, result)
+                try:
+                    await instance_catalog.save(store, await build_contexts.stored(store, result))
+                except InstanceError as error:
+                    return ImportedRow(row.number, own, f"row {row.number}: {error}")
                 return ImportedRow(row.number, own)
             repeats = f"row {row.number} repeats the `instance_id` {own!r} of an earlier row"
             return ImportedRow(row.number, own, repeats)

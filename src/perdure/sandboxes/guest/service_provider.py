@@ -61,6 +61,9 @@ class ServiceProvider(SandboxProvider):
         self.silences = Silences()
         self._key_works = False
 
+    def image_used_for(self, image: str) -> str:
+        return image_names.prebuilt(self.name, image, self.settings.sandbox.image_map)
+
     def _missing_package(self, package: str) -> list[str]:
         """The line for `check` if the package is not installed."""
         try:
@@ -80,11 +83,8 @@ class ServiceProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
-        image, mounts = (
-            image_names.prebuilt(self.name, spec.image, self.settings.sandbox.image_map),
-            with_interpreters(spec.mounts),
-        )
-        spec = replace(spec, image=image, mounts=mounts)
+        image = None if spec.image is None else self.image_used_for(spec.image)
+        spec = replace(spec, image=image, mounts=with_interpreters(spec.mounts))
         self._check_spec(spec)
         making = asyncio.create_task(self._create(spec, identity))
         try:

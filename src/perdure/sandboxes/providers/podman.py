@@ -10,8 +10,10 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -29,27 +31,43 @@ from perdure.sandboxes.host.namespaces import (
     gateway_of,
     shared_folders,
 )
+from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
-from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, printed
+from perdure.sandboxes.image_builds import (
+    DOCKERFILE,
+    PROXY_PORT,
+    BuildOutput,
+    BuildsImages,
+    ImageBuild,
+    base_images,
+    draft_of,
+    limit_options,
+    qualified,
+    run_build,
+)
+from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, printed
 from perdure.sandboxes.spec_validation import check_folders
 from perdure.settings import process_environment
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
+MAKE_WORKDIR = b'\nRUN ["/bin/sh", "-c", ":"]\n'
+"""Added to Dockerfiles: unlike docker, podman makes the folder of a WORKDIR only for a later line."""
 PULLER = Puller(
     log_in="run `podman login {registry}` as the user of the workers",
     storage="podman's images (`podman info` names it graphRoot)",
 )
 
 
-class PodmanProvider(NamespaceProvider):
+class PodmanProvider(NamespaceProvider, BuildsImages):
     """Works as root or as an ordinary user, also in a container. Commands run as the only user of
     the sandbox's container, root without capabilities."""
 
     name = "podman"
     runs_images = True
+    has_build_proxy = True
 
     def check(self) -> Sequence[str]:
         missing = missing_programs(("podman", "mount"))
@@ -58,8 +76,11 @@ class PodmanProvider(NamespaceProvider):
         return missing
 
     async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
-        check_folders(spec)
         image = None if spec.image is None else await self._image(spec.image)
+        if image is not None and lacks_git(Path(image.root), image.env):
+            git = await asyncio.to_thread(self._made_once, ".git", write_git)
+            spec = replace(spec, mounts=(*mounts_of(git), *spec.mounts))
+        check_folders(spec)
         plan = cgroups.plan(box.path, spec.limits)
         variables = {} if image is None else image.env
         meta = self._meta(
@@ -129,15 +150,49 @@ class PodmanProvider(NamespaceProvider):
 
     async def _image(self, name: str) -> "_Image":
         """The image, pulled once and mounted as the lower layer of the sandboxes' overlays."""
+        return await asyncio.to_thread(_mounted, await self._present(name))
+
+    async def _present(self, name: str) -> str:
+        """The image's id. It is pulled if it is not here."""
 
         async def find(name: str) -> str | None:
             return await asyncio.to_thread(_find, name)
 
         async def pull(name: str) -> str:
-            return await asyncio.to_thread(_pull, name)
+            return await asyncio.to_thread(_pull, name, self.settings.sandbox.pull_timeout_s)
 
-        found = await self._pulls.present(name, find, pull)
-        return await asyncio.to_thread(_mounted, found)
+        return await self._pulls.present(name, find, pull)
+
+    async def local_images(self) -> Collection[str]:
+        listed = json.loads(await asyncio.to_thread(_run, "images", "--format", "json"))
+        return {name for image in listed for name in image.get("Names") or ()}
+
+    async def image_size(self, name: str) -> int | None:
+        return await asyncio.to_thread(_size, name)
+
+    async def pull_image(self, name: str) -> None:
+        await self._present(name)
+
+    async def rename_image(self, name: str, new: str) -> None:
+        await asyncio.to_thread(_run, "tag", name, new)
+        await asyncio.to_thread(_run, "untag", name, name)
+
+    async def remove_image(self, name: str) -> bool:
+        return await asyncio.to_thread(_remove, name)
+
+    async def build_image(self, build: ImageBuild) -> BuildOutput:
+        dockerfile = (build.context / DOCKERFILE).read_bytes()
+        for name in base_images(dockerfile.decode(errors="replace")):
+            await self._base_image(name)
+        given = dockerfile + MAKE_WORKDIR
+        return await run_build(_build_command(build), build, ends_on_signal=False, given=given)
+
+    async def _base_image(self, name: str) -> None:
+        """Make the image available under the name in the Dockerfile."""
+        if await asyncio.to_thread(_find, name) is None:
+            found = await self._present(qualified(name))
+            if await asyncio.to_thread(_find, name) is None:  # a mirror has another name
+                await asyncio.to_thread(_run, "tag", found, qualified(name))
 
     @cached_property
     def _pulls(self) -> Pulls:
@@ -164,17 +219,58 @@ def _find(name: str) -> str | None:
         return None
 
 
-def _pull(name: str) -> str:
+def _size(name: str) -> int | None:
     try:
-        return _run("pull", "--quiet", name).strip()
+        return int(_run("image", "inspect", "--format", "{{.Size}}", name))
+    except RetryHere:
+        return None
+
+
+def _remove(name: str) -> bool:
+    """Unmounts it first: sandboxes that use it hold its layers by mounts of their own."""
+    if _find(name) is None:
+        return True
+    try:
+        _run("rmi", name)
+    except RetryHere:
+        return False
+    return True
+
+
+def _pull(name: str, timeout_s: float) -> str:
+    try:
+        return _run("pull", "--quiet", name, timeout_s=timeout_s).strip()
     except RetryHere as error:
         raise PullFailed(str(error)) from None
 
 
-def _run(*arguments: str, in_its_mounts: bool = False) -> str:
+def _run(*arguments: str, in_its_mounts: bool = False, timeout_s: float = PULL_TIMEOUT_S) -> str:
     """`in_its_mounts`: in the namespace of podman's mounts. Raises: RetryHere with its last line."""
     where = [program("podman"), "unshare"] if in_its_mounts and os.geteuid() else []
-    return printed([*where, *_podman(), *arguments], f"podman {arguments[0]}")
+    return printed([*where, *_podman(), *arguments], f"podman {arguments[0]}", timeout_s)
+
+
+def _build_command(build: ImageBuild) -> list[str]:
+    """`RUN` lines of a build with a proxy share podman's network, which has only that proxy."""
+    in_network: list[str] = []
+    if build.proxy is not None:
+        in_users = [program("podman"), "unshare"] if os.geteuid() else []
+        runs = (sys.executable, "-m", "perdure.sandboxes.host.build_network")
+        in_network = [*in_users, *runs, str(PROXY_PORT), str(build.proxy)]
+    shares = build.proxy is not None or build.network is Network.HOST
+    return [
+        *("/usr/bin/env", *_variables(), *in_network, *_podman()),
+        # OCI's format has no SHELL and no HEALTHCHECK
+        *("build", "--format=docker", "--tag", draft_of(build.image), "--pull=never", "--force-rm"),
+        *("--network", "host" if shares else "none", "--http-proxy=false"),
+        *(part for name, value in build.variables.items() for part in _argument(name, value)),
+        *limit_options(build.limits),
+        *("--file", "-", str(build.context)),
+    ]
+
+
+def _argument(name: str, value: str) -> tuple[str, str]:
+    return "--build-arg", f"{name}={value}"
 
 
 # -- how podman runs here -------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Harbor task folders: instruction.md, task.toml, environment/, tests/test.sh and optionally
 solution/.
 
-Perdure builds no images, so the task must name one that exists. Its tree becomes a repository of
-one commit, so that the agent's change is a diff. The tests always run in a fresh sandbox. A task
-that needs unsupported features is refused, with all of them in one message. A task that does not
-choose a network gets none; in Harbor it gets a public one.
+The image is the task's `docker_image`, or is built from its Dockerfile. Its tree becomes a
+repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
+the artifacts in an environment of their own; others see the diff in a fresh sandbox. A task that
+needs unsupported features is refused, with all of them in one message. `network_mode = "public"`,
+Harbor's default, permits a network; Perdure gives none.
 """
 
+import posixpath
 import re
 import shlex
 import tomllib
@@ -15,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from perdure.instances.rows.row_fields import Row
+from perdure.sandboxes.image_builds import DOCKERFILE
 from perdure.types import (
+    Build,
     Environment,
     Grading,
     Instance,
@@ -24,6 +28,7 @@ from perdure.types import (
     Phases,
     Source,
     SourceKind,
+    Verifier,
     slugify,
 )
 
@@ -33,18 +38,29 @@ ONE_COMMIT = (
     "[ -d .git ] || { git init -q . && git add -A -f && git -c user.name=perdure "
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
 )
+BUILD_TIMEOUT_S = 600.0
+WORKDIR = "/app"
+"""Of an image whose Dockerfile does not say."""
+OF_TESTS = "/tmp"
+"""The workdir of the tests' own sandbox, in which no diff is applied."""
+PUBLISHED = "/logs/artifacts"
+"""What an agent writes here is an artifact."""
+PERMITS_NETWORK = "permits_network"
+"""In an instance's metadata: the task's author allowed a network."""
 UNITS = {"M": 1, "G": 1 << 10, "T": 1 << 20}
+ENVIRONMENT = (
+    "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
+    "storage_mb storage allow_internet network_mode gpus"
+)
 READ: Mapping[str, str] = {
     "": (
-        "version schema_version task metadata source multi_step_reward_strategy "
+        "version schema_version task metadata source multi_step_reward_strategy artifacts "
         "verifier agent environment solution"
     ),
-    "verifier": "timeout_sec env environment_mode network_mode user",
+    "verifier": "timeout_sec env environment_mode environment network_mode user",
     "agent": "timeout_sec network_mode user",
-    "environment": (
-        "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
-        "storage_mb storage allow_internet network_mode"
-    ),
+    "environment": ENVIRONMENT,
+    "verifier.environment": ENVIRONMENT,
     "solution": "env",
 }
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
@@ -56,6 +72,10 @@ SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "agent.user": ("root", 0),
     "environment.network_mode": ("public", "no-network"),
     "environment.os": ("linux",),
+    "environment.gpus": (0,),
+    "verifier.environment.network_mode": ("public", "no-network"),
+    "verifier.environment.os": ("linux",),
+    "verifier.environment.gpus": (0,),
 }
 """Supported values of keys that allow others in Harbor."""
 
@@ -67,23 +87,24 @@ def to_instance(row: Row, dataset: str) -> Instance:
     tables = {name: _table(row, task, name) for name in READ if name}
     if problems := _unsupported(folder, task, tables):
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
-    environment = tables["environment"]
+    own = _environment(folder / "environment", tables["environment"])
+    kept = _kept(task, tables)
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
         data_source="harbor",
         problem_statement=_text(row, folder, "instruction.md"),
         source=Source(kind=SourceKind.IMAGE),
-        environment=Environment(
-            image=environment["docker_image"],
-            workdir=environment.get("workdir") or _workdir(folder),
-            env=_env(environment),
-        ),
-        grading=_grading(row, folder, tables["verifier"]),
+        environment=own,
+        grading=_grading(folder, tables, own, keeps=bool(kept)),
         gold_patch=_gold(folder),
         gold_script=_gold_script(folder, tables["solution"]),
+        artifacts=kept,
         phases=_phases(tables),
-        metadata={"agent_timeout_s": tables["agent"].get("timeout_sec")},
+        metadata={
+            "agent_timeout_s": tables["agent"].get("timeout_sec"),
+            **({PERMITS_NETWORK: True} if "public" in _networks(tables) else {}),
+        },
     )
 
 
@@ -111,7 +132,10 @@ def _unsupported(
 ) -> list[str]:
     """Everything in the task that Perdure would have to ignore, with its name."""
     values = {
-        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+        f"{name}.{key}": value
+        for name, table in tables.items()
+        for key, value in table.items()
+        if f"{name}.{key}" not in tables
     }
     known = {f"{name}.{key}".lstrip(".") for name, keys in READ.items() for key in keys.split()}
     names = [*(key for key in task if key not in tables), *values]
@@ -127,18 +151,66 @@ def _unsupported(
         for key, value in _env(table).items()
         if "${" in value
     ]
-    if any((folder / "environment").glob("docker-compose.y*ml")):
-        problems.append("its environment has several containers; Perdure runs only one")
-    is_separate = values.get("verifier.environment_mode") == "separate"
-    if is_separate and (folder / "tests" / "Dockerfile").is_file():
-        problems.append("tests/Dockerfile gives the tests an image of their own")
-    if not isinstance(values.get("environment.docker_image"), str):
-        fix = "build it with `docker build -t NAME environment` and name it there"
-        problems.append(f"`environment.docker_image` names no image: {fix}")
+    for name in ("environment", "tests"):
+        if any((folder / name).glob("docker-compose.y*ml")):
+            problems.append(f"its {name} folder has several containers; Perdure runs only one")
+    if not (folder / "tests" / "test.sh").is_file():
+        problems.append("it has no tests/test.sh, which writes the reward")
+    return [*problems, *_problems_of_images(folder, task, tables)]
+
+
+def _problems_of_images(
+    folder: Path, task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    environment, place = tables["environment"], folder / "environment"
+    if not environment.get("docker_image") and not (place / DOCKERFILE).is_file():
+        return ["it has no environment/Dockerfile and no `environment.docker_image`"]
+    workdir = environment.get("workdir") or _workdir(place)
+    if not workdir and not environment.get("docker_image"):
+        return ["its Dockerfile sets no absolute WORKDIR: add one, or `environment.workdir`"]
+    problems = []
+    for path, artifact in _artifacts(task).items():
+        if artifact.get("service", "main") != "main":
+            problems.append(f"`artifacts`: {path} is in another container")
+        if not path.startswith("/") or not path.strip("/"):
+            problems.append(f"`artifacts`: {path!r} is not an absolute path below /")
     return problems
 
 
-def _lower(value: object) -> object:
+def _artifacts(task: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    entries = task.get("artifacts", [])
+    tables = (one if isinstance(one, dict) else {"source": one} for one in entries)
+    return {str(table.get("source", "")): table for table in tables}
+
+
+def _kept(
+    task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[str, ...]]:
+    """Artifact -> what is left out. As in Harbor, there is always one."""
+    declared = {path: tuple(one.get("exclude", ())) for path, one in _artifacts(task).items()}
+    usual: dict[str, tuple[str, ...]] = {PUBLISHED: ()}
+    return {**usual, **declared} if _is_separate(tables) or declared else {}
+
+
+def _is_separate(tables: Mapping[str, Mapping[str, Any]]) -> bool:
+    """As in Harbor, an environment of the verifier's own implies it."""
+    mode = tables["verifier"].get("environment_mode")
+    return _lower(mode) == "separate" or (mode is None and "environment" in tables["verifier"])
+
+
+def _environment(folder: Path, table: Mapping[str, Any], workdir: str = WORKDIR) -> Environment:
+    """`folder`: the build context. Harbor too prefers an image that exists."""
+    image = table.get("docker_image")
+    limit = float(table.get("build_timeout_sec", BUILD_TIMEOUT_S))
+    return Environment(
+        image=image,
+        build=None if image else Build(path=str(folder.absolute()), timeout_s=limit),
+        workdir=table.get("workdir") or _workdir(folder) or workdir,
+        env=_env(table),
+    )
+
+
+def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
@@ -148,10 +220,12 @@ def _env(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _table(row: Row, task: Mapping[str, Any], name: str) -> dict[str, Any]:
-    table = task.get(name, {})
+    table: Any = task
+    for part in name.split("."):
+        table = table.get(part, {}) if isinstance(table, dict) else {}
     if not isinstance(table, dict):
         raise row.wrong("task_folder", f"`{name}` of its task.toml is not a table")
-    return table
+    return dict(table)
 
 
 def _text(row: Row, folder: Path, name: str) -> str:
@@ -162,23 +236,47 @@ def _text(row: Row, folder: Path, name: str) -> str:
 
 
 def _workdir(folder: Path) -> str:
-    """The last WORKDIR of the Dockerfile; /app if it has no absolute one."""
-    dockerfile = folder / "environment" / "Dockerfile"
-    text = dockerfile.read_text() if dockerfile.is_file() else ""
-    found: list[str] = re.findall(r"^\s*WORKDIR\s+(\S+)\s*$", text, re.MULTILINE)
-    return found[-1] if found and found[-1].startswith("/") else "/app"
+    """The WORKDIR of the Dockerfile's last stage; empty if that depends on its base image."""
+    dockerfile = folder / DOCKERFILE
+    text = dockerfile.read_text(errors="replace") if dockerfile.is_file() else ""
+    last = re.split(r"^\s*FROM\s", text, flags=re.MULTILINE | re.IGNORECASE)[-1]
+    path = ""
+    for found in re.finditer(r"^\s*WORKDIR\s+(.+?)\s*$", last, re.MULTILINE | re.IGNORECASE):
+        path = posixpath.join(path, found[1].strip("\"'"))
+    return path if path.startswith("/") and "$" not in path else ""
 
 
-def _grading(row: Row, folder: Path, verifier: Mapping[str, Any]) -> Grading:
-    tests = _files(folder / "tests")
-    if "test.sh" not in tests:
-        raise row.wrong("task_folder", "it has no tests/test.sh, which writes the reward")
-    tests["test.sh"] = _exports(verifier) + tests["test.sh"]
+def _grading(
+    folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment, *, keeps: bool
+) -> Grading:
+    table, tests = tables["verifier"], _files(folder / "tests")
+    tests["test.sh"] = _exports(table) + tests["test.sh"]
+    verifier = _verifier(folder, tables, own)
+    has_tests = verifier is not None and verifier.has_tests
     return Grading(
         protocol="reward_file",
-        files={f"{FOLDER}/{name}": data for name, data in tests.items()},
-        pre_commands=(ONE_COMMIT,),
-        timeout_s=float(verifier.get("timeout_sec", 600.0)),
+        files={} if has_tests else {f"{FOLDER}/{name}": data for name, data in tests.items()},
+        pre_commands=(ONE_COMMIT, *([f"mkdir -p {PUBLISHED}"] if keeps else [])),
+        timeout_s=float(table.get("timeout_sec", 600.0)),
+        verifier=verifier,
+    )
+
+
+def _verifier(
+    folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment
+) -> Verifier | None:
+    if not _is_separate(tables):
+        return None
+    table, place, has_tests = tables["verifier.environment"], folder / "tests", True
+    if table.get("docker_image") or (place / DOCKERFILE).is_file():
+        found = _environment(place, table, "/")
+    else:
+        found, has_tests = own, False
+    env = {**(_env(table) if table else found.env), **_env(tables["verifier"])}
+    return Verifier(
+        environment=found.model_copy(update={"env": env, "workdir": OF_TESTS}),
+        cwd=table.get("workdir") or found.workdir,
+        has_tests=has_tests,
     )
 
 
@@ -206,22 +304,25 @@ def _gold(folder: Path) -> bytes:
 
 
 def _phases(tables: Mapping[str, Mapping[str, Any]]) -> Phases:
-    environment = tables["environment"]
-    limits = LimitChanges(
+    own = tables["environment"]
+    tests = tables["verifier.environment"] or own
+    return Phases(agent=Phase(limits=_limits(own)), grade=Phase(limits=_limits(tests)))
+
+
+def _limits(environment: Mapping[str, Any]) -> LimitChanges:
+    return LimitChanges(
         cpus=environment.get("cpus"),
         memory_mb=_megabytes(environment, "memory"),
         disk_mb=_megabytes(environment, "storage"),
     )
-    legacy = "public" if environment.get("allow_internet") else "no-network"
-    common = environment.get("network_mode", legacy)
-    agent, grade = (
-        Phase(
-            limits=limits,
-            network="host" if tables[name].get("network_mode", common) == "public" else None,
-        )
-        for name in ("agent", "verifier")
-    )
-    return Phases(agent=agent, grade=grade)
+
+
+def _networks(tables: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The networks of the agent and of the tests."""
+    own = tables["environment"]
+    legacy = "public" if own.get("allow_internet") else "no-network"
+    common = own.get("network_mode", legacy)
+    return {_lower(tables[name].get("network_mode", common)) for name in ("agent", "verifier")}
 
 
 def _megabytes(environment: Mapping[str, Any], name: str) -> int | None:

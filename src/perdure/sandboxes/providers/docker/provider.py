@@ -10,7 +10,7 @@ import json
 import subprocess
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from perdure.errors import (
     NotFound,
 )
 from perdure.sandboxes.agent_user import ROOT_VARIABLES
-from perdure.sandboxes.base import Mount, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.base import Mount, Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import (
     DEADLINE,
     ROOT,
@@ -39,7 +39,18 @@ from perdure.sandboxes.guest.service_retries import (
     sandbox_lost_error,
 )
 from perdure.sandboxes.host.sandbox_programs import program
-from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, last_error
+from perdure.sandboxes.image_builds import (
+    DOCKERFILE,
+    BuildOutput,
+    BuildsImages,
+    ImageBuild,
+    base_images,
+    draft_of,
+    limit_options,
+    qualified,
+    run_build,
+)
+from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, last_error
 from perdure.sandboxes.providers.docker import docker_cli
 from perdure.sandboxes.providers.docker.docker_run import (
     SPARE_PIDS,
@@ -144,11 +155,12 @@ class DockerSandbox(ContainerSandbox):
         return [mount for mount in spec.mounts if mount.target not in self._bound]
 
 
-class DockerProvider(ServiceProvider):
+class DockerProvider(ServiceProvider, BuildsImages):
     """`DOCKER_HOST` or Docker's context selects the engine. Its sandboxes have no network, so model
     calls need a relay, unless `PERDURE_DOCKER__NETWORK` names a network of the engine."""
 
     name = "docker"
+    has_build_proxy = False
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -331,18 +343,62 @@ class DockerProvider(ServiceProvider):
             lines = json.loads(variables) or []
             self._variables[found] = dict(line.split("=", 1) for line in lines if "=" in line)
             return found
-        if "no such image" in said.err.lower():
+        if _lacks_image(said.err):
             return None
         raise docker_cli.typed("image inspect", said.err)
 
     async def _pull(self, name: str) -> str:
-        said = await docker_cli.call("pull", "--quiet", name, seconds=PULL_TIMEOUT_S)
+        seconds = self.settings.sandbox.pull_timeout_s
+        said = await docker_cli.call("pull", "--quiet", name, seconds=seconds)
         if said.code:
             raise PullFailed(last_error(said.err) or "no reason given")
         found = await self._image(name)
         if found is None:
             raise ControlPlaneError(f"image {name!r} vanished after its pull")
         return found
+
+    async def local_images(self) -> Collection[str]:
+        form = ("--format", "{{.Repository}}:{{.Tag}}")
+        listed = await docker_cli.done("image", "ls", *form, seconds=REQUEST_S)
+        return {qualified(name) for name in listed.split()}
+
+    async def image_size(self, name: str) -> int | None:
+        said = await docker_cli.call(
+            *("image", "inspect", "--format", "{{.Size}}", name),
+            seconds=REQUEST_S,
+            what="image inspect",
+        )
+        if said.code == 0:
+            return int(said.out)
+        if _lacks_image(said.err):
+            return None
+        raise docker_cli.typed("image inspect", said.err)
+
+    async def pull_image(self, name: str) -> None:
+        await self._present(name)
+
+    async def rename_image(self, name: str, new: str) -> None:
+        await docker_cli.done("tag", name, new, seconds=REQUEST_S)
+        await docker_cli.done("rmi", name, seconds=REQUEST_S)
+
+    async def remove_image(self, name: str) -> bool:
+        said = await docker_cli.call("rmi", name, seconds=REQUEST_S)
+        self._ids.pop(name, None)
+        return said.code == 0 or _lacks_image(said.err)
+
+    async def build_image(self, build: ImageBuild) -> BuildOutput:
+        dockerfile = build.context / DOCKERFILE
+        for name in base_images(dockerfile.read_text(errors="replace")):
+            if await self._image(name) is None:
+                found = await self._present(name)
+                await docker_cli.done("tag", found, name, seconds=REQUEST_S)
+        command = [
+            *(program("docker"), "build", "--tag", draft_of(build.image), "--force-rm"),
+            *("--network", "host" if build.network is Network.HOST else "none"),
+            *limit_options(build.limits),
+            *("--file", str(dockerfile), str(build.context)),
+        ]
+        return await run_build(command, build, ends_on_signal=True)
 
     # -- finding ----------------------------------------------------------------------------------
 
@@ -416,3 +472,7 @@ class DockerProvider(ServiceProvider):
             )
             self._asked = engine_of(json.loads(text), here=self.host_bound)
         return self._asked
+
+
+def _lacks_image(said: str) -> bool:
+    return "no such image" in said.lower()

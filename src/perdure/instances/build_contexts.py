@@ -1,0 +1,50 @@
+"""Build contexts: the folder of a Dockerfile, kept in the store as one archive under its digest."""
+
+import asyncio
+from pathlib import Path
+
+from perdure.errors import InstanceError
+from perdure.instances import base_trees
+from perdure.sandboxes.image_builds import name_of
+from perdure.storage.base import Store, put_blob
+from perdure.types import Environment, Instance
+
+MOST_MB = 256
+"""Largest build context: each host that builds it reads it into memory."""
+
+
+async def stored(store: Store, instance: Instance) -> Instance:
+    """The instance with its build contexts in the store and its images named by their digests.
+
+    Raises: InstanceError if a context is too large or cannot be read.
+    """
+    own = await _stored(store, instance.ref, instance.environment)
+    grading, verifier = instance.grading, instance.grading.verifier
+    if verifier is not None:
+        tests = await _stored(store, instance.ref, verifier.environment)
+        verifier = verifier.model_copy(update={"environment": tests})
+        grading = grading.model_copy(update={"verifier": verifier})
+    return instance.model_copy(update={"environment": own, "grading": grading})
+
+
+async def _stored(store: Store, ref: str, environment: Environment) -> Environment:
+    build = environment.build
+    if build is None or build.path is None:
+        return environment
+    key = await put_blob(store, await asyncio.to_thread(_packed, ref, Path(build.path)))
+    made = build.model_copy(update={"path": None, "key": key})
+    image = name_of(key.rpartition("/")[2])
+    return environment.model_copy(update={"build": made, "image": image})
+
+
+def _packed(ref: str, folder: Path) -> bytes:
+    try:
+        size = sum(path.lstat().st_size for path in folder.rglob("*"))
+        if size > MOST_MB << 20:
+            raise InstanceError(
+                f"{ref}: the build context {folder} has {size >> 20} MB, and at most {MOST_MB} are "
+                "allowed: let the Dockerfile fetch large files, or move them out of the folder"
+            )
+        return base_trees.pack(folder)
+    except OSError as error:
+        raise InstanceError(f"{ref}: the build context {folder} cannot be read: {error}") from error

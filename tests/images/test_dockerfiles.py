@@ -1,0 +1,428 @@
+"""Images of Dockerfiles, built by podman: a task as `harbor task init` writes it, end to end; builds at
+once, killed, failing, too slow, too large; their network; `perdure images`.
+
+The base image has this host's programs, without git.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from temporalio.testing import ActivityEnvironment
+
+from activities.rollout_activities import Stages
+from perdure.cli.main import invoke
+from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, PerdureError
+from perdure.instances import build_contexts, instance_catalog
+from perdure.instances.environment_builder import Environments, check_image
+from perdure.instances.rows.row_import import import_rows
+from perdure.rollouts import stage_checkpoints
+from perdure.rollouts.activity_messages import Attempt
+from perdure.rollouts.stage_services import Services
+from perdure.sandboxes.base import Network, SandboxSpec
+from perdure.sandboxes.image_builds import BuildOutput, ImageBuild
+from perdure.sandboxes.phase_specs import INSTALL_LIMITS
+from perdure.sandboxes.providers.docker.provider import DockerProvider
+from perdure.sandboxes.providers.podman import PodmanProvider
+from perdure.settings.settings_tree import Settings
+from perdure.stack import home_providers
+from perdure.storage import store_keys
+from perdure.storage.local_store import LocalStore
+from perdure.types import (
+    Build,
+    Environment,
+    Grade,
+    Instance,
+    Limits,
+    RolloutRequest,
+    Source,
+    SourceKind,
+)
+from tests import docker_engine, small_image
+from tests.checkout_paths import ROOT
+from tests.images import podman_storage
+from tests.images.podman_storage import Podman, podman_in
+
+BASE = "localhost/perdure-test/base:1"
+PROGRAMS = tuple(name for name in small_image.PROGRAMS if name != "git")
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    folder = tmp_path_factory.mktemp("podman")
+    if missing := podman_storage.why_not(folder) or small_image.why_not():
+        pytest.skip(missing)
+    with podman_in(folder) as podman:
+        root = folder / "root"
+        small_image.write_programs(root, PROGRAMS)
+        archive = small_image.write_archive(root, folder / "base.tar")
+        podman("import", "--quiet", str(archive), BASE)
+        yield podman
+
+
+@pytest.fixture
+def podman(storage: Podman, monkeypatch: pytest.MonkeyPatch) -> Podman:
+    for name, value in storage.env.items():
+        monkeypatch.setenv(name, value)
+    return storage
+
+
+class Bench:
+    """One home with a store. `podman` counts the builds of its provider."""
+
+    def __init__(self, home: Path) -> None:
+        self.settings = Settings(home=home, store=str(home / "store"))
+        self.store = LocalStore(home / "store")
+        self.podman = CountingPodman(self.settings)
+
+    def environments(self) -> Environments:
+        root = self.settings.home / "environments"
+        return Environments(root, self.store, self.podman)
+
+    async def instance(
+        self, folder: Path, dockerfile: str, timeout_s: float = 60, base: str = BASE
+    ) -> Instance:
+        folder.mkdir()
+        (folder / "Dockerfile").write_text(f"FROM {base}\n{dockerfile}")
+        made = Instance(
+            instance_id="one",
+            dataset="made",
+            problem_statement="x",
+            source=Source(kind=SourceKind.IMAGE),
+            environment=Environment(build=Build(path=str(folder), timeout_s=timeout_s)),
+        )
+        return await build_contexts.stored(self.store, made)
+
+    async def build(
+        self, instance: Instance, limits: Limits = INSTALL_LIMITS, network: Network = Network.NONE
+    ) -> None:
+        await self.environments().prepare(instance, limits=limits, network=network)
+
+
+class CountingPodman(PodmanProvider):
+    builds = 0
+
+    async def build_image(self, build: ImageBuild) -> BuildOutput:
+        self.builds += 1
+        return await super().build_image(build)
+
+
+@pytest.fixture
+def bench(podman: Podman, tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "home")
+
+
+async def failure(bench: Bench, instance: Instance, **options: object) -> PerdureError:
+    with pytest.raises(PerdureError) as caught:
+        await bench.build(instance, **options)  # type: ignore[arg-type]
+    return caught.value
+
+
+async def test_sandboxes_at_once_build_once(bench: Bench, tmp_path: Path) -> None:
+    """Eight at once, of two processes' providers; the ninth finds it."""
+    instance = await bench.instance(tmp_path / "context", "COPY . /app\nRUN sleep 1; touch /made\n")
+    other = Bench(bench.settings.home)
+    await asyncio.gather(*(one.build(instance) for one in (bench, other) * 4))
+    await bench.build(instance)
+
+    assert bench.podman.builds + other.podman.builds == 1
+    assert await bench.podman.image_size(instance.environment.image or "") is not None
+
+
+async def test_a_failing_line_is_the_tasks_fault(
+    bench: Bench, podman: Podman, tmp_path: Path
+) -> None:
+    """The error has its output and the log; no image and no container is left."""
+    instance = await bench.instance(tmp_path / "context", "RUN echo cannot compile; exit 7\n")
+
+    error = await failure(bench, instance)
+
+    assert isinstance(error, InstanceError)
+    assert "exit status 7" in str(error)
+    assert "\ncannot compile\n" in str(error)
+    assert await bench.podman.image_size(instance.environment.image or "") is None
+    assert podman("ps", "--all", "--external", "--quiet") == ""
+
+
+@pytest.mark.parametrize("line", ["RUNN true\n", "COPY absent /\n", "FROM $\n"])
+async def test_a_wrong_dockerfile_is_the_tasks_fault(
+    bench: Bench, tmp_path: Path, line: str
+) -> None:
+    assert isinstance(
+        await failure(bench, await bench.instance(tmp_path / "c", line)), InstanceError
+    )
+
+
+async def test_a_full_disk_is_not(bench: Bench, tmp_path: Path) -> None:
+    line = "RUN echo 'cp: error writing: No space left on device'; exit 1\n"
+
+    assert isinstance(
+        await failure(bench, await bench.instance(tmp_path / "c", line)), ControlPlaneError
+    )
+
+
+async def test_a_build_ends_at_its_limit(bench: Bench, podman: Podman, tmp_path: Path) -> None:
+    """Also one that ignores failures; nothing of it goes on."""
+    lines = "RUN sleep 601 || true\nRUN sleep 602\n"
+    instance = await bench.instance(tmp_path / "context", lines, timeout_s=2)
+
+    error = await failure(bench, instance)
+
+    assert isinstance(error, InstanceError)
+    assert "more than `build_timeout_sec` = 2 s" in str(error)
+    assert podman("ps", "--all", "--external", "--quiet") == ""
+    assert not running("sleep", "60")
+
+
+async def test_an_image_over_the_limit_is_refused(bench: Bench, tmp_path: Path) -> None:
+    small, large = Limits(disk_mb=64), "RUN dd if=/dev/zero of=/large bs=1M count=16\n"
+    one = await bench.instance(tmp_path / "one", large * 4)
+    error = await failure(bench, one, limits=small)
+
+    assert isinstance(error, InstanceError)
+    assert "phases.environment.limits.disk_mb = 64" in str(error)
+    assert await bench.podman.image_size(one.environment.image or "") is None
+
+
+async def test_a_build_has_no_network_but_the_index(bench: Bench, tmp_path: Path) -> None:
+    """Only loopback, on which the proxy of the package index listens; its address is not in the
+    image."""
+    line = (
+        'SHELL ["/bin/bash", "-c"]\nRUN cat /proc/net/dev; echo proxy=$https_proxy; '
+        "exec 3<>/dev/tcp/127.0.0.1/18001; "
+        r"printf 'CONNECT example.org:443 HTTP/1.1\r\n\r\n' >&3; head -1 <&3; exit 9"
+        "\n"
+    )
+    instance = await bench.instance(tmp_path / "context", line)
+
+    told = str(await failure(bench, instance, network=Network.INDEX))
+
+    assert "builds can reach only the package index, but this one asked for example.org" in told
+    assert "proxy=http://127.0.0.1:18001" in told
+    assert "HTTP/1.1 403" in told
+    assert "eth" not in told
+
+
+async def test_without_a_network_the_error_says_so(bench: Bench, tmp_path: Path) -> None:
+    instance = await bench.instance(
+        tmp_path / "context", "RUN ! grep -q : /proc/net/route; exit 1\n"
+    )
+
+    assert "phases.environment.network=host" in str(await failure(bench, instance))
+
+
+async def test_a_killed_worker_leaves_no_half_image(
+    bench: Bench, podman: Podman, tmp_path: Path
+) -> None:
+    """Its build goes on alone, and the next worker waits for that instead of building twice."""
+    instance = await bench.instance(tmp_path / "context", "RUN sleep 3\nRUN touch /made\n")
+    await instance_catalog.save(bench.store, instance)
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "perdure.cli.main", "images", "prepare", "made"],
+        env={**os.environ, "PERDURE_HOME": str(bench.settings.home), "PYTHONPATH": f"{ROOT}/src"},
+        stderr=subprocess.DEVNULL,
+    )
+    log = bench.settings.home / "environments/logs"
+    while not any(b"sleep 3" in path.read_bytes() for path in log.glob("*.log")):
+        assert worker.poll() is None
+        await asyncio.sleep(0.05)
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    image = instance.environment.image or ""
+    assert await bench.podman.image_size(image) is None
+
+    await bench.build(instance)
+
+    assert await bench.podman.image_size(image) is not None
+    assert [*(bench.settings.home / "environments/building").iterdir()] == []
+    assert podman("ps", "--all", "--external", "--quiet") == ""
+
+
+TASK = """\
+schema_version = "1.4"
+artifacts = []
+
+[task]
+name = "demo/hello"
+version = "1.0.0"
+description = ""
+authors = []
+keywords = []
+
+[metadata]
+
+[verifier]
+timeout_sec = 600.0
+environment_mode = "separate"
+collect = []
+
+[verifier.env]
+
+[agent]
+timeout_sec = 600.0
+
+[environment]
+network_mode = "public"
+build_timeout_sec = 600.0
+os = "linux"
+mcp_servers = []
+
+[environment.env]
+
+[solution.env]
+"""
+"""What `harbor task init demo/hello` of Harbor 0.26 writes."""
+TEST = """\
+#!/bin/bash
+if grep -qx hello /app/hello.txt && [ ! -e /solution ]; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+
+
+def write_task(folder: Path, mode: str, artifacts: str) -> Path:
+    """The task that Harbor writes, on our base, with instruction, solution and tests filled in."""
+    files = {
+        "task.toml": TASK.replace('"separate"', f'"{mode}"').replace(
+            "artifacts = []", f"artifacts = [{artifacts}]"
+        ),
+        "instruction.md": "Write hello into hello.txt.\n",
+        "README.md": "# demo/hello\n",
+        "environment/Dockerfile": f"FROM {BASE}\n\n# Install or copy.\n\nWORKDIR /app",
+        "solution/solve.sh": "#!/bin/bash\necho hello > hello.txt\n",
+        "tests/test.sh": TEST,
+    }
+    if mode == "separate":
+        files["tests/Dockerfile"] = f"FROM {BASE}\n\nWORKDIR /app\n\nCOPY . /tests/\n"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+async def played(services: Services, ref: str, agent: str) -> Grade:
+    """One rollout's stages, as its workflow calls them."""
+    request = RolloutRequest(run_id=agent, instance=ref, agent=agent, sandbox="podman")
+    request = request.model_copy(update={"grade_empty_patch": True})
+    attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
+    stages = Stages(services)
+    for stage in (stages.boot, stages.run_agent, stages.capture, stages.grade):
+        await ActivityEnvironment().run(stage, attempt)
+    key = f"{store_keys.attempt(request, 1)}/grade-00000000.json"
+    grade = await stage_checkpoints.read(services.store, key, Grade)
+    assert grade is not None
+    return grade
+
+
+@pytest.mark.parametrize(
+    ("mode", "artifacts"), [("separate", '"/app", "/app/absent"'), ("shared", "")]
+)
+async def test_a_task_as_harbor_writes_it(
+    podman: Podman, tmp_path: Path, mode: str, artifacts: str
+) -> None:
+    """Imported, both Dockerfiles built, the solution gets 1 and nothing gets 0. The images lack git.
+    The tests' own image sees only the artifacts."""
+    services = Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
+    report = await import_rows(services.store, write_task(tmp_path / "hello", mode, artifacts))
+    (ref,) = report.refs
+    gold, nothing = [await played(services, ref, agent) for agent in ("oracle", "nop")]
+
+    assert (gold.outcome, gold.reward) == ("resolved", 1.0)
+    assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
+    assert await services.provider("podman").list() == []
+
+
+async def test_only_podman_and_docker_build(bench: Bench, tmp_path: Path) -> None:
+    """Others refuse before a run, and name what to do; a mapped image is used as it is."""
+    instance = await bench.instance(tmp_path / "context", "")
+    for name in ("bubblewrap", "e2b", "daytona", "kubernetes", "apptainer"):
+        with pytest.raises(ConfigurationError, match="podman or docker"):
+            check_image(instance, home_providers.provider(bench.settings, name))
+    known = tmp_path / "map.json"
+    known.write_text(json.dumps({instance.environment.image: {"e2b": "hello"}}))
+    mapped = bench.settings.changed(sandbox={"image_map": known})
+    check_image(instance, home_providers.provider(mapped, "e2b"))
+
+
+def test_a_set_is_prepared_and_pruned(
+    bench: Bench,
+    podman: Podman,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that fails stops no other; what is here is skipped; pruning spares what was used."""
+    monkeypatch.setenv("PERDURE_HOME", str(bench.settings.home))
+    tasks = tmp_path / "tasks"
+    write_task(tasks / "good", "separate", "")
+    for part in ("environment", "tests"):
+        (tasks / "good" / part / "only").write_text("in this test\n")
+    bad = write_task(tasks / "bad", "shared", "")
+    (bad / "environment/Dockerfile").write_text(f"FROM {BASE}\nWORKDIR /app\nRUN false\n")
+
+    first = invoke(["images", "prepare", str(tasks), "--json"])
+    made = {one["instance"]: one for one in json.loads(capsys.readouterr().out)}
+    again = invoke(["images", "prepare", str(tasks), "-i", "good", "--json"])
+    found = json.loads(capsys.readouterr().out)
+
+    assert (first, again) == (1, 0)
+    assert (made["tasks/good"]["done"], made["tasks/bad"]["done"]) == ("built", "")
+    assert "exit status 1" in made["tasks/bad"]["problem"]
+    assert {one["done"] for one in found} == {"here"}
+    assert len(found) == 2
+    assert invoke(["images", "prune"]) == 0
+    assert all(podman.does("image", "exists", one["image"]) for one in found)
+    assert invoke(["images", "prune", "--days", "0"]) == 0
+    assert not any(podman.does("image", "exists", one["image"]) for one in found)
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerProvider]:
+    """An engine that has one small image with python3 and git."""
+    if missing := docker_engine.why_not():
+        pytest.skip(missing)
+    with docker_engine.running("overlay2") as address:
+        monkeypatch.setenv("DOCKER_HOST", address)
+        yield DockerProvider(Settings(home=tmp_path / "home"))
+
+
+async def test_docker_builds_too(docker: DockerProvider, tmp_path: Path) -> None:
+    """A good one boots, a failing one is the task's fault, and one that hangs ends at its limit."""
+    bench = Bench(tmp_path / "home")
+    environments = Environments(bench.settings.home / "environments", bench.store, docker)
+
+    async def built(name: str, lines: str, timeout_s: float = 60) -> SandboxSpec:
+        made = await bench.instance(tmp_path / name, lines, timeout_s, base=docker_engine.IMAGE)
+        prepared = await environments.prepare(made)
+        return SandboxSpec(prepared.workdir, image=prepared.image)
+
+    async with await docker.create(await built("good", "RUN touch /made\n"), "box") as box:
+        seen = (await box.exec("ls /made", check=True, cwd="/")).stdout
+    with pytest.raises(InstanceError, match=r"(?s)non-zero code: 7.*no network") as failed:
+        await built("bad", "RUN echo cannot compile; exit 7\n")
+    with pytest.raises(InstanceError, match="more than `build_timeout_sec` = 3 s"):
+        await built("slow", "RUN sleep 601\n", timeout_s=3)
+
+    assert seen == b"/made\n"
+    assert "cannot compile" in str(failed.value)
+    assert not running("sleep", "601")
+
+
+def running(*words: str) -> bool:
+    """Whether a process of this host has these words in its arguments."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            arguments = path.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if all(word in arguments for word in words) and "pytest" not in arguments:
+            return True
+    return False

@@ -1,0 +1,73 @@
+"""Which images a Dockerfile needs, by what name they are pulled, and how a hung build ends."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.sandboxes.base import Network
+from perdure.sandboxes.image_builds import ImageBuild, base_images, name_of, qualified, run_build
+from perdure.types import Limits
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "images"),
+    [
+        ("FROM ubuntu:24.04\nRUN true\n", ["ubuntu:24.04"]),
+        ("# syntax=x\nfrom --platform=linux/amd64 a/b:1 as one\nFROM one\n", ["a/b:1"]),
+        ("ARG BASE=debian\nARG TAG\nFROM ${BASE}:${TAG:-12}\n", ["debian:12"]),
+        ("ARG BASE\nFROM $BASE\n", []),
+        ("FROM scratch\nCOPY --from=ghcr.io/a/uv:1 /uv /\n", ["ghcr.io/a/uv:1"]),
+        ("FROM a AS b\nFROM c\nCOPY --chown=1 --from=b / /\nCOPY --from=0 / /\n", ["a", "c"]),
+        ("FROM a\nRUN --mount=type=bind,from=tools,target=/t \\\n  true\n", ["a", "tools"]),
+        ("FROM \\\n  a\nRUN echo FROM b --from=c\n", ["a"]),
+        ("FROM a\nRUN <<'END'\nFROM b\nEND\nCOPY --from=c / /\n", ["a", "c"]),
+    ],
+)
+def test_images_that_a_dockerfile_names(dockerfile: str, images: list[str]) -> None:
+    """Stages, comments and names without a value are none."""
+    assert base_images(dockerfile) == images
+
+
+@pytest.mark.parametrize(
+    ("name", "pulled"),
+    [
+        ("ubuntu:24.04", "docker.io/library/ubuntu:24.04"),
+        ("a/b", "docker.io/a/b"),
+        ("docker.io/a/b", "docker.io/a/b"),
+        ("localhost/x:1", "localhost/x:1"),
+        ("127.0.0.1:5000/x", "127.0.0.1:5000/x"),
+    ],
+)
+def test_names_are_dockers(name: str, pulled: str) -> None:
+    """Without a registry a name is Docker Hub's, whatever podman is configured for."""
+    assert qualified(name) == pulled
+
+
+def a_build(folder: Path, timeout_s: float) -> ImageBuild:
+    limits = Limits(output_mb=1)
+    return ImageBuild(
+        name_of("0" * 64), folder, limits, timeout_s, Network.NONE, None, {}, folder / "log", 1
+    )
+
+
+async def test_output_is_bounded_and_ends_in_the_last_lines(tmp_path: Path) -> None:
+    program = "for n in range(2000): print('x' * 1000, n)\nraise SystemExit(3)"
+
+    output = await run_build(
+        [sys.executable, "-c", program], a_build(tmp_path, 60), ends_on_signal=True
+    )
+
+    assert output.code == 3
+    assert output.tail.endswith("x 1999")
+    assert (tmp_path / "log").stat().st_size < 1.1 * (1 << 20)
+
+
+async def test_a_build_that_exceeds_its_time_ends(tmp_path: Path) -> None:
+    command = ["sh", "-c", "echo begun; exec sleep 600"]
+
+    async with asyncio.timeout(20):
+        output = await run_build(command, a_build(tmp_path, 0.5), ends_on_signal=True)
+
+    assert (output.code, output.tail) == (None, "begun")
