@@ -19,6 +19,7 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
     from perdure.errors import Boundary
+    from perdure.rollouts.activity_messages import Truncation
     from perdure.types import EpisodeRef, Failure, GroupRequest, RolloutRequest, RolloutStatus
     from workflows.workflow_failures import episode_of
 
@@ -40,31 +41,42 @@ def summary_of_group(group: GroupRequest) -> str:
     return f"{one.instance_id} · {one.agent}{version} · group of {group.n_samples}"
 
 
-class BudgetedChildren:
-    """Open children that make model calls, until they are told that the run's budget is used up."""
+class OpenChildren:
+    """Open children that make model calls, until the run's budget is used up or its time is over."""
 
     def __init__(self) -> None:
         self._open: dict[str, Child] = {}
-        self._told = False
+        self._told: dict[str, list[Any]] = {}
+        """Signal -> its arguments."""
 
     async def result_of(self, child: Child) -> Any:
         self._open[child.id] = child
         try:
-            if self._told:
-                await _tell(child)
+            for signal, arguments in list(self._told.items()):
+                await _tell(child, signal, arguments)
             return await child
         finally:
             del self._open[child.id]
 
     async def stop(self) -> None:
+        """The budget is used up."""
+        await self._tell_all(temporal_names.SPENT, [])
+
+    async def truncate(self, truncation: Truncation) -> None:
+        """The run's time is over."""
+        await self._tell_all(temporal_names.TRUNCATE, [truncation])
+
+    async def _tell_all(self, signal: str, arguments: list[Any]) -> None:
         """Tell all open children, and each child that starts later."""
-        self._told = True
-        await asyncio.gather(*map(_tell, list(self._open.values())))
+        if signal not in self._told:
+            self._told[signal] = arguments
+            children = list(self._open.values())
+            await asyncio.gather(*(_tell(child, signal, arguments) for child in children))
 
 
-async def _tell(child: Child) -> None:
+async def _tell(child: Child, signal: str, arguments: list[Any]) -> None:
     with contextlib.suppress(FailureError):  # the child has ended
-        await child.signal(temporal_names.SPENT)
+        await child.signal(signal, args=arguments)
 
 
 async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
@@ -96,7 +108,7 @@ async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
 
 
 async def play_rollout(
-    rollout: RolloutRequest, buyers: BudgetedChildren | None = None, *, abandon: bool = False
+    rollout: RolloutRequest, buyers: OpenChildren | None = None, *, abandon: bool = False
 ) -> EpisodeRef:
     """Run one rollout. Returns an EpisodeRef, however the child ends.
 

@@ -10,9 +10,10 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
+    from perdure.rollouts.activity_messages import Truncation
     from perdure.types import EpisodeRef, GroupRequest, GroupResult
     from workflows import web_ui_markdown
-    from workflows.child_rollouts import BudgetedChildren, play_rollout
+    from workflows.child_rollouts import OpenChildren, play_rollout
     from workflows.web_ui import ChildrenPage, Links
     from workflows.workflow_failures import changed, check_own_id, is_evicted_from_cache, parse
 
@@ -28,7 +29,7 @@ class RolloutGroupWorkflow:
         self.total = 0
         self.group: GroupRequest | None = None
         """The request, with all changes so far."""
-        self.buyers = BudgetedChildren()
+        self.buyers = OpenChildren()
         self.page: ChildrenPage | None = None
 
     @workflow.run
@@ -60,6 +61,11 @@ class RolloutGroupWorkflow:
     async def spent(self) -> None:
         """The run's budget is used up."""
         await self.buyers.stop()
+
+    @workflow.signal(name=temporal_names.TRUNCATE)
+    async def truncate(self, truncation: Truncation) -> None:
+        """The run's time is over."""
+        await self.buyers.truncate(truncation)
 
     @workflow.update
     async def change(self, fields: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI nee
 
 import asyncio
 import math
+from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ with workflow.unsafe.imports_passed_through():
         CALL_UNANSWERED,
         IDENTITY_DIFFERS,
         LONGEST_WAIT_S,
+        TRUNCATED,
         WORKER_EVICTED,
         AgentRun,
         Attempt,
@@ -26,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
         Captured,
         Ending,
         GradedPatch,
+        Truncation,
     )
     from perdure.types import AgentEnd, EpisodeRef, Failure, RolloutRequest, RolloutStatus
     from workflows import activity_options
@@ -36,6 +39,7 @@ with workflow.unsafe.imports_passed_through():
         check_own_id,
         failure_of,
         is_evicted_from_cache,
+        is_heartbeat_timeout,
         is_host_lost,
         is_schedule_to_start_timeout,
         parse,
@@ -54,6 +58,9 @@ have been terminated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 """Seconds before the next attempt if a model call got no answer. The pause doubles each time."""
 CLEANING = ("destroy_sandbox", "emit_episode")
+KEEPING = ("run_agent", "capture_diff")
+"""Activities that continue if the workflow is cancelled after the run's time is over."""
+BEFORE_AGENT = ("starting", "waiting", "boot")
 EMIT_AGAIN = timedelta(minutes=10)
 """Pause before the next try to write an episode, if writing one without evidence failed too."""
 
@@ -68,8 +75,14 @@ class RolloutWorkflow:
         self.attempt = 0
         self.grants: set[str] = set()
         self.is_spent = False
+        self.truncation: Truncation | None = None
+        """Set once the run's time is over."""
         self.grade = ""
+        self.stopped_in = ""
+        self.closing: asyncio.Task[None] | None = None
         self.buying: asyncio.Task[AgentRun] | None = None
+        self.playing: asyncio.Task[Any] | None = None
+        """Its stages, until they have ended."""
 
     @workflow.run
     async def run(self, request: Any = None) -> EpisodeRef:
@@ -77,11 +90,13 @@ class RolloutWorkflow:
         check_own_id(rollout.workflow_id)
         self.page.open(rollout)
         cancelled = False
+        self.playing = asyncio.current_task()
         try:
             ending = await self._play(rollout)
         except asyncio.CancelledError:
-            cancelled = True
-            ending = RolloutStatus.CANCELLED, None
+            cancelled = self.truncation is None
+            ending = (RolloutStatus.CANCELLED, None) if cancelled else self._truncated()
+        self.playing = None
         if isinstance(ending, EpisodeRef):
             self.page.close(ending)
             return ending
@@ -117,25 +132,85 @@ class RolloutWorkflow:
         if self.buying is not None:
             self.buying.cancel()
 
+    @workflow.signal(name=temporal_names.TRUNCATE)
+    def truncate(self, truncation: Truncation) -> None:
+        """The run's time is over: stop the agent and capture its work. Grade until `ends_at`."""
+        if self.truncation is not None:
+            return
+        self.truncation = truncation
+        self.page.truncated(truncation.cause)
+        if self.buying is not None:
+            self.buying.cancel()
+        elif self.page.current in BEFORE_AGENT and self.playing is not None:
+            self.playing.cancel()
+        self.closing = asyncio.create_task(self._end_grading(truncation))
+
     @workflow.query
     def state(self) -> dict[str, Any]:
         """The rollout's progress, for users and for `perdure status`."""
         return self.page.state()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run has ended its agents."""
+        return self.is_spent or self.truncation is not None
+
+    def _stop_if_cancelled(self) -> None:
+        """Raise CancelledError if this workflow has been cancelled. Once the run's time is over, a
+        cancellation changes nothing: the run may end before its rollouts have kept their work."""
+        if self.truncation is None:
+            stop_if_cancelled()
+
+    async def _end_grading(self, truncation: Truncation) -> None:
+        left = truncation.ends_at - workflow.time()
+        await workflow.sleep(max(0.0, left), summary="until gradings end")
+        if self.page.current == "grade" and self.playing is not None:
+            self.playing.cancel()
+
+    def _truncated(
+        self, stage: str = "", run: AgentRun | None = None, lost: Failure | None = None
+    ) -> tuple[RolloutStatus, Failure]:
+        """The ending of a rollout that was stopped in this stage, by default the current one.
+        `lost`: why its last attempt ended."""
+        assert self.truncation is not None, "the run's time is over"
+        self.stopped_in, cause = stage or self.page.current, self.truncation.cause
+        if lost is not None:
+            message = f"{cause} came before its next attempt; the last one: {lost.message}"
+        elif run is not None:
+            turns = f"{run.turns} turn{'' if run.turns == 1 else 's'}"
+            waited = f", while a model call waited: {run.unanswered}" if run.unanswered else ""
+            message = f"{cause} stopped its agent after {turns}{waited}"
+        elif self.stopped_in == "grade":
+            message = f"{cause} came before its grade; its patch is kept"
+        else:
+            message = f"{cause} came before its agent started"
+        return RolloutStatus.TRUNCATED, Failure(
+            boundary=Boundary.RUN, type=TRUNCATED, message=message
+        )
 
     async def _play(
         self, rollout: RolloutRequest
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
         """Raises: CancelledError, whichever stage the cancellation interrupts."""
         counted, pause_s, gives_up_at = 0, FIRST_PAUSE_S, math.inf
+        failure: Failure | None = None
         while True:
+            if self.truncation is not None:
+                return self._truncated("waiting", lost=failure)
             self.attempt += 1
             try:
                 ending = await self._play_attempt(rollout)
-                if isinstance(ending, EpisodeRef) or ending[1] is None:
+                if (
+                    isinstance(ending, EpisodeRef)
+                    or ending[1] is None
+                    or ending[0] is RolloutStatus.TRUNCATED
+                ):
                     return ending
                 failure = ending[1]
             except ActivityError as error:
-                stop_if_cancelled()
+                self._stop_if_cancelled()
+                if self.truncation is not None and is_cancelled_exception(error):
+                    return self._truncated()
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
             if failure.type not in rollout.retry_on or self.is_spent:
@@ -169,18 +244,24 @@ class RolloutWorkflow:
             self.attempt = booted.attempt or self.attempt
             attempt = Attempt(request=rollout, attempt=self.attempt)
             self.page.booted(booted)
-            stop_if_cancelled()
+            self._stop_if_cancelled()
+            if self.truncation is not None:
+                return self._truncated()
             if self.is_spent:
                 return RolloutStatus.CANCELLED, None
-            run = await self._run_agent(attempt, host)
-            stop_if_cancelled()
-            if self.is_spent and run.end is AgentEnd.LIMIT and not run.turns:
-                return RolloutStatus.CANCELLED, None  # it made no model call
-            captured = await self._capture(attempt, host)
+            run, captured = await self._uninterrupted(self._work(attempt, host))
+            if captured is None:
+                return RolloutStatus.CANCELLED, None
+            if self._is_cut_short(run, rollout):
+                clean = await self._grade_for_information(attempt, run, captured)
+                return self._truncated("agent", run)
             if run.broke:
                 clean = True
                 return RolloutStatus.FAILED, _agent_failure(run)
-            stop_if_cancelled()
+            self._stop_if_cancelled()
+            if self._is_over():
+                clean = not captured.waits_for
+                return self._truncated("grade")
             await self._grade(attempt, captured.grade_timeout_s)
             clean = True
             return RolloutStatus.GRADED, None
@@ -192,6 +273,53 @@ class RolloutWorkflow:
         finally:
             if not clean and not is_evicted_from_cache():
                 await to_the_end(self._destroy(attempt, host, booted=is_booted))
+
+    def _is_cut_short(self, run: AgentRun, rollout: RolloutRequest) -> bool:
+        """Whether the end of the run's time stopped the agent, and the request gives no reward then."""
+        if self.truncation is None or self.is_spent or not run.stopped:
+            return False
+        return not rollout.reward_truncated or bool(run.broke)
+
+    def _is_over(self) -> bool:
+        """Whether nothing may be graded any more."""
+        return self.truncation is not None and workflow.time() >= self.truncation.ends_at
+
+    async def _uninterrupted(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Run `work`. A cancellation ends it, unless the run's time is over."""
+        task = asyncio.create_task(work)
+        while True:
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.done():
+                    return task.result()
+                if self.truncation is None:
+                    task.cancel()
+                    return await task
+
+    async def _work(self, attempt: Attempt, host: str | None) -> tuple[AgentRun, Captured | None]:
+        """Run the agent and capture its diff. There is none if the budget stopped an agent that made
+        no model call."""
+        run = await self._run_agent(attempt, host)
+        self._stop_if_cancelled()
+        no_call = run.end is AgentEnd.LIMIT and not run.turns
+        if no_call and self.is_spent and self.truncation is None:
+            return run, None
+        return run, await self._capture(attempt, host)
+
+    async def _grade_for_information(
+        self, attempt: Attempt, run: AgentRun, captured: Captured
+    ) -> bool:
+        """Grade the patch of a stopped agent, if there is time. The grade gives no reward. Returns
+        whether no sandbox and no permit are left."""
+        if run.broke or captured.empty or captured.waits_for or self._is_over():
+            return not captured.waits_for
+        try:
+            await self._grade(attempt, captured.grade_timeout_s, informs=True)
+        except (ActivityError, asyncio.CancelledError) as error:
+            workflow.logger.info("the patch of a stopped agent has no grade: %r", error)
+            return False
+        return True
 
     async def _boot(self, attempt: Attempt) -> Booted:
         """Boot the sandbox. The activity waits in the boot queue until a host has a free seat."""
@@ -210,7 +338,7 @@ class RolloutWorkflow:
                 return Booted(expired=True)
             if not booted.waits_for:
                 return booted
-            stop_if_cancelled()
+            self._stop_if_cancelled()
             granted = await self._granted(booted.waits_for, attempt.request.expires_at)
             permit = booted.waits_for if granted else ""
             attempt = attempt.model_copy(update={"permit": permit})
@@ -221,16 +349,20 @@ class RolloutWorkflow:
         patience = ASK_AGAIN_S
         if expires_at is not None:
             patience = max(0.0, min(patience, expires_at - workflow.time() + 1))
+        known = self.truncation
+        if known is not None:
+            patience = max(0.0, min(patience, known.ends_at - workflow.time()))
         try:
             await workflow.wait_condition(
-                lambda: step in self.grants,
+                lambda: step in self.grants or self.truncation is not known,
                 timeout=timedelta(seconds=patience),
                 timeout_summary="before it asks the account again",
             )
         except TimeoutError:
             return False
+        is_granted = step in self.grants
         self.grants.discard(step)
-        return True
+        return is_granted
 
     async def _run_agent(self, attempt: Attempt, host: str | None) -> AgentRun:
         rollout = attempt.request
@@ -243,10 +375,10 @@ class RolloutWorkflow:
         try:
             run = await self.buying
         except (ActivityError, asyncio.CancelledError) as error:
-            stop_if_cancelled()
-            if not (self.is_spent and _was_stopped(error)):
+            self._stop_if_cancelled()
+            if not (self.is_stopping and _was_stopped(error)):
                 raise
-            ended = attempt.model_copy(update={"spent": True})
+            ended = attempt.model_copy(update={"stop": True})
             run = await self._do("run_agent", ended, AgentRun, options)
         finally:
             self.buying = None
@@ -261,14 +393,17 @@ class RolloutWorkflow:
         )
         captured = await self._do("capture_diff", attempt, Captured, options)
         self.page.captured(captured)
-        while captured.waits_for:
-            stop_if_cancelled()
+        while captured.waits_for and not self._is_over():
+            self._stop_if_cancelled()
             if await self._granted(captured.waits_for):
                 break
             captured = await self._do("capture_diff", attempt, Captured, options)
         return captured
 
-    async def _grade(self, attempt: Attempt, timeout_s: float) -> GradedPatch:
+    async def _grade(
+        self, attempt: Attempt, timeout_s: float, *, informs: bool = False
+    ) -> GradedPatch:
+        """`informs`: the grade gives no reward."""
         self.page.stage("grade", attempt.attempt)
         # A reset changes the run id, so that the workflow grades again and ignores the old verdict.
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})
@@ -278,7 +413,7 @@ class RolloutWorkflow:
             "grade",
         )
         graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
-        self.page.graded(graded)
+        self.page.graded(graded.model_copy(update={"reward": None}) if informs else graded)
         self.grade = graded.stored_as
         return graded
 
@@ -294,6 +429,7 @@ class RolloutWorkflow:
             failure=failure,
             started_at=workflow.info().start_time.timestamp(),
             grade=self.grade,
+            stopped_in=self.stopped_in,
         )
         options = activity_options.described(
             activity_options.emit(rollout), self.page.verdict(status, failure), "emit"
@@ -328,20 +464,24 @@ class RolloutWorkflow:
         def evicted(error: ActivityError) -> None:
             if self.evictions >= MAX_EVICTIONS and not cleaning:
                 raise error
-            if activity == "run_agent" and self.is_spent and not argument.spent:
+            if activity == "run_agent" and self.is_stopping and not argument.stop:
                 raise error  # `_run_agent` dispatches it again to stop the agent
             self.evictions += 1
             self.page.evicted(self.evictions)
 
-        return await ordered(
-            activity, argument, result, options, cleaning=cleaning, evicted=evicted
-        )
+        kept = cleaning or (self.truncation is not None and activity in KEEPING)
+        return await ordered(activity, argument, result, options, cleaning=kept, evicted=evicted)
 
 
 def _was_stopped(error: BaseException) -> bool:
-    """Whether this workflow or a worker shutdown stopped the agent stage."""
-    evicted = isinstance(error, ActivityError) and type_of(error) == WORKER_EVICTED
-    return evicted or is_cancelled_exception(error)
+    """Whether this workflow or a worker shutdown stopped the agent stage, or its worker died."""
+    if not isinstance(error, ActivityError):
+        return is_cancelled_exception(error)
+    return (
+        is_cancelled_exception(error)
+        or is_heartbeat_timeout(error)
+        or type_of(error) == WORKER_EVICTED
+    )
 
 
 def _agent_failure(run: AgentRun) -> Failure:

@@ -12,7 +12,13 @@ from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exce
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
-    from perdure.rollouts.activity_messages import ACTION_NEEDED, Page, PageRequest, RolloutAgain
+    from perdure.rollouts.activity_messages import (
+        ACTION_NEEDED,
+        Page,
+        PageRequest,
+        RolloutAgain,
+        Truncation,
+    )
     from perdure.types import (
         EpisodeRef,
         GroupRequest,
@@ -23,7 +29,8 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
-    from workflows.child_rollouts import BudgetedChildren, play_rollout, summary_of_group
+    from workflows.child_rollouts import OpenChildren, play_rollout, summary_of_group
+    from workflows.run_deadline import OVERTIME_S, RecordedTimes, unless_over, wait_until
     from workflows.run_pause import ALIKE, Throttle
     from workflows.web_ui import ChildrenPage
     from workflows.workflow_failures import is_evicted_from_cache, stop_if_cancelled
@@ -48,6 +55,7 @@ class Counts:
     by_outcome: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     dollars: float = 0.0
+    grade_seconds: float = 0.0
 
     @classmethod
     def of(cls, parts: "Iterable[Counts | RunStatus]") -> "Counts":
@@ -61,6 +69,7 @@ class Counts:
             total.by_outcome.update(part.by_outcome)
             total.tokens += part.tokens
             total.dollars += part.dollars
+            total.grade_seconds += part.grade_seconds
         return total
 
     def status(
@@ -80,13 +89,14 @@ class Counts:
             by_outcome=dict(self.by_outcome),
             tokens=self.tokens,
             dollars=round(self.dollars, 6),
+            grade_seconds=round(self.grade_seconds, 3),
         )
 
 
 def starts_together(run: RunRequest) -> bool:
     """Whether the samples of an instance start together as a group, which has a quorum or a
     deadline. Otherwise each starts when there is room for one."""
-    is_group = run.quorum is not None or run.deadline_s is not None
+    is_group = run.quorum is not None or run.group_deadline_s is not None
     return is_group and run.rollouts_each > 1
 
 
@@ -103,7 +113,10 @@ class Window:
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
-        self.buyers = BudgetedChildren()
+        self.buyers = OpenChildren()
+        self.times = RecordedTimes()
+        self.is_closed = False
+        """The run ends without the rollouts that are still open."""
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
@@ -113,11 +126,11 @@ class Window:
             async for request in self._requests(start, stop):
                 weight = request.n_samples if isinstance(request, GroupRequest) else 1
                 await workflow.wait_condition(
-                    lambda weight=weight: self._is_spent() or self._has_room(weight)  # type: ignore[misc]
+                    lambda weight=weight: self._starts_no_more() or self._has_room(weight)  # type: ignore[misc]
                 )
-                if self._is_spent():
+                if self._starts_no_more():
                     break
-                if self._is_dropped(request):
+                if self._is_dropped(request) or self._is_too_late(request):
                     continue
                 self.counts.started += weight
                 self.counts.running += weight
@@ -125,16 +138,18 @@ class Window:
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
             self.nothing_left_to_start = True
-            await workflow.wait_condition(lambda: not tasks or self._is_spent())
-            if tasks and workflow.patched(STOP_AT_BUDGET_PATCH_ID):
+            await workflow.wait_condition(lambda: not tasks or self._starts_no_more())
+            if tasks and self._is_spent() and workflow.patched(STOP_AT_BUDGET_PATCH_ID):
                 await self.buyers.stop()
-            await workflow.wait_condition(lambda: not tasks)
+            await workflow.wait_condition(lambda: not tasks or self._is_over())
+            if (truncation := self.throttle.truncation) is not None:
+                await self._close(truncation, tasks)
         except ActivityError as error:
             if not is_cancelled_exception(error):  # the list is unreadable: wait for open rollouts
                 await workflow.wait_condition(lambda: not tasks)
             raise
         finally:
-            left = [] if is_evicted_from_cache() else list(tasks)
+            left = [] if self.is_closed or is_evicted_from_cache() else list(tasks)
             for task in left:
                 task.cancel()
             if left:
@@ -143,6 +158,32 @@ class Window:
     def _is_spent(self) -> bool:
         used_up = self.run.budget.used_up(self.counts.tokens, self.counts.dollars)
         return self.throttle.spent or bool(used_up)
+
+    def _is_over(self) -> bool:
+        return self.throttle.truncation is not None
+
+    def _starts_no_more(self) -> bool:
+        return self._is_spent() or self._is_over()
+
+    async def _close(self, truncation: Truncation, tasks: set[asyncio.Task[None]]) -> None:
+        """Stop all agents. Whatever is then open for too long ends without the run, whose end asks it
+        to."""
+        await self.buyers.truncate(truncation)
+        last = truncation.ends_at + OVERTIME_S
+        if not await wait_until(
+            lambda: not tasks, last, "until the run ends without open rollouts"
+        ):
+            self.is_closed = True
+            self.counts.by_status[STILL_RUNNING] += self.counts.running
+            self.counts.running = 0
+
+    def _is_too_late(self, request: RolloutRequest | GroupRequest) -> bool:
+        """Whether, by recorded times, the rollouts would not end before the run's deadline."""
+        if self.run.ends_at is None:
+            return False
+        one = request.rollout if isinstance(request, GroupRequest) else request
+        expected = self.times.expected_s(one.instance_id)
+        return expected is not None and workflow.time() + expected > self.run.ends_at
 
     def _is_dropped(self, request: RolloutRequest | GroupRequest) -> bool:
         """Whether a change of the run to fewer samples has dropped this rollout."""
@@ -172,8 +213,10 @@ class Window:
             options = activity_options.described(
                 activity_options.bookkeeping(), f"instances from {first}"
             )
-            page = await ordered("load_page", request, Page, options)
+            page = await unless_over(ordered("load_page", request, Page, options), self._is_over)
             stop_if_cancelled()
+            if page is None:
+                return
             for entry in page.again:
                 yield self._listed(entry)
             for instance in page.instances:
@@ -189,7 +232,7 @@ class Window:
             rollout=self.run.rollout_request(instance),
             n_samples=self.run.n_samples,
             quorum=self.run.quorum,
-            deadline_s=self.run.deadline_s,
+            deadline_s=self.run.group_deadline_s,
             stragglers=self.run.stragglers,
         )
 
@@ -204,13 +247,16 @@ class Window:
         try:
             if self.run.start_jitter_s:
                 late = workflow.random().uniform(0, self.run.start_jitter_s)
-                await workflow.sleep(late, summary="start jitter")
+                if await wait_until(self._is_over, workflow.time() + late, "start jitter"):
+                    self.counts.started -= weight
+                    return
             if isinstance(request, GroupRequest):
                 await self._play_group(request)
             else:
                 self._count(await play_rollout(request, self.buyers))
         finally:
-            self.counts.running -= weight
+            if not self.is_closed:
+                self.counts.running -= weight
 
     async def _play_group(self, group: GroupRequest) -> None:
         try:
@@ -227,13 +273,16 @@ class Window:
         except (FailureError, asyncio.CancelledError) as error:
             cancelled = is_cancelled_exception(error)
             status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED
+            if self.is_closed:
+                return
             # The group has no result. `finish_run` reads from the store how each rollout ended.
             self.counts.done += group.n_samples
             self.counts.by_status[status.value] += group.n_samples
             return
         for episode in result["episodes"]:
             self._count(EpisodeRef.model_validate(episode))
-        if kept := group.n_samples - len(result["episodes"]):
+        kept = group.n_samples - len(result["episodes"])
+        if kept and not self.is_closed:
             self.counts.by_status[STILL_RUNNING] += kept
 
     def _pay(self, episode: EpisodeRef) -> None:
@@ -243,7 +292,12 @@ class Window:
             self.counts.dollars += price.of(prompt, cached, sampled)
 
     def _count(self, episode: EpisodeRef) -> None:
+        if self.is_closed:
+            return
         self.page.add(episode)
+        only_grading = self.run.again is not None and self.run.again.start_at == "grade"
+        self.times.add(episode, only_grading=only_grading)
+        self.counts.grade_seconds += episode.grade_s
         self.counts.done += 1
         self.counts.by_status[episode.status.value] += 1
         self._pay(episode)

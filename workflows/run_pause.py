@@ -1,15 +1,17 @@
-"""When a run starts no more rollouts: a user paused it, its rollouts fail alike, its budget is spent."""
+"""When a run starts no more rollouts: a user paused it, its rollouts fail alike, its budget is spent,
+its time is over."""
 
 from dataclasses import dataclass, field
 
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from perdure.rollouts.activity_messages import TRUNCATED, Truncation
     from perdure.types import EpisodeRef
 
 ALIKE = 3
 """The run pauses for a user after this many instances in a row that failed the same way."""
-ROLLOUT_SPECIFIC_FAILURES = frozenset({"PolicyTooStale", "WorkflowFailed"})
+ROLLOUT_SPECIFIC_FAILURES = frozenset({"PolicyTooStale", "WorkflowFailed", TRUNCATED})
 """Failures that do not predict failures of other rollouts."""
 
 
@@ -38,6 +40,8 @@ class Throttle:
 
     spent: bool = False
     """The budget of the run is used up, so it starts no more rollouts."""
+    truncation: Truncation | None = None
+    """The time of the run is over, so it starts no more rollouts."""
 
     def fails_like_before(self, episode: EpisodeRef) -> bool:
         """Whether rollouts of at least `ALIKE` instances in a row failed the same way."""

@@ -7,8 +7,10 @@ started all its rollouts. It gets the part of the run's concurrency that older s
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from temporalio import workflow
@@ -22,9 +24,16 @@ from temporalio.exceptions import (
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
-    from perdure.rollouts.activity_messages import PreparedRun, RunSummary, ShardRequest
+    from perdure.rollouts.activity_messages import (
+        PreparedRun,
+        RunSummary,
+        ShardRequest,
+        Truncation,
+    )
     from perdure.types import (
+        MISSING,
         Budget,
+        EndedBy,
         RolloutRequest,
         RolloutStatus,
         RunRequest,
@@ -33,6 +42,15 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options, web_ui_markdown
     from workflows.activity_redispatch import ordered
     from workflows.rollouts_in_flight import STILL_RUNNING, Counts, Window, starts_together
+    from workflows.run_deadline import (
+        LARGEST_SHARE,
+        MANIFEST_S,
+        at_deadline,
+        at_share,
+        closing_s,
+        unless_over,
+        wait_until,
+    )
     from workflows.run_pause import Throttle
     from workflows.web_ui import ChildrenPage, Links, ShardsPage, counted
     from workflows.workflow_failures import (
@@ -52,6 +70,8 @@ Shard = workflow.ChildWorkflowHandle["RunShardWorkflow", RunStatus]
 Value = TypeVar("Value")
 RECORD_CHANGES_PATCH_ID = "records-changes"
 CHANGES_AFTER_LIST_PATCH_ID = "changes-after-the-list"
+UNFINISHED = (RolloutStatus.TRUNCATED.value, STILL_RUNNING, MISSING)
+"""States of rollouts that the end of a run's time leaves."""
 LEAST_S = 0.001
 """Seconds between the times of two changes, so that they differ. Workflow time may not advance."""
 
@@ -69,6 +89,8 @@ class RunWorkflow:
         self.request: RunRequest | None = None
         """The request, with all changes so far."""
         self.instances = 0
+        self.is_listed = False
+        """Whether the instances are known."""
         self.window: Window | None = None
         self.shards: dict[int, Shard] = {}
         """The open shards. Only the newest has rollouts left to start."""
@@ -79,22 +101,27 @@ class RunWorkflow:
         self.summary: RunSummary | None = None
         self.page: ShardsPage | None = None
         """Set only for a run that is cut into shards."""
+        self.timing: asyncio.Task[None] | None = None
+        started = workflow.info().start_time.timestamp()
+        self.began: float = workflow.memo_value(temporal_names.BEGAN, started)
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
-        run = parse(RunRequest, request).model_copy(update={"asked_at": workflow.time()})
+        run = self._with_end(parse(RunRequest, request), workflow.time())
         check_own_id(run.workflow_id)
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # refuses a wrong field before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
         self.request = run
+        self.timing = asyncio.create_task(self._keep_time())
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
         try:
             options = activity_options.described(
                 activity_options.bookkeeping(), "list the instances"
             )
-            prepared = await ordered("prepare_run", run, PreparedRun, options)
+            listing = ordered("prepare_run", run, PreparedRun, options)
+            prepared = await unless_over(listing, self._is_over)
         except asyncio.CancelledError:
             # The list may be done: its completion can arrive together with the cancellation.
             await to_the_end(self._finish(run))
@@ -103,6 +130,8 @@ class RunWorkflow:
             if is_cancelled_exception(error):
                 raise
             raise as_sentence(error) from error
+        self.is_listed = prepared is not None
+        prepared = prepared or PreparedRun(total=0)
         self.instances = prepared.total
         self.total = prepared.total * self.request.rollouts_each
         self.state = "running"
@@ -122,10 +151,17 @@ class RunWorkflow:
         except BaseException:
             await to_the_end(self._finish(run))
             raise
+        if self._left_for_later(run):
+            assert self.request.ends_at is not None, "it has a deadline"
+            self.throttle.truncation = at_deadline(self.request.ends_at)
         if self._has_more_to_play(run):
             await workflow.wait_condition(workflow.all_handlers_finished)
             paused = (self.throttle.paused, self.throttle.attention)
-            memo = {**workflow.memo(), temporal_names.PAUSED: paused}
+            memo = {
+                **workflow.memo(),
+                temporal_names.PAUSED: paused,
+                temporal_names.BEGAN: self.began,
+            }
             workflow.continue_as_new(self._rest(run), memo=memo)
         summary = await to_the_end(self._finish(run))
         await workflow.wait_condition(workflow.all_handlers_finished)
@@ -137,14 +173,86 @@ class RunWorkflow:
         if summary is not None:
             counts = _counts_of(summary)
             done = counts.status(summary.run_id, self.state, summary.rollouts, concurrency)
-            return done.model_copy(update={"stopped": summary.stopped})
+            ended = {"stopped": summary.stopped, "stopped_by": summary.stopped_by}
+            return done.model_copy(update=ended)
         attentions = [self.throttle.attention, *(r.attention for r in self.reports.values())]
         attention = next(filter(None, attentions), "")
         state = self.state
         if state == "running" and (self.throttle.paused or attention):
             state = "attention" if attention else "paused"
         status = self._counts().status(self.run_id, state, self.total, concurrency, attention)
-        return status.model_copy(update={"stopped": self._used_up()})
+        ends_at = self.request.ends_at if self.request is not None else None
+        stops = {"stopped": self._why_stopped(), "stopped_by": self._ended_by(), "ends_at": ends_at}
+        return status.model_copy(update=stops)
+
+    def _is_over(self) -> bool:
+        return self.throttle.truncation is not None
+
+    def _ended_by(self) -> EndedBy | None:
+        if (truncation := self.throttle.truncation) is not None:
+            return truncation.by
+        return "budget" if self._used_up() else None
+
+    def _why_stopped(self) -> str:
+        """Why the run starts no more rollouts, in words; empty if it does."""
+        truncation, run = self.throttle.truncation, self.request
+        if truncation is None or run is None:
+            return self._used_up()
+        if truncation.by == "stop_at":
+            return f"{run.stop_at or 1:.4g} of its rollouts had ended (stop_at)"
+        deadline = timedelta(seconds=run.deadline_s or 0)
+        if run.ends_at is not None and workflow.time() < run.ends_at:
+            return f"its deadline of {deadline} leaves no time for another rollout"
+        return f"its deadline of {deadline} has passed"
+
+    def _with_end(self, run: RunRequest, asked_at: float) -> RunRequest:
+        """The request with the fields that the workflow sets."""
+        ends_at = None if run.deadline_s is None else self.began + run.deadline_s
+        own = {"asked_at": asked_at, "ends_at": ends_at, "stopped": ""}
+        return run.model_copy(update=own)
+
+    async def _keep_time(self) -> None:
+        """Stop all rollouts shortly before the deadline, or when `stop_at` is reached."""
+        while self.throttle.truncation is None:
+            run = self.request
+            assert run is not None, "it was set before"
+            stops_at = self._stops_at(run)
+            if stops_at is not None and run.ends_at is not None and workflow.time() >= stops_at:
+                return await self._truncate(at_deadline(run.ends_at))
+            if self._is_share_reached():
+                counts = self._counts()
+                left = closing_s(run, counts.done, counts.grade_seconds)
+                return await self._truncate(at_share(run, workflow.time() + left))
+
+            def has_news(run: RunRequest = run) -> bool:
+                return self.request is not run or self._is_share_reached()
+
+            if stops_at is None:
+                await workflow.wait_condition(has_news)
+            else:
+                await wait_until(has_news, stops_at, "until the agents stop for the deadline")
+
+    def _stops_at(self, run: RunRequest) -> float | None:
+        """When the agents are stopped, as far as is known now. None without a deadline."""
+        if run.ends_at is None or run.deadline_s is None:
+            return None
+        earliest = run.ends_at - LARGEST_SHARE * run.deadline_s
+        if workflow.time() < earliest:
+            return earliest
+        counts = self._counts()
+        return run.ends_at - closing_s(run, counts.done, counts.grade_seconds)
+
+    def _is_share_reached(self) -> bool:
+        """Whether `stop_at` ends the run before its last rollouts."""
+        run = self.request
+        if run is None or run.stop_at is None:
+            return False
+        return math.ceil(run.stop_at * self.total) <= self._counts().done < self.total
+
+    async def _truncate(self, truncation: Truncation) -> None:
+        self.throttle.truncation = truncation
+        for shard in list(self.shards.values()):
+            await _signal(shard, RunShardWorkflow.truncate, truncation)
 
     def _used_up(self) -> str:
         """Says that the budget is used up, with figures; empty if it is not."""
@@ -156,7 +264,7 @@ class RunWorkflow:
         """Whether a change came too late for instances that have fewer samples or that the old
         budget stopped."""
         now = self.request
-        if now is None or now is began or self.state == "finishing":
+        if now is None or now is began or self.state == "finishing" or self._is_over():
             return False
         was_stopped = self._starts_less() and not self._used_up()
         return now.n_samples > began.n_samples or was_stopped
@@ -165,6 +273,16 @@ class RunWorkflow:
         """The request of the next execution, which finds finished rollouts in the store."""
         now = self.request or began
         return now.model_copy(update={"again": None}) if now.n_samples > began.n_samples else now
+
+    def _left_for_later(self, began: RunRequest) -> bool:
+        """Whether the rollouts that have not started would not end before the deadline."""
+        now = self.request
+        if now is None or now.ends_at is None or self._is_over():
+            return False
+        is_later = began.ends_at is not None and now.ends_at > began.ends_at
+        if now.n_samples > began.n_samples or is_later:
+            return False  # a change that came too late for them: they start in the next execution
+        return self._starts_less() and not self._used_up()
 
     def _starts_less(self) -> bool:
         counts = self._counts()
@@ -207,11 +325,11 @@ class RunWorkflow:
             await workflow.wait_condition(lambda: self.state != "starting")
         before = self.request
         assert before is not None, "it was waited for"
-        if self.state == "finishing":
+        if self.state == "finishing" or self._is_over():
             why = f"run {self.run_id} is ending: change it when it has ended"
             raise ApplicationError(why, type=temporal_names.ENDING, non_retryable=True)
         asked_at = max(workflow.time(), before.asked_at + LEAST_S)
-        self.request = changed(before, fields).model_copy(update={"asked_at": asked_at})
+        self.request = self._with_end(changed(before, fields), asked_at)
         if not before.changes_to(self.request):
             return self.status()
         self._follow(self.request)
@@ -251,9 +369,23 @@ class RunWorkflow:
 
     async def _finish(self, run: RunRequest) -> RunSummary:
         self.state = "finishing"
+        if self.timing is not None:
+            self.timing.cancel()
         options = activity_options.described(activity_options.bookkeeping(), "write the manifest")
-        summary = await ordered("finish_run", run, RunSummary, options, cleaning=True)
-        self.summary = self._with_all(summary)
+        ended = run.model_copy(update={"stopped": self._why_stopped() if self._is_over() else ""})
+        writing = asyncio.create_task(
+            ordered("finish_run", ended, RunSummary, options, cleaning=True)
+        )
+        if (truncation := self.throttle.truncation) is not None:
+            last = max(workflow.time(), truncation.ends_at) + MANIFEST_S
+            await wait_until(writing.done, last, "until the run ends without its manifest")
+            if not writing.done():  # the store is down, and its counts are not known
+                nothing = RunSummary(run_id=self.run_id, uri="", rollouts=0)
+                self.summary = self._with_all(
+                    nothing.model_copy(update={"by_status": self._counts().by_status})
+                )
+                return self.summary
+        self.summary = self._with_all(await writing)
         return self.summary
 
     def _with_all(self, summary: RunSummary) -> RunSummary:
@@ -261,15 +393,19 @@ class RunWorkflow:
         counted = self._counts().by_status
         by_status = dict(summary.by_status)
         left = self.total - sum(by_status.values())
-        for status in (RolloutStatus.FAILED.value, STILL_RUNNING, RolloutStatus.CANCELLED.value):
+        # The others never started: the run was cancelled, or its budget or its time is used up.
+        unstarted = MISSING if self._is_over() else RolloutStatus.CANCELLED.value
+        for status in (RolloutStatus.FAILED.value, STILL_RUNNING, unstarted):
             more = counted[status] - by_status.get(status, 0)
-            # The others never started: the run was cancelled, or its budget is used up.
-            n = left if status == RolloutStatus.CANCELLED else min(more, left)
+            n = left if status == unstarted else min(more, left)
             if n > 0:
                 by_status[status] = by_status.get(status, 0) + n
                 left -= n
         rollouts = max(self.total, summary.rollouts)
-        found = {"rollouts": rollouts, "by_status": by_status, "stopped": self._used_up()}
+        found: dict[str, Any] = {"rollouts": rollouts, "by_status": by_status}
+        is_unfinished = not self.is_listed or any(by_status.get(one) for one in UNFINISHED)
+        if is_unfinished or not self._is_over():
+            found |= {"stopped": self._why_stopped(), "stopped_by": self._ended_by()}
         return summary.model_copy(update=found)
 
     def _counts(self) -> Counts:
@@ -329,13 +465,17 @@ class RunWorkflow:
             await _signal(shard, RunShardWorkflow.set_paused, self.throttle.paused)
         if self.request is not None and self.request is not request.run:
             await _signal(shard, RunShardWorkflow.set_run, self.request)
+        if self.throttle.truncation is not None:
+            await _signal(shard, RunShardWorkflow.truncate, self.throttle.truncation)
         await self._tell_room()
         stop_if_cancelled()  # awaiting the signals may have used up the cancellation
 
     def _starts_no_more(self, tasks: list[asyncio.Task[None]]) -> bool:
-        """Whether the budget is used up or a shard has failed."""
+        """Whether the budget or the time is used up or a shard has failed."""
         ended = [task for task in tasks if task.done()]
-        return self.throttle.spent or any(task.cancelled() or task.exception() for task in ended)
+        if self.throttle.spent or self._is_over():
+            return True
+        return any(task.cancelled() or task.exception() for task in ended)
 
     def _room(self) -> int:
         """Rollouts that the newest shard may have in flight: the concurrency that older ones
@@ -397,6 +537,10 @@ class RunShardWorkflow:
     @workflow.signal
     def set_spent(self, spent: bool) -> None:
         self.throttle.spent = spent
+
+    @workflow.signal(name=temporal_names.TRUNCATE)
+    def truncate(self, truncation: Truncation) -> None:
+        self.throttle.truncation = truncation
 
     @workflow.signal
     def set_concurrency(self, concurrency: int) -> None:

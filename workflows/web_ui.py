@@ -127,6 +127,9 @@ class RolloutPage:
     def spent(self) -> None:
         self._add("the run's budget is used up: the agent stops")
 
+    def truncated(self, cause: str) -> None:
+        self._add(f"{cause} ends it")
+
     def agent(self, run: AgentRun) -> None:
         self._run = run
         self._add(

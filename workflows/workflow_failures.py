@@ -164,6 +164,12 @@ def is_schedule_to_start_timeout(error: ActivityError) -> bool:
     return isinstance(cause, TimeoutError) and cause.type is TimeoutType.SCHEDULE_TO_START
 
 
+def is_heartbeat_timeout(error: ActivityError) -> bool:
+    """Whether the activity's worker died."""
+    cause = error.cause
+    return isinstance(cause, TimeoutError) and cause.type is TimeoutType.HEARTBEAT
+
+
 def is_host_lost(error: ActivityError) -> bool:
     """Whether the sandbox's host is lost, so that it receives no work."""
     return isinstance(error.cause, ApplicationError) and HOST_LOST in error.cause.details

@@ -45,6 +45,8 @@ class Boundary(StrEnum):
     GRADER = "grader"
     STORE = "store"
     WORKER = "worker"
+    RUN = "run"
+    """Nothing failed: the run's deadline or `stop_at` ended the rollout."""
 
 
 class PerdureError(Exception):

@@ -6,6 +6,7 @@ The quick half of the promises in docs/durability.md; `make chaos` runs the othe
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,8 +27,9 @@ from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.control_client import GatewayControl
 from perdure.home_folder import load_secret, load_secrets
+from perdure.rollouts.activity_messages import Truncation
 from perdure.sandboxes.base import identity_of
-from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
+from perdure.types import AgentEnd, Caps, EpisodeRef, Outcome, RolloutRequest, RolloutStatus, Turn
 from tests.stack.gated_engine import TURNS, commands
 from tests.stack.host_requirements import why_not_here
 from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE
@@ -246,6 +248,40 @@ async def test_a_rollout_whose_run_is_spent_stops_buying_and_is_graded(stack: St
     assert episode.turns == HELD
     stack.engine.let_go()
     await stack.nothing_left()
+
+
+async def test_a_reached_cap_ends_the_agent_at_its_limit(stack: Stack) -> None:
+    """Whatever the agent makes of the refused call, its work until then is graded."""
+    request = await stack.start("capped", caps=Caps(turns=HELD))
+    episode = await stack.episode(request)
+
+    assert (episode.status, episode.turns) == (RolloutStatus.GRADED, HELD)
+    assert episode.attempts[-1].agent_end is AgentEnd.LIMIT
+    assert episode.attempts[-1].agent_detail == f"it has used {HELD} of {HELD} turns"
+
+
+async def test_a_rollout_that_its_runs_deadline_stops_continues_later(stack: Stack) -> None:
+    """Its agent is killed in the middle of a turn. Its diff is captured, and it has no reward. The next
+    start replays its turns and ends with a verdict."""
+    (request,) = await stack.met("truncated")
+    over = Truncation(by="deadline", cause="the run's deadline", ends_at=time.time())
+    await stack.handle(request).signal(temporal_names.TRUNCATE, over)
+    episode = await stack.episode(request)
+    stack.engine.let_go()
+    await stack.nothing_left()
+    await stack.client.start_workflow(
+        temporal_names.ROLLOUT,
+        request,
+        id=request.workflow_id,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
+        id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+    )
+
+    assert (episode.status, episode.reward, episode.turns) == (RolloutStatus.TRUNCATED, None, HELD)
+    assert episode.failure is not None
+    assert episode.failure.message == f"the run's deadline stopped its agent after {HELD} turns"
+    assert episode.patch is not None
+    await stack.solved_once(request, attempt=2, replayed=HELD)
 
 
 async def test_a_cancelled_rollout_can_be_started_again(stack: Stack) -> None:

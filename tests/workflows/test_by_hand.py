@@ -55,7 +55,7 @@ async def test_a_run_drops_a_wrong_signal(
     assert (await run.result())["rollouts"] == 1
 
 
-@pytest.mark.parametrize("signal", ["granted", "booting", "spent", "unknown"])
+@pytest.mark.parametrize("signal", ["granted", "booting", "spent", "truncate", "unknown"])
 @pytest.mark.parametrize("given", [[], [{}], [1, 2, 3]])
 async def test_a_rollout_drops_a_wrong_signal(
     client: Client, stages: Stages, signal: str, given: list[object]

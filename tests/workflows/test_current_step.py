@@ -157,7 +157,7 @@ async def test_a_wait_for_a_seat_is_shown(client: Client) -> None:
 
         async def waits() -> bool:
             line = await current_step(client, "rollout/r/i/5")
-            return line == "waits for a free seat on a host"
+            return line.startswith("waits for a free seat on a host since ")
 
         assert await until(waits, "the wait is told")
 

@@ -692,7 +692,7 @@ async def test_a_run_that_has_used_its_budget_stops_its_agents(
         return Booted(uri="file:///x")
 
     async def agent(attempt: Attempt) -> AgentRun:
-        if attempt.spent:
+        if attempt.stop:
             stopped.set()
             return AgentRun(end=AgentEnd.LIMIT, turns=3)
         if attempt.request.instance == "toy/add-0":
@@ -715,7 +715,11 @@ async def test_a_run_that_has_used_its_budget_stops_its_agents(
 
     stages.override |= {"boot_sandbox": boot, "run_agent": agent, "emit_episode": emit}
     stages.instances = ("toy/add-0", "toy/add-1")
-    more = {"n_samples": 2, "deadline_s": 3600.0 if grouped else None, "budget": Budget(tokens=200)}
+    more = {
+        "n_samples": 2,
+        "group_deadline_s": 3600.0 if grouped else None,
+        "budget": Budget(tokens=200),
+    }
     run = await Perdure(client).start_run(_run(concurrency=4).model_copy(update=more))
     async with asyncio.timeout(PATIENCE_S):
         summary = await run.result()

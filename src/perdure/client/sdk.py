@@ -135,13 +135,15 @@ class Perdure:
         """Apply the changeable fields in which the request differs from the run that it joins.
 
         An open run gets an update. An ended run starts again and runs the rollouts that the store
-        lacks. If the run ends at this moment, try again.
+        lacks; one that its deadline ended also without a change. If the run ends at this moment, try
+        again.
         """
         began = time.monotonic()
         while True:
             current, asks, is_open = await self._changes(request, handle)
             fields = current.changes_to(asks)
-            if not fields:
+            continues = not is_open and await _was_ended_by_deadline(handle)
+            if not fields and not continues:
                 return [], handle
             fields["asked_by"] = _person()
             try:
@@ -153,14 +155,15 @@ class Perdure:
                     raise
                 await asyncio.sleep(START_PAUSE_S)
                 continue
-            if not fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}:
+            if not (continues or fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}):
                 return [], handle  # the run has ended, and these fields affect no ended rollout
             more = current.changed(fields).model_copy(update={"again": None})
             handle, is_open = await self._start_run(
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
             )
             if not is_open:
-                return request_comparison.changes(current, asks), handle
+                told = ["deadline_s: counts again"] if continues else []
+                return [*request_comparison.changes(current, asks), *told], handle
 
     async def _change_group(
         self, request: GroupRequest, handle: WorkflowHandle[Any, Any]
@@ -793,6 +796,15 @@ async def _update(
             raise
         ended = await _described(handle, what)
         raise NotFound(f"{what} has ended ({execution_name(ended.status)})") from error
+
+
+async def _was_ended_by_deadline(handle: WorkflowHandle[Any, Any]) -> bool:
+    """Whether a closed run left rollouts because of its deadline."""
+    try:
+        summary = await _durably(handle.result)
+    except WorkflowFailureError:
+        return False
+    return isinstance(summary, dict) and summary.get("stopped_by") == "deadline"
 
 
 def _is_ending(error: Exception) -> bool:

@@ -18,7 +18,7 @@ DATA_SOURCE = SearchAttributeKey.for_keyword("PerdureDataSource")
 AGENT = SearchAttributeKey.for_keyword("PerdureAgent")
 STAGE = SearchAttributeKey.for_keyword("PerdureStage")
 OUTCOME = SearchAttributeKey.for_keyword("PerdureOutcome")
-"""The grade's outcome, or the status of a rollout without one (failed, cancelled, expired)."""
+"""The grade's outcome, or the status of a rollout without one (failed, truncated, ...)."""
 FAILURE = SearchAttributeKey.for_keyword("PerdureFailure")
 SAMPLE = SearchAttributeKey.for_int("PerdureSample")
 ATTEMPT = SearchAttributeKey.for_int("PerdureAttempt")

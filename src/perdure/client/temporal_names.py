@@ -17,8 +17,13 @@ SPENT = "spent"
 """Signal to a rollout or a group: the run's budget is used up, so stop the agents and grade their
 work."""
 
+TRUNCATE = "truncate"
+"""Signal to a shard, a group or a rollout: the run's time is over. Its argument is a Truncation."""
+
 CHANGED = "changed"
 """Memo of a run or a group: its changeable fields, set after the first change."""
+BEGAN = "began"
+"""Memo of a run that continues as new: when its first execution started, in Unix seconds."""
 PAUSED = "paused"
 """Memo of a run that continues as new: whether it was paused, and for which failure."""
 

@@ -185,6 +185,8 @@ class Episode(Frozen):
     rewards: Rewards | None = None
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
+    stopped_in: str = ""
+    """If it is truncated: the stage that the end of the run's time stopped."""
     trainable: bool = False
     """The rollout is graded, and every turn except side and stray ones has exact token ids."""
     turns: int = 0
@@ -221,6 +223,7 @@ class Episode(Frozen):
     evictions: int = 0
     attempts: tuple[AttemptSummary, ...] = ()
     grade: Grade | None = None
+    """If it is truncated, only for information: it gives no outcome and no reward."""
     patch: PatchRef | None = None
     turns_key: str | None = None
     damaged: tuple[str, ...] = ()
@@ -269,7 +272,7 @@ class Episode(Frozen):
     @property
     def official(self) -> Outcome | None:
         """The verdict of the row's own protocol, if twins changed it; otherwise None."""
-        official = self.grade.official if self.grade else None
+        official = self.grade.official if self.grade and self.outcome else None
         return None if official is self.outcome else official
 
     @property
@@ -333,6 +336,7 @@ class Episode(Frozen):
             withheld=self.withheld,
             attempts=len(self.attempts),
             seconds=round(self.seconds, 3),
+            grade_s=self.stage_seconds.get("grade", 0.0),
             agent_end=self.agent_end,
             turns=self.turns,
             model=", ".join(self.models),
@@ -351,8 +355,8 @@ class Episode(Frozen):
 class EpisodeParts:
     """Everything from which an episode is made.
 
-    `turns` and `patch` are those of the last attempt, the one that counts. `grade` is set if and
-    only if the status is GRADED.
+    `turns` and `patch` are those of the last attempt, the one that counts. `grade` is set if the
+    status is GRADED. A TRUNCATED rollout may have one for information.
     """
 
     request: RolloutRequest
@@ -368,6 +372,7 @@ class EpisodeParts:
     patch: PatchRef | None = None
     grade: Grade | None = None
     failure: Failure | None = None
+    stopped_in: str = ""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     evictions: int = 0
     workflow_run_id: str = ""
@@ -420,6 +425,7 @@ COPIED = (
     "status",
     "agent_end",
     "failure",
+    "stopped_in",
     "stage_seconds",
     "evictions",
     "grade",
@@ -454,6 +460,8 @@ def same_attempt(one: Episode, parts: EpisodeParts) -> bool:
 
 def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]:
     grade = parts.grade
+    if parts.status is RolloutStatus.TRUNCATED:
+        return {}
     if (grade is not None) != (parts.status is RolloutStatus.GRADED):
         raise ValueError(f"status {parts.status} contradicts grade {grade and grade.outcome}")
     if grade is None:

@@ -35,6 +35,8 @@ class Counted:
     reward: float | None
     agent_end: AgentEnd | None
     failure: Failure | None
+    stopped_in: str
+    """If it is truncated: the stage that was stopped."""
     attempts: int
     trainable: bool
     turns: int

@@ -26,7 +26,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, TypeAdapter
 
 from perdure.engines.base import Wait
-from perdure.types import DEFAULT_MODEL, Frozen, Sampling
+from perdure.types import DEFAULT_MODEL, Caps, Frozen, Sampling
 
 STORE_UNAVAILABLE_CODE = "store_unavailable"
 """Error code: the gateway runs, but it cannot reach the store."""
@@ -49,6 +49,7 @@ class SessionSpec(Frozen):
     """By glob of the model name in the agent's calls: another model that answers them. These turns are
     not trained."""
     sampling: Sampling = Sampling()
+    caps: Caps = Caps()
     sample: str = ""
     """The instance and the sample's index. Seeds are derived from it, so that samples differ."""
     turns_key: str
@@ -84,6 +85,8 @@ class SessionSummary(Frozen):
     """What the engine said when it refused a call before the first answer, and the fix."""
     refusals: int = 0
     """How often the engine did so. Only the gateway process that had the calls knows this."""
+    capped: str = ""
+    """Which cap is reached, with figures; empty until a call of the agent is refused for it."""
     unanswered: str = ""
     """Why the gateway could not answer a call. The next answer on the same chain clears it. A refusal of
     the request's content counts as an answer."""

@@ -36,6 +36,7 @@ from perdure.gateway.journal.closed_session_file import turns_file
 from perdure.gateway.journal.record_encoding import JournalDamaged
 from perdure.gateway.journal.turn_journal import Journal, Record, RecordNumberTaken
 from perdure.gateway.journal.turn_record import (
+    CAPPED,
     CLOSED,
     DAMAGED,
     OPEN,
@@ -529,6 +530,8 @@ class Sessions:
         if news and (node := self._recorded(awake, key, known)) is not None:
             return node.record.answer
         await self._check_calls(awake, request, location)
+        if unwritten is None:
+            await self._check_caps(session, request)
         pending = PendingTurn(awake, request, location, arrived)
         recording = awake.recording
         across = location.digests.across
@@ -563,6 +566,16 @@ class Sessions:
                 damage = {"kind": DAMAGED, "message": message}
                 await self._note(session, damage, lambda: session.damaged)
                 session.check_open()
+
+    async def _check_caps(self, session: Session, request: ModelRequest) -> None:
+        """Refuse the call if a cap of the session is reached. A refused call of the agent is journaled:
+        every process reports it, and the agent's stage ends the agent as `limit`. Raises: Refused."""
+        if not (reached := session.reached_cap):
+            return
+        if request.purpose.is_of_trajectory:
+            capped = {"kind": CAPPED, "message": reached}
+            await self._note(session, capped, lambda: session.capped)
+        raise Refused(403, "cap_reached", f"this session takes no more calls: {reached}")
 
     async def _sampled(self, pending: PendingTurn) -> TurnRecord:
         """Sample a turn, and journal a refusal that ends the rollout, so that every process of the pool

@@ -16,6 +16,7 @@ from perdure.engines.base import Wait
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.gateway.journal.record_encoding import JournalDamaged
 from perdure.gateway.journal.turn_record import (
+    CAPPED,
     CLOSED,
     DAMAGED,
     REFUSED,
@@ -24,6 +25,7 @@ from perdure.gateway.journal.turn_record import (
     TURN,
     UNANSWERED,
     TurnRecord,
+    usage_of,
 )
 from perdure.gateway.rate_limits import Pace
 from perdure.gateway.session_model import SessionModels
@@ -31,7 +33,7 @@ from perdure.gateway.turns.attempt_replay import Recording
 from perdure.gateway.turns.canonical_request import RunningDigests, ToolDigests
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.gateway.turns.turn_chains import Node, Tree
-from perdure.types import EngineSpan, Purpose
+from perdure.types import EngineSpan, Price, Purpose
 
 CallKey = tuple[str, str]
 """Chain and request digest."""
@@ -49,6 +51,9 @@ class Totals:
 
     turns: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    dollars: float = 0.0
+    """Cost of its calls, if its caps have a price."""
     mark: str = ""
     """The mark of the first turn, which the agent's later calls carry too."""
     trainable: bool = True
@@ -63,7 +68,11 @@ class Totals:
     chains: set[str] = field(default_factory=set)
     misses: Counter[str] = field(default_factory=Counter)
 
-    def add(self, record: TurnRecord) -> None:
+    def add(self, record: TurnRecord, price: Price | None = None) -> None:
+        used = usage_of(record)
+        self.prompt_tokens += used.prompt_tokens
+        if price is not None:
+            self.dollars += price.of(used.prompt_tokens, used.cached_tokens, used.sampled_tokens)
         sampled = record.answer.usage.get("completion_tokens")
         tokens = sampled if isinstance(sampled, int) else 0
         self.mark = self.mark if self.turns else record.mark
@@ -109,6 +118,8 @@ class Session:
     """Why no engine may sample for it any more; empty until a call is refused for this reason."""
     damaged: str = ""
     """Why its attempt must end: see `SessionSummary.damaged`."""
+    capped: str = ""
+    """Which cap is reached; empty until a call is refused for it."""
     unreadable: bool = False
     """Whether its journal cannot be read. Nothing is then added to it."""
     unanswered: dict[str, Wait] = field(default_factory=dict)
@@ -176,6 +187,8 @@ class Session:
             self.damaged = record["message"]
         elif record["kind"] == STALE:
             self.too_stale = record["message"]
+        elif record["kind"] == CAPPED:
+            self.capped = record["message"]
         elif record["kind"] == REFUSED:
             self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
@@ -208,6 +221,13 @@ class Session:
         )
 
     @property
+    def reached_cap(self) -> str:
+        """Which of its caps is reached, with figures; empty if none is."""
+        totals = self.totals
+        tokens = totals.prompt_tokens + totals.tokens
+        return self.spec.caps.reached(totals.turns, tokens, totals.dollars)
+
+    @property
     def longest_unanswered(self) -> Wait | None:
         return min(self.unanswered.values(), key=lambda wait: wait.since, default=None)
 
@@ -226,6 +246,7 @@ class Session:
             bridge_misses=dict(totals.misses),
             chains=len(totals.chains),
             too_stale=self.too_stale,
+            capped=self.capped,
             damaged=self.damaged,
             turns_sha256=self.turns_sha256,
             refused=self.refused,
@@ -258,7 +279,7 @@ class Awake:
         """Add a committed turn. `rolled`: the digests of its request, if they are known."""
         node = self.tree.apply(record, rolled)
         self.session.position += 1
-        self.session.totals.add(record)
+        self.session.totals.add(record, self.session.spec.caps.price)
         self.session.answered(record.chain, record.purpose)
         if self.recording is not None:
             self.recording.committed(record)

@@ -58,6 +58,7 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("patches with signals, resolved ones", _signaled),
         ("rewards withheld", lambda one: _count(one.withheld)),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
+        ("pass@1, truncated rollouts as 0, as 1", _truncated),
         ("retried after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
         ("lower bound (no patch)", lambda one: _percent(one.bounds.floor)),
@@ -179,6 +180,13 @@ def _pass_at(k: int) -> Callable[[Report], str]:
         return f"{_share(found)}{of}"
 
     return cell
+
+
+def _truncated(report: Report) -> str:
+    if report.truncated_bounds is None:
+        return NONE
+    low, high = report.truncated_bounds
+    return f"{100 * low:.1f} %, {100 * high:.1f} % ({report.truncated} truncated)"
 
 
 def _count(number: int) -> str:

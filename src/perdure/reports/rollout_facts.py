@@ -22,7 +22,7 @@ LOST_GRADING = "-lost-"
 
 
 RESOLVED = "resolved"
-BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
+BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
 
 
 class _Attempt(Frozen):
@@ -150,6 +150,10 @@ class RolloutFacts:
     @property
     def graded(self) -> bool:
         return self.status is RolloutStatus.GRADED
+
+    @property
+    def truncated(self) -> bool:
+        return self.status is RolloutStatus.TRUNCATED
 
     @property
     def resolved(self) -> bool:

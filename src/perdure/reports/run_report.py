@@ -49,7 +49,11 @@ class Report:
     asked_models: tuple[str, ...]
     """Requested model names under which no model answered."""
     stopped: str
-    """Why the run started no more rollouts: its budget was used up."""
+    """Why the run ended before its rollouts: its budget, its deadline or `stop_at`."""
+    truncated: int
+    """Rollouts that the end of the run's time stopped."""
+    truncated_bounds: tuple[float, float] | None
+    """pass@1 if none and if all of them were resolved; None if there are none."""
     instances: int
     planned_instances: int
     planned: int
@@ -142,6 +146,8 @@ def build_report(
         models=_distinct(name for one in rollouts for name in one.models),
         asked_models=_distinct(name for one in rollouts for name in one.asked_models),
         stopped=stopped,
+        truncated=sum(one.truncated for one in rollouts),
+        truncated_bounds=_truncated_bounds(rollouts),
         instances=len({one.instance for one in rollouts}),
         planned_instances=max(planned_instances or 0, len({one.instance for one in rollouts})),
         planned=max(planned or 0, len(rollouts)),
@@ -190,6 +196,20 @@ def build_report(
         wall_seconds=_wall(rollouts),
         unreadable=run.unreadable,
     )
+
+
+def _truncated_bounds(rollouts: Sequence[RolloutFacts]) -> tuple[float, float] | None:
+    if not any(one.truncated for one in rollouts):
+        return None
+    tries: defaultdict[str, list[RolloutFacts]] = defaultdict(list)
+    for one in rollouts:
+        if one.graded or one.truncated:
+            tries[one.instance_id].append(one)
+    low = [sum(one.resolved for one in tried) / len(tried) for tried in tries.values()]
+    high = [
+        sum(one.resolved or one.truncated for one in tried) / len(tried) for tried in tries.values()
+    ]
+    return math.fsum(low) / len(low), math.fsum(high) / len(high)
 
 
 def _stages(rollouts: Sequence[RolloutFacts]) -> dict[str, Spread]:

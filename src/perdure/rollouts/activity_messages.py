@@ -7,6 +7,7 @@ from pydantic import Field
 from perdure.types import (
     AgentEnd,
     CalibrationRequest,
+    EndedBy,
     EpisodeRef,
     Failure,
     Frozen,
@@ -30,6 +31,9 @@ HOST_LOST = "host lost"
 """Detail of a SandboxLost: the sandbox's host cannot be reached."""
 IDENTITY_DIFFERS = "IdentityDiffers"
 """The store has this rollout with another identity, so this workflow ran nothing."""
+TRUNCATED = "Truncated"
+"""Failure type of a rollout that ended with the run's time. The run continues it when it is started
+again."""
 ACTION_NEEDED = frozenset({"ConfigurationError", IDENTITY_DIFFERS, "MissingDependency"})
 """Failures that only a user can fix: the run pauses instead of failing every rollout."""
 
@@ -43,8 +47,20 @@ class Attempt(Frozen):
     """Distinguishes the grading of a reset workflow from the one before the reset."""
     permit: str = ""
     """The step for which a metered account granted a sandbox."""
-    spent: bool = False
-    """The run's budget is used up: the agent stage only stops its agent."""
+    stop: bool = False
+    """The run's budget is used up, or its time is over: the agent stage only stops its agent."""
+
+
+class Truncation(Frozen):
+    """The end of a run's time, as a signal to its shards, groups and rollouts: stop all agents now.
+
+    Gradings may continue until `ends_at`."""
+
+    by: EndedBy
+    cause: str
+    """Example: `the run's deadline`."""
+    ends_at: float
+    """Unix seconds."""
 
 
 class Booted(Frozen):
@@ -82,6 +98,9 @@ class AgentRun(Frozen):
     """For a patch imported as a prediction: the model that its file names."""
     refused: str = ""
     """Why the engine refused the agent's calls, and the fix; empty if it answered one."""
+    stopped: bool = False
+    """It was stopped at work: by the run's budget, deadline or `stop_at`, or by a cancellation. If the
+    rollout continues later, another attempt replays its turns."""
 
     @property
     def broke(self) -> str:
@@ -138,6 +157,8 @@ class Ending(Frozen):
     """Unix seconds at which the workflow started."""
     grade: str = ""
     """Name of the stored grade, from the workflow's history."""
+    stopped_in: str = ""
+    """If it is truncated: the stage that was stopped."""
     bare: bool = False
     """Leave out the evidence of the stages, because an episode with it could not be made."""
 
@@ -189,7 +210,8 @@ class RunSummary(Frozen):
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
     stopped: str = ""
-    """Why the run's budget kept it from starting more rollouts; empty if it did not."""
+    """Why the run ended before its rollouts, in words; empty if it did not."""
+    stopped_by: EndedBy | None = None
 
 
 class Term(Frozen):

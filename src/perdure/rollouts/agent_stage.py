@@ -45,11 +45,11 @@ async def _run(job: Job) -> AgentRun:
     if job.request.agent == GIVEN_PATCHES:
         return await apply_prediction(job, sandbox)
     session = session_of(job)
-    if job.spent:
+    if job.stop:
         try:
             return await _stopped(job, session, sandbox)
         except NotFound:  # the agent never started
-            return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED)
+            return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED, stopped=True)
     try:
         is_started = await _is_started(sandbox)
         opened = await session.open(is_started=is_started) if session is not None else None
@@ -91,14 +91,20 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
             await handler_hooks.run(job, sandbox)
     except TimeoutError:  # the budget ran out; the handler's own errors arrive as SandboxLost
         end = AgentEnd.LIMIT
+    except SandboxLost:
+        if session is None or not (await session.look()).capped:
+            raise
+        end = AgentEnd.LIMIT  # the handler's code failed at the refused call
     finally:
         kept.cancel()
         await asyncio.gather(kept, return_exceptions=True)
     summary = await session.close() if session is not None else None
     if summary is not None and summary.too_stale:
         raise PolicyTooStale(summary.too_stale)
+    capped = summary.capped if summary is not None else ""
     return AgentRun(
-        end=end,
+        end=AgentEnd.LIMIT if capped else end,
+        detail=capped,
         turns=summary.turns if summary else 0,
         turns_sha256=summary.turns_sha256 if summary else "",
         tokens=summary.tokens if summary else 0,
@@ -169,7 +175,7 @@ async def _watch(
             if summary.waiting_seconds > waited:
                 waited = summary.waiting_seconds
                 await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
-            if summary.too_stale or summary.is_hopeless:  # no verdict can follow
+            if summary.too_stale or summary.is_hopeless or summary.capped:  # no answer can follow
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
                 break
@@ -204,6 +210,9 @@ async def _conclude(
         metrics.agent_time(working, summary.engine_seconds)
     called = summary is not None and bool(summary.refused or summary.unanswered)
     end = await agent_output.end_of(job.agent, found, called=called)
+    capped = summary.capped if summary is not None else ""
+    if capped:
+        end = AgentEnd.LIMIT
     return AgentRun(
         end=end,
         turns=found.turns,
@@ -212,7 +221,7 @@ async def _conclude(
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
         seconds=round(status.seconds or 0.0, 3),
-        detail=agent_output.detail(end, found),
+        detail=capped or agent_output.detail(end, found),
     )
 
 
@@ -230,7 +239,7 @@ async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
 
 
 async def _abort(job: Job, session: AgentSession | None, sandbox: Sandbox) -> None:
-    """Stop a cancelled agent. If the run's budget is spent, the workflow still grades its work."""
+    """Stop a cancelled agent. If the run stopped it, the workflow still captures its work."""
     try:
         await job.write(CHECKPOINT, await _stopped(job, session, sandbox))
     except PerdureError:
@@ -245,7 +254,7 @@ async def _stopped(job: Job, session: AgentSession | None, sandbox: Sandbox) -> 
     run = await _conclude(job, session, sandbox, status)
     if was_over:
         return run
-    return run.model_copy(update={"end": AgentEnd.LIMIT, "detail": STOPPED})
+    return run.model_copy(update={"end": AgentEnd.LIMIT, "detail": STOPPED, "stopped": True})
 
 
 def _report(job: Job, session: SessionSummary) -> None:

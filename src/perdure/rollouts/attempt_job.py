@@ -88,8 +88,8 @@ class Job:
     workflow_run_id: str
     permit: str
     """The step for which the account has granted a sandbox; empty if none yet."""
-    spent: bool
-    """The run's budget is used up."""
+    stop: bool
+    """The agent is only to be stopped."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
     calibration: CalibrationState | None = None
@@ -127,7 +127,7 @@ class Job:
             attempt=attempt.attempt,
             workflow_run_id=attempt.workflow_run_id,
             permit=attempt.permit,
-            spent=attempt.spent,
+            stop=attempt.stop,
             row=row,
         )
 

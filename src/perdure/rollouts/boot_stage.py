@@ -138,7 +138,7 @@ async def _last_captured(job: Job) -> int:
 async def _is_captured(job: Job) -> bool:
     """Whether the agent is done and its diff is stored, so that the attempt needs no sandbox."""
     run = await job.read("agent.json", AgentRun)
-    done = run is not None and not run.broke
+    done = run is not None and not run.broke and not run.stopped
     return done and await job.services.store.exists(job.key("patch.json"))
 
 

@@ -28,6 +28,9 @@ from perdure.storage.base import Store
 from perdure.telemetry import metrics
 from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
+BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
+"""How a rerun ends that says nothing about the rollout."""
+
 
 async def _no_journal(session: str) -> None:
     raise NotFound(f"no journal of {session}")
@@ -59,11 +62,13 @@ async def emit_episode(
 
 
 def _keeps(earlier: Episode, ending: Ending) -> bool:
-    """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled."""
+    """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled or
+    stopped. A truncated rollout's evidence stays if the rerun ended before a new attempt."""
+    if earlier.status is RolloutStatus.TRUNCATED and ending.status in BROKEN_OFF:
+        return ending.attempts < len(earlier.attempts)
     if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
         return False
-    broken_off = ending.status in (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED)
-    return broken_off or ending.request.start_at == "grade"
+    return ending.status in BROKEN_OFF or ending.request.start_at == "grade"
 
 
 def _ended(ending: Ending) -> dict[str, Any]:
@@ -92,6 +97,7 @@ def _bare(ending: Ending) -> EpisodeParts:
         finished_at=time.time(),
         attempts=[AttemptSummary(attempt=number) for number in range(1, ending.attempts + 1)],
         failure=ending.failure,
+        stopped_in=ending.stopped_in,
         evictions=ending.evictions,
         workflow_run_id=ending.workflow_run_id,
     )
@@ -121,6 +127,9 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
     folder = store_keys.attempt(ending.request, ending.attempts)
     patch = await _evidence(store, f"{folder}/patch.json", PatchRef, damaged)
     grade = await _grade(store, ending, folder, patch)
+    if grade is not None and ending.status is RolloutStatus.TRUNCATED:
+        withheld = ending.failure.message if ending.failure else ending.status.value
+        grade = grade.model_copy(update={"withheld": withheld})
     stages = dict(last.seconds) if last else {}
     if grade is not None:
         stages["grade"] = round(grade.seconds, 3)
@@ -136,6 +145,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         patch=patch,
         grade=grade,
         failure=ending.failure,
+        stopped_in=ending.stopped_in,
         stage_seconds=stages,
         evictions=ending.evictions,
         workflow_run_id=ending.workflow_run_id,
@@ -157,7 +167,8 @@ async def _grade(store: Store, ending: Ending, folder: str, patch: PatchRef | No
 
     Raises: AttemptDamaged.
     """
-    if ending.status is not RolloutStatus.GRADED:
+    informs = ending.status is RolloutStatus.TRUNCATED and ending.grade
+    if ending.status is not RolloutStatus.GRADED and not informs:
         return None
     key = f"{folder}/{ending.grade or grading.checkpoint(ending.workflow_run_id)}"
     grade = await stage_checkpoints.read(store, key, Grade)

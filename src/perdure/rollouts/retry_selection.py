@@ -17,7 +17,7 @@ from perdure.types import MISSING, PlayAgain, RolloutStatus, RunRequest
 async def planned_rollouts(store: Store, run: RunRequest) -> int | None:
     """Number of rollouts that the run was started for; None before its instance list is stored."""
     try:
-        return len(await _planned(store, run))
+        return len(await planned(store, run))
     except NotFound:
         return None
 
@@ -34,7 +34,7 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
     found = {(one.instance_id, one.sample_index): one for one in episodes}
     damaged = {(one.instance_id, one.sample_index) for one in unreadable}
     chosen = []
-    for instance, sample in await _planned(store, run):
+    for instance, sample in await planned(store, run):
         name = instance.split("/", 1)[1], sample
         episode = found.get(name)
         ending = episode.ending if episode is not None else MISSING
@@ -94,7 +94,7 @@ async def instances_of(store: Store, run_id: str) -> Sequence[str]:
     return found
 
 
-async def _planned(store: Store, run: RunRequest) -> list[tuple[str, int]]:
+async def planned(store: Store, run: RunRequest) -> list[tuple[str, int]]:
     """Instance and sample of each rollout. Raises: NotFound if the first start stored no list."""
     if run.listed:
         entries = await read_list(store, run.run_id, 0)

@@ -4,6 +4,7 @@ import contextlib
 import fnmatch
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from perdure.agents.agent_validation import check_options
 from perdure.engines.reported_model import engine_settings
@@ -21,6 +22,11 @@ from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
 from perdure.types import RolloutStatus, RunRequest
+
+CHECKPOINTS, STAGES = ("sandbox.json", "agent.json", "patch.json"), ("agent", "capture", "grade")
+"""The file that a stage writes at its end, and the stage after it."""
+OPEN = "its host, its engine or the store did not answer in time; it ends by itself"
+"""Why a rollout that was at work has no episode yet."""
 
 
 async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
@@ -122,7 +128,10 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
     episodes, unreadable = await scan_run_as(store, run.run_id, counted)
     manifest = build_manifest(run.run_id, episodes)
     manifest["unreadable"] = [one.key for one in unreadable]
-    manifest["stopped"] = stopped = await _stopped(store, run.run_id, episodes)
+    unfinished = await _unfinished(store, run, episodes) if run.stopped else []
+    manifest["unfinished"] = unfinished
+    stopped = run.stopped if unfinished else await _stopped(store, run.run_id, episodes)
+    manifest["stopped"] = stopped
     data = json.dumps(manifest, indent=1).encode()
     key = store_keys.manifest(run.run_id)
     try:
@@ -143,6 +152,49 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
         by_outcome=count(e.outcome.value for e in graded if e.outcome is not None),
         stopped=stopped,
     )
+
+
+async def _unfinished(
+    store: Store, run: RunRequest, episodes: Sequence[Counted]
+) -> list[dict[str, Any]]:
+    """The rollouts that the end of the run's time left, with their stage and its cause."""
+    try:
+        request = await run_record.current_request(store, run.run_id)
+        names = await retry_selection.planned(store, request)
+    except NotFound:  # the run ended before its instances were listed
+        return []
+    found = {(one.instance, one.sample_index): one for one in episodes}
+    open_in = await _open_stages(store, run.run_id, episodes)
+    rows = []
+    for instance, sample in names:
+        episode = found.get((instance, sample))
+        if episode is None:
+            stage = open_in.get((instance.split("/", 1)[1], sample), "")
+            cause = OPEN if stage else f"not started: {run.stopped}"
+        elif episode.status is RolloutStatus.TRUNCATED:
+            stage, cause = episode.stopped_in, episode.failure.message if episode.failure else ""
+        else:
+            continue
+        row = {"instance": instance, "sample_index": sample, "stage": stage, "cause": cause}
+        rows.append(row)
+    return rows
+
+
+async def _open_stages(
+    store: Store, run_id: str, episodes: Sequence[Counted]
+) -> dict[tuple[str, int], str]:
+    """Instance id and sample -> the stage that its newest checkpoint precedes, of rollouts that began
+    and have no episode."""
+    ended = {(one.instance.split("/", 1)[1], one.sample_index) for one in episodes}
+    newest: dict[tuple[str, int], tuple[int, int]] = {}
+    async for key in store.list(store_keys.rollouts(run_id)):
+        parts = key.split("/")
+        if len(parts) != 8 or parts[5] != "attempts" or parts[7] not in CHECKPOINTS:
+            continue
+        name, reached = (parts[3], int(parts[4])), (int(parts[6]), CHECKPOINTS.index(parts[7]))
+        if name not in ended:
+            newest[name] = max(reached, newest.get(name, (0, 0)))
+    return {name: STAGES[index] for name, (_, index) in newest.items()}
 
 
 async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> str:

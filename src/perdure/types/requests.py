@@ -71,6 +71,67 @@ class Sampling(Request):
     --rollout-max-context-len)."""
 
 
+class Price(Request):
+    """Dollars per million tokens."""
+
+    input: float = Field(ge=0)
+    output: float = Field(ge=0)
+    cached: float | None = Field(None, ge=0)
+    """Price of prompt tokens that the provider read from its cache. If absent, the input price."""
+
+    def of(self, prompt: int, cached: int, sampled: int) -> float:
+        """Cost in dollars of these token counts. `prompt` includes `cached`."""
+        read = self.input if self.cached is None else self.cached
+        return ((prompt - cached) * self.input + cached * read + sampled * self.output) / 1e6
+
+
+class Budget(Request):
+    """Limits on what a run may spend. Once one is reached, the run starts no more rollouts, stops
+    running agents and grades their patches. A rollout's tokens count when it has ended.
+
+    Example:
+        {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
+    """
+
+    tokens: int | None = Field(None, ge=1)
+    """Prompt and sampled tokens of all model calls."""
+    dollars: float | None = Field(None, gt=0)
+    price: Price | None = None
+
+    @model_validator(mode="after")
+    def _dollars_have_a_price(self) -> "Budget":
+        if self.dollars is not None and self.price is None:
+            raise ValueError("a limit in dollars needs the model's price: give 'price' too")
+        return self
+
+    def used_up(self, tokens: int, dollars: float) -> str:
+        """Which limit is reached, with figures; empty if none is."""
+        if self.tokens is not None and tokens >= self.tokens:
+            return f"it has used {tokens:,} of {self.tokens:,} tokens"
+        if self.dollars is not None and dollars >= self.dollars:
+            return f"it has used {dollars:.2f} of {self.dollars:.2f} dollars"
+        return ""
+
+
+class Caps(Budget):
+    """Limits on the model calls of one attempt, replayed ones included. The gateway keeps them for
+    every agent: once one is reached, it refuses the next call, and the agent ends as `limit`. Calls
+    in flight then still get their answers. `agent_budget_s` limits the time.
+
+    Example:
+        {"turns": 100, "dollars": 4, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
+    """
+
+    turns: int | None = Field(None, ge=1)
+    """Model calls, those of sub-agents included."""
+
+    def reached(self, turns: int, tokens: int, dollars: float) -> str:
+        """Which limit is reached, with figures; empty if none is."""
+        if self.turns is not None and turns >= self.turns:
+            return f"it has used {turns} of {self.turns} turns"
+        return self.used_up(tokens, dollars)
+
+
 class RolloutRequest(Request):
     """One sample of an agent's work on one instance: the input of `RolloutWorkflow`.
 
@@ -109,6 +170,8 @@ class RolloutRequest(Request):
     agent_budget_s: float = Field(1800.0, gt=0)
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
     count."""
+    caps: Caps = Caps()
+    """Limits of turns, tokens and dollars, kept by the gateway."""
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of one test run (slime: SWE_EVAL_TIMEOUT_SEC). If absent, the instance's own, but for a
     calibrated one at most ten times its longest run there, or 60 if that is more."""
@@ -128,6 +191,9 @@ class RolloutRequest(Request):
     tampered_reward: float = Field(0.0, ge=-10, le=0)
     """Reward, also in each dense form, of a rollout that ends as `tampered`. Below 0, forging
     results has a price."""
+    reward_truncated: bool = False
+    """Grade a rollout that the run's deadline or `stop_at` stopped as one that reached its own limit,
+    with a reward, so that a trainer uses it. If absent, it ends as `truncated`."""
     withheld_rewards: tuple[WithheldReward, ...] = ()
     """Rollouts that get a verdict and no reward, so that their group's baseline leaves them out.
     `exposed`: a twin passed, so the results were forged. `signals`: a success that is not
@@ -277,48 +343,6 @@ class PlayAgain(Request):
         return outcomes
 
 
-class Price(Request):
-    """Dollars per million tokens."""
-
-    input: float = Field(ge=0)
-    output: float = Field(ge=0)
-    cached: float | None = Field(None, ge=0)
-    """Price of prompt tokens that the provider read from its cache. If absent, the input price."""
-
-    def of(self, prompt: int, cached: int, sampled: int) -> float:
-        """Cost in dollars of these token counts. `prompt` includes `cached`."""
-        read = self.input if self.cached is None else self.cached
-        return ((prompt - cached) * self.input + cached * read + sampled * self.output) / 1e6
-
-
-class Budget(Request):
-    """Limits on what a run may spend. Once one is reached, the run starts no more rollouts, stops
-    running agents and grades their patches. A rollout's tokens count when it has ended.
-
-    Example:
-        {"dollars": 20, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
-    """
-
-    tokens: int | None = Field(None, ge=1)
-    """Prompt and sampled tokens of all model calls."""
-    dollars: float | None = Field(None, gt=0)
-    price: Price | None = None
-
-    @model_validator(mode="after")
-    def _dollars_have_a_price(self) -> "Budget":
-        if self.dollars is not None and self.price is None:
-            raise ValueError("a limit in dollars needs the model's price: give 'price' too")
-        return self
-
-    def used_up(self, tokens: int, dollars: float) -> str:
-        """Which limit is reached, with figures; empty if none is."""
-        if self.tokens is not None and tokens >= self.tokens:
-            return f"it has used {tokens:,} of {self.tokens:,} tokens"
-        if self.dollars is not None and dollars >= self.dollars:
-            return f"it has used {dollars:.2f} of {self.dollars:.2f} dollars"
-        return ""
-
-
 class RunRequest(Changeable):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
@@ -327,8 +351,8 @@ class RunRequest(Changeable):
     """
 
     CHANGEABLE = (
-        *("n_samples", "concurrency", "budget", "start_jitter_s"),
-        *("quorum", "deadline_s", "stragglers"),
+        *("n_samples", "concurrency", "budget", "start_jitter_s", "deadline_s", "stop_at"),
+        *("quorum", "group_deadline_s", "stragglers"),
     )
 
     run_id: Slug
@@ -348,13 +372,24 @@ class RunRequest(Changeable):
     priority: int | None = Field(None, ge=1, le=5)
     """Temporal's priority, from 1 (first) to 5 (last); 3 if absent. With `temporal workflow start`,
     also give `--priority-key`."""
-    quorum: int | None = Field(None, ge=1)
     deadline_s: float | None = Field(None, gt=0)
+    """The run ends within a minute of this many seconds from its start. It starts nothing that by
+    recorded times cannot finish, and stops agents early enough to capture their patches. The same
+    request, started again, continues it with a new deadline."""
+    stop_at: float | None = Field(None, gt=0, le=1)
+    """Once this share of the rollouts has ended, the others are stopped as at a deadline."""
+    quorum: int | None = Field(None, ge=1)
+    group_deadline_s: float | None = Field(None, gt=0)
+    """`deadline_s` of each group."""
     stragglers: Straggler = "cancel"
     asked_by: str = ""
     """The user who changes the run, for its record."""
     asked_at: float = 0.0
     """Unix seconds of the start or the last change, for the run's record. The workflow sets it."""
+    ends_at: float | None = None
+    """Unix seconds of the deadline. The workflow sets it."""
+    stopped: str = ""
+    """Why the run ended before its rollouts, for its manifest. The workflow sets it."""
     again: PlayAgain | None = None
     """Rerun only these rollouts of the run, which has ended. All other fields are those of its
     first start."""

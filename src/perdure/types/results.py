@@ -14,6 +14,9 @@ class RolloutStatus(StrEnum):
     """How a rollout ended. Only GRADED carries a reward, unless the request withholds it."""
 
     GRADED = "graded"
+    TRUNCATED = "truncated"
+    """The run's deadline or `stop_at` stopped it at work. Its patch is kept, and graded for
+    information if there was time. The run continues it when it is started again."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
@@ -25,7 +28,8 @@ class AgentEnd(StrEnum):
     FINISHED = "finished"
     GAVE_UP = "gave_up"
     LIMIT = "limit"
-    """The agent reached its own turn, cost or context limit, or the request's wall-clock budget."""
+    """The agent reached its own turn, cost or context limit, a cap of the request, or its wall-clock
+    budget."""
     CRASHED = "crashed"
     """The agent's process failed. Its patch is graded if its model calls were answered."""
     NEVER_CALLED_MODEL = "never_called_model"
@@ -196,6 +200,8 @@ class EpisodeRef(Frozen):
     """Why a graded rollout has no reward; empty if it has one."""
     attempts: int = 0
     seconds: float = 0.0
+    grade_s: float = 0.0
+    """Seconds of its grading."""
     agent_end: AgentEnd | None = None
     turns: int = 0
     model: str = ""
@@ -216,6 +222,10 @@ class EpisodeRef(Frozen):
     def ending(self) -> str:
         """The outcome, or the status if there is no outcome."""
         return self.outcome.value if self.outcome else self.status.value
+
+
+EndedBy = Literal["budget", "deadline", "stop_at"]
+"""What ended a run before its rollouts. The same request continues one that its deadline ended."""
 
 
 class RunStatus(Frozen):
@@ -242,8 +252,13 @@ class RunStatus(Frozen):
     """Prompt and sampled tokens of the rollouts that have ended."""
     dollars: float = 0.0
     """Cost of these tokens, if the run's budget has a price."""
+    grade_seconds: float = 0.0
+    """Seconds of all gradings."""
     stopped: str = ""
-    """Why the run's budget keeps it from starting more rollouts; empty if it does not."""
+    """Why the run starts no more rollouts, in words; empty if it does."""
+    stopped_by: EndedBy | None = None
+    ends_at: float | None = None
+    """Unix seconds of its deadline."""
 
 
 class GroupResult(Frozen):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from perdure.cli.commands.option_types import duration, share
 from perdure.cli.runs.instance_selection import Selection
 from perdure.cli.runs.run_request import RunOptions, build, fields_of, instances_of
 from perdure.errors import ConfigurationError
@@ -52,6 +53,20 @@ def test_assignments_nest_and_read_json() -> None:
         "model": "m-1",
         "limits": {"cpus": 4},
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("4h", 14400), ("1h30m", 5400), ("90s", 90), ("90", 90), ("1.5m", 90)]
+)
+def test_a_deadline_has_units(text: str, seconds: float) -> None:
+    """Without a unit, they are seconds."""
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize(("text", "found"), [("98%", 0.98), ("0.98", 0.98), ("100%", 1.0)])
+def test_a_share_may_be_a_percentage(text: str, found: float) -> None:
+    """`98%` and `0.98` are the same."""
+    assert share(text) == found
 
 
 def test_the_agent_cannot_be_assigned() -> None:

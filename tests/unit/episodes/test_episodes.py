@@ -386,3 +386,16 @@ def test_collected_batches_count_what_is_trained() -> None:
 
     assert (trained.tokens, trained.trained_tokens) == (3, 1)
     assert FinishedGroup("g", (trained, failed)).trainable_tokens == 1
+
+
+def test_the_grade_of_a_truncated_rollout_is_only_for_information() -> None:
+    """It gives no outcome, no reward and nothing to train on. Scores leave the rollout out."""
+    stopped = Failure(boundary=Boundary.RUN, type="Truncated", message="the run's deadline")
+    made = episode(RESOLVED, status=RolloutStatus.TRUNCATED, failure=stopped, turns=TURNS)
+    counts = manifest([made, episode(UNRESOLVED, 1)])
+
+    assert (made.outcome, made.reward, made.trainable) == (None, None, False)
+    assert made.grade is not None
+    assert made.grade.outcome is Outcome.RESOLVED
+    assert (counts["graded"], counts["resolved"], counts["mean_reward"]) == (1, 0, 0.0)
+    assert counts["by_status"] == {"graded": 1, "truncated": 1}

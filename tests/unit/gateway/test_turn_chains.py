@@ -38,7 +38,7 @@ from perdure.gateway.turns.turn_maker import await_unless_closed
 from perdure.storage.local_store import LocalStore
 from perdure.testing.scripted_engine import logprob
 from perdure.testing.scripted_policy import Policy
-from perdure.types import FinishReason, Purpose, Sampling, Turn
+from perdure.types import Caps, FinishReason, Price, Purpose, Sampling, Turn
 
 FORMAT = load_format("qwen3")
 POLICY = Policy(FORMAT.tokenizer, {})
@@ -1030,3 +1030,40 @@ async def test_in_any_tree_every_token_is_in_one_node(start: Start, seed: int) -
     assert sum(sum(segment.loss_mask) for segment in cut(turns)) == sampled - unused
     kept = cut(turns, keep_unused=True)
     assert sum(sum(segment.loss_mask) for segment in kept) == sampled
+
+
+# --- caps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["turns", "tokens", "dollars"])
+async def test_a_reached_cap_refuses_the_next_call(start: Start, what: str) -> None:
+    """Another process refuses it too, and both tell the agent's stage. A repeated call still gets its
+    answer."""
+    one, two = start(Speaker()), start(Speaker())
+    await one.sessions.open(_spec("other"))
+    usage = (await one.ask(HELLO, "other")).usage
+    tokens = usage["prompt_tokens"] + usage["completion_tokens"] + 1  # more than one call uses
+    price = Price(input=1e6, output=1e6)
+    caps = {"turns": {"turns": 2}, "tokens": {"tokens": tokens}, "dollars": {"dollars": tokens}}
+    await one.sessions.open(_spec(caps=Caps(price=price, **caps[what])))
+    more = _next(HELLO, await one.ask(HELLO))
+    second = await one.ask(more)
+    for process in (one, two):
+        with pytest.raises(Refused, match=f"it has used .* {what}") as refused:
+            await process.ask(_next(more, second))
+
+        assert refused.value.code == "cap_reached"
+        assert what in (await process.sessions.get("s")).capped
+    assert await one.ask(more) == second
+    assert (await two.sessions.close("s")).turns == 2
+
+
+async def test_a_side_request_does_not_reach_a_cap(start: Start) -> None:
+    """It is refused, but the agent may have ended by itself."""
+    it = start(Speaker())
+    await it.sessions.open(_spec(caps=Caps(turns=1)))
+    await it.ask(HELLO)
+    with pytest.raises(Refused):
+        await it.ask([_user("A title?")], purpose=Purpose.SIDE)
+
+    assert (await it.sessions.get("s")).capped == ""

@@ -20,7 +20,7 @@ from perdure.reports.run_comparison import compare
 from perdure.reports.run_report import Report, build_report
 from perdure.reports.svg_plots import plots
 from perdure.reports.token_prices import read_prices
-from perdure.types import Failure
+from perdure.types import Failure, RolloutStatus
 from tests.unit.reports.made_runs import rollout, run_of
 
 RUN = run_of(
@@ -375,3 +375,14 @@ def test_versions_are_drawn_for_a_training_run() -> None:
     run = run_of("t", {"a": ["resolved", "unresolved"]}, version_min=3, version_max=4)
 
     assert "Policy versions" in [plot.title for plot in plots([(run, build_report(run))])]
+
+
+def test_truncated_rollouts_give_bounds() -> None:
+    """Of a's two samples one is resolved, of b's one is truncated: pass@1 is from 1/4 to 1/2."""
+    run = run_of("r", {"a": ["resolved", "unresolved"], "b": ["unresolved"]})
+    last = rollout("b", 1, None, status=RolloutStatus.TRUNCATED)
+    found = build_report(RunFacts("r", (*run.rollouts, last)))
+
+    assert found.truncated_bounds == (0.25, 0.5)
+    assert figures(found)["pass@1, truncated rollouts as 0, as 1"] == "25.0 %, 50.0 % (1 truncated)"
+    assert build_report(run).truncated_bounds is None

@@ -1,5 +1,6 @@
 """Rollouts that run or are graded again: which ones, and what happens to their episodes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts
 from perdure.episodes.episode_store import read_run
 from perdure.errors import Boundary, NotFound
-from perdure.rollouts import retry_selection, stage_checkpoints
+from perdure.rollouts import retry_selection, run_pages, run_record, stage_checkpoints
 from perdure.rollouts.activity_messages import Ending
 from perdure.rollouts.episode_stage import emit_episode
 from perdure.rollouts.grade_stage import checkpoint
@@ -177,3 +178,49 @@ async def test_a_retry_that_fails_replaces_the_verdict(store: LocalStore) -> Non
 
     (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
     assert (episode.status, episode.earlier[0].outcome) == (RolloutStatus.FAILED, "unresolved")
+
+
+async def test_the_manifest_names_what_the_deadline_left(store: LocalStore) -> None:
+    """A truncated rollout with its cause, one that is still open by its checkpoints, and one that has
+    not started. Failed ones have ended."""
+    await store.put(
+        store_keys.run("r"), json.dumps({"request": RUN.model_dump(mode="json")}).encode()
+    )
+    stopped = Failure(boundary=Boundary.RUN, type="Truncated", message="stopped after 3 turns")
+    cut = ending(request_of("a", 0), RolloutStatus.TRUNCATED)
+    await store.delete_many([store_keys.episode(cut.request)])
+    await emit_episode(store, cut.model_copy(update={"failure": stopped, "stopped_in": "agent"}))
+    more = RUN.model_copy(update={"n_samples": 3, "stopped": "its deadline has passed"})
+    await run_record.record(store, more)
+    for name in ("sandbox.json", "agent.json"):
+        await store.put(f"{store_keys.attempt(request_of('b', 1), 2)}/{name}", b"{}")
+    await left(store, request_of("a", 2), Outcome.RESOLVED)
+    summary = await run_pages.finish_run(store, more)
+
+    manifest = json.loads((await store.get(store_keys.manifest("r"))).data)
+    assert summary.stopped == manifest["stopped"] == "its deadline has passed"
+    assert [tuple(row.values()) for row in manifest["unfinished"]] == [
+        ("toy/a", 0, "agent", "stopped after 3 turns"),
+        ("toy/b", 1, "capture", run_pages.OPEN),
+        ("toy/b", 2, "", "not started: its deadline has passed"),
+    ]
+
+
+async def test_a_truncated_rollout_has_its_grade_for_information(store: LocalStore) -> None:
+    """A later start that ends before a new attempt leaves its episode, and a verdict replaces it."""
+    request = request_of("b", 1)
+    await captured(store, request)
+    cut = ending(request, RolloutStatus.TRUNCATED).model_copy(
+        update={"grade": checkpoint("second-run"), "failure": LOST, "stopped_in": "agent"}
+    )
+    ref = await emit_episode(store, cut)
+    (first,) = [e for e in await read_run(store, "r") if e.key.endswith("/b/1/episode.json")]
+    early = cut.model_copy(update={"attempts": 0, "workflow_run_id": "third-run", "grade": ""})
+    await emit_episode(store, early)
+    (kept,) = [e for e in await read_run(store, "r") if e.key.endswith("/b/1/episode.json")]
+
+    assert (ref.status, ref.outcome, ref.reward) == (RolloutStatus.TRUNCATED, None, None)
+    assert first.grade is not None
+    assert first.grade.outcome is Outcome.RESOLVED
+    assert (first.grade.reward, first.withheld, first.stopped_in) == (None, "gone", "agent")
+    assert kept == first

@@ -42,6 +42,7 @@ class Sandbox:
         ({"refused": "401", "refusals": HOPELESS - 1}, False),
         ({"refused": "401", "refusals": HOPELESS, "turns": 1}, False),
         ({"too_stale": "old"}, True),
+        ({"capped": "it has used 3 of 3 turns", "turns": 3}, True),
     ],
 )
 async def test_an_agent_without_hope_of_an_answer_is_ended(

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from typing import Any, cast
 
 from perdure.client import temporal_names
-from workflows.child_rollouts import BudgetedChildren, Child
+from workflows.child_rollouts import Child, OpenChildren
 
 
 class Played:
@@ -16,7 +16,7 @@ class Played:
         self.told: list[str] = []
         self.ends = asyncio.Event()
 
-    async def signal(self, name: str) -> None:
+    async def signal(self, name: str, *, args: list[Any]) -> None:
         self.told.append(name)
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -30,7 +30,7 @@ async def test_open_children_and_those_whose_start_was_under_way_are_told() -> N
     """A start that was requested before the budget was used up returns after it. Ended children are
     left alone."""
     buyers, ended, early, late = (
-        BudgetedChildren(),
+        OpenChildren(),
         Played("ended"),
         Played("early"),
         Played("late"),

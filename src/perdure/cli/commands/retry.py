@@ -15,7 +15,7 @@ _common = with_options(
         "--outcome",
         multiple=True,
         metavar="X",
-        help="Only rollouts that ended as X: an outcome, failed, cancelled, expired or missing.",
+        help="Only rollouts that ended as X: an outcome, failed, truncated, expired or missing.",
     ),
     click.option(
         *("-i", "--include"),
@@ -44,9 +44,9 @@ def retry(
 ) -> None:
     """Run rollouts of an ended run again.
 
-    Without --outcome and --include, this takes the rollouts without a verdict (failed, cancelled,
-    expired, missing). Such a rollout continues: if its patch was captured, it is only graded. A
-    rollout with a verdict starts over; `perdure show` names its earlier episode.
+    Without --outcome and --include, this takes the rollouts without a verdict (failed, truncated,
+    cancelled, expired, missing). Such a rollout continues: if its agent had ended, it is only graded.
+    A rollout with a verdict starts over; `perdure show` names its earlier episode.
 
     Exit code 1: a rollout has no new verdict.
     """

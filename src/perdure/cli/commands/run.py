@@ -21,7 +21,7 @@ def run(**given: Any) -> None:
     rows.jsonl               a file of rows; also .json, .parquet, or a folder
     owner/name[:split]       a dataset on the Hugging Face hub
 
-    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the budget ended the run before
-    all rollouts had a verdict.
+    Ctrl-C does not stop the run. Exit code 1: a rollout failed, or the budget, --deadline or --stop-at
+    ended the run before all rollouts had a verdict.
     """
     play(*read(**given))

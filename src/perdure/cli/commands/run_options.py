@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from perdure.cli.commands import completion
+from perdure.cli.commands.option_types import duration, share
 from perdure.cli.console import json_option, say
 
 if TYPE_CHECKING:
@@ -142,6 +143,37 @@ OPTIONS = (
         help="The same limit in dollars; needs --prices.",
     ),
     click.option(
+        "--max-rollout-turns",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Stop each agent after N model calls and grade its patch.",
+    ),
+    click.option(
+        "--max-rollout-tokens",
+        type=click.IntRange(1),
+        metavar="N",
+        help="Stop each agent once its calls have used N tokens, and grade its patch.",
+    ),
+    click.option(
+        "--max-rollout-cost",
+        type=click.FloatRange(0, min_open=True),
+        metavar="USD",
+        help="The same limit in dollars; needs --prices.",
+    ),
+    click.option(
+        "--deadline",
+        type=duration,
+        metavar="TIME",
+        help="End the run this long after its start, e.g. 4h or 1h30m: agents at work are stopped and"
+        " their patches kept. Repeat the command to continue.",
+    ),
+    click.option(
+        "--stop-at",
+        type=share,
+        metavar="SHARE",
+        help="Stop the last rollouts the same way once this share has ended, e.g. 98%.",
+    ),
+    click.option(
         "--prices",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
@@ -202,6 +234,11 @@ def read(
     budget: float | None,
     max_tokens: int | None,
     max_cost: float | None,
+    max_rollout_turns: int | None,
+    max_rollout_tokens: int | None,
+    max_rollout_cost: float | None,
+    deadline: float | None,
+    stop_at: float | None,
     prices: Path | None,
     like: str | None,
     retry_on: tuple[str, ...],
@@ -215,7 +252,7 @@ def read(
     **options: Any,
 ) -> "tuple[Settings, RunOptions, LaunchOptions]":
     """Turn the command line into settings, run options and launch options. Raises: ConfigurationError."""
-    from perdure.cli.runs.run_request import RunOptions, budget_of, fields_of, retried
+    from perdure.cli.runs.run_request import RunOptions, budget_of, caps_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
     from perdure.data_source_handlers import import_handlers
     from perdure.settings.settings_loader import load_settings
@@ -228,12 +265,25 @@ def read(
         "agent_budget_s": budget,
         "retry_on": retried(retry_on, no_retry_on),
     }
+    settings = load_settings()
+    limits = {
+        "turns": max_rollout_turns,
+        "tokens": max_rollout_tokens,
+        "dollars": max_rollout_cost,
+    }
+    caps = caps_of(settings, limits, prices, model or "")
+    named["caps"] = caps or None
     given = {name: value for name, value in named.items() if value is not None}
     fields = defaults_for(fields_of(assignments, given), str(options["agent"]))
-    settings = load_settings()
     import_handlers(settings.handlers)
     bought = budget_of(settings, max_tokens, max_cost, prices, str(fields.get("model", "")))
-    of_run = {"budget": bought, "start_jitter_s": start_jitter, "priority": priority}
+    of_run = {
+        "budget": bought,
+        "start_jitter_s": start_jitter,
+        "priority": priority,
+        "deadline_s": deadline,
+        "stop_at": stop_at,
+    }
     asked = RunOptions(
         fields=fields,
         of_run={name: value for name, value in of_run.items() if value is not None},

@@ -182,13 +182,15 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     lines = [("status", f"{episode.get('status')}{f', {outcome}' if outcome else ''}")]
     reward = episode.get("reward")
     withheld = (episode.get("grade") or {}).get("withheld", "")
-    why = f", withheld: {withheld}" if withheld else ""
+    why = f", withheld: {withheld}" if withheld and outcome else ""
     lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
     lines.append(("model", ", ".join(episode["models"]) or "none was called"))
     if stray := episode["trajectory"]["untrained_turns"].get("stray"):
         lines.append(("stray", f"{many(stray, 'call')} that the agent did not make; not trained"))
     failure = episode.get("failure")
-    if failure:
+    if failure and episode.get("status") == "truncated":
+        lines.append(("stopped", failure["message"]))
+    elif failure:
         where = f"{failure['boundary']} ({failure['type']})"
         lines.append(("failed at", f"{where}: {failure['message']}"))
     for one in episode.get("earlier", ()):

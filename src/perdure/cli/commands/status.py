@@ -178,6 +178,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         current_steps(client, run_id, STEP_PATIENCE),
     )
     click.echo(run_text.progress_line(progress))
+    if left := run_text.time_left(progress):
+        click.echo(f"Deadline  {left}")
     for change in await _changes(settings, run_id):
         click.echo(run_text.change_line(change))
     if progress.state == STORED:

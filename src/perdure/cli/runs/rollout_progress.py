@@ -67,9 +67,10 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
     if _is_not_taken(step) and step.activity_type.name == BOOT:
-        return "waits for a free seat on a host"
+        return f"waits for a free seat on a host{_since(step.scheduled_time.seconds)}"
     if _is_not_taken(step) and step.activity_type.name in HOST_ACTIVITIES:
-        return f"{step.activity_type.name}{WAITS_FOR}{HOST_WORKER_HINT}"
+        since = _since(step.scheduled_time.seconds)
+        return f"{step.activity_type.name}{WAITS_FOR}{HOST_WORKER_HINT}{since}"
     turns, waits, doing = (progress.get(name) for name in ("turns", "waits", "doing"))
     line = step.activity_type.name
     line += "" if turns is None else f", {many(turns, 'turn')}"
@@ -89,9 +90,13 @@ def _is_not_taken(step: PendingActivityInfo) -> bool:
 
 def _wait(waits: dict[str, Any]) -> str:
     """`: waits for an engine since 16:31:05 (2:10): vllm at 10.0.0.7:8000 is suspect`."""
-    since = time.strftime("%H:%M:%S", time.localtime(waits["since"]))
-    seconds = max(0.0, time.time() - waits["since"])
-    return f"{WAITS_FOR}an engine since {since} ({clock(seconds)}): {waits['reason']}"
+    return f"{WAITS_FOR}an engine{_since(waits['since'])}: {waits['reason']}"
+
+
+def _since(began: float) -> str:
+    """` since 16:31:05 (2:10)`. `began`: Unix seconds."""
+    at = time.strftime("%H:%M:%S", time.localtime(began))
+    return f" since {at} ({clock(max(0.0, time.time() - began))})"
 
 
 async def current_steps(client: Client, run_id: str, quiet: timedelta = QUIET) -> list[str]:

@@ -291,17 +291,20 @@ async def watch_run(
 ) -> int:
     """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
     episodes, stopped = await follow_run(settings, handle, notify=notify)
+    left = await run_results.unfinished(open_store(settings), handle.run_id) if stopped else []
     if as_json:
-        answer(run_results.document(handle.run_id, episodes, stopped))
+        answer(run_results.document(handle.run_id, episodes, stopped, left))
     else:
         show_results(settings, connection, handle.run_id, episodes)
+        for line in run_text.unfinished(left):
+            say(f"unfinished  {line}")
         if stopped:
             say(stopped)
     return 1 if stopped or any(e.status is RolloutStatus.FAILED for e in episodes) else 0
 
 
 class RunEnd(NamedTuple):
-    """A run's episodes. `stopped`: a sentence if its budget ended it, otherwise empty."""
+    """A run's episodes. `stopped`: a sentence if its budget, deadline or `stop_at` ended it."""
 
     episodes: list[EpisodeRef]
     stopped: str = ""

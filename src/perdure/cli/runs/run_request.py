@@ -20,7 +20,7 @@ from perdure.reports.token_prices import read_prices
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
-from perdure.types import Budget, RolloutRequest, RunRequest, slugify
+from perdure.types import Budget, Price, RolloutRequest, RunRequest, slugify
 from perdure.types.validation_errors import faults
 
 
@@ -39,7 +39,7 @@ class RunOptions:
     limit: int | None = None
     fields: Mapping[str, JsonValue] = field(default_factory=dict)
     of_run: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of RunRequest that are not part of its identity: budget, start_jitter_s, priority. In a
+    """Fields of RunRequest that are not part of its identity: budget, deadline_s, priority, ... In a
     run that exists, a field that is not given, here or above, keeps its value."""
     skip_bad_rows: bool = False
 
@@ -81,18 +81,35 @@ def budget_of(
     """The run's budget; None means no limit. Raises: ConfigurationError if the price is unknown."""
     if tokens is None and dollars is None:
         return None
-    price = None
-    if dollars is not None:
-        if prices is None:
-            raise ConfigurationError("--max-cost needs --prices FILE with the model's price")
-        names = [name for name in (settings.engine.model, model) if name]
-        price = read_prices(prices).of(*names)
-        if price is None:
-            raise ConfigurationError(
-                f"{prices} has no price for {' or '.join(names) or 'the model'}: add it, and name the"
-                " model with --model or PERDURE_ENGINE__MODEL"
-            )
+    price = _price(settings, prices, model, "--max-cost") if dollars is not None else None
     return Budget(tokens=tokens, dollars=dollars, price=price)
+
+
+def caps_of(
+    settings: Settings, given: Mapping[str, JsonValue], prices: Path | None, model: str
+) -> dict[str, JsonValue]:
+    """The given fields of a rollout's caps, with the price for a limit in dollars.
+
+    Raises: ConfigurationError if the price is unknown.
+    """
+    caps: dict[str, JsonValue] = {name: one for name, one in given.items() if one is not None}
+    if "dollars" in caps:
+        price = _price(settings, prices, model, "--max-rollout-cost")
+        caps["price"] = price.model_dump(mode="json", exclude_none=True)
+    return caps
+
+
+def _price(settings: Settings, prices: Path | None, model: str, option: str) -> Price:
+    if prices is None:
+        raise ConfigurationError(f"{option} needs --prices FILE with the model's price")
+    names = [name for name in (settings.engine.model, model) if name]
+    price = read_prices(prices).of(*names)
+    if price is None:
+        raise ConfigurationError(
+            f"{prices} has no price for {' or '.join(names) or 'the model'}: add it, and name the"
+            " model with --model or PERDURE_ENGINE__MODEL"
+        )
+    return price
 
 
 def check(options: RunOptions) -> RolloutRequest:

@@ -1,11 +1,14 @@
 """Reads a run's results from the store."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from perdure.episodes.episode_store import scan_run_as
+from perdure.errors import NotFound
+from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 
@@ -21,10 +24,27 @@ async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
     return found
 
 
-def document(run_id: str, episodes: Sequence[EpisodeRef], stopped: str = "") -> dict[str, Any]:
+async def unfinished(store: Store, run_id: str) -> list[dict[str, Any]]:
+    """The rollouts that the end of the run's time left, from its manifest; empty if there is none."""
+    try:
+        manifest = json.loads((await store.get(store_keys.manifest(run_id))).data)
+    except (NotFound, ValueError):
+        return []
+    found: list[dict[str, Any]] = manifest.get("unfinished", [])
+    return found
+
+
+def document(
+    run_id: str,
+    episodes: Sequence[EpisodeRef],
+    stopped: str = "",
+    unfinished: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     """The document that `perdure run --wait --json` prints."""
-    rows = [_row(episode) for episode in episodes]
-    return {"run_id": run_id, "rollouts": rows, **({"stopped": stopped} if stopped else {})}
+    more: dict[str, Any] = {"stopped": stopped} if stopped else {}
+    if unfinished:
+        more["unfinished"] = list(unfinished)
+    return {"run_id": run_id, "rollouts": [_row(episode) for episode in episodes], **more}
 
 
 def _row(episode: EpisodeRef) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perdure.cli.console import many
-from perdure.cli.runs.run_text import clock, mean_reward, progress_line
+from perdure.cli.runs.run_text import clock, mean_reward, progress_line, time_left
 from perdure.client.rollout_listing import RolloutInfo
 from perdure.types import EpisodeRef, RolloutStatus, RunStatus
 
@@ -25,6 +25,7 @@ OUTCOME_STYLES = {
     "capture_failed": "bold red",
     "sandbox_destroyed": "bold red",
     "failed": "bold red",
+    "truncated": "magenta",
     "cancelled": "dim",
     "expired": "dim",
 }
@@ -70,6 +71,8 @@ def live(view: View) -> RenderableType:
     facts = [f"{clock(view.seconds)} elapsed"]
     if view.mean_reward is not None:
         facts.append(f"mean reward {view.mean_reward:.3f}")
+    if left := time_left(progress):
+        facts.append(left)
     if view.eta_s is not None:
         facts.append(f"about {clock(view.eta_s)} to go")
     parts: list[RenderableType] = [head, Text(" · ".join(facts), style="dim")]

@@ -1,10 +1,15 @@
 """Runs as text: progress on one line, reasons of failures, times. Does not import rich."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from perdure.rollouts.run_record import RunChange
-from perdure.types import EpisodeRef, RolloutStatus, RunStatus
+from perdure.types import MISSING, EpisodeRef, RolloutStatus, RunStatus
+
+UNFINISHED_LINES = 20
+ENDED = ("done", "cancelled", "failed", "terminated")
+"""States of runs whose workflow is closed."""
 
 
 def progress_line(progress: RunStatus) -> str:
@@ -15,19 +20,39 @@ def progress_line(progress: RunStatus) -> str:
     counts += f" of {progress.total}" if progress.total else ""
     found = _counts(progress)
     attention = f": {progress.attention}" if progress.attention else ""
-    state = "stopped by its budget" if stopped(progress) else progress.state
+    state = f"stopped by its {progress.stopped_by}" if stopped(progress) else progress.state
     return f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({state}{attention})"
 
 
+LEFT = (RolloutStatus.CANCELLED.value, RolloutStatus.TRUNCATED.value, MISSING, "running")
+"""States of the rollouts that the end of a run leaves without a verdict."""
+CONTINUE = {
+    "budget": "Repeat the command with a larger budget to run them",
+    "deadline": "Repeat the command to continue them",
+    "stop_at": "Repeat the command with --stop-at 100% to continue them",
+}
+
+
 def stopped(progress: RunStatus) -> str:
-    """A sentence if the budget ended the run, with the fix. Empty if every rollout has a verdict."""
-    left = progress.by_status.get(RolloutStatus.CANCELLED.value, 0)
-    if not progress.stopped or progress.state != "done" or not left:
+    """A sentence if its budget, deadline or `stop_at` ended the run, with the fix. Empty if every
+    rollout has a verdict."""
+    left = sum(progress.by_status.get(state, 0) for state in LEFT)
+    by = progress.stopped_by
+    if not progress.stopped or by is None or progress.state != "done":
+        return ""
+    if not left and progress.total:
         return ""
     return (
-        f"Stopped by its budget: {progress.stopped}; {left} of {progress.total} rollouts have no"
-        f" verdict. Repeat the command with a larger budget to run them"
+        f"Stopped by its {by}: {progress.stopped}; {left} of {progress.total} rollouts have no"
+        f" verdict. {CONTINUE[by]}"
     )
+
+
+def time_left(progress: RunStatus) -> str:
+    """`ends in 1:15:00`; empty for a run without a deadline and for one that has ended."""
+    if progress.ends_at is None or progress.state in ENDED:
+        return ""
+    return f"ends in {clock(max(0.0, progress.ends_at - time.time()))}"
 
 
 def change_line(change: RunChange) -> str:
@@ -48,9 +73,24 @@ def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
 
 
 def _no_reward(episode: EpisodeRef) -> str:
+    if episode.status is RolloutStatus.TRUNCATED:  # it is unfinished
+        return ""
     if episode.failure is not None:
         return f"{episode.failure.boundary.value}: {episode.failure.message}"
     return f"reward withheld: {episode.withheld}" if episode.withheld else ""
+
+
+def unfinished(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each of the first rollouts that the end of the run's time left, those that began
+    first: `click-8.1.3 #0: agent: the run's deadline stopped its agent after 12 turns`."""
+    begun_first = sorted(rows, key=lambda row: not row["stage"])
+    lines = [
+        f"{row['instance'].split('/', 1)[1]} #{row['sample_index']}: "
+        f"{row['stage'] and row['stage'] + ': '}{row['cause']}"
+        for row in begun_first[:UNFINISHED_LINES]
+    ]
+    more = len(rows) - UNFINISHED_LINES
+    return [*lines, f"{more} more: manifest.json lists them"] if more > 0 else lines
 
 
 def differences(episodes: Sequence[EpisodeRef]) -> list[str]:

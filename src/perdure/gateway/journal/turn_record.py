@@ -18,6 +18,7 @@ from perdure.types import Turn, TurnFacts, Usage
 
 OPEN, SEALED, CLOSED = "open", "sealed", "closed"
 STALE, UNANSWERED, REFUSED, DAMAGED = "stale", "unanswered", "refused", "damaged"
+CAPPED = "capped"
 TURN: Literal["turn"] = "turn"
 UNVALIDATED_FIELDS = {"messages", "answer", "tools"}
 """Fields that clients and models wrote. They may hold lone surrogates, which pydantic refuses."""
@@ -86,6 +87,13 @@ class TurnRecord(TurnFacts):
     def prompt_length(self) -> int:
         """Number of ids in its whole prompt."""
         return self.kept_ids + len(self.prompt)
+
+
+def usage_of(record: TurnRecord) -> Usage:
+    """Its token counts: those of the ids, or those that a hosted API gave."""
+    if record.completion:
+        return Usage(prompt_tokens=record.prompt_length, sampled_tokens=len(record.completion))
+    return _usage(record.answer.usage) or Usage()
 
 
 def to_journal(record: TurnRecord) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class AgentSession:
             model=request.model,
             models=request.models,
             sampling=request.sampling,
+            caps=request.caps,
             sample=_sample(request),
             turns_key=job.key("turns.parquet"),
             labels={
