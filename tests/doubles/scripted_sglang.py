@@ -66,6 +66,9 @@ class ScriptedSglang:
                 Route("/pause_generation", self._pause, methods=post),
                 Route("/continue_generation", self._resume, methods=post),
                 Route("/update_weights_from_disk", self._update, methods=post),
+                Route("/abort_request", self._abort, methods=post),
+                Route("/v1/loads", self._loads),
+                Route("/workers", self._workers),
             ]
         )
 
@@ -85,7 +88,8 @@ class ScriptedSglang:
                 "routed_experts_prompt_start": body.get("routed_experts_start_len", 0),
             },
         }
-        headers = {"x-session-id": request.headers.get("x-session-id", "")}
+        session = request.headers.get("x-session-id") or request.headers.get("x-smg-routing-key")
+        headers = {"x-session-id": session or ""}
         url = f"{self._engine.url}/inference/v1/generate"
         told = _Told(len(body["input_ids"]), routed=bool(body.get("return_routed_experts")))
         if stream:
@@ -137,6 +141,17 @@ class ScriptedSglang:
     async def _resume(self, _: Request) -> Response:
         return await self._told("/resume")
 
+    async def _abort(self, _: Request) -> Response:
+        await self._told("/pause?mode=abort&clear_cache=false")
+        return await self._told("/resume")
+
+    async def _loads(self, _: Request) -> Response:
+        return JSONResponse({"loads": [{"num_reqs": self._engine.stats().in_flight}]})
+
+    async def _workers(self, _: Request) -> Response:
+        """A route of SGLang's router, which has this one server."""
+        return JSONResponse({"workers": [{"url": self.url}]})
+
     async def _update(self, request: Request) -> Response:
         wish = await request.json()
         await self._told("/start_weight_update")
@@ -174,6 +189,7 @@ class _Told:
         }
         if choice.get("weight_versions"):
             about["weight_versions"] = choice["weight_versions"]
+            about["weight_version"] = choice["weight_versions"][-1]["version"]
         if self._routed and choice.get("routed_experts"):
             flat = experts_of_npy(choice["routed_experts"]).astype("<i4").tobytes()
             about["routed_experts"] = base64.b64encode(flat).decode()

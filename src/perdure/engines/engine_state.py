@@ -140,6 +140,8 @@ class EngineRecord(Frozen):
     """Whether an `EngineProxy` in front of it requires the home's engine keys."""
     from_settings: bool = False
     """Whether settings name it. Only gateways whose settings do so use it."""
+    of_trainer: bool = False
+    """Whether a trainer's process serves it. If that process is gone, so is the record."""
     removed: bool = False
     """Whether a user removed it, although the settings may still name it."""
 

@@ -1,7 +1,7 @@
 """Serves an async sampling function as an engine, so that a gateway can use a trainer's own generator.
 
 Implements the routes of vLLM that gateways use. The function returns whole completions, so a stream has
-one part.
+one part, and pings before it.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -18,8 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from perdure.engines.clients.engine_errors import CONTENT_STATUSES, TOO_LONG
 from perdure.engines.clients.token_endpoint import npy_of_experts
-from perdure.types import DEFAULT_MODEL, ExpertRows, FinishReason
+from perdure.types import DEFAULT_MODEL, ExpertRows, FinishReason, VersionSpan
 
 ROUTED_FROM = "routed_experts_prompt_start"
 PLAIN = frozenset(
@@ -30,6 +31,9 @@ PLAIN = frozenset(
 KEEP_ALIVE_S = 75
 """Longer than a gateway keeps an idle connection, because one that closes during a request looks like a
 dead engine."""
+PING, PING_S = b": ping\n\n", 60.0
+"""Sent while the function samples, or waits for new weights. A gateway gives up a stream that is silent
+for too long."""
 
 
 class Ask(NamedTuple):
@@ -43,18 +47,32 @@ class Ask(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One completion. Shapes: token_ids [C], logprobs [C]. `version`: the policy version of the weights,
-    the oldest if they changed during the call. `routed_experts`: the experts of the whole prompt and all
-    sampled tokens but the last, [P + C - 1, layers, top_k]."""
+    """One completion. Shapes: token_ids [C], logprobs [C]. With the finish reason `abort`, a gateway keeps
+    the tokens and asks for the rest. `version`: the policy version of the weights. `newest`: that of the
+    last token, if the weights changed during the call; the others then count as sampled by `version`.
+    `routed_experts`: the experts of the whole prompt and all sampled tokens but the last,
+    [P + C - 1, layers, top_k]."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: FinishReason
     version: int | None = None
+    newest: int | None = None
     routed_experts: ExpertRows | None = None
 
+    @property
+    def spans(self) -> list[VersionSpan]:
+        """Which version sampled which tokens."""
+        end = len(self.token_ids)
+        last = end if self.newest in (None, self.version) else max(0, end - 1)
+        return [
+            VersionSpan(version=version, start=start, end=stop)
+            for version, start, stop in ((self.version, 0, last), (self.newest, last, end))
+            if version is not None and start < stop
+        ]
 
-Sample = Callable[[Ask], Awaitable[Sampled]]
+
+Sample = Callable[[Ask], Coroutine[Any, Any, Sampled]]
 
 
 class ServedFunction:
@@ -75,12 +93,15 @@ class ServedFunction:
         host: str = "127.0.0.1",
         port: int = 0,
         model: str = DEFAULT_MODEL,
+        root: str = "",
     ) -> None:
-        """`accepts`: the sampling parameters that `sample` applies. A request with any other gets a 400."""
+        """`accepts`: the sampling parameters that `sample` applies. A request with any other gets a 400.
+        `root`: the model behind the name `model`, if it is known."""
         self._sample = sample
         self._accepts = accepts | PLAIN
         self._address = (host, port)
         self._model = model
+        self._root = root
         self._started = time.time()
         self._running = 0
         self._steps = 0
@@ -147,13 +168,18 @@ class ServedFunction:
         try:
             return JSONResponse(self._answer(await self._sampled(ask), routed_from))
         except Exception as error:
-            return _error(500, _told(error))
+            return _error(_status(error), _told(error))
 
     async def _events(self, ask: Ask, routed_from: int) -> AsyncIterator[bytes]:
+        work = asyncio.ensure_future(self._sampled(ask))
         try:
-            yield _event(self._answer(await self._sampled(ask), routed_from))
+            while not (await asyncio.wait([work], timeout=PING_S))[0]:
+                yield PING
+            yield _event(self._answer(work.result(), routed_from))
         except Exception as error:  # the status is already sent; vLLM, too, reports an event
-            yield _event({"error": {"message": _told(error), "code": 500}})
+            yield _event({"error": {"message": _told(error), "code": _status(error)}})
+        finally:
+            work.cancel()
         yield b"data: [DONE]\n\n"
 
     async def _sampled(self, ask: Ask) -> Sampled:
@@ -167,25 +193,28 @@ class ServedFunction:
                 f"{len(found.logprobs)} logprobs for {len(found.token_ids)} sampled tokens"
             )
         self._tokens += len(found.token_ids)
-        self._version = found.version
+        self._version = found.version if found.newest is None else found.newest
         return found
 
     def _answer(self, found: Sampled, routed_from: int) -> dict[str, Any]:
         pairs = zip(found.token_ids, found.logprobs, strict=True)
-        span = {"version": str(found.version), "start": 0, "end": len(found.token_ids)}
+        spans = [
+            {"version": str(one.version), "start": one.start, "end": one.end} for one in found.spans
+        ]
         choice = {
             "index": 0,
             "token_ids": list(found.token_ids),
             "logprobs": {"content": [{"token_id": one, "logprob": value} for one, value in pairs]},
             "finish_reason": found.finish_reason.value,
-            "weight_versions": None if found.version is None else [span],
+            "weight_versions": spans or None,
         }
         if found.routed_experts is not None:
             choice["routed_experts"] = npy_of_experts(found.routed_experts[routed_from:])
         return {"object": "generate", "model": self._model, "choices": [choice]}
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model"}]})
+        card = {"id": self._model, "object": "model", "root": self._root or None}
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def _health(self, _: Request) -> Response:
         return Response()
@@ -215,8 +244,17 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _status(error: Exception) -> int:
+    """400 if the request is at fault, as the trainer's own client or server says it, otherwise 500."""
+    status = getattr(error, "status", None)
+    return 400 if TOO_LONG.search(_told(error)) or status in CONTENT_STATUSES else 500
+
+
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Its last line, because Ray's errors begin with a traceback."""
+    lines = str(error).split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f"{type(error).__name__}: {last}" if last else type(error).__name__
 
 
 def _error(status: int, message: str) -> Response:

@@ -2,7 +2,7 @@
 
 Maps segments to each trainer's fields, as plain dicts; `perdure.integrations` makes the trainers'
 own objects from them. Ids, masks and logprobs are copied, never computed. The fields are those of
-slime 624b824a8 and of PyPI's skyrl 0.3.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
+slime 624b824a8 and of PyPI's skyrl 0.4.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
 
 Experts, for router replay, are numpy arrays [tokens - 1, layers, top_k] of prompt and response, uint8 or
 int16; None if they were not read, or engines did not return all of them. That is what these trainers
@@ -141,6 +141,7 @@ def skyrl_output(
             "env": [one.environment_seconds if one else 0.0 for one in episodes],
         },
         "rollout_expert_indices": _skyrl_experts(rows),
+        "rollout_sample_support": None,
         "is_last_step": [row.is_last for row in rows],
         "env_metrics": [_facts(row.rollout, row.segment) if row.rollout else {} for row in rows],
         "pixel_values": None,

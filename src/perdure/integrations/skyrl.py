@@ -2,18 +2,22 @@
 
 class Exp(BasePPOExp):
     def get_generator(self, cfg, tokenizer, inference_engine_client):
-        return skyrl.generator(cfg.generator, run_id="try-1", agent="mini_swe_agent")
+        engines = inference_engine_client
+        return skyrl.generator(cfg.generator, engines, run_id="try-1", agent="mini_swe_agent")
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.engines.function_engine import Ask, Sample, Sampled
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import graded, skyrl_output
 from perdure.errors import ConfigurationError, NoResult
-from perdure.integrations import trainer_hooks, trainer_imports
-from perdure.types import RolloutRequest
+from perdure.integrations import trainer_engine, trainer_hooks, trainer_imports
+from perdure.integrations.trainer_engine import VLLM_SAMPLING
+from perdure.sandboxes.base import identity_of
+from perdure.types import FinishReason, RolloutRequest
 
 BASE = "skyrl.train.generators.base"
 
@@ -45,41 +49,103 @@ def _takes_arrays() -> bool:
     return output is None or "ndarray" in str(output.__annotations__["rollout_expert_indices"])
 
 
-def generator(config: Any, **fields: Any) -> Any:
+def generator(
+    config: Any,
+    inference_engine_client: Any = None,
+    policy_model_name: str | None = None,
+    **fields: Any,
+) -> Any:
     """A `GeneratorInterface` whose `generate` runs one rollout per prompt, all at once.
 
     `config`: SkyRL's `cfg.generator`. Without `step_wise_trajectories`, SkyRL trains only the last
-    segment of a rollout. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
+    segment of a rollout. `inference_engine_client`: SkyRL's engines, which sample unless `fields` has
+    `engine="perdure"`. `policy_model_name`: SkyRL's `resolve_policy_model_name(cfg)`, needed if it trains
+    a LoRA adapter. `fields`: fields of a RolloutRequest, with `run_id`, and with `dataset` if
     `env_extras` has only an `instance_id`. With `inference_engine.enable_return_routed_experts`, segments
     without experts are left out. Raises: ConfigurationError.
     """
     base = trainer_imports.find(BASE, "GeneratorInterface")
     if base is None:
         raise ConfigurationError("skyrl is not installed")
+    client = inference_engine_client
+    root = str(getattr(client, "model_name", ""))
+    fields, engine = trainer_engine.chosen(
+        fields, VLLM_SAMPLING | {"structured_outputs"}, root=root
+    )
+    if engine is not None and client is None:
+        raise ConfigurationError(
+            "skyrl.generator needs SkyRL's `inference_engine_client` as its second argument, or "
+            'engine="perdure"'
+        )
 
     engines = getattr(config, "inference_engine", None)
     replays = bool(getattr(engines, "enable_return_routed_experts", False))
 
     async def generate(_: Any, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        return await _generate(
-            input_batch, fields, step_wise=config.step_wise_trajectories, routed_experts=replays
-        )
+        requests = _requests(input_batch, fields)
+        if engine is not None:
+            await engine.use(_sampler(client, policy_model_name))
+        told = None if engine is None else client
+        found = await _finished(requests, told, routed_experts=replays)
+        return _output(input_batch, requests, found, step_wise=config.step_wise_trajectories)
 
     return type("PerdureGenerator", (base,), {"generate": generate})()
 
 
-async def _generate(
-    batch: Mapping[str, Any], fields: Mapping[str, Any], *, step_wise: bool, routed_experts: bool
+def _sampler(client: Any, model: str | None) -> Sample:
+    """A function that samples with SkyRL's client. Its engines keep their calls while they get new
+    weights, so that a call may begin with one version and end with a newer one."""
+
+    def version() -> int | None:
+        return getattr(client, "weight_version", None)
+
+    async def sample(ask: Ask) -> Sampled:
+        oldest = version()
+        output = await client.generate(
+            {
+                "prompt_token_ids": [ask.prompt_ids],
+                "sampling_params": {**ask.sampling, "logprobs": 1},
+                "session_ids": [ask.session_id or None],
+            },
+            model=model,
+        )
+        (ids,), (logprobs,) = output["response_ids"], output["response_logprobs"]
+        reason = FinishReason(output["stop_reasons"][0])
+        experts = (output.get("rollout_expert_indices") or [None])[0]
+        return Sampled(ids, logprobs or (), reason, oldest, version(), experts)
+
+    return sample
+
+
+async def _finished(
+    requests: Sequence[RolloutRequest], client: Any, *, routed_experts: bool
+) -> list[EpisodeSegments | None]:
+    """Run the rollouts, all at once. `client`: told when a session of theirs has ended, so that SkyRL's
+    router gives its place to another one."""
+
+    async def finished(request: RolloutRequest) -> EpisodeSegments | None:
+        found = await trainer_hooks.finished(request, routed_experts=routed_experts)
+        attempts = len(found.episode.attempts) if found is not None else 0
+        for attempt in range(max(1, attempts) if client is not None else 0):
+            session = identity_of(request.run_id, request.workflow_id, "agent", attempt + 1)
+            await client.finish_session(session)
+        return found
+
+    return list(await asyncio.gather(*map(finished, requests)))
+
+
+def _output(
+    batch: Mapping[str, Any],
+    requests: Sequence[RolloutRequest],
+    found: Sequence[EpisodeSegments | None],
+    *,
+    step_wise: bool,
 ) -> dict[str, Any]:
-    """Run the batch; return its rollouts in order, under SkyRL's ids.
+    """The batch's rollouts in order, under SkyRL's ids.
 
     A single group may have no verdict: the fully asynchronous trainer asks for one group at a time, and
     an error would end its process. Raises: NoResult if no rollout of several groups can be trained.
     """
-    requests = _requests(batch, fields)
-    found = await asyncio.gather(
-        *(trainer_hooks.finished(request, routed_experts=routed_experts) for request in requests)
-    )
     names = [
         {"instance_id": name.instance_id, "repetition_id": name.repetition_id}
         for name in batch["trajectory_ids"]

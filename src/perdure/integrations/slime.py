@@ -9,21 +9,32 @@ slime gives each sample its rollout's whole reward. If rollouts have different n
 takes one mean over all samples of the batch; `rewards` takes it over the rollouts of each group.
 """
 
+import asyncio
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from perdure.dialects.base import Refused
+from perdure.engines.clients.sglang import ACCEPTED, new_tokens, sampling_params
+from perdure.engines.clients.token_endpoint import experts_of_int32
+from perdure.engines.clients.vllm_control import version_number
+from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import slime_abort, slime_samples
 from perdure.errors import ConfigurationError
-from perdure.integrations import trainer_hooks, trainer_imports
-from perdure.types import RolloutRequest
+from perdure.integrations import trainer_engine, trainer_hooks, trainer_imports
+from perdure.types import FinishReason, RolloutRequest
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 EPSILON = 1e-6
 """The same as in slime's `_post_process_rewards`."""
 ABORTED = "aborted"
+GATE_S = 0.2
+"""Seconds between two looks at a step that is not running."""
+
+_running: set[str] = set()
+"""The rollouts for which slime waits now."""
 
 
 def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> list[Any]:
@@ -46,12 +57,24 @@ async def generate(
     """The samples of one rollout: one per segment, or a single one for an evaluation.
 
     `sample.metadata` names the `instance`, or a row of the imported `dataset`. `args.perdure` holds
-    fields of a RolloutRequest. An aborted step cancels its rollouts. With `--use-rollout-routing-replay`,
-    segments without experts are left out. Raises: ConfigurationError.
+    fields of a RolloutRequest. slime's SGLang router samples, unless they have `engine: perdure`. An
+    aborted step cancels its rollouts. With `--use-rollout-routing-replay`, segments without experts are left
+    out. Raises: ConfigurationError.
     """
-    request = _request(args, sample, sampling_params, evaluation)
+    given = getattr(args, "perdure", None) or {}
+    root = str(getattr(args, "hf_checkpoint", ""))
+    fields, engine = trainer_engine.chosen(given, ACCEPTED, root=root)
+    request = _request(args, fields, sample, sampling_params, evaluation)
     replays = _replays(args) and not evaluation
-    found = await trainer_hooks.finished(request, lambda: _is_aborted(args), routed_experts=replays)
+    _running.add(request.workflow_id)
+    try:
+        if engine is not None:
+            await engine.use(lambda ask: _sampled(args, ask))
+        found = await trainer_hooks.finished(
+            request, lambda: _is_aborted(args), routed_experts=replays
+        )
+    finally:
+        _running.discard(request.workflow_id)
     if found is None:
         rows = [slime_abort(sample.index, sample.group_index, "no episode")]
     else:
@@ -59,6 +82,53 @@ async def generate(
     if replays:
         rows = [_replayable(row, args) for row in rows]
     return [_like(sample, row) for row in (rows[-1:] if evaluation else rows)]
+
+
+async def _sampled(args: Any, ask: Ask) -> Sampled:
+    """One completion of slime's SGLang router, which keeps the calls of a session on one engine.
+
+    Between steps, slime may train on the engines' GPUs, so late calls of cancelled rollouts wait.
+    """
+    while not _running or _is_aborted(args):
+        await asyncio.sleep(GATE_S)
+    post = trainer_imports.find("slime.utils.http_utils", "post")
+    assert post is not None  # slime has called `generate`
+    answer = await _posted(
+        post(
+            f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+            {
+                "input_ids": ask.prompt_ids,
+                "sampling_params": sampling_params("of slime", ask.sampling),
+                "return_logprob": True,
+                "return_routed_experts": _replays(args),
+            },
+            max_retries=1,  # the gateway repeats the call
+            headers={"X-SMG-Routing-Key": ask.session_id},
+        )
+    )
+    about = answer["meta_info"]
+    new = new_tokens(about, 0) if about.get("output_token_logprobs") else ()
+    spans = about.get("weight_versions") or [{"version": about.get("weight_version")}]
+    rows = len(ask.prompt_ids) + len(new) - 1
+    experts = about.get("routed_experts")
+    return Sampled(
+        [entry[1] for entry in new],
+        [float(entry[0]) for entry in new],
+        FinishReason(about["finish_reason"]["type"]),
+        version_number(spans[0]["version"]),
+        version_number(spans[-1]["version"]),
+        experts_of_int32(experts, rows) if experts else None,
+    )
+
+
+async def _posted(answer: Any) -> Any:
+    """Raises: Refused if SGLang refuses the content of the request, and the errors of slime's client."""
+    import httpx
+
+    try:
+        return await answer
+    except httpx.HTTPStatusError as error:
+        raise Refused(error.response.status_code, "engine_refused", error.response.text) from None
 
 
 def _replays(args: Any) -> bool:
@@ -85,9 +155,12 @@ def _replayable(row: dict[str, Any], args: Any = None) -> dict[str, Any]:
 
 
 def _request(
-    args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool
+    args: Any,
+    fields: dict[str, Any],
+    sample: Any,
+    sampling_params: dict[str, Any],
+    evaluation: bool,
 ) -> RolloutRequest:
-    fields = dict(getattr(args, "perdure", None) or {})
     if getattr(args, "rollout_top_p", 1.0) != 1.0:
         raise ConfigurationError(
             "--rollout-top-p must be 1.0: slime trains on the top-p set of each token, which engines "

@@ -5,7 +5,8 @@ verifiers finds an environment by its module name, so yours is a file of two lin
     from perdure.integrations.verifiers import Instances, PerdureEnv
     __all__ = ["Instances", "PerdureEnv"]
 
-The engines of Perdure's gateways sample the model, so add the trainer's inference servers there.
+The inference servers that prime-rl has started sample, as its client names them. An evaluation without a
+token endpoint (`EvalClientConfig`) uses the engines of Perdure's gateways.
 """
 
 import json
@@ -30,7 +31,7 @@ from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.recorded_messages import answer_of, conversations
 from perdure.episodes.segment_experts import segment_experts
 from perdure.errors import ConfigurationError
-from perdure.integrations import trainer_hooks
+from perdure.integrations import trainer_engine, trainer_hooks
 from perdure.types import ExpertRows, FinishReason, Turn
 
 Watch = Callable[[vf.Trace], None]
@@ -72,7 +73,8 @@ class PerdureEnvConfig(vf.EnvConfig):  # type: ignore[misc]
     dataset: str = ""
     """The dataset of rows that have only an `instance_id`."""
     rollout: dict[str, Any] = Field(default_factory=dict)
-    """Other fields of a RolloutRequest: agent, sandbox, limits, ..."""
+    """Other fields of a RolloutRequest: agent, sandbox, limits, ... Also `engine: perdure`, for the engines
+    of Perdure's gateways."""
 
 
 class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
@@ -83,6 +85,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         self._process = secrets.token_hex(4)
         """Tells apart the rollouts of several env servers and of several starts."""
         self._samples: Counter[str] = Counter()
+        self._fields, self._uses_trainers = trainer_engine.choice(config.rollout)
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         """Never called: Perdure runs its own agent."""
@@ -110,7 +113,11 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         episode = vf.Episode(env=EnvInfo(id=self.config.env_id), task=about, traces=[trace])
         if on_trace is not None:
             on_trace(trace)
-        found = await trainer_hooks.finished(self._request(task, agent.sampling))
+        request = self._request(task, agent.sampling)
+        client = ctx.client
+        if self._uses_trainers and client.type == "train" and "base_url" in client.model_fields_set:
+            await trainer_engine.name_server(client.base_url, ctx.model)
+        found = await trainer_hooks.finished(request)
         if found is None or found.episode.reward is None:
             error = _no_reward(found)
             trace.errors.append(error)
@@ -125,7 +132,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         self._samples[task.key] += 1
         return trainer_hooks.request_of(
             {
-                **self.config.rollout,
+                **self._fields,
                 "run_id": self.config.run_id,
                 "dataset": self.config.dataset or None,
             },

@@ -6,11 +6,16 @@
   agent: mini_swe_agent
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from perdure.integrations import trainer_hooks, verl
+from perdure.engines.clients.sglang import sampling_params
+from perdure.engines.function_engine import Ask, Sampled
+from perdure.integrations import trainer_engine, trainer_hooks, verl
+from perdure.integrations.trainer_engine import VLLM_SAMPLING
+from perdure.types import FinishReason
 
 OWN = (
     *("trainer_config", "server_manager", "tokenizer", "processor", "hf_model_type"),
@@ -18,10 +23,12 @@ OWN = (
 )
 """The options that verl passes to every agent loop, including its name in the file. All others are
 fields of a rollout."""
+SGLANG = "sglang"
 
 
 class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """Runs one rollout per sample, on Perdure's engines and not verl's `server_manager`.
+    """Runs one rollout per sample, sampled by verl's `server_manager`, or by Perdure's engines with the
+    option `engine: perdure`.
 
     The config file registers it. verl's `@register` would replace the file's entry at the first import,
     and all rollouts but the first would lose the file's options.
@@ -29,7 +36,11 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{name: v for name, v in options.items() if name in OWN})
-        self._fields = {name: value for name, value in options.items() if name not in OWN}
+        fields = {name: value for name, value in options.items() if name not in OWN}
+        is_sglang = self.rollout_config.name == SGLANG
+        accepts = VLLM_SAMPLING | {"structured_outputs"} if is_sglang else VLLM_SAMPLING
+        root = str(self.config.actor_rollout_ref.model.path)
+        self._fields, self._engine = trainer_engine.chosen(fields, accepts, root=root)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
         """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves it
@@ -43,6 +54,8 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
             sample_index=int(row.get("session_id", 0)),
             sampling=trainer_hooks.sampling_of(sampling_params),
         )
+        if self._engine is not None:
+            await self._engine.use(self._sample)
         found = await trainer_hooks.finished(request, routed_experts=_replays(self.config))
         outputs = [] if found is None else verl.agent_loop_outputs(found)
         for output in outputs:
@@ -52,6 +65,38 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
                 if output.extra_fields[name] is None:
                     output.extra_fields[name] = int(row.get("global_steps", 0))
         return outputs
+
+    async def _sample(self, ask: Ask) -> Sampled:
+        """verl routes all calls of a session to one of its servers, by the request id."""
+        params = dict(ask.sampling)
+        if self.rollout_config.name == SGLANG:
+            params = sampling_params("of verl", params)
+        output = await self.server_manager.generate(
+            ask.session_id or ask.request_id,
+            prompt_ids=ask.prompt_ids,
+            sampling_params={**params, "logprobs": True},
+        )
+        about = output.extra_fields
+        oldest = about.get("min_global_steps", about.get("global_steps"))
+        return Sampled(
+            output.token_ids,
+            output.log_probs or (),
+            self._reason(ask, output.token_ids, output.stop_reason),
+            oldest,
+            about.get("max_global_steps", oldest),
+            output.routed_experts,
+        )
+
+    def _reason(self, ask: Ask, ids: Sequence[int], told: str | None) -> FinishReason:
+        """verl tells only an abort: both other reasons are `completed`."""
+        if told in ("abort", "aborted"):
+            return FinishReason.ABORT
+        if ids and ids[-1] in ask.sampling.get("stop_token_ids", ()):
+            return FinishReason.STOP
+        context = self.rollout_config.max_model_len
+        is_full = context is not None and len(ask.prompt_ids) + len(ids) >= context
+        at_limit = len(ids) >= ask.sampling.get("max_tokens", len(ids) + 1)
+        return FinishReason.LENGTH if is_full or at_limit else FinishReason.STOP
 
     def _shaped(self, experts: Any) -> Any:
         """Shape [tokens, layers, top_k]. SGLang does not tell layers and experts apart; verl takes both from

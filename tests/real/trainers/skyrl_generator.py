@@ -1,4 +1,10 @@
-"""SkyRL's interface and its own checks over Perdure's generator. Prints JSON."""
+"""SkyRL's interface and its own checks over Perdure's generator. Prints JSON.
+
+    python tests/real/trainers/skyrl_generator.py URL
+
+SkyRL's own client samples from a vLLM-like server at URL, which gets new weights all the time: it is paused,
+the client counts a version, and it goes on.
+"""
 
 # mypy: ignore-errors
 
@@ -11,8 +17,12 @@ typing.TypedDict = typing_extensions.TypedDict  # pydantic wants this one below 
 import asyncio  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
+import sys  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402
+    RemoteInferenceClient,
+)
 from skyrl.train.generators.base import (  # noqa: E402
     BatchMetadata,
     GeneratorInterface,
@@ -25,11 +35,23 @@ from skyrl.train.utils.trainer_utils import validate_generator_output  # noqa: E
 from perdure.integrations import skyrl  # noqa: E402
 
 INSTANCES = ("tests/add", "tests/leave-it")
+UPDATE_S = 0.5
 
 
-async def main() -> dict:
+async def train(client: RemoteInferenceClient) -> None:
+    while True:
+        await client.pause_generation()
+        client.increment_weight_version()
+        await client.resume_generation()
+        await asyncio.sleep(UPDATE_S)
+
+
+async def main(url: str) -> dict:
+    decoder = SimpleNamespace(batch_decode=lambda rows: [""] * len(rows))
+    client = RemoteInferenceClient(url, [url], 1, model_name="policy", tokenizer=decoder)
     generator = skyrl.generator(
         SimpleNamespace(step_wise_trajectories=True),
+        client,
         run_id="skyrl",
         agent="tests.loop_agent:LoopAgent",
         agent_budget_s=300,
@@ -43,7 +65,11 @@ async def main() -> dict:
         "trajectory_ids": order,
         "batch_metadata": BatchMetadata(global_step=2, training_phase="train"),
     }
+    training = asyncio.create_task(train(client))
     output = await generator.generate(batch)
+    training.cancel()
+    await asyncio.gather(training, return_exceptions=True)
+    await client.teardown()
     validate_generator_output(len(order), output, step_wise=True)
     ids = output["trajectory_ids"]
     metrics = get_metrics_from_generator_output(output, [one.instance_id for one in ids])
@@ -55,6 +81,7 @@ async def main() -> dict:
         "trained": _trained(output),
         "metrics": dict(metrics),
         "counts": output["rollout_metrics"],
+        "updates": client.weight_version,
     }
 
 
@@ -68,4 +95,4 @@ def _trained(output: GeneratorOutput) -> list:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main()), default=str))
+    print(json.dumps(asyncio.run(main(*sys.argv[1:])), default=str))

@@ -1,7 +1,9 @@
 """slime's own rollout functions over Perdure's hooks, named as its launcher names them. Prints JSON.
 
+    python tests/real/trainers/slime_rollouts.py PORT
+
 Of three groups, the first has no signal, the second fills the step, and the third is aborted. SGLang's
-router, which slime asks whom to abort, is played: it knows no server.
+router, below slime's own HTTP client, is played at PORT.
 """
 
 # mypy: ignore-errors
@@ -9,6 +11,7 @@ router, which slime asks whom to abort, is played: it knows no server.
 import asyncio
 import itertools
 import json
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -18,6 +21,7 @@ from slime.observability.rollout_data_utils import load_debug_rollout_data, save
 from slime.rollout import sglang_rollout
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.utils.eval_config import EvalDatasetConfig
+from slime.utils.http_utils import init_http_client
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 
@@ -28,7 +32,7 @@ GROUPS = (
 )
 
 
-def arguments(folder: Path) -> Namespace:
+def arguments(folder: Path, port: int) -> Namespace:
     return Namespace(
         perdure={
             "run_id": "slime",
@@ -81,7 +85,8 @@ def arguments(folder: Path) -> Namespace:
         sglang_server_concurrency=8,
         sglang_dp_size=1,
         sglang_router_ip="127.0.0.1",
-        sglang_router_port=1,
+        sglang_router_port=port,
+        use_distributed_post=False,
         rollout_num_gpus=1,
         rollout_num_gpus_per_engine=1,
         advantage_estimator="grpo",
@@ -113,17 +118,13 @@ class Source:
         ]
 
 
-async def no_servers(_: str) -> dict[str, list[str]]:
-    return {"workers": []}
-
-
-async def main() -> dict:
+async def main(port: str) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         row = {"prompt": "Fix it.", "label": "", "metadata": {"instance": "tests/add"}}
         (folder / "eval.jsonl").write_text(json.dumps(row))
-        args = arguments(folder)
-        sglang_rollout.get = no_servers
+        args = arguments(folder, int(port))
+        init_http_client(args)
         set_current_rollout_id(4)
         state = sglang_rollout.GenerateState(args)
         ended = []
@@ -178,4 +179,4 @@ def _trained(sample: Sample) -> list:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main()), default=str))
+    print(json.dumps(asyncio.run(main(*sys.argv[1:])), default=str))

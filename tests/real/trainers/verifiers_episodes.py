@@ -1,6 +1,6 @@
 """verifiers' own environment machinery over Perdure's, found by the name of a module. Prints JSON.
 
-python tests/real/trainers/verifiers_episodes.py FOLDER      # of perdure_env.py
+python tests/real/trainers/verifiers_episodes.py FOLDER URL      # of perdure_env.py; of prime-rl's vLLM
 """
 
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 INSTANCES = ("tests/add", "tests/leave-it", "tests/absent")
 
 
-async def main(modules: str) -> dict:
+async def main(modules: str, url: str) -> dict:
     sys.path.insert(0, modules)
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows.jsonl")
@@ -33,7 +33,7 @@ async def main(modules: str) -> dict:
         tasks = list(env.taskset)
     ctx = ModelContext(
         model="policy",
-        client=vf.TrainClientConfig(),
+        client=vf.TrainClientConfig(base_url=f"{url}/v1"),
         sampling=vf.SamplingConfig(temperature=0.8, max_tokens=512),
     )
     slots = [slot for task in tasks for slot in env.slots(task)]
@@ -60,4 +60,4 @@ def _trained(branch) -> list:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(main(sys.argv[1])), default=str))
+    print(json.dumps(asyncio.run(main(*sys.argv[1:])), default=str))

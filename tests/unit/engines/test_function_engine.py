@@ -1,6 +1,7 @@
 """A function that is served as an engine, read by the gateway's own clients."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from perdure.dialects.base import Refused
+from perdure.engines import function_engine
 from perdure.engines.clients.engine_connections import Connections
 from perdure.engines.clients.token_endpoint import BreakKind, EngineRequest, StreamBroken
 from perdure.engines.clients.vllm import VllmEngine
@@ -16,6 +18,10 @@ from perdure.engines.clients.vllm_control import EngineControl
 from perdure.engines.function_engine import Ask, Sampled, ServedFunction
 from perdure.engines.pool.token_salvage import Salvage
 from perdure.types import ExpertRows, FinishReason, VersionSpan
+
+
+async def _at_once() -> None:
+    pass
 
 
 class Generator:
@@ -26,15 +32,19 @@ class Generator:
         self.lost = False
         self.logprobs = (-0.25, -0.5)
         self.reason = FinishReason.STOP
+        self.newest: int | None = None
+        self.error: Exception | None = None
+        self.wait: Callable[[], Awaitable[object]] = _at_once
         self.experts: ExpertRows | None = None
 
     async def __call__(self, ask: Ask) -> Sampled:
         self.asked.append(ask)
+        await self.wait()
         if self.lost:
-            raise RuntimeError("out of memory")
+            raise self.error or RuntimeError("out of memory")
         after = ask.prompt_ids[-1]
         ids = (after + 1, after + 2)
-        return Sampled(ids, self.logprobs, self.reason, 7, routed_experts=self.experts)
+        return Sampled(ids, self.logprobs, self.reason, 7, self.newest, self.experts)
 
 
 @pytest.fixture
@@ -115,6 +125,68 @@ async def test_a_failure_is_a_broken_stream(
         await sampled(engine)
 
     assert caught.value.kind is kind
+
+
+async def test_weights_that_change_within_a_call_are_told(
+    engine: ServedFunction, generator: Generator
+) -> None:
+    """Only the last token surely comes from the new ones."""
+    generator.newest = 8
+    salvage, _ = await sampled(engine)
+
+    assert [(one.version, one.start, one.end) for one in salvage.versions] == [(7, 0, 1), (8, 1, 2)]
+
+
+class Rejected(Exception):
+    """An error of a trainer's HTTP client."""
+
+    status = 400
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("the model's maximum context length (64)"), "context_length_exceeded"),
+        (ValueError("Ray's traceback\n  max_model_len\nthe prompt is too long"), "context_length"),
+        (Rejected("`temperature` must be positive"), "engine_refused"),
+    ],
+)
+async def test_what_the_trainer_refuses_is_no_failure_of_the_engine(
+    engine: ServedFunction, generator: Generator, error: Exception, code: str
+) -> None:
+    """A prompt beyond the context ends the agent, and is not sent again and again."""
+    generator.lost, generator.error = True, error
+    with pytest.raises(Refused) as caught:
+        await sampled(engine)
+
+    assert caught.value.code.startswith(code)
+
+
+async def test_a_traceback_is_not_searched(engine: ServedFunction, generator: Generator) -> None:
+    """Ray's errors begin with one, and its lines of code name all kinds of limits."""
+    generator.lost = True
+    generator.error = RuntimeError("  n = self.max_model_len - len(ids)\nValueError: no server")
+    with pytest.raises(StreamBroken) as caught:
+        await sampled(engine)
+
+    assert (caught.value.kind, "no server" in str(caught.value)) == (BreakKind.LOST, True)
+
+
+async def test_a_long_call_is_not_silent(
+    engine: ServedFunction, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway gives up a connection without a byte, for example while a trainer syncs weights."""
+    monkeypatch.setattr(function_engine, "PING_S", 0.01)
+    go_on, body = asyncio.Event(), {"token_ids": [4, 5], "stream": True}
+    generator.wait = go_on.wait
+    url = f"{engine.url}/inference/v1/generate"
+    async with httpx.AsyncClient() as client, client.stream("POST", url, json=body) as answer:
+        lines = answer.aiter_lines()
+        first = await anext(lines)
+        go_on.set()
+        rest = [line async for line in lines if line.startswith("data: {")]
+
+    assert (first, len(rest)) == (": ping", 1)
 
 
 async def test_a_gateway_can_probe_it(engine: ServedFunction) -> None:

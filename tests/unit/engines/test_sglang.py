@@ -127,7 +127,7 @@ async def test_a_call_on_a_lost_sglang_continues_on_another_engine() -> None:
                 name=name_of(face.url), url=face.url, kind="sglang", model="p", generation=number
             )
             await roster.change(lambda now, new=record: now.having(new))  # type: ignore[misc]
-        pool = EnginePool(roster, client, options=PoolOptions(poll_s=60.0))
+        pool = EnginePool(roster, client, options=PoolOptions(model="p", poll_s=60.0))
         try:
             prompt = [151_644, *ids(first, "assistant\n")]
             completion = await pool.generate(GenerateCall(prompt, SAMPLING, "s", "s-0"))

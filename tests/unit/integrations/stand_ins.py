@@ -49,6 +49,14 @@ TRAINERS = {
     "slime/rollout/sample_hooks.py": """
         _current_rollout_id = 3
         """,
+    "slime/utils/http_utils.py": """
+        asked = []
+        answer = {}
+
+        async def post(url, payload, max_retries=60, headers=None):
+            asked.append((url, payload, headers))
+            return answer
+        """,
     "slime/rollout/sglang_rollout.py": """
         class SingletonMeta(type):
             _instances = {}
@@ -82,7 +90,9 @@ TRAINERS = {
 
         class AgentLoopBase:
             def __init__(self, trainer_config, server_manager, **kwargs):
-                self.config = trainer_config
+                self.config = trainer_config.config
+                self.rollout_config = self.config.actor_rollout_ref.rollout
+                self.server_manager = server_manager
 
         def register(name):
             return lambda found: registered.setdefault(name, found)

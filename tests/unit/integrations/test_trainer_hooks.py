@@ -1,11 +1,12 @@
 """The names that a trainer's launcher is given: a row goes in, the rollout's samples come out."""
 
 import asyncio
+import base64
 import dataclasses
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +14,17 @@ from typing import Any
 
 import numpy
 import pytest
+import pytest_asyncio
 
 from perdure.client.slime_variables import rollout_with_defaults
+from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import EpisodeParts
 from perdure.episodes.trajectory_segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.instances import instance_catalog
-from perdure.integrations import skyrl, slime, trainer_hooks, trl, trl_weights
+from perdure.integrations import skyrl, slime, trainer_engine, trainer_hooks, trl, trl_weights
+from perdure.sandboxes.base import identity_of
 from perdure.settings.settings_loader import load_settings
 from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
@@ -28,6 +32,7 @@ from perdure.storage.store_url import open_store
 from perdure.types import (
     EpisodeRef,
     Failure,
+    FinishReason,
     Grade,
     Outcome,
     Rewards,
@@ -102,6 +107,8 @@ class Stack:
         """How many segments of each rollout have experts."""
         self.requests: list[RolloutRequest] = []
         self.cancelled: list[str] = []
+        config = SimpleNamespace(target_host="127.0.0.1:7233")
+        self.client = SimpleNamespace(service_client=SimpleNamespace(config=config))
 
     async def start_rollout(self, request: RolloutRequest) -> "Stack.Handle":
         self.requests.append(request)
@@ -122,6 +129,16 @@ class Stack:
 
         async def cancel(self) -> None:
             self.stack.cancelled.append(self.request.workflow_id)
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def _engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Those that a test makes end with it."""
+    made: dict[str, trainer_engine.TrainerEngine] = {}
+    monkeypatch.setattr(trainer_engine, "_engines", made)
+    yield
+    for engine in made.values():
+        await engine.stop()
 
 
 @pytest.fixture
@@ -210,7 +227,7 @@ async def test_a_row_of_r2e_gym_needs_no_import(
 
 def slime_args(**more: Any) -> Any:
     given = {
-        "perdure": {"run_id": "try", "dataset": "set", "agent": "nop"},
+        "perdure": {"run_id": "try", "dataset": "set", "agent": "nop", "engine": "perdure"},
         "rollout_top_p": 1.0,
         "rollout_max_context_len": 96_000,
         "eval_max_context_len": 32_000,
@@ -349,6 +366,72 @@ async def test_an_aborted_step_cancels_its_rollouts(stack: Stack) -> None:
     assert (sample.status.value, sample.reward, sample.remove_sample) == ("aborted", 0.0, True)
 
 
+@pytest.mark.parametrize(
+    ("versions", "told"),
+    [
+        ({"weight_version": "4"}, (4, 4)),
+        ({"weight_versions": [{"version": "3"}, {"version": "4"}], "weight_version": "4"}, (3, 4)),
+        ({"weight_version": "default"}, (None, None)),
+        ({}, (None, None)),
+    ],
+)
+async def test_slimes_router_samples(
+    stack: Stack,
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, Any],
+    told: tuple[int | None, int | None],
+) -> None:
+    """With slime's own client and SGLang's names; a session's calls have one routing key."""
+    from slime.utils import http_utils
+
+    tokens = [[-0.5, 5, None], [-0.25, 6, None]]
+    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": tokens}
+    experts = base64.b64encode(numpy.arange(3 * 4, dtype="<i4").tobytes()).decode()
+    meta = {**meta, "completion_tokens": 2, "routed_experts": experts}
+    http_utils.answer = {"meta_info": {**meta, **versions}}
+    args = slime_args(sglang_router_ip="10.0.0.1", sglang_router_port=3000, **REPLAY)
+    monkeypatch.setattr(slime, "_running", {"a rollout"})
+    found = await slime._sampled(args, Ask([1, 2], {"max_tokens": 9}, "session", "r"))
+
+    assert found[:5] == ([5, 6], [-0.5, -0.25], FinishReason.STOP, *told)
+    assert found.routed_experts is not None
+    assert found.routed_experts.shape == (3, 1, 4)
+    (url, payload, headers) = http_utils.asked[-1]
+    assert (url, headers) == ("http://10.0.0.1:3000/generate", {"X-SMG-Routing-Key": "session"})
+    assert (payload["input_ids"], payload["return_logprob"]) == ([1, 2], True)
+    assert payload["return_routed_experts"]
+    assert payload["sampling_params"]["max_new_tokens"] == 9
+
+
+async def test_no_call_reaches_slimes_engines_between_steps(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime may have given their GPUs to the training: a late call waits for the next step."""
+    from slime.rollout.sglang_rollout import GenerateState
+    from slime.utils import http_utils
+
+    meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
+    http_utils.answer = {"meta_info": meta}
+    args = slime_args(sglang_router_ip="10.0.0.1", sglang_router_port=3000)
+    steps: list[tuple[set[str], bool]] = [
+        ({"an aborted rollout"}, True),
+        (set(), False),
+        ({"a rollout"}, False),
+    ]
+    seen: list[list[Any]] = []
+
+    async def next_step(_: float = 0) -> None:
+        seen.append(list(http_utils.asked))
+        running, GenerateState().aborted = steps[len(seen) - 1]
+        monkeypatch.setattr(slime, "_running", running)
+
+    await next_step()
+    monkeypatch.setattr(asyncio, "sleep", next_step)
+    found = await slime._sampled(args, Ask([1], {}, "session", "r"))
+
+    assert (found, seen) == (Sampled([], [], FinishReason.ABORT), [[], [], []])
+
+
 async def test_a_top_p_that_slime_replays_is_refused(stack: Stack) -> None:
     """slime asserts a top-p set for every token later, in the middle of its step."""
     args = SimpleNamespace(**vars(slime_args()) | {"rollout_top_p": 0.9})
@@ -404,27 +487,33 @@ async def test_a_trainer_that_leaves_takes_its_rollout_along(stack: Stack) -> No
 # --- verl ------------------------------------------------------------------------------------
 
 
+def verl_loop(manager: Any = None, **options: Any) -> Any:
+    """`name`, `max_model_len`, `replays`: of verl's rollout configuration; others are the loop's."""
+    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
+
+    rollout = SimpleNamespace(
+        name=options.get("name", "vllm"),
+        max_model_len=options.pop("max_model_len", None),
+        enable_rollout_routing_replay=options.pop("replays", False),
+    )
+    actor = SimpleNamespace(rollout=rollout, model=SimpleNamespace(path="/models/qwen"))
+    config = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=actor))
+    options = {"trainer_config": config, "server_manager": manager, "run_id": "try", **options}
+    return PerdureAgentLoop(**options)
+
+
 async def test_verl_instantiates_the_agent_loop(stack: Stack) -> None:
     """Its own arguments reach its base, all others are the rollout's; its registry keeps the file's entry."""
     from verl.experimental.agent_loop.agent_loop import registered
 
-    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
-
     assert registered == {}
     stack.ends[1] = (1.0, 2)
-    loop = PerdureAgentLoop(
-        trainer_config="config",
-        server_manager=None,
-        tools=[],
-        name="perdure",
-        run_id="try",
-        agent="nop",
-    )
+    loop = verl_loop(tools=[], name="perdure", agent="nop", engine="perdure")
     row = {"extra_info": {"instance": "d/i"}, "uid": "abc", "session_id": 1, "global_steps": 4}
     outputs = await loop.run({"temperature": 0.8, "logprobs": True}, **row)
 
     (request,) = stack.requests
-    assert (loop.config, request.run_id, request.agent) == ("config", "try-4-abc", "nop")
+    assert (request.run_id, request.agent) == ("try-4-abc", "nop")
     assert [(type(o).__name__, o.reward_score) for o in outputs] == [("AgentLoopOutput", 1.0)] * 2
     # Its trainer makes integers of them: None would end the step.
     assert {o.extra_fields["min_global_steps"] for o in outputs} == {4}
@@ -432,24 +521,84 @@ async def test_verl_instantiates_the_agent_loop(stack: Stack) -> None:
 
 async def test_verl_leaves_a_failed_rollout_out(stack: Stack) -> None:
     """No output: verl's trainer takes the group's mean without it."""
-    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
-
     stack.ends[0] = (None, 1)
-    loop = PerdureAgentLoop(trainer_config="config", server_manager=None, run_id="try")
 
-    assert await loop.run({}, instance="d/i") == []
+    assert await verl_loop(engine="perdure").run({}, instance="d/i") == []
+
+
+EXPERTS: Any = object()
+"""An array that a trainer's client returns."""
+
+
+class ServerManager:
+    """verl's, as far as the agent loop sees it. `output`: the fields of its next `TokenOutput`."""
+
+    def __init__(self, **output: Any) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        told: dict[str, Any] = {
+            "token_ids": [5, 6],
+            "log_probs": [-0.5, -0.25],
+            "stop_reason": "completed",
+        }
+        told["routed_experts"] = None
+        self.output = SimpleNamespace(**{"extra_fields": {}, **told, **output})
+
+    async def generate(self, request_id: str, **asked: Any) -> Any:
+        self.asked.append((request_id, asked))
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "sampling", "sampled"),
+    [
+        (
+            {"extra_fields": {"global_steps": 4}, "routed_experts": EXPERTS},
+            {"max_tokens": 9, "stop_token_ids": [6]},
+            Sampled([5, 6], [-0.5, -0.25], FinishReason.STOP, 4, 4, EXPERTS),
+        ),
+        (
+            {"extra_fields": {"global_steps": 5, "min_global_steps": 3, "max_global_steps": 5}},
+            {"max_tokens": 2},
+            Sampled([5, 6], [-0.5, -0.25], FinishReason.LENGTH, 3, 5),
+        ),
+        ({}, {"max_tokens": 9}, Sampled([5, 6], [-0.5, -0.25], FinishReason.LENGTH)),
+        (
+            {"token_ids": [], "log_probs": None, "stop_reason": "aborted"},
+            {"max_tokens": 9},
+            Sampled([], (), FinishReason.ABORT),
+        ),
+    ],
+    ids=["stop", "two versions", "full context", "abort"],
+)
+async def test_verls_server_manager_samples(
+    stack: Stack, output: dict[str, Any], sampling: dict[str, Any], sampled: Sampled
+) -> None:
+    """By session, so that its calls stay on one server. verl says `completed` for a stop and for a limit."""
+    manager = ServerManager(**output)
+    loop = verl_loop(manager, max_model_len=5)
+    found = await loop._sample(Ask([1, 2, 3], sampling, "session", "session-0"))
+
+    assert found == sampled
+    wanted = {"prompt_ids": [1, 2, 3], "sampling_params": {**sampling, "logprobs": True}}
+    assert manager.asked == [("session", wanted)]
+
+
+async def test_verls_sglang_has_its_own_names(stack: Stack) -> None:
+    """verl passes sampling parameters on to its server as they are."""
+    manager = ServerManager()
+    await verl_loop(manager, name="sglang")._sample(
+        Ask([1], {"seed": 3, "max_tokens": 2}, "s", "r")
+    )
+
+    params = manager.asked[0][1]["sampling_params"]
+    assert (params["sampling_seed"], params["max_new_tokens"], params["logprobs"]) == (3, 2, True)
 
 
 async def test_verl_replays_experts(stack: Stack) -> None:
     """With its own flag; a segment whose engine returned none is left out."""
-    from perdure.integrations.verl_agent_loop import PerdureAgentLoop
-
     stack.routed = 1
     stack.ends[0] = (1.0, 2)
-    rollout = SimpleNamespace(enable_rollout_routing_replay=True)
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    loop = PerdureAgentLoop(trainer_config=config, server_manager=None, run_id="try")
-    (output,) = await loop.run({}, instance="d/i")
+    (output,) = await verl_loop(engine="perdure", replays=True).run({}, instance="d/i")
 
     assert output.prompt_ids == [10]
     assert output.routed_experts.tolist() == [[[5, 7], [6, 7]]] * 2
@@ -501,7 +650,9 @@ async def test_skyrl_gets_its_batch_in_order(stack: Stack) -> None:
     """Rows of a rollout together, in the order of the prompts, under SkyRL's own trajectory ids; one that
     failed has no row."""
     stack.ends |= {2: (1.0, 2), 0: (None, 1), 1: (0.0, 1)}
-    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    made = skyrl.generator(
+        SimpleNamespace(step_wise_trajectories=True), run_id="try", engine="perdure"
+    )
     output = await made.generate(skyrl_batch(2, 0, 1))
 
     assert [(t.instance_id, t.repetition_id) for t in output["trajectory_ids"]] == [
@@ -514,10 +665,61 @@ async def test_skyrl_gets_its_batch_in_order(stack: Stack) -> None:
     assert stack.requests[0].sampling.max_tokens_per_turn == 99
 
 
+class SkyrlClient:
+    """SkyRL's `inference_engine_client`. It gets new weights within its next call."""
+
+    model_name = "/models/qwen"
+
+    def __init__(self) -> None:
+        self.weight_version = 3
+        self.asked: list[tuple[Any, Any]] = []
+        self.finished: list[str] = []
+
+    async def generate(self, batch: Any, model: str | None = None) -> dict[str, Any]:
+        self.asked.append((batch, model))
+        self.weight_version += 1
+        found = {"response_ids": [[5, 6]], "response_logprobs": [[-0.5, -0.25]]}
+        return {**found, "stop_reasons": ["abort"], "rollout_expert_indices": [EXPERTS]}
+
+    async def finish_session(self, session_id: str) -> None:
+        self.finished.append(session_id)
+
+
+async def test_skyrls_client_samples() -> None:
+    """By session, for the adapter that SkyRL trains; both versions of a call are told."""
+    client = SkyrlClient()
+    found = await skyrl._sampler(client, "adapter")(Ask([1, 2], {"top_p": 0.9}, "session", "r"))
+
+    assert found == Sampled([5, 6], [-0.5, -0.25], FinishReason.ABORT, 3, 4, EXPERTS)
+    params = {"top_p": 0.9, "logprobs": 1}
+    batch = {"prompt_token_ids": [[1, 2]], "sampling_params": params, "session_ids": ["session"]}
+    assert client.asked == [(batch, "adapter")]
+
+
+async def test_skyrls_router_learns_that_a_session_has_ended(stack: Stack) -> None:
+    """The name is that of the attempt's gateway session, by which its calls were routed."""
+    stack.ends[0] = (1.0, 1)
+    client = SkyrlClient()
+    fields = {"run_id": "try", "engine_host": "127.0.0.1"}
+    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), client, **fields)
+    await made.generate(skyrl_batch(0))
+
+    (request,) = stack.requests
+    assert client.finished == [identity_of(request.run_id, request.workflow_id, "agent", 1)]
+
+
+def test_skyrls_engines_must_be_named(stack: Stack) -> None:
+    """Without its client, only Perdure's engines could sample, and the trainer says so itself."""
+    with pytest.raises(ConfigurationError, match=r'inference_engine_client.*engine="perdure"'):
+        skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+
+
 async def test_skyrls_group_without_a_verdict_is_masked(stack: Stack) -> None:
     """Its fully asynchronous trainer asks for one group at a time and ends its process at an error."""
     stack.ends |= {0: None, 1: (None, 1)}
-    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    made = skyrl.generator(
+        SimpleNamespace(step_wise_trajectories=True), run_id="try", engine="perdure"
+    )
     output = await made.generate(skyrl_batch(0, 1))
 
     assert (output["loss_masks"], output["is_last_step"]) == ([[0], [0]], [True, True])
@@ -528,7 +730,9 @@ async def test_skyrls_group_without_a_verdict_is_masked(stack: Stack) -> None:
 async def test_skyrl_is_told_when_nothing_of_a_batch_is_left(stack: Stack) -> None:
     """As its own coding agent does: a step without a trained token would fail later, and say less."""
     stack.ends[0] = None
-    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), run_id="try")
+    made = skyrl.generator(
+        SimpleNamespace(step_wise_trajectories=True), run_id="try", engine="perdure"
+    )
     batch = skyrl_batch(0, 0)
     batch["env_extras"][1] = {"instance": "d/k"}
     batch["trajectory_ids"][1].instance_id = "uid-2"
@@ -541,7 +745,9 @@ async def test_skyrl_may_train_one_row_for_each_prompt(stack: Stack) -> None:
     """Without step-wise trajectories: the last segment, and for a rollout without a verdict a masked token
     that leaves its siblings' mean as it is."""
     stack.ends |= {0: (1.0, 3), 1: None, 2: (0.0, 1)}
-    made = skyrl.generator(SimpleNamespace(step_wise_trajectories=False), run_id="try")
+    made = skyrl.generator(
+        SimpleNamespace(step_wise_trajectories=False), run_id="try", engine="perdure"
+    )
     output = await made.generate(skyrl_batch(0, 1, 2))
 
     assert output["prompt_token_ids"] == [[12], [0], [10]]
@@ -557,7 +763,9 @@ async def test_skyrl_replays_experts(stack: Stack) -> None:
     stack.ends |= {0: (1.0, 2), 1: None}
     engines = SimpleNamespace(enable_return_routed_experts=True)
     config = SimpleNamespace(step_wise_trajectories=False, inference_engine=engines)
-    output = await skyrl.generator(config, run_id="try").generate(skyrl_batch(0, 1))
+    output = await skyrl.generator(config, run_id="try", engine="perdure").generate(
+        skyrl_batch(0, 1)
+    )
 
     assert output["prompt_token_ids"] == [[10], [0]]
     assert output["rollout_expert_indices"] == [[[[5, 7], [6, 7]]] * 2, [[[5, 7], [6, 7]]]]
@@ -712,7 +920,7 @@ async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None
     exec(docs_pages.block("train.md", "python skyrl"), names)
     config = SimpleNamespace(generator=SimpleNamespace(step_wise_trajectories=True))
     stack.ends[0] = (1.0, 1)
-    made = names["Exp"]().get_generator(config, None, None)
+    made = names["Exp"]().get_generator(config, None, SkyrlClient())
 
     assert len((await made.generate(skyrl_batch(0)))["rewards"]) == 1
 

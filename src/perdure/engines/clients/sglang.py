@@ -37,6 +37,8 @@ SAME = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     }
 )
+ACCEPTED = SAME | set(RENAMED) | {"structured_outputs"}
+"""vLLM's sampling fields that SGLang has under some name."""
 GRAMMARS: Mapping[str, str] = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
 """Fields of `structured_outputs`, with SGLang's names."""
 NO_ROOM = re.compile(

@@ -6,6 +6,7 @@ what another agent needs next, and the engine does little else. Then one agent f
 health check, until their contexts fit.
 """
 
+import sys
 from dataclasses import dataclass
 
 from perdure.engines.clients.vllm_control import Vitals
@@ -40,6 +41,11 @@ class Capacity:
 
     def __post_init__(self) -> None:
         self.agents = min(self.agents, self.most)
+
+    @classmethod
+    def unlimited(cls) -> "Capacity":
+        """For an engine behind which a trainer has any number of servers, and a scheduler of its own."""
+        return cls(sys.maxsize, sys.maxsize)
 
     def observe(self, vitals: Vitals, *, agents: int, mean_context: float) -> None:
         """Adjust to one health check of the engine. `mean_context`: tokens per agent."""

@@ -163,7 +163,8 @@ class Fleet:
             return roster.having(record.model_copy(update={"version": version}))
 
         if engine.record == record:
-            log.warning(
+            tell = log.info if record.of_trainer else log.warning  # trainers update their own
+            tell(
                 "an engine serves another policy version than recorded",
                 engine=record.name,
                 version=version,
@@ -257,7 +258,7 @@ class Fleet:
             speaks(name, record.url, self._connections, api_key=key, key_source=source),
             control,
             health_check.HealthCheck(control, hang_s=options.hang_s),
-            Capacity(options.agents),
+            Capacity.unlimited() if record.of_trainer else Capacity(options.agents),
         )
         engine.checking = asyncio.create_task(self._check(engine))
         return engine

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchtitan.config import Configurable
@@ -30,8 +31,8 @@ from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import graded
 from perdure.errors import ConfigurationError, NoResult
 from perdure.instances.rows.row_conversion import dataset_name
-from perdure.integrations import trainer_hooks
-from perdure.integrations.torchtitan.generator import GeneratorEngine
+from perdure.integrations import trainer_engine, trainer_hooks
+from perdure.integrations.torchtitan.generator import ACCEPTED, Generator
 from perdure.integrations.torchtitan.instances import Instances
 from perdure.integrations.torchtitan.rollouts import rollout_of
 from perdure.integrations.torchtitan.rubric import Graded
@@ -92,8 +93,9 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         dataset: str = ""
         """The dataset of rows that do not name their `instance`. Empty = the training file's name."""
         rollout: RolloutFields = field(default_factory=RolloutFields)
-        engine_host: str = "127.0.0.1"
-        """The address at which gateways reach the controller."""
+        engine_host: str = ""
+        """The address at which gateways reach the controller. Empty = the one from which it reaches
+        Temporal."""
         engine_port: int = 0
         """0 = any free port."""
 
@@ -101,9 +103,11 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         super().__init__(config)
         rows = getattr(config.train_dataset, "path", "")
         dataset = config.dataset or (dataset_name(rows) if rows else None)
-        own = {"run_id": config.run_id, "dataset": dataset}
-        self._fields = {**config.rollout.to_request(), **own}
-        self._engine = GeneratorEngine(config.engine_host, config.engine_port)
+        own = {"run_id": config.run_id, "dataset": dataset, "engine_host": config.engine_host}
+        self._fields, self._engine = trainer_engine.chosen(
+            {**config.rollout.to_request(), **own}, ACCEPTED, port=config.engine_port
+        )
+        self._generator = Generator()
         self._started = time.strftime("%y%m%d%H%M%S")
         """TorchTitan counts groups from 0 at each start, and they must not join those of an earlier
         start."""
@@ -124,21 +128,23 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         Raises: NoResult if no rollout was graded (the controller counts a failed group),
         ConfigurationError.
         """
-        await self._engine.use(generate_fn, sampling)
         requests = self._requests(sample, group_id, group_size, sampling)
+        if self._engine is not None:
+            await self._engine.use(partial(self._generator.sample, generate_fn, sampling))
         found = await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
         rollouts = await self._rollouts(found, group_id)
         if not rollouts:
             raise NoResult(f"none of {group_size} rollouts of {requests[0].run_id} was graded")
         rollouts[0].turns[0].metrics += [
             m.Metric("perdure/left_out", m.Mean((group_size - len(rollouts)) / group_size)),
-            *self._engine.take_metrics(),
+            *self._generator.take_metrics(),
         ]
         return await self._scored(RolloutGroup(group_id=group_id, rollouts=rollouts), sample)
 
     async def close(self) -> None:
         """Stop serving the generator. Without this call it ends with the controller's process."""
-        await self._engine.stop()
+        if self._engine is not None:
+            await self._engine.stop()
 
     def _requests(
         self, sample: Any, group_id: int, group_size: int, sampling: Any

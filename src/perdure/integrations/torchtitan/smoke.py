@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--group-size", type=int, default=2)
     parser.add_argument("--agent", default="mini_swe_agent")
     parser.add_argument("--sandbox", default="bubblewrap")
-    parser.add_argument("--host", default="127.0.0.1", help="where gateways reach this process")
+    parser.add_argument("--host", default="", help="where gateways reach this process")
     parser.add_argument("--port", type=int, default=0)
     with contextlib.suppress(KeyboardInterrupt):
         print(json.dumps(asyncio.run(smoke(parser.parse_args(arguments)))))
