@@ -41,7 +41,7 @@ class NextRollout(RolloutWorkflow):
     async def run(self, request: Any = None) -> EpisodeRef:
         return await super().run(request)
 
-    async def _grade(self, attempt: Attempt, timeout_s: float) -> Any:
+    async def _grade(self, attempt: Attempt, timeout_s: float, *, informs: bool = False) -> Any:
         options: dict[str, Any] = {**activity_options.grade(attempt.request, timeout_s)}
         await self._do("review_patch", attempt, type(None), options)
         attempt = attempt.model_copy(update={"workflow_run_id": workflow.info().run_id})

@@ -140,7 +140,7 @@ def installed() -> None:
     if mark.exists():
         return
     _shell([str(ROOT / "infra/setup/vllm"), str(VLLM)])
-    _shell([str(find_uv()), "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[weights]"])
+    _shell([str(find_uv()), "pip", "install", "-q", "-p", str(PYTHON), f"{ROOT}[trainer]"])
     mark.touch()
 
 

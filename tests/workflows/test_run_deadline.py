@@ -215,8 +215,10 @@ async def test_a_rollout_that_outlasts_its_run_keeps_its_patch(
 
     async def is_cancelled() -> bool:
         history = await client.get_workflow_handle("rollout/r1/add-0/0").fetch_history()
-        asked = "workflow_execution_cancel_requested_event_attributes"
-        return any(event.HasField(asked) for event in history.events)
+        return any(
+            event.HasField("workflow_execution_cancel_requested_event_attributes")
+            for event in history.events
+        )
 
     async def has_ended() -> bool:
         return bool(stages.endings)

@@ -34,7 +34,7 @@ class Rollouts:
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """Raises: ConfigurationError, UpdateRefused."""
         if self._publish and self._engines is None:
-            from perdure.integrations.trl_weights import Engines  # needs perdure[weights]
+            from perdure.integrations.trl_weights import Engines  # needs perdure[trainer]
 
             self._engines = Engines(trainer)
         found = asyncio.run(self._all(self._requests(prompts, trainer)))

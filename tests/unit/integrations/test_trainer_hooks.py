@@ -385,7 +385,7 @@ async def test_slimes_router_samples(
     from slime.utils import http_utils
 
     tokens = [[-0.5, 5, None], [-0.25, 6, None]]
-    meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": tokens}
+    meta: dict[str, Any] = {"finish_reason": {"type": "stop"}, "output_token_logprobs": tokens}
     experts = base64.b64encode(numpy.arange(3 * 4, dtype="<i4").tobytes()).decode()
     meta = {**meta, "completion_tokens": 2, "routed_experts": experts}
     http_utils.answer = {"meta_info": {**meta, **versions}}
