@@ -18,6 +18,7 @@ from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import PROBE_SESSION
 from perdure.engines.engine_roster import StoredRoster
 from perdure.engines.function_engine import Ask, Sampled
+from perdure.engines.model_choice import engines_of
 from perdure.engines.pool.completion_call import GenerateCall
 from perdure.engines.pool.engine_capacity import MOST_AGENTS
 from perdure.engines.pool.engine_fleet import PoolOptions
@@ -212,6 +213,22 @@ async def test_only_the_last_function_samples(engine: TrainerEngine, policy: Pol
         found = await turn(pool)
 
     assert (versions(found), policy.asked, len(await names())) == ([(9, 0, 4)], [], 1)
+
+
+async def test_it_samples_only_for_its_training_run(policy: Policy) -> None:
+    """Hooks name the runs of a training `<run_id>-<step>`. Another run on the same stack gets none of them."""
+    _, made = trainer_engine.chosen({"run_id": "try-1", "engine_host": HERE}, ACCEPTED)
+    assert made is not None
+    await made.use(policy)
+    try:
+        records = (await roster().read()).engines
+        served = {
+            run: len(engines_of(records, "policy", run)) for run in ("try-1-3", "try-2-3", "")
+        }
+    finally:
+        await made.stop()
+
+    assert served == {"try-1-3": 1, "try-2-3": 0, "": 0}
 
 
 async def test_a_server_that_the_trainer_names_is_used_as_it_is() -> None:
