@@ -8,7 +8,7 @@ EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra 
 RUN := $(UV) run --frozen $(EXTRAS)
 SEEDS ?= 1
 ROLLOUTS ?= 24
-SUITES := tests/integration tests/contracts tests/unit tests/workflows
+SUITES := tests/integration tests/workflows tests/contracts tests/unit
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
