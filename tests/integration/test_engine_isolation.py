@@ -77,7 +77,7 @@ async def test_a_sandbox_reaches_the_gateway_and_no_engine(
     ):
         assert box.gateway_url is not None
         direct = [await status(box, engine.url, route, key) for route in ("GET /health", *CONTROL)]
-        known = await status(box, box.gateway_url, "GET /v1/models", key)
+        known = await status(box, box.gateway_url, "GET /healthz", key)
         through = [await status(box, box.gateway_url, route, key) for route in CONTROL]
 
     assert set(direct) == {"unreachable"}

@@ -85,6 +85,8 @@ async def test_without_an_engine_that_answers_nothing_is_published(tmp_path: Pat
     """No engine takes the version, so it is not the published one."""
     async with asyncio.timeout(SOON_S), stand(1) as it:
         await it.engines[0].__aexit__()
-        with pytest.raises((ConfigurationError, UpdateRefused), match="no engine is ready"):
+        with pytest.raises(
+            (ConfigurationError, UpdateRefused), match="no engine of the model policy is ready"
+        ):
             await it.updates.update(2, checkpoint(tmp_path, 2), [canary(2)])
         await it.engines[0].__aenter__()

@@ -276,6 +276,7 @@ async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
     assert (await loop.weights.published()).version == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.longer
 async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -> None:
     """Its rollouts fail as such, at once, and nothing that the new weights said is in them."""
     group = loop.group("step-4", 2, staleness=0)
