@@ -166,8 +166,8 @@ class Window:
         return self._is_spent() or self._is_over()
 
     async def _close(self, truncation: Truncation, tasks: set[asyncio.Task[None]]) -> None:
-        """Stop all agents. Whatever is then open for too long ends without the run, whose end asks it
-        to."""
+        """Stop all agents. The run does not wait for rollouts that are still open `OVERTIME_S` after its
+        end: when it closes, Temporal asks them to cancel."""
         await self.buyers.truncate(truncation)
         last = truncation.ends_at + OVERTIME_S
         if not await wait_until(

@@ -87,7 +87,8 @@ async def generate(
 async def _sampled(args: Any, ask: Ask) -> Sampled:
     """One completion of slime's SGLang router, which keeps the calls of a session on one engine.
 
-    Between steps, slime may train on the engines' GPUs, so late calls of cancelled rollouts wait.
+    A call waits while no step runs: between steps, slime may train on the engines' GPUs, and a cancelled
+    rollout may still call.
     """
     while not _running or _is_aborted(args):
         await asyncio.sleep(GATE_S)
