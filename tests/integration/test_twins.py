@@ -297,6 +297,8 @@ def add(a, b):
     return total
 """
 ADD_TESTS = """\
+from contextlib import ExitStack, suppress
+
 import pytest
 
 from calc.core import add
@@ -307,6 +309,7 @@ def kind_of(*values):
         add(*values)
     except Exception as error:
         return type(error)
+    raise AssertionError("nothing was raised")
 
 
 def test_raises():
@@ -315,11 +318,11 @@ def test_raises():
 
 
 def test_reached():
-    kind = kind_of("1", "2")
-    if kind is not TypeError:
-        assert issubclass(kind, TypeError)
-        return
-    assert kind.__name__ == "TypeError"
+    names = {TypeError: "a type"}
+    with ExitStack() as stack:
+        stack.enter_context(suppress(LookupError))
+        name = names[kind_of("1", "2")]
+        assert name == "a type"
 
 
 def test_sum():
