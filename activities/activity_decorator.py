@@ -16,7 +16,7 @@ import structlog
 from temporalio import activity
 
 from activities.activity_errors import translated
-from activities.heartbeats import heartbeats
+from activities.heartbeats import STAGE, Beats, heartbeats
 from perdure import tracing
 from perdure.rollouts.activity_messages import WORKER_EVICTED
 from perdure.telemetry import bind, metrics
@@ -38,14 +38,14 @@ Result = TypeVar("Result")
 
 
 def shell(
-    name: str, *, leave_at_once: bool = False
+    name: str, *, leave_at_once: bool = False, beats: Beats = STAGE
 ) -> Callable[
     [Callable[[Any, Argument], Awaitable[Result]]], Callable[[Any, Argument], Awaitable[Result]]
 ]:
     """Make a method the activity `name`.
 
     `leave_at_once`: hand over as soon as the worker is told to stop. Use it for activities that
-    only watch. Others may use the worker's grace period to finish.
+    only watch. Others may use the worker's grace period to finish. `beats`: when it sends heartbeats.
     """
 
     def wrap(
@@ -54,7 +54,7 @@ def shell(
         @functools.wraps(method)
         async def run(self: Any, argument: Argument) -> Result:
             with _traced(name, argument), _observed(name, argument):
-                async with heartbeats(), _interrupted_by_shutdown(leave_at_once):
+                async with heartbeats(beats), _interrupted_by_shutdown(leave_at_once):
                     return await translated(method(self, argument))
 
         return activity.defn(name=name)(run)

@@ -4,43 +4,56 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from temporalio import activity
 
 FIRST_BEAT_S = 1.0
 """Seconds before the first heartbeat. A shorter activity sends none, which saves server load."""
-LATER_BEATS_S = 10.0
-"""Maximum seconds between heartbeats. Shorter: a cancelled activity learns of it sooner, from the
-answer. Longer: less load, because with thousands of agents most of the server's work is
-heartbeats."""
+
+
+@dataclass(frozen=True)
+class Beats:
+    """When an activity sends heartbeats, after the first one."""
+
+    share: float
+    """Of the heartbeat timeout, between two heartbeats."""
+    pause_s: float
+    """Maximum seconds between two heartbeats. A cancelled activity learns of it from the answer."""
+
+
+STAGE = Beats(share=1 / 3, pause_s=10.0)
+WATCH = Beats(share=0.71, pause_s=60.0)
+"""For agents: they run long, so most heartbeats are theirs, and each is a paid action of Temporal
+Cloud. They need few. The host reports dead workers itself (`workers.host.worker_deaths`), and the
+gateway stops an agent sooner than its watcher hears of it."""
 
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 
 
 @contextlib.asynccontextmanager
-async def heartbeats() -> AsyncIterator[None]:
-    """Send heartbeats at a third of the timeout. Their answers also tell the activity that it has
-    been cancelled."""
+async def heartbeats(beats: Beats) -> AsyncIterator[None]:
+    """Send heartbeats. Their answers also tell the activity that it has been cancelled."""
     _progress.set({})
     timeout = activity.info().heartbeat_timeout
     if timeout is None:
         yield
         return
-    task = asyncio.create_task(_beat(timeout.total_seconds() / 3))
+    pause = min(timeout.total_seconds() * beats.share, beats.pause_s)
+    task = asyncio.create_task(_beat(pause))
     try:
         yield
     finally:
         task.cancel()
 
 
-async def _beat(interval: float) -> None:
-    pause = min(interval, FIRST_BEAT_S)
+async def _beat(pause: float) -> None:
+    await asyncio.sleep(min(pause, FIRST_BEAT_S))
     while True:
-        await asyncio.sleep(pause)
         progress = _progress.get()
         activity.heartbeat(*([progress] if progress else []))
-        pause = min(interval, LATER_BEATS_S)
+        await asyncio.sleep(pause)
 
 
 def report(**progress: Any) -> None:

@@ -1,5 +1,5 @@
-"""boot_sandbox, run_agent, capture_diff, grade_in_fresh_sandbox, emit_episode, destroy_sandbox: the
-activities of a rollout's stages in `perdure.rollouts`."""
+"""boot_sandbox, run_agent, stop_calls, capture_diff, grade_in_fresh_sandbox, emit_episode,
+destroy_sandbox: the activities of a rollout's stages in `perdure.rollouts`."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from temporalio.service import RPCError
 
 from activities.activity_context import RunningActivityAttempt
 from activities.activity_decorator import shell
+from activities.heartbeats import WATCH
 from perdure.client import temporal_names
 from perdure.rollouts.activity_messages import (
     AgentRun,
@@ -20,7 +21,7 @@ from perdure.rollouts.activity_messages import (
     Ending,
     GradedPatch,
 )
-from perdure.rollouts.agent_stage import run_agent
+from perdure.rollouts.agent_stage import run_agent, stop_calls
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import boot
 from perdure.rollouts.capture_stage import capture
@@ -47,10 +48,14 @@ class Stages:
                 await Job.of(self.services, attempt, RunningActivityAttempt(), first=True)
             )
 
-    @shell("run_agent", leave_at_once=True)
+    @shell("run_agent", leave_at_once=True, beats=WATCH)
     async def run_agent(self, attempt: Attempt) -> AgentRun:
         async with extend_ttl_on_store_outage(self.services, attempt):
             return await run_agent(await self._job(attempt))
+
+    @shell("stop_calls")
+    async def stop_calls(self, attempt: Attempt) -> None:
+        await stop_calls(await self._job(attempt))
 
     @shell("capture_diff")
     async def capture(self, attempt: Attempt) -> Captured:

@@ -7,6 +7,7 @@ from typing import Any
 
 from temporalio.client import Client
 from temporalio.worker import (
+    Interceptor,
     PollerBehaviorAutoscaling,
     Worker,
     WorkerDeploymentConfig,
@@ -73,6 +74,7 @@ def queues(role: str, services: Services) -> list[Queue]:
     io: list[Callable[..., Any]] = [
         *_upkeep(services),
         Stages(services).emit,
+        Stages(services).stop_calls,
         SweepActivities(services).closed_holders,
         runs.prepare,
         runs.page,
@@ -99,13 +101,17 @@ def _upkeep(services: Services) -> list[Callable[..., Any]]:
 
 
 def activity_worker(
-    client: Client, queue: Queue, build: WorkerDeploymentConfig | None = None
+    client: Client,
+    queue: Queue,
+    build: WorkerDeploymentConfig | None = None,
+    interceptors: Sequence[Interceptor] = (),
 ) -> Worker:
     tuner, most = (None, queue.slots) if isinstance(queue.slots, int) else (queue.slots, None)
     return Worker(
         client,
         task_queue=queue.name,
         activities=queue.activities,
+        interceptors=interceptors,
         deployment_config=None if queue.of_host else build,
         max_concurrent_activities=most,
         tuner=tuner,

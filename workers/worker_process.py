@@ -25,7 +25,7 @@ from temporalio.client import (
     ScheduleSpec,
 )
 from temporalio.service import RPCError
-from temporalio.worker import Worker
+from temporalio.worker import Interceptor, Worker
 
 from perdure import home_folder, limited_process, tracing
 from perdure.client import temporal_names
@@ -40,6 +40,7 @@ from perdure.telemetry import configure_logging, temporal_runtime
 from workers import backlog_metrics
 from workers.deployment_version import build_of, warn_if_not_current
 from workers.health_endpoints import answering, wait_until_polling
+from workers.host import worker_deaths
 
 ROLES = ("workflows", "boot", "agent", "grade", "io")
 """The roles of a worker process."""
@@ -72,7 +73,8 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
                 settings.gateway_socket
             )  # if the path is too long for a socket, fail now: the host would grant no seat
         stack.enter_context(host_life.hold_role_locks(settings, roles))
-        workers = _workers(client, settings, roles)
+        keeping_tokens = stack.enter_context(worker_deaths.kept_tokens(settings))
+        workers = _workers(client, settings, roles, keeping_tokens)
         for worker in workers:
             await stack.enter_async_context(worker)
         log.info("the worker polls its queues", roles=list(roles), host=host, pid=os.getpid())
@@ -85,7 +87,9 @@ async def serve(settings: Settings, roles: Sequence[str], health: Path | None = 
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
 
-def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[Worker]:
+def _workers(
+    client: Client, settings: Settings, roles: Sequence[str], interceptor: Interceptor
+) -> list[Worker]:
     """Imports only what the roles need. A workflow worker loads no sandbox, grader or store."""
     workers = []
     build = build_of(settings.deployment)
@@ -101,7 +105,10 @@ def _workers(client: Client, settings: Settings, roles: Sequence[str]) -> list[W
 
         services = Services(settings)
         for role in others:
-            workers += [activity_worker(client, queue, build) for queue in queues(role, services)]
+            workers += [
+                activity_worker(client, queue, build, [interceptor])
+                for queue in queues(role, services)
+            ]
     return workers
 
 

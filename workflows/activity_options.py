@@ -36,6 +36,13 @@ HOST_UNREACHABLE_AFTER = timedelta(hours=1)
 sooner."""
 
 
+WATCH_PATIENCE = 85 / 30
+"""An agent may go without heartbeats for this many `heartbeat_timeout_s`: 85 s by default, so that a
+lost host's agents move within 90. Its worker's death is reported sooner (`workers.host.worker_deaths`)."""
+STOP_CALLS_S = 60.0
+"""After this time the agent's watcher learns of a stop by its next heartbeat."""
+
+
 class ActivityOptions(TypedDict, total=False):
     task_queue: str
     activity_id: str
@@ -95,9 +102,14 @@ def run_agent(request: RolloutRequest, host: str | None) -> ActivityOptions:
         temporal_names.AGENT_QUEUE,
         each=budget + LONGEST_WAIT_S + 300,
         total=3 * budget + LONGEST_WAIT_S + 1800,
-        beat=request.heartbeat_timeout_s,
+        beat=request.heartbeat_timeout_s * WATCH_PATIENCE,
     )
     return options if host is None else _on(temporal_names.host_queue(host), options)
+
+
+def stop_calls(request: RolloutRequest) -> ActivityOptions:
+    beat = request.heartbeat_timeout_s
+    return _options(temporal_names.IO_QUEUE, each=STOP_CALLS_S, total=STOP_CALLS_S, beat=beat)
 
 
 def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:

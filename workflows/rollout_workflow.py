@@ -38,6 +38,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.workflow_failures import (
         check_own_id,
         failure_of,
+        is_cancelled,
         is_evicted_from_cache,
         is_heartbeat_timeout,
         is_host_lost,
@@ -372,6 +373,7 @@ class RolloutWorkflow:
             activity_options.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
         )
         self.buying = asyncio.create_task(self._do("run_agent", attempt, AgentRun, options))
+        stopping = asyncio.create_task(self._stop_calls(attempt))
         try:
             run = await self.buying
         except (ActivityError, asyncio.CancelledError) as error:
@@ -382,8 +384,23 @@ class RolloutWorkflow:
             run = await self._do("run_agent", ended, AgentRun, options)
         finally:
             self.buying = None
+            stopping.cancel()
         self.page.agent(run)
         return run
+
+    async def _stop_calls(self, attempt: Attempt) -> None:
+        """End the agent's model calls once it is to stop. Its worker learns of a cancellation only by
+        its next heartbeat, up to a minute later."""
+        await workflow.wait_condition(lambda: self.is_stopping or is_cancelled())
+        options = activity_options.described(
+            activity_options.stop_calls(attempt.request),
+            "end the agent's model calls",
+            f"stop-{attempt.attempt}",
+        )
+        try:
+            await self._do("stop_calls", attempt, type(None), options)
+        except ActivityError as error:
+            workflow.logger.info("the agent stops with its next heartbeat: %s", error.cause)
 
     async def _capture(self, attempt: Attempt, host: str | None) -> Captured:
         options = activity_options.described(

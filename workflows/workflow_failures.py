@@ -192,13 +192,18 @@ def _timed_out(error: ActivityError, cause: TimeoutError) -> Failure:
     )
 
 
+def is_cancelled() -> bool:
+    """Whether this workflow has been cancelled."""
+    return workflow.cancellation_reason() is not None
+
+
 def stop_if_cancelled() -> None:
     """Raise CancelledError if this workflow has been cancelled.
 
     Call it after each activity: an activity that is cancelled but succeeds consumes the
     cancellation, and the workflow would continue.
     """
-    if workflow.cancellation_reason() is not None:
+    if is_cancelled():
         raise asyncio.CancelledError("the workflow was cancelled")
 
 

@@ -5,7 +5,7 @@ file. The activities do nothing, so there is no sandbox, model or store. There i
 of concurrent rollouts, in turn, for several rounds.
 
 Actions are counted from the histories as https://docs.temporal.io/cloud/actions describes them. Heartbeats
-are actions too, but no history shows them and these short stages send none.
+are actions too, but no history shows them, so they are counted as they are sent; short stages send none.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from benchmarks.benchmark_options import add_output
 from benchmarks.cpu_measurement import Meter
 from benchmarks.perdure_stack import ROOT
 from benchmarks.scratch_folder import scratch_folder
-from benchmarks.temporal.empty_activities import QUEUES, Stages
+from benchmarks.temporal.empty_activities import QUEUES, HeartbeatCounting, Stages
 from perdure.client import temporal_names
 from perdure.settings.settings_tree import Settings
 from perdure.stack import temporal_setup
@@ -71,6 +71,8 @@ class Measured:
     worker_ms: float
     """CPU of this process, the worker for workflows and for activities that do nothing."""
     disk_bytes: float
+    heartbeats: float
+    """Per rollout."""
     rollout: Asked
     run: Asked
     """A rollout's share of the run's own workflows."""
@@ -81,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rollouts", type=int, default=400, help="rollouts per run")
     parser.add_argument("--at-once", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--agent-minutes", type=float, default=0.0, help="how long an agent takes")
     add_output(parser)
     options = parser.parse_args(arguments)
     with scratch_folder("perdure-temporal-", keep=options.keep) as folder:
@@ -94,12 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def _measure(options: argparse.Namespace, folder: Path) -> list[Measured]:
     with Meter.open("temporal", folder / "meter") as meter:
         async with _server(meter, folder) as client, AsyncExitStack() as workers:
-            stages = Stages(options.rollouts)
+            stages = Stages(options.rollouts, 60 * options.agent_minutes)
+            counting = HeartbeatCounting()
             await workers.enter_async_context(workflow_worker(client))
             for queue in QUEUES:
-                worker = Worker(client, task_queue=queue, activities=stages.activities())
+                worker = Worker(
+                    client,
+                    task_queue=queue,
+                    activities=stages.activities(),
+                    interceptors=[counting],
+                )
                 await workers.enter_async_context(worker)
-            bench = Bench(client, meter, folder, options.rollouts)
+            bench = Bench(client, meter, folder, options.rollouts, counting)
             await bench.run("first", 8)
             return [
                 await bench.run(f"{at_once}-at-once-{round_}", at_once)
@@ -132,11 +141,13 @@ class Bench:
     meter: Meter
     folder: Path
     rollouts: int
+    counting: HeartbeatCounting
 
     async def run(self, name: str, at_once: int) -> Measured:
         """Raises: RuntimeError if a rollout is not graded."""
         request = RunRequest(run_id=name, dataset="toy", concurrency=at_once)
         disk, cpu, own, started = self._disk(), self.meter.seconds(), time.process_time(), _now()
+        beats = self.counting.count
         result = await self.client.execute_workflow(
             temporal_names.RUN,
             request,
@@ -161,6 +172,7 @@ class Bench:
             1e3 * server / self.rollouts,
             1e3 * own / self.rollouts,
             (self._disk() - disk) / self.rollouts,
+            (self.counting.count - beats) / self.rollouts,
             _each(rollouts, len(rollouts)),
             _each(parents, self.rollouts),
         )
@@ -201,7 +213,7 @@ def _table(found: Sequence[Measured]) -> str:
         lines.append(f"| {size} | {rate:.1f} | {server:.0f} | {worker:.0f} | {disk / 1e3:.0f} |")
     one = found[0]
     lines.append(
-        f"\nA rollout: {one.rollout.actions:.1f} actions, {one.rollout.events:.0f} events, "
+        f"\nA rollout: {one.rollout.actions:.1f} actions and {one.heartbeats:.1f} heartbeats, {one.rollout.events:.0f} events, "
         f"{one.rollout.history_bytes / 1e3:.1f} KB of history; with its share of the run's own workflows "
         f"{one.rollout.actions + one.run.actions:.1f}, {one.rollout.events + one.run.events:.0f} and "
         f"{(one.rollout.history_bytes + one.run.history_bytes) / 1e3:.1f} KB."

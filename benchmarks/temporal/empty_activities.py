@@ -1,10 +1,17 @@
 """Activities that do nothing, so that only Temporal's work for a rollout remains."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from temporalio import activity
+from temporalio.worker import (
+    ActivityInboundInterceptor,
+    ActivityOutboundInterceptor,
+    Interceptor,
+)
 
+from activities.heartbeats import WATCH, heartbeats
 from perdure.client import temporal_names
 from perdure.rollouts.activity_messages import (
     AgentRun,
@@ -33,9 +40,10 @@ QUEUES = (
 
 
 class Stages:
-    """Activities for runs with `count` instances each."""
+    """Activities for runs with `count` instances each. An agent takes `agent_s` seconds."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, agent_s: float = 0.0) -> None:
+        self._agent_s = agent_s
         self._ids = tuple(f"toy/add-{number:05d}" for number in range(count))
 
     def activities(self) -> list[Callable[..., Any]]:
@@ -48,6 +56,8 @@ class Stages:
 
     @activity.defn(name="run_agent")
     async def run_agent(self, _: Attempt) -> AgentRun:
+        async with heartbeats(WATCH):
+            await asyncio.sleep(self._agent_s)
         return AgentRun(end=AgentEnd.FINISHED, turns=4, tokens=100, seconds=1.0)
 
     @activity.defn(name="capture_diff")
@@ -90,3 +100,24 @@ class Stages:
             rollouts=len(self._ids),
             by_status={RolloutStatus.GRADED.value: len(self._ids)},
         )
+
+
+class HeartbeatCounting(Interceptor):
+    """Counts heartbeats. The SDK sends each, because agents send fewer than it would hold back."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def intercept_activity(self, next: ActivityInboundInterceptor) -> ActivityInboundInterceptor:
+        counting = self
+
+        class Outbound(ActivityOutboundInterceptor):
+            def heartbeat(self, *details: Any) -> None:
+                counting.count += 1
+                super().heartbeat(*details)
+
+        class Inbound(ActivityInboundInterceptor):
+            def init(self, outbound: ActivityOutboundInterceptor) -> None:
+                super().init(Outbound(outbound))
+
+        return Inbound(next)

@@ -59,9 +59,10 @@ async def stack(shared: Stack) -> AsyncIterator[Stack]:
 
 
 async def test_a_killed_worker_is_replaced_and_the_agent_runs_on(stack: Stack) -> None:
-    """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated."""
+    """kill -9 mid-turn: another worker re-attaches to the same process; no call is repeated. The host
+    reports the death: no heartbeat would be missed for hours."""
     stack.engine.hold(HELD)
-    request = await stack.start("worker-killed", heartbeat_timeout_s=DEATH_S)
+    request = await stack.start("worker-killed", heartbeat_timeout_s=7200)
     await stack.held(request)
     agents = stack.agents()
     await stack.workers[0].kill()

@@ -104,6 +104,7 @@ class Stages:
         return [
             self.boot,
             self.run_agent,
+            self.stop_calls,
             self.capture,
             self.grade,
             self.emit,
@@ -144,6 +145,10 @@ class Stages:
         default = AgentRun(end=AgentEnd.FINISHED, turns=4, tokens=100, seconds=1.0)
         run: AgentRun = await self._do("run_agent", attempt, default)
         return run
+
+    @activity.defn(name="stop_calls")
+    async def stop_calls(self, attempt: Attempt) -> None:
+        await self._do("stop_calls", attempt, None)
 
     @activity.defn(name="capture_diff")
     async def capture(self, attempt: Attempt) -> Captured:

@@ -1,6 +1,8 @@
 """RolloutWorkflow on a real server: its promises when activities succeed, fail and disappear."""
 
 import asyncio
+import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -25,8 +27,15 @@ from perdure.rollouts.activity_messages import (
     Captured,
     Ending,
     GradedPatch,
+    Truncation,
 )
-from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutRequest, RolloutStatus
+from perdure.types import (
+    AgentEnd,
+    EpisodeRef,
+    Outcome,
+    RolloutRequest,
+    RolloutStatus,
+)
 from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows.scripted_stages import Stages
 from workflows import activity_options, rollout_workflow
@@ -343,6 +352,40 @@ async def test_cancel_still_leaves_an_episode(client: Client, stages: Stages) ->
     assert isinstance(ended.value.cause, CancelledError)
     assert stages.names()[-2:] == ["destroy_sandbox", "emit_episode"]
     assert stages.endings[0].status is RolloutStatus.CANCELLED
+
+
+@pytest.mark.parametrize("cause", ["cancel", "spent", "truncate"])
+async def test_an_agent_is_stopped_without_a_heartbeat(
+    client: Client, stages: Stages, cause: str
+) -> None:
+    """Its watcher would learn of a cancellation only from a heartbeat, a minute later. The gateway
+    ends the agent's calls, which the watcher notices, and the agent's work is kept."""
+    is_working, has_no_calls = asyncio.Event(), asyncio.Event()
+
+    async def agent(_: Attempt) -> AgentRun:
+        is_working.set()
+        await has_no_calls.wait()
+        return AgentRun(end=AgentEnd.LIMIT, turns=3, stopped=True)
+
+    async def stop_calls(_: Attempt) -> None:
+        has_no_calls.set()
+
+    stages.override |= {"run_agent": agent, "stop_calls": stop_calls}
+    rollout = await _start(client, REQUEST)
+    async with asyncio.timeout(PATIENCE_S):
+        await is_working.wait()
+    if cause == "cancel":
+        await rollout.cancel()
+    else:
+        now = Truncation(by="deadline", cause="the run's deadline", ends_at=time.time() + 600)
+        await rollout.signal(cause, *([now] if cause == "truncate" else []))
+    with contextlib.suppress(WorkflowFailureError):
+        async with asyncio.timeout(PATIENCE_S):
+            await rollout.result()
+
+    ends = {"cancel": "cancelled", "spent": "graded", "truncate": "truncated"}
+    assert stages.endings[0].status.value == ends[cause]
+    assert stages.names().count("run_agent") == 1
 
 
 async def test_a_cancelled_boot_does_not_wait_for_a_provider_that_is_away(

@@ -43,7 +43,7 @@ from perdure.stack import home_providers, host_life
 from perdure.storage.base import Store
 from perdure.storage.store_url import open_store
 from perdure.telemetry import configure_logging
-from workers.host import gateway_socket_proxy
+from workers.host import gateway_socket_proxy, worker_deaths
 
 BEATS = 16
 """Heartbeats per `host.silent_s`, after which a silent host is lost."""
@@ -249,11 +249,17 @@ class HostHeartbeat:
             await self._end_sandboxes("neither the server nor the store answers")
         await asyncio.sleep(PAUSE_S)
 
+    async def _report_deaths(self) -> None:
+        with contextlib.suppress(RPCError):  # the server is unavailable: the next look reports them
+            if reported := await worker_deaths.report_deaths(self.client, self.settings):
+                log.info("reported the activities of a dead worker", activities=reported)
+
     async def _mind(self) -> None:
         """Return when the host should leave, and set `leaving`."""
         seen = monotonic()
         while True:
             await asyncio.sleep(LOOK_S)
+            await self._report_deaths()
             if not self.settings.home.is_dir():
                 self.leaving.set()
                 return

@@ -7,6 +7,7 @@ worker can derive it again. Control calls need the control token; a session key 
     PUT  /sessions/{session_id}        SessionSpec    -> SessionSummary   open, or join an open one
     GET  /sessions/{session_id}                       -> SessionSummary
     POST /sessions                     [session_id]   -> [SessionSummary]   of those that exist
+    POST /sessions/{session_id}/stop                  -> SessionSummary   refuse its next calls
     POST /sessions/{session_id}/close                 -> SessionSummary   seal, write turns to the store
     POST /sessions/{session_id}/turns                 -> SessionSummary   write the turns again
     DELETE /sessions/{session_id}                     -> (nothing)        close, delete its journal
@@ -35,6 +36,8 @@ SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API, so it has no slashes."""
 
 
+STOPPED_OUTSIDE = "stopped from outside"
+"""Why a stopped session takes no more calls: the run's budget, its time, or a cancellation."""
 HOPELESS = 3
 """After this many refusals without an answer a session is hopeless. The first refused call may be a
 side request."""
@@ -87,6 +90,8 @@ class SessionSummary(Frozen):
     """How often the engine did so. Only the gateway process that had the calls knows this."""
     capped: str = ""
     """Which cap is reached, with figures; empty until a call of the agent is refused for it."""
+    stopped: bool = False
+    """Whether its rollout has been stopped: the gateway refuses its next call."""
     unanswered: str = ""
     """Why the gateway could not answer a call. The next answer on the same chain clears it. A refusal of
     the request's content counts as an answer."""

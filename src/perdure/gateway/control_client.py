@@ -82,6 +82,13 @@ class GatewayControl:
         """
         return await self._looks.look(session_id)
 
+    async def stop(self, session_id: str) -> SessionSummary:
+        """Let the gateway refuse the session's next calls, in every process.
+
+        Raises: GatewayUnavailable, StoreUnavailable, NotFound.
+        """
+        return await self._call("POST", f"/sessions/{session_id}/stop")
+
     async def close(self, session_id: str) -> SessionSummary:
         """Seal a session and write its turns to the store.
 

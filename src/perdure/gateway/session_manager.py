@@ -43,6 +43,7 @@ from perdure.gateway.journal.turn_record import (
     REFUSED,
     SEALED,
     STALE,
+    STOPPED,
     UNANSWERED,
     TurnRecord,
     to_journal,
@@ -168,6 +169,15 @@ class Sessions:
         async with self._using(session_id) as session:
             with contextlib.suppress(JournalDamaged), session.record_journal_damage():
                 await self._refresh(session)
+            return session.summary()
+
+    async def stop(self, session_id: str) -> SessionSummary:
+        """Refuse the session's next calls, as if a cap were reached. Calls in flight are answered.
+
+        Repeating is harmless. Raises: NotFound, StoreUnavailable (repeat the call).
+        """
+        async with self._using(session_id) as session:
+            await self._note(session, {"kind": STOPPED}, lambda: session.stopped)
             return session.summary()
 
     async def close(self, session_id: str) -> SessionSummary:

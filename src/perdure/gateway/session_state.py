@@ -13,7 +13,7 @@ from typing import Any
 
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import Wait
-from perdure.gateway.base import SessionSpec, SessionSummary
+from perdure.gateway.base import STOPPED_OUTSIDE, SessionSpec, SessionSummary
 from perdure.gateway.journal.record_encoding import JournalDamaged
 from perdure.gateway.journal.turn_record import (
     CAPPED,
@@ -22,6 +22,7 @@ from perdure.gateway.journal.turn_record import (
     REFUSED,
     SEALED,
     STALE,
+    STOPPED,
     TURN,
     UNANSWERED,
     TurnRecord,
@@ -120,6 +121,8 @@ class Session:
     """Why its attempt must end: see `SessionSummary.damaged`."""
     capped: str = ""
     """Which cap is reached; empty until a call is refused for it."""
+    stopped: bool = False
+    """Whether its rollout has been stopped, so that it takes no more calls."""
     unreadable: bool = False
     """Whether its journal cannot be read. Nothing is then added to it."""
     unanswered: dict[str, Wait] = field(default_factory=dict)
@@ -189,6 +192,8 @@ class Session:
             self.too_stale = record["message"]
         elif record["kind"] == CAPPED:
             self.capped = record["message"]
+        elif record["kind"] == STOPPED:
+            self.stopped = True
         elif record["kind"] == REFUSED:
             self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
@@ -222,7 +227,9 @@ class Session:
 
     @property
     def reached_cap(self) -> str:
-        """Which of its caps is reached, with figures; empty if none is."""
+        """Which of its caps is reached, with figures; empty if none is. A stop counts as a cap."""
+        if self.stopped:
+            return STOPPED_OUTSIDE
         totals = self.totals
         tokens = totals.prompt_tokens + totals.tokens
         return self.spec.caps.reached(totals.turns, tokens, totals.dollars)
@@ -247,6 +254,7 @@ class Session:
             chains=len(totals.chains),
             too_stale=self.too_stale,
             capped=self.capped,
+            stopped=self.stopped,
             damaged=self.damaged,
             turns_sha256=self.turns_sha256,
             refused=self.refused,

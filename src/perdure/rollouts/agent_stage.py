@@ -9,7 +9,7 @@ from perdure import tracing
 from perdure.agents.base import EXEC_ID
 from perdure.data_source_handlers import runs_own_agent
 from perdure.errors import NotFound, PerdureError, PolicyTooStale, RetryHere, SandboxLost
-from perdure.gateway.base import SessionSummary
+from perdure.gateway.base import STOPPED_OUTSIDE, SessionSummary
 from perdure.rollouts import agent_output, handler_hooks
 from perdure.rollouts.activity_messages import LONGEST_WAIT_S, AgentRun
 from perdure.rollouts.attempt_job import Job
@@ -29,7 +29,6 @@ WATCH_S = 10.0
 """Seconds between two polls, which update heartbeat details, sandbox TTL and turn count."""
 KILLED_S = 10.0
 """Seconds to wait for a killed agent to exit."""
-STOPPED = "stopped from outside"
 REASON_LIMIT = 300
 """Characters. A reason can be long because each engine of a pool adds its own."""
 
@@ -49,7 +48,7 @@ async def _run(job: Job) -> AgentRun:
         try:
             return await _stopped(job, session, sandbox)
         except NotFound:  # the agent never started
-            return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED, stopped=True)
+            return AgentRun(end=AgentEnd.LIMIT, detail=STOPPED_OUTSIDE, stopped=True)
     try:
         is_started = await _is_started(sandbox)
         opened = await session.open(is_started=is_started) if session is not None else None
@@ -63,6 +62,8 @@ async def _run(job: Job) -> AgentRun:
                     _report(job, opened)
                 status = await _watch(job, session, sandbox, route)
                 span.set({"process.exit.code": status.code})
+        if not status.done:
+            return await _stopped(job, session, sandbox)
         return await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
     except asyncio.CancelledError:
         if job.activity_attempt.is_cancelled_on_purpose():
@@ -110,6 +111,7 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
+        stopped=capped == STOPPED_OUTSIDE,
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -139,6 +141,16 @@ async def _is_started(sandbox: Sandbox) -> bool:
     return True
 
 
+async def stop_calls(job: Job) -> None:
+    """End the model calls of an agent that the run stops. Its watcher notices, and ends the agent, long
+    before its next heartbeat would tell it.
+
+    Raises: RetryHere while the agent's session is not open yet; GatewayUnavailable.
+    """
+    if (session := session_of(job)) is not None:
+        await session.stop()
+
+
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
     launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
     for path, content in launch.files.items():  # they may contain the key
@@ -157,6 +169,7 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
 async def _watch(
     job: Job, session: AgentSession | None, sandbox: Sandbox, route: GatewayRoute
 ) -> ExecStatus:
+    """Wait until the agent has exited. It still runs if its rollout was stopped."""
     ttl_s = job.services.settings.sandbox.ttl_s
     renewed = time.monotonic()
     waited = 0.0
@@ -172,6 +185,8 @@ async def _watch(
         if session is not None:
             summary = await session.look()
             _report(job, summary)
+            if summary.stopped:
+                return status
             if summary.waiting_seconds > waited:
                 waited = summary.waiting_seconds
                 await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
@@ -220,6 +235,7 @@ async def _conclude(
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
+        stopped=capped == STOPPED_OUTSIDE,
         seconds=round(status.seconds or 0.0, 3),
         detail=capped or agent_output.detail(end, found),
     )
@@ -254,7 +270,8 @@ async def _stopped(job: Job, session: AgentSession | None, sandbox: Sandbox) -> 
     run = await _conclude(job, session, sandbox, status)
     if was_over:
         return run
-    return run.model_copy(update={"end": AgentEnd.LIMIT, "detail": STOPPED, "stopped": True})
+    stopped = {"end": AgentEnd.LIMIT, "detail": STOPPED_OUTSIDE, "stopped": True}
+    return run.model_copy(update=stopped)
 
 
 def _report(job: Job, session: SessionSummary) -> None:

@@ -181,7 +181,8 @@ class RolloutRequest(Request):
     retry_on: tuple[FailureType, ...] = ("SandboxLost", "CallUnanswered")
     """Failures after which a rollout gets a new attempt in a new sandbox."""
     heartbeat_timeout_s: float = Field(30.0, ge=2)
-    """If a worker dies, another one re-attaches to its agent within this many seconds."""
+    """If a stage sends no heartbeat for this many seconds, another worker continues it. An agent may be
+    silent for 85/30 of this time. The host reports a dead worker sooner."""
     verdict: Literal["verified", "official"] = "verified"
     """Which verdict decides the reward: the official one checked by twins, or the official one
     alone."""

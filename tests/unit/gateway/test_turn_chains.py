@@ -1058,6 +1058,23 @@ async def test_a_reached_cap_refuses_the_next_call(start: Start, what: str) -> N
     assert (await two.sessions.close("s")).turns == 2
 
 
+async def test_a_stopped_session_refuses_its_next_call(start: Start) -> None:
+    """In every process, of which each tells the agent's stage; not the call that it has answered. The
+    agent has reached no cap until a call of it is refused: it may end by itself."""
+    one, two = start(Speaker()), start(Speaker())
+    await one.sessions.open(_spec())
+    first = await one.ask(HELLO)
+    stopped = [await process.sessions.stop("s") for process in (two, one)]
+
+    assert [(it.stopped, it.capped, it.open) for it in stopped] == [(True, "", True)] * 2
+    assert await one.ask(HELLO) == first
+    with pytest.raises(Refused, match="stopped from outside") as refused:
+        await one.ask(_next(HELLO, first))
+    assert refused.value.code == "cap_reached"
+    seen = await two.sessions.get("s")
+    assert (seen.stopped, seen.capped, seen.turns) == (True, "stopped from outside", 1)
+
+
 async def test_a_side_request_does_not_reach_a_cap(start: Start) -> None:
     """It is refused, but the agent may have ended by itself."""
     it = start(Speaker())

@@ -65,7 +65,15 @@ async def test_a_wait_for_an_engine_is_not_the_agents_time() -> None:
     assert sandbox.limits == [BUDGET_S + 7 + 2 * agent_stage.WATCH_S, BUDGET_S + 12]
 
 
-async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
+async def test_the_watch_of_a_stopped_agent_ends_while_it_runs() -> None:
+    """The stage then ends the agent and keeps its work, as after a cancellation."""
+    sandbox = Sandbox(looks=5)
+    status = await _watch(sandbox, {}, {"stopped": True})
+
+    assert (status.done, sandbox.signals) == (False, [])
+
+
+async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> ExecStatus:
     """A session that reports these summaries, one per poll of the agent stage."""
     summaries = iter(told)
 
@@ -82,4 +90,4 @@ async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> None:
     )
     route = SimpleNamespace(check=lambda: None)
     session = SimpleNamespace(look=look)
-    await agent_stage._watch(*cast(Any, (job, session, sandbox, route)))
+    return await agent_stage._watch(*cast(Any, (job, session, sandbox, route)))

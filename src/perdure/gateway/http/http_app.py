@@ -154,6 +154,7 @@ def create_app(
             Route("/sessions/{session_id}", _control(_open), methods=["PUT"]),
             Route("/sessions/{session_id}", _control(_get), methods=["GET"]),
             Route("/sessions/{session_id}", _control(_forget), methods=["DELETE"]),
+            Route("/sessions/{session_id}/stop", _control(_stop), methods=["POST"]),
             Route("/sessions/{session_id}/close", _control(_close), methods=["POST"]),
             Route("/sessions/{session_id}/turns", _control(_write_turns), methods=["POST"]),
             *engine_routes.routes(_control),
@@ -336,6 +337,11 @@ async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
 
 async def _write_turns(request: Request) -> Response:
     summary = await _gateway(request).sessions.write_turns(request.path_params["session_id"])
+    return Response(summary.model_dump_json(), media_type="application/json")
+
+
+async def _stop(request: Request) -> Response:
+    summary = await _gateway(request).sessions.stop(request.path_params["session_id"])
     return Response(summary.model_dump_json(), media_type="application/json")
 
 

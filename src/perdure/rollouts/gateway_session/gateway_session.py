@@ -10,6 +10,7 @@ from perdure.errors import (
     ConfigurationError,
     GatewayUnavailable,
     NotFound,
+    RetryHere,
 )
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts import stage_checkpoints
@@ -126,6 +127,13 @@ class AgentSession:
         if self._away_key in self._job.services.unwritten_away:
             return GatewayOutage()
         return await self._job.read(AWAY, GatewayOutage)
+
+    async def stop(self) -> None:
+        """Let the agent's next call be refused. Raises: RetryHere if no session is open yet."""
+        try:
+            await self._gateway.stop(self._id)
+        except NotFound as error:
+            raise RetryHere(f"the agent may still start: {error}") from None
 
     async def close(self) -> SessionSummary:
         """Close the session of a started agent. Its `unanswered` is also set if the gateway has
