@@ -42,12 +42,13 @@ def summary_of_group(group: GroupRequest) -> str:
 
 
 class OpenChildren:
-    """Open children that make model calls, until the run's budget is used up or its time is over."""
+    """The open children that make model calls. Tells them that the run's budget is used up or its
+    time is over."""
 
     def __init__(self) -> None:
         self._open: dict[str, Child] = {}
         self._told: dict[str, list[Any]] = {}
-        """Signal -> its arguments."""
+        """Each signal that was sent -> its arguments."""
 
     async def result_of(self, child: Child) -> Any:
         self._open[child.id] = child
@@ -59,11 +60,11 @@ class OpenChildren:
             del self._open[child.id]
 
     async def stop(self) -> None:
-        """The budget is used up."""
+        """Tell all children that the budget is used up."""
         await self._tell_all(temporal_names.SPENT, [])
 
     async def truncate(self, truncation: Truncation) -> None:
-        """The run's time is over."""
+        """Tell all children that the run's time is over."""
         await self._tell_all(temporal_names.TRUNCATE, [truncation])
 
     async def _tell_all(self, signal: str, arguments: list[Any]) -> None:
@@ -108,7 +109,7 @@ async def _started(rollout: RolloutRequest, abandon: bool) -> Child:
 
 
 async def play_rollout(
-    rollout: RolloutRequest, buyers: OpenChildren | None = None, *, abandon: bool = False
+    rollout: RolloutRequest, open_children: OpenChildren | None = None, *, abandon: bool = False
 ) -> EpisodeRef:
     """Run one rollout. Returns an EpisodeRef, however the child ends.
 
@@ -116,7 +117,9 @@ async def play_rollout(
     """
     try:
         child = await _started(rollout, abandon)
-        episode: EpisodeRef = await (child if buyers is None else buyers.result_of(child))
+        episode: EpisodeRef = await (
+            child if open_children is None else open_children.result_of(child)
+        )
         return episode
     except WorkflowAlreadyStartedError:
         return _failed(rollout, "this rollout is already running under another parent")

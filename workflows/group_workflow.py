@@ -29,7 +29,7 @@ class RolloutGroupWorkflow:
         self.total = 0
         self.group: GroupRequest | None = None
         """The request, with all changes so far."""
-        self.buyers = OpenChildren()
+        self.open_children = OpenChildren()
         self.page: ChildrenPage | None = None
 
     @workflow.run
@@ -60,12 +60,12 @@ class RolloutGroupWorkflow:
     @workflow.signal(name=temporal_names.SPENT)
     async def spent(self) -> None:
         """The run's budget is used up."""
-        await self.buyers.stop()
+        await self.open_children.stop()
 
     @workflow.signal(name=temporal_names.TRUNCATE)
     async def truncate(self, truncation: Truncation) -> None:
         """The run's time is over."""
-        await self.buyers.truncate(truncation)
+        await self.open_children.truncate(truncation)
 
     @workflow.update
     async def change(self, fields: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class RolloutGroupWorkflow:
 
     async def _play(self, group: GroupRequest, sample_index: int) -> None:
         keep = group.stragglers == "keep"
-        episode = await play_rollout(group.sample(sample_index), self.buyers, abandon=keep)
+        episode = await play_rollout(group.sample(sample_index), self.open_children, abandon=keep)
         self.episodes.append(episode)
         if self.page is not None:
             self.page.add(episode)

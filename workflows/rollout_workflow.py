@@ -59,7 +59,7 @@ have been terminated."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 """Seconds before the next attempt if a model call got no answer. The pause doubles each time."""
 CLEANING = ("destroy_sandbox", "emit_episode")
-KEEPING = ("run_agent", "capture_diff")
+WORK_PRESERVING = ("run_agent", "capture_diff")
 """Activities that continue if the workflow is cancelled after the run's time is over."""
 BEFORE_AGENT = ("starting", "waiting", "boot")
 EMIT_AGAIN = timedelta(minutes=10)
@@ -80,9 +80,9 @@ class RolloutWorkflow:
         """Set once the run's time is over."""
         self.grade = ""
         self.stopped_in = ""
-        self.closing: asyncio.Task[None] | None = None
-        self.buying: asyncio.Task[AgentRun] | None = None
-        self.playing: asyncio.Task[Any] | None = None
+        self.grading_end_task: asyncio.Task[None] | None = None
+        self.agent_task: asyncio.Task[AgentRun] | None = None
+        self.stages_task: asyncio.Task[Any] | None = None
         """Its stages, until they have ended."""
 
     @workflow.run
@@ -91,13 +91,13 @@ class RolloutWorkflow:
         check_own_id(rollout.workflow_id)
         self.page.open(rollout)
         cancelled = False
-        self.playing = asyncio.current_task()
+        self.stages_task = asyncio.current_task()
         try:
             ending = await self._play(rollout)
         except asyncio.CancelledError:
             cancelled = self.truncation is None
-            ending = (RolloutStatus.CANCELLED, None) if cancelled else self._truncated()
-        self.playing = None
+            ending = (RolloutStatus.CANCELLED, None) if cancelled else self._truncated_ending()
+        self.stages_task = None
         if isinstance(ending, EpisodeRef):
             self.page.close(ending)
             return ending
@@ -130,8 +130,8 @@ class RolloutWorkflow:
         """The run's budget is used up: stop the agent and grade its work."""
         self.is_spent = True
         self.page.spent()
-        if self.buying is not None:
-            self.buying.cancel()
+        if self.agent_task is not None:
+            self.agent_task.cancel()
 
     @workflow.signal(name=temporal_names.TRUNCATE)
     def truncate(self, truncation: Truncation) -> None:
@@ -140,11 +140,11 @@ class RolloutWorkflow:
             return
         self.truncation = truncation
         self.page.truncated(truncation.cause)
-        if self.buying is not None:
-            self.buying.cancel()
-        elif self.page.current in BEFORE_AGENT and self.playing is not None:
-            self.playing.cancel()
-        self.closing = asyncio.create_task(self._end_grading(truncation))
+        if self.agent_task is not None:
+            self.agent_task.cancel()
+        elif self.page.current in BEFORE_AGENT and self.stages_task is not None:
+            self.stages_task.cancel()
+        self.grading_end_task = asyncio.create_task(self._end_grading(truncation))
 
     @workflow.query
     def state(self) -> dict[str, Any]:
@@ -153,22 +153,23 @@ class RolloutWorkflow:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run has ended its agents."""
+        """Whether the run stops its agents."""
         return self.is_spent or self.truncation is not None
 
     def _stop_if_cancelled(self) -> None:
         """Raise CancelledError if this workflow has been cancelled. Once the run's time is over, a
-        cancellation changes nothing: the run may end before its rollouts have kept their work."""
+        cancellation has no effect, because the run may end before its rollouts have stored their
+        work."""
         if self.truncation is None:
             stop_if_cancelled()
 
     async def _end_grading(self, truncation: Truncation) -> None:
         left = truncation.ends_at - workflow.time()
         await workflow.sleep(max(0.0, left), summary="until gradings end")
-        if self.page.current == "grade" and self.playing is not None:
-            self.playing.cancel()
+        if self.page.current == "grade" and self.stages_task is not None:
+            self.stages_task.cancel()
 
-    def _truncated(
+    def _truncated_ending(
         self, stage: str = "", run: AgentRun | None = None, lost: Failure | None = None
     ) -> tuple[RolloutStatus, Failure]:
         """The ending of a rollout that was stopped in this stage, by default the current one.
@@ -176,15 +177,15 @@ class RolloutWorkflow:
         assert self.truncation is not None, "the run's time is over"
         self.stopped_in, cause = stage or self.page.current, self.truncation.cause
         if lost is not None:
-            message = f"{cause} came before its next attempt; the last one: {lost.message}"
+            message = f"{cause} was reached before its next attempt; the last one: {lost.message}"
         elif run is not None:
             turns = f"{run.turns} turn{'' if run.turns == 1 else 's'}"
             waited = f", while a model call waited: {run.unanswered}" if run.unanswered else ""
             message = f"{cause} stopped its agent after {turns}{waited}"
         elif self.stopped_in == "grade":
-            message = f"{cause} came before its grade; its patch is kept"
+            message = f"{cause} was reached before its grading; its patch is kept"
         else:
-            message = f"{cause} came before its agent started"
+            message = f"{cause} was reached before its agent started"
         return RolloutStatus.TRUNCATED, Failure(
             boundary=Boundary.RUN, type=TRUNCATED, message=message
         )
@@ -197,7 +198,7 @@ class RolloutWorkflow:
         failure: Failure | None = None
         while True:
             if self.truncation is not None:
-                return self._truncated("waiting", lost=failure)
+                return self._truncated_ending("waiting", lost=failure)
             self.attempt += 1
             try:
                 ending = await self._play_attempt(rollout)
@@ -211,7 +212,7 @@ class RolloutWorkflow:
             except ActivityError as error:
                 self._stop_if_cancelled()
                 if self.truncation is not None and is_cancelled_exception(error):
-                    return self._truncated()
+                    return self._truncated_ending()
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
             if failure.type not in rollout.retry_on or self.is_spent:
@@ -247,22 +248,24 @@ class RolloutWorkflow:
             self.page.booted(booted)
             self._stop_if_cancelled()
             if self.truncation is not None:
-                return self._truncated()
+                return self._truncated_ending()
             if self.is_spent:
                 return RolloutStatus.CANCELLED, None
-            run, captured = await self._uninterrupted(self._work(attempt, host))
+            run, captured = await self._run_uninterrupted(
+                self._run_agent_and_capture(attempt, host)
+            )
             if captured is None:
                 return RolloutStatus.CANCELLED, None
-            if self._is_cut_short(run, rollout):
+            if self._is_stopped_without_reward(run, rollout):
                 clean = await self._grade_for_information(attempt, run, captured)
-                return self._truncated("agent", run)
+                return self._truncated_ending("agent", run)
             if run.broke:
                 clean = True
                 return RolloutStatus.FAILED, _agent_failure(run)
             self._stop_if_cancelled()
-            if self._is_over():
+            if self._is_past_end():
                 clean = not captured.waits_for
-                return self._truncated("grade")
+                return self._truncated_ending("grade")
             await self._grade(attempt, captured.grade_timeout_s)
             clean = True
             return RolloutStatus.GRADED, None
@@ -275,17 +278,18 @@ class RolloutWorkflow:
             if not clean and not is_evicted_from_cache():
                 await to_the_end(self._destroy(attempt, host, booted=is_booted))
 
-    def _is_cut_short(self, run: AgentRun, rollout: RolloutRequest) -> bool:
-        """Whether the end of the run's time stopped the agent, and the request gives no reward then."""
+    def _is_stopped_without_reward(self, run: AgentRun, rollout: RolloutRequest) -> bool:
+        """Whether the end of the run's time stopped the agent and the request gives no reward for
+        that."""
         if self.truncation is None or self.is_spent or not run.stopped:
             return False
         return not rollout.reward_truncated or bool(run.broke)
 
-    def _is_over(self) -> bool:
-        """Whether nothing may be graded any more."""
+    def _is_past_end(self) -> bool:
+        """Whether the time for gradings is over."""
         return self.truncation is not None and workflow.time() >= self.truncation.ends_at
 
-    async def _uninterrupted(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def _run_uninterrupted(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run `work`. A cancellation ends it, unless the run's time is over."""
         task = asyncio.create_task(work)
         while True:
@@ -298,9 +302,11 @@ class RolloutWorkflow:
                     task.cancel()
                     return await task
 
-    async def _work(self, attempt: Attempt, host: str | None) -> tuple[AgentRun, Captured | None]:
-        """Run the agent and capture its diff. There is none if the budget stopped an agent that made
-        no model call."""
+    async def _run_agent_and_capture(
+        self, attempt: Attempt, host: str | None
+    ) -> tuple[AgentRun, Captured | None]:
+        """Run the agent and capture its diff. The diff is None if the budget stopped an agent that
+        had made no model call."""
         run = await self._run_agent(attempt, host)
         self._stop_if_cancelled()
         no_call = run.end is AgentEnd.LIMIT and not run.turns
@@ -312,8 +318,8 @@ class RolloutWorkflow:
         self, attempt: Attempt, run: AgentRun, captured: Captured
     ) -> bool:
         """Grade the patch of a stopped agent, if there is time. The grade gives no reward. Returns
-        whether no sandbox and no permit are left."""
-        if run.broke or captured.empty or captured.waits_for or self._is_over():
+        whether no sandbox or permit needs to be freed."""
+        if run.broke or captured.empty or captured.waits_for or self._is_past_end():
             return not captured.waits_for
         try:
             await self._grade(attempt, captured.grade_timeout_s, informs=True)
@@ -372,10 +378,10 @@ class RolloutWorkflow:
         options = activity_options.described(
             activity_options.run_agent(rollout, host), summary, f"agent-{attempt.attempt}"
         )
-        self.buying = asyncio.create_task(self._do("run_agent", attempt, AgentRun, options))
+        self.agent_task = asyncio.create_task(self._do("run_agent", attempt, AgentRun, options))
         stopping = asyncio.create_task(self._stop_calls(attempt))
         try:
-            run = await self.buying
+            run = await self.agent_task
         except (ActivityError, asyncio.CancelledError) as error:
             self._stop_if_cancelled()
             if not (self.is_stopping and _was_stopped(error)):
@@ -383,7 +389,7 @@ class RolloutWorkflow:
             ended = attempt.model_copy(update={"stop": True})
             run = await self._do("run_agent", ended, AgentRun, options)
         finally:
-            self.buying = None
+            self.agent_task = None
             stopping.cancel()
         self.page.agent(run)
         return run
@@ -410,7 +416,7 @@ class RolloutWorkflow:
         )
         captured = await self._do("capture_diff", attempt, Captured, options)
         self.page.captured(captured)
-        while captured.waits_for and not self._is_over():
+        while captured.waits_for and not self._is_past_end():
             self._stop_if_cancelled()
             if await self._granted(captured.waits_for):
                 break
@@ -486,7 +492,7 @@ class RolloutWorkflow:
             self.evictions += 1
             self.page.evicted(self.evictions)
 
-        kept = cleaning or (self.truncation is not None and activity in KEEPING)
+        kept = cleaning or (self.truncation is not None and activity in WORK_PRESERVING)
         return await ordered(activity, argument, result, options, cleaning=kept, evicted=evicted)
 
 

@@ -30,7 +30,12 @@ with workflow.unsafe.imports_passed_through():
     from workflows import activity_options
     from workflows.activity_redispatch import ordered
     from workflows.child_rollouts import OpenChildren, play_rollout, summary_of_group
-    from workflows.run_deadline import OVERTIME_S, RecordedTimes, unless_over, wait_until
+    from workflows.run_deadline import (
+        GRACE_PERIOD_S,
+        RecordedTimes,
+        run_until_truncated,
+        wait_until,
+    )
     from workflows.run_pause import ALIKE, Throttle
     from workflows.web_ui import ChildrenPage
     from workflows.workflow_failures import is_evicted_from_cache, stop_if_cancelled
@@ -113,10 +118,10 @@ class Window:
         self.throttle = throttle
         self.page = page
         self.counts = Counts()
-        self.buyers = OpenChildren()
+        self.open_children = OpenChildren()
         self.times = RecordedTimes()
         self.is_closed = False
-        """The run ends without the rollouts that are still open."""
+        """Whether the run ended without the rollouts that are still open."""
         self.nothing_left_to_start = False
 
     async def play(self, start: int, stop: int) -> None:
@@ -140,8 +145,8 @@ class Window:
             self.nothing_left_to_start = True
             await workflow.wait_condition(lambda: not tasks or self._starts_no_more())
             if tasks and self._is_spent() and workflow.patched(STOP_AT_BUDGET_PATCH_ID):
-                await self.buyers.stop()
-            await workflow.wait_condition(lambda: not tasks or self._is_over())
+                await self.open_children.stop()
+            await workflow.wait_condition(lambda: not tasks or self._is_truncated())
             if (truncation := self.throttle.truncation) is not None:
                 await self._close(truncation, tasks)
         except ActivityError as error:
@@ -159,17 +164,17 @@ class Window:
         used_up = self.run.budget.used_up(self.counts.tokens, self.counts.dollars)
         return self.throttle.spent or bool(used_up)
 
-    def _is_over(self) -> bool:
+    def _is_truncated(self) -> bool:
         return self.throttle.truncation is not None
 
     def _starts_no_more(self) -> bool:
-        return self._is_spent() or self._is_over()
+        return self._is_spent() or self._is_truncated()
 
     async def _close(self, truncation: Truncation, tasks: set[asyncio.Task[None]]) -> None:
-        """Stop all agents. The run does not wait for rollouts that are still open `OVERTIME_S` after its
-        end: when it closes, Temporal asks them to cancel."""
-        await self.buyers.truncate(truncation)
-        last = truncation.ends_at + OVERTIME_S
+        """Stop all agents and wait for their rollouts until `GRACE_PERIOD_S` after the run's end.
+        When the run closes, Temporal requests cancellation of those that are still open."""
+        await self.open_children.truncate(truncation)
+        last = truncation.ends_at + GRACE_PERIOD_S
         if not await wait_until(
             lambda: not tasks, last, "until the run ends without open rollouts"
         ):
@@ -213,7 +218,9 @@ class Window:
             options = activity_options.described(
                 activity_options.bookkeeping(), f"instances from {first}"
             )
-            page = await unless_over(ordered("load_page", request, Page, options), self._is_over)
+            page = await run_until_truncated(
+                ordered("load_page", request, Page, options), self._is_truncated
+            )
             stop_if_cancelled()
             if page is None:
                 return
@@ -247,13 +254,13 @@ class Window:
         try:
             if self.run.start_jitter_s:
                 late = workflow.random().uniform(0, self.run.start_jitter_s)
-                if await wait_until(self._is_over, workflow.time() + late, "start jitter"):
+                if await wait_until(self._is_truncated, workflow.time() + late, "start jitter"):
                     self.counts.started -= weight
                     return
             if isinstance(request, GroupRequest):
                 await self._play_group(request)
             else:
-                self._count(await play_rollout(request, self.buyers))
+                self._count(await play_rollout(request, self.open_children))
         finally:
             if not self.is_closed:
                 self.counts.running -= weight
@@ -269,7 +276,7 @@ class Window:
                 search_attributes=attributes.of_rollout(group.rollout),
                 static_summary=summary_of_group(group),
             )
-            result = await self.buyers.result_of(child)
+            result = await self.open_children.result_of(child)
         except (FailureError, asyncio.CancelledError) as error:
             cancelled = is_cancelled_exception(error)
             status = RolloutStatus.CANCELLED if cancelled else RolloutStatus.FAILED

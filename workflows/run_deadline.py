@@ -1,5 +1,5 @@
-"""The end of a run's time: what still fits before it, when agents are stopped, and work that it
-interrupts."""
+"""A run's deadline: which rollouts still fit before it, when agents are stopped, and how it
+interrupts work."""
 
 import asyncio
 import math
@@ -18,14 +18,14 @@ with workflow.unsafe.imports_passed_through():
 Result = TypeVar("Result")
 
 CAPTURE_S = 30.0
-"""Seconds between the stop of an agent and its captured diff, with room for a busy host."""
-UNKNOWN_GRADE_S = 30.0
-"""Seconds of a grading before any is recorded."""
-LARGEST_SHARE = 0.1
-"""Largest share of the deadline that is left for captures and gradings."""
-OVERTIME_S = 20.0
-"""Seconds after the deadline at which the run ends without the rollouts that are still open. They
-keep their patches and end by themselves."""
+"""Seconds to stop an agent and capture its diff, with a reserve for a busy host."""
+DEFAULT_GRADE_S = 30.0
+"""Seconds that a grading is assumed to take until one is recorded."""
+LARGEST_MARGIN_SHARE = 0.1
+"""Largest share of `deadline_s` that is reserved for captures and gradings."""
+GRACE_PERIOD_S = 20.0
+"""Seconds after the deadline until the run ends without the rollouts that are still open. These
+store their patches and end by themselves."""
 MANIFEST_S = 30.0
 """Seconds for the manifest after the deadline. If the store is down, the run ends without it."""
 
@@ -49,30 +49,30 @@ class RecordedTimes:
         return median(map(median, self._by_instance.values())) if self._by_instance else None
 
 
-def closing_s(run: RunRequest, graded: int, grade_seconds: float) -> float:
+def stop_margin_s(run: RunRequest, graded: int, grade_seconds: float) -> float:
     """Seconds before the deadline at which agents are stopped: enough to capture and grade."""
-    each = grade_seconds / graded if graded and grade_seconds else UNKNOWN_GRADE_S
-    most = math.inf if run.deadline_s is None else LARGEST_SHARE * run.deadline_s
+    each = grade_seconds / graded if graded and grade_seconds else DEFAULT_GRADE_S
+    most = math.inf if run.deadline_s is None else LARGEST_MARGIN_SHARE * run.deadline_s
     return min(CAPTURE_S + 2 * each, most)
 
 
-def at_deadline(ends_at: float) -> Truncation:
+def deadline_truncation(ends_at: float) -> Truncation:
     return Truncation(by="deadline", cause="the run's deadline", ends_at=ends_at)
 
 
-def at_share(run: RunRequest, ends_at: float) -> Truncation:
+def stop_at_truncation(run: RunRequest, ends_at: float) -> Truncation:
     """The end of a run whose `stop_at` is reached."""
     cause = f"the run's stop_at of {run.stop_at or 1:.4g}"
     return Truncation(by="stop_at", cause=cause, ends_at=min(ends_at, run.ends_at or math.inf))
 
 
-async def unless_over(
-    work: Coroutine[Any, Any, Result], is_over: Callable[[], bool]
+async def run_until_truncated(
+    work: Coroutine[Any, Any, Result], is_truncated: Callable[[], bool]
 ) -> Result | None:
-    """The result of `work`, or None if the run's time is over first."""
+    """Run `work`. Returns its result, or None if the run is truncated first."""
     task = asyncio.create_task(work)
     try:
-        await workflow.wait_condition(lambda: task.done() or is_over())
+        await workflow.wait_condition(lambda: task.done() or is_truncated())
     except asyncio.CancelledError:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -43,12 +43,12 @@ with workflow.unsafe.imports_passed_through():
     from workflows.activity_redispatch import ordered
     from workflows.rollouts_in_flight import STILL_RUNNING, Counts, Window, starts_together
     from workflows.run_deadline import (
-        LARGEST_SHARE,
+        LARGEST_MARGIN_SHARE,
         MANIFEST_S,
-        at_deadline,
-        at_share,
-        closing_s,
-        unless_over,
+        deadline_truncation,
+        run_until_truncated,
+        stop_at_truncation,
+        stop_margin_s,
         wait_until,
     )
     from workflows.run_pause import Throttle
@@ -71,7 +71,7 @@ Value = TypeVar("Value")
 RECORD_CHANGES_PATCH_ID = "records-changes"
 CHANGES_AFTER_LIST_PATCH_ID = "changes-after-the-list"
 UNFINISHED = (RolloutStatus.TRUNCATED.value, STILL_RUNNING, MISSING)
-"""States of rollouts that the end of a run's time leaves."""
+"""States of rollouts without which a run may end."""
 LEAST_S = 0.001
 """Seconds between the times of two changes, so that they differ. Workflow time may not advance."""
 
@@ -101,19 +101,19 @@ class RunWorkflow:
         self.summary: RunSummary | None = None
         self.page: ShardsPage | None = None
         """Set only for a run that is cut into shards."""
-        self.timing: asyncio.Task[None] | None = None
+        self.deadline_watch: asyncio.Task[None] | None = None
         started = workflow.info().start_time.timestamp()
         self.began: float = workflow.memo_value(temporal_names.BEGAN, started)
 
     @workflow.run
     async def run(self, request: Any = None) -> RunSummary:
-        run = self._with_end(parse(RunRequest, request), workflow.time())
+        run = self._with_deadline(parse(RunRequest, request), workflow.time())
         check_own_id(run.workflow_id)
         probe = {"run_id": run.run_id, "instance": "any/instance", **run.rollout}
         parse(RolloutRequest, probe)  # refuses a wrong field before anything starts
         self.run_id, self.throttle.concurrency = run.run_id, run.concurrency
         self.request = run
-        self.timing = asyncio.create_task(self._keep_time())
+        self.deadline_watch = asyncio.create_task(self._watch_deadline())
         if not attributes.are_set(workflow.info().typed_search_attributes):
             workflow.upsert_search_attributes([attributes.RUN.value_set(run.run_id)])
         try:
@@ -121,7 +121,7 @@ class RunWorkflow:
                 activity_options.bookkeeping(), "list the instances"
             )
             listing = ordered("prepare_run", run, PreparedRun, options)
-            prepared = await unless_over(listing, self._is_over)
+            prepared = await run_until_truncated(listing, self._is_truncated)
         except asyncio.CancelledError:
             # The list may be done: its completion can arrive together with the cancellation.
             await to_the_end(self._finish(run))
@@ -151,9 +151,9 @@ class RunWorkflow:
         except BaseException:
             await to_the_end(self._finish(run))
             raise
-        if self._left_for_later(run):
+        if self._leaves_rollouts_unstarted(run):
             assert self.request.ends_at is not None, "it has a deadline"
-            self.throttle.truncation = at_deadline(self.request.ends_at)
+            self.throttle.truncation = deadline_truncation(self.request.ends_at)
         if self._has_more_to_play(run):
             await workflow.wait_condition(workflow.all_handlers_finished)
             paused = (self.throttle.paused, self.throttle.attention)
@@ -185,7 +185,7 @@ class RunWorkflow:
         stops = {"stopped": self._why_stopped(), "stopped_by": self._ended_by(), "ends_at": ends_at}
         return status.model_copy(update=stops)
 
-    def _is_over(self) -> bool:
+    def _is_truncated(self) -> bool:
         return self.throttle.truncation is not None
 
     def _ended_by(self) -> EndedBy | None:
@@ -205,42 +205,43 @@ class RunWorkflow:
             return f"its deadline of {deadline} leaves no time for another rollout"
         return f"its deadline of {deadline} has passed"
 
-    def _with_end(self, run: RunRequest, asked_at: float) -> RunRequest:
+    def _with_deadline(self, run: RunRequest, asked_at: float) -> RunRequest:
         """The request with the fields that the workflow sets."""
         ends_at = None if run.deadline_s is None else self.began + run.deadline_s
         own = {"asked_at": asked_at, "ends_at": ends_at, "stopped": ""}
         return run.model_copy(update=own)
 
-    async def _keep_time(self) -> None:
+    async def _watch_deadline(self) -> None:
         """Stop all rollouts shortly before the deadline, or when `stop_at` is reached."""
         while self.throttle.truncation is None:
             run = self.request
             assert run is not None, "it was set before"
             stops_at = self._stops_at(run)
             if stops_at is not None and run.ends_at is not None and workflow.time() >= stops_at:
-                return await self._truncate(at_deadline(run.ends_at))
+                return await self._truncate(deadline_truncation(run.ends_at))
             if self._is_share_reached():
                 counts = self._counts()
-                left = closing_s(run, counts.done, counts.grade_seconds)
-                return await self._truncate(at_share(run, workflow.time() + left))
+                left = stop_margin_s(run, counts.done, counts.grade_seconds)
+                return await self._truncate(stop_at_truncation(run, workflow.time() + left))
 
-            def has_news(run: RunRequest = run) -> bool:
+            def has_changed(run: RunRequest = run) -> bool:
                 return self.request is not run or self._is_share_reached()
 
             if stops_at is None:
-                await workflow.wait_condition(has_news)
+                await workflow.wait_condition(has_changed)
             else:
-                await wait_until(has_news, stops_at, "until the agents stop for the deadline")
+                await wait_until(has_changed, stops_at, "until the agents stop for the deadline")
 
     def _stops_at(self, run: RunRequest) -> float | None:
-        """When the agents are stopped, as far as is known now. None without a deadline."""
+        """When the agents are stopped (Unix seconds), as far as known now; None without a
+        deadline."""
         if run.ends_at is None or run.deadline_s is None:
             return None
-        earliest = run.ends_at - LARGEST_SHARE * run.deadline_s
+        earliest = run.ends_at - LARGEST_MARGIN_SHARE * run.deadline_s
         if workflow.time() < earliest:
             return earliest
         counts = self._counts()
-        return run.ends_at - closing_s(run, counts.done, counts.grade_seconds)
+        return run.ends_at - stop_margin_s(run, counts.done, counts.grade_seconds)
 
     def _is_share_reached(self) -> bool:
         """Whether `stop_at` ends the run before its last rollouts."""
@@ -264,7 +265,7 @@ class RunWorkflow:
         """Whether a change came too late for instances that have fewer samples or that the old
         budget stopped."""
         now = self.request
-        if now is None or now is began or self.state == "finishing" or self._is_over():
+        if now is None or now is began or self.state == "finishing" or self._is_truncated():
             return False
         was_stopped = self._starts_less() and not self._used_up()
         return now.n_samples > began.n_samples or was_stopped
@@ -274,10 +275,10 @@ class RunWorkflow:
         now = self.request or began
         return now.model_copy(update={"again": None}) if now.n_samples > began.n_samples else now
 
-    def _left_for_later(self, began: RunRequest) -> bool:
+    def _leaves_rollouts_unstarted(self, began: RunRequest) -> bool:
         """Whether the rollouts that have not started would not end before the deadline."""
         now = self.request
-        if now is None or now.ends_at is None or self._is_over():
+        if now is None or now.ends_at is None or self._is_truncated():
             return False
         is_later = began.ends_at is not None and now.ends_at > began.ends_at
         if now.n_samples > began.n_samples or is_later:
@@ -325,11 +326,11 @@ class RunWorkflow:
             await workflow.wait_condition(lambda: self.state != "starting")
         before = self.request
         assert before is not None, "it was waited for"
-        if self.state == "finishing" or self._is_over():
+        if self.state == "finishing" or self._is_truncated():
             why = f"run {self.run_id} is ending: change it when it has ended"
             raise ApplicationError(why, type=temporal_names.ENDING, non_retryable=True)
         asked_at = max(workflow.time(), before.asked_at + LEAST_S)
-        self.request = self._with_end(changed(before, fields), asked_at)
+        self.request = self._with_deadline(changed(before, fields), asked_at)
         if not before.changes_to(self.request):
             return self.status()
         self._follow(self.request)
@@ -369,10 +370,12 @@ class RunWorkflow:
 
     async def _finish(self, run: RunRequest) -> RunSummary:
         self.state = "finishing"
-        if self.timing is not None:
-            self.timing.cancel()
+        if self.deadline_watch is not None:
+            self.deadline_watch.cancel()
         options = activity_options.described(activity_options.bookkeeping(), "write the manifest")
-        ended = run.model_copy(update={"stopped": self._why_stopped() if self._is_over() else ""})
+        ended = run.model_copy(
+            update={"stopped": self._why_stopped() if self._is_truncated() else ""}
+        )
         writing = asyncio.create_task(
             ordered("finish_run", ended, RunSummary, options, cleaning=True)
         )
@@ -394,7 +397,7 @@ class RunWorkflow:
         by_status = dict(summary.by_status)
         left = self.total - sum(by_status.values())
         # The others never started: the run was cancelled, or its budget or its time is used up.
-        unstarted = MISSING if self._is_over() else RolloutStatus.CANCELLED.value
+        unstarted = MISSING if self._is_truncated() else RolloutStatus.CANCELLED.value
         for status in (RolloutStatus.FAILED.value, STILL_RUNNING, unstarted):
             more = counted[status] - by_status.get(status, 0)
             n = left if status == unstarted else min(more, left)
@@ -404,7 +407,7 @@ class RunWorkflow:
         rollouts = max(self.total, summary.rollouts)
         found: dict[str, Any] = {"rollouts": rollouts, "by_status": by_status}
         is_unfinished = not self.is_listed or any(by_status.get(one) for one in UNFINISHED)
-        if is_unfinished or not self._is_over():
+        if is_unfinished or not self._is_truncated():
             found |= {"stopped": self._why_stopped(), "stopped_by": self._ended_by()}
         return summary.model_copy(update=found)
 
@@ -473,7 +476,7 @@ class RunWorkflow:
     def _starts_no_more(self, tasks: list[asyncio.Task[None]]) -> bool:
         """Whether the budget or the time is used up or a shard has failed."""
         ended = [task for task in tasks if task.done()]
-        if self.throttle.spent or self._is_over():
+        if self.throttle.spent or self._is_truncated():
             return True
         return any(task.cancelled() or task.exception() for task in ended)
 

@@ -128,7 +128,7 @@ class RolloutPage:
         self._add("the run's budget is used up: the agent stops")
 
     def truncated(self, cause: str) -> None:
-        self._add(f"{cause} ends it")
+        self._add(f"{cause} is reached: the rollout stops")
 
     def agent(self, run: AgentRun) -> None:
         self._run = run

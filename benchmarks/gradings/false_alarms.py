@@ -1,5 +1,5 @@
-"""Grades correct fixes of made rows with each draw of twins. A false alarm is a grade that a twin, the
-canary or another guard harms.
+"""Grades correct fixes of made rows with each draw of twins. A false alarm is a correct fix that a
+twin, the canary or another guard rejects.
 
 A fix is correct if the row's own tests resolve it; a fix that they refuse is named, and counts as
 `refused by a test`.
@@ -26,7 +26,7 @@ from perdure.testing.grader_contract import make_repository
 from perdure.types import Grade, Instance, Outcome, TwinDraw, distinct_twins
 
 RIGHT, REFUSED = "right", "refused by a test"
-WANTED = 5
+TWINS_PER_TEST = 5
 """Twins of each test, as calibration chooses by default."""
 
 
@@ -35,14 +35,14 @@ class RowResult:
     """The gradings of a row's fixes."""
 
     row: str
-    surroundings: int
+    contexts: int
     """Test functions of FAIL_TO_PASS."""
     with_twins: int
     """Those that have a twin."""
     twins: int
     draws: int
     variants: tuple[str, ...]
-    """Under which the twins are proven."""
+    """Other correct fixes under which the twins also failed."""
     counts: Counter[str] = field(default_factory=Counter)
     """Gradings by `kind_of`."""
     harmed: dict[str, list[str]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ def kind_of(grade: Grade) -> str:
 
 
 async def measure(most_draws: int, folder: Path) -> list[RowResult]:
-    """`most_draws`: draws of twins of each row that each fix is graded with."""
+    """`most_draws`: how many draws of a row's twins each fix is graded with."""
     provider = BubblewrapProvider(Settings(home=folder / "home"))
     known = list(fixes())
     results = []
@@ -91,12 +91,14 @@ async def row_result(
     tree.mkdir(parents=True)
     make_repository(tree, base())
     grading = Grading(provider, tree, row)
-    calibrated = await calibrate(row, grading.sandbox, runs=1, twins=WANTED, timeout_s=TIMEOUT_S)
+    calibrated = await calibrate(
+        row, grading.sandbox, runs=1, twins=TWINS_PER_TEST, timeout_s=TIMEOUT_S
+    )
     proved = calibrated.instance.grading
     twins = distinct_twins(proved.twin_draws)
     result = RowResult(
         row.instance_id,
-        surroundings=len(_functions(proved.fail_to_pass)),
+        contexts=len(_functions(proved.fail_to_pass)),
         with_twins=len(_functions([test for twin in twins for test in twin.tests])),
         twins=len(twins),
         draws=len(proved.twin_draws),
@@ -110,7 +112,7 @@ async def row_result(
         only = {"twin_draws": draws}
         one = calibrated.instance.model_copy(update={"grading": proved.model_copy(update=only)})
         async with slots:
-            found = await verified(one, 1, partial(_once, grading, fix.patch))
+            found = await verified(one, 1, partial(_grade_once, grading, fix.patch))
         result.add(fix, found.grade)
 
     await asyncio.gather(*(graded(fix, draws) for fix in known for draws in drawn))
@@ -118,7 +120,7 @@ async def row_result(
     return result
 
 
-async def _once(grading: Grading, patch: bytes, instance: Instance) -> Graded:
+async def _grade_once(grading: Grading, patch: bytes, instance: Instance) -> Graded:
     async with await grading.sandbox("fixes") as sandbox:
         return await SwebenchGrader().grade(sandbox, instance, patch, timeout_s=TIMEOUT_S)
 
@@ -129,21 +131,21 @@ def _functions(tests: Sequence[str]) -> set[str]:
 
 def table(results: Sequence[RowResult]) -> str:
     lines = [
-        "| row | surroundings | with twins | twins | draws | gradings | right | s |",
+        "| row | contexts | with twins | twins | draws | gradings | right | s |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in results:
-        cells = (one.row, one.surroundings, one.with_twins, one.twins, one.draws)
+        cells = (one.row, one.contexts, one.with_twins, one.twins, one.draws)
         more = (one.counts.total(), one.counts[RIGHT], f"{one.seconds:.0f}")
         lines.append(f"| {' | '.join(map(str, (*cells, *more)))} |")
     counts = sum((one.counts for one in results), Counter[str]())
     alarms = counts.total() - counts[RIGHT] - counts[REFUSED]
     tried = len(fixed_modules())
     right = tried - len({fix for one in results for fix in one.harmed})
-    surroundings = sum(one.surroundings for one in results)
+    contexts = sum(one.contexts for one in results)
     kinds = [f"- {kind}: {count}" for kind, count in counts.items() if kind != RIGHT]
     told = [
-        f"fixes graded right: {right} of {tried}, in {surroundings} surroundings",
+        f"fixes graded right: {right} of {tried}, in {contexts} contexts",
         f"gradings right: {counts[RIGHT]} of {counts.total()}; false alarms: {alarms}",
     ]
     return "\n".join([*lines, "", *told, *kinds])

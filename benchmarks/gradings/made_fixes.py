@@ -1,9 +1,9 @@
-"""Made rows and correct fixes of all of them, from the listings in `boxes/`.
+"""Synthetic rows that share one module, and correct fixes of it, from the listings in `boxes/`.
 
 - `module.txt`: the code under test. A line begins with a space, `-` (only in the base) or `+` (only in
   gold).
-- `surroundings.txt`: the hidden tests of each row. Each test has its expectation in another surrounding,
-  such as a loop, a handler, a fixture or an expected exception.
+- `contexts.txt`: the hidden tests of each row. Each test has its expectation in another
+context, such as a loop, a handler, a fixture or an expected exception.
 - `fixes.txt`: correct fixes that differ from gold, each as hunks of an edit of gold.
 """
 
@@ -34,7 +34,7 @@ def base() -> Edits:
 def rows() -> Iterator[Instance]:
     """Without test lists, which calibration computes."""
     gold = diff_of({MODULE: _version(_module(), " +")}, base())
-    for name, tests in _sections("surroundings"):
+    for name, tests in _sections("contexts"):
         path = f"tests/test_{name}.py"
         yield Instance(
             instance_id=name,

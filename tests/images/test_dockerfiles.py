@@ -1,5 +1,5 @@
-"""Images of Dockerfiles, built by podman: a task as `harbor task init` writes it, end to end; builds at
-once, killed, failing, too slow, too large; their network; `perdure images`.
+"""Podman builds images from Dockerfiles: a task of `harbor task init` end to end; concurrent,
+killed, failing, slow and oversized builds; the network of builds; `perdure images`.
 
 The base image has this host's programs, without git.
 """
@@ -97,7 +97,7 @@ class Bench:
             source=Source(kind=SourceKind.IMAGE),
             environment=Environment(build=Build(path=str(folder), timeout_s=timeout_s)),
         )
-        return await build_contexts.stored(self.store, made)
+        return await build_contexts.store_contexts(self.store, made)
 
     async def build(
         self, instance: Instance, limits: Limits = INSTALL_LIMITS, network: Network = Network.NONE
@@ -124,8 +124,9 @@ async def failure(bench: Bench, instance: Instance, **options: object) -> Perdur
     return caught.value
 
 
-async def test_sandboxes_at_once_build_once(bench: Bench, tmp_path: Path) -> None:
-    """Eight at once, of two processes' providers; the ninth finds it."""
+async def test_concurrent_sandboxes_build_an_image_once(bench: Bench, tmp_path: Path) -> None:
+    """Eight sandboxes of two processes need one image at once, and it is built once. A ninth finds
+    it."""
     instance = await bench.instance(tmp_path / "context", "COPY . /app\nRUN sleep 1; touch /made\n")
     other = Bench(bench.settings.home)
     await asyncio.gather(*(one.build(instance) for one in (bench, other) * 4))
@@ -138,7 +139,7 @@ async def test_sandboxes_at_once_build_once(bench: Bench, tmp_path: Path) -> Non
 async def test_a_failing_line_is_the_tasks_fault(
     bench: Bench, podman: Podman, tmp_path: Path
 ) -> None:
-    """The error has its output and the log; no image and no container is left."""
+    """The error shows the line's output; no image and no container is left."""
     instance = await bench.instance(tmp_path / "context", "RUN echo cannot compile; exit 7\n")
 
     error = await failure(bench, instance)
@@ -159,7 +160,7 @@ async def test_a_wrong_dockerfile_is_the_tasks_fault(
     )
 
 
-async def test_a_full_disk_is_not(bench: Bench, tmp_path: Path) -> None:
+async def test_a_full_disk_is_not_the_tasks_fault(bench: Bench, tmp_path: Path) -> None:
     line = "RUN echo 'cp: error writing: No space left on device'; exit 1\n"
 
     assert isinstance(
@@ -168,7 +169,7 @@ async def test_a_full_disk_is_not(bench: Bench, tmp_path: Path) -> None:
 
 
 async def test_a_build_ends_at_its_limit(bench: Bench, podman: Podman, tmp_path: Path) -> None:
-    """Also one that ignores failures; nothing of it goes on."""
+    """A build that ignores failures ends too, and none of its processes continues."""
     lines = "RUN sleep 601 || true\nRUN sleep 602\n"
     instance = await bench.instance(tmp_path / "context", lines, timeout_s=2)
 
@@ -220,7 +221,8 @@ async def test_without_a_network_the_error_says_so(bench: Bench, tmp_path: Path)
 async def test_a_killed_worker_leaves_no_half_image(
     bench: Bench, podman: Podman, tmp_path: Path
 ) -> None:
-    """Its build goes on alone, and the next worker waits for that instead of building twice."""
+    """Its build continues without it, and the next worker waits for that build instead of starting
+    another."""
     instance = await bench.instance(tmp_path / "context", "RUN sleep 3\nRUN touch /made\n")
     await instance_catalog.save(bench.store, instance)
     worker = subprocess.Popen(
@@ -328,8 +330,8 @@ async def played(services: Services, ref: str, agent: str) -> Grade:
 async def test_a_task_as_harbor_writes_it(
     podman: Podman, tmp_path: Path, mode: str, artifacts: str
 ) -> None:
-    """Imported, both Dockerfiles built, the solution gets 1 and nothing gets 0. The images lack git.
-    The tests' own image sees only the artifacts."""
+    """The task is imported and both Dockerfiles are built, from images without git. The solution
+    gets 1 and no change gets 0. A separate verifier sees only the artifacts."""
     services = Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
     report = await import_rows(services.store, write_task(tmp_path / "hello", mode, artifacts))
     (ref,) = report.refs
@@ -341,7 +343,7 @@ async def test_a_task_as_harbor_writes_it(
 
 
 async def test_only_podman_and_docker_build(bench: Bench, tmp_path: Path) -> None:
-    """Others refuse before a run, and name what to do; a mapped image is used as it is."""
+    """Other providers refuse before a run, and name what to do. A mapped image is used as it is."""
     instance = await bench.instance(tmp_path / "context", "")
     for name in ("bubblewrap", "e2b", "daytona", "kubernetes", "apptainer"):
         with pytest.raises(ConfigurationError, match="podman or docker"):
@@ -359,7 +361,8 @@ def test_a_set_is_prepared_and_pruned(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One that fails stops no other; what is here is skipped; pruning spares what was used."""
+    """A failed image stops no other, images that are here are skipped, and pruning keeps images
+    that were used."""
     monkeypatch.setenv("PERDURE_HOME", str(bench.settings.home))
     tasks = tmp_path / "tasks"
     write_task(tasks / "good", "separate", "")
@@ -395,7 +398,8 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DockerPr
 
 
 async def test_docker_builds_too(docker: DockerProvider, tmp_path: Path) -> None:
-    """A good one boots, a failing one is the task's fault, and one that hangs ends at its limit."""
+    """A good image boots, a failing build is the task's fault, and a build that hangs ends at its
+    limit."""
     bench = Bench(tmp_path / "home")
     environments = Environments(bench.settings.home / "environments", bench.store, docker)
 

@@ -38,7 +38,7 @@ CHAT = {"default": {"turns": [{"content": f"Answer {n}."} for n in range(4)]}}
 
 
 def rows(ids: Sequence[int], shape: Experts = SHAPE, **more: int) -> list[Any]:
-    """What the engine did with all of these tokens but the last."""
+    """The engine's experts for all of these tokens except the last."""
     found: list[Any] = routed_experts(ids[:-1], shape, **more).tolist()
     return found
 
@@ -68,8 +68,8 @@ def of_only_segment(turns: list[Turn]) -> tuple[list[int], ExpertRows | None]:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "sglang, whole chunks"])
 async def test_a_segment_has_the_experts_of_all_its_tokens(tmp_path: Path, kind: str) -> None:
-    """Each turn records only what it added, and the rows join without a seam: the last token of an answer
-    is read with the next prompt. SGLang sends no shape."""
+    """Each turn records only the experts of its new positions, and the rows join without gaps: the
+    last token of an answer is read with the next prompt. SGLang sends no shape."""
     async with AsyncExitStack() as opened_:
         engine = await opened_.enter_async_context(ScriptedEngine(CHAT, experts=SHAPE))
         url, name = engine.url, kind.partition(",")[0]
@@ -93,7 +93,7 @@ async def test_a_segment_has_the_experts_of_all_its_tokens(tmp_path: Path, kind:
 
 
 async def test_a_restarted_gateway_asks_only_for_new_experts(tmp_path: Path) -> None:
-    """What is recorded is in the journal, not in the process."""
+    """Recorded experts are in the journal, not in the process."""
     async with ScriptedEngine(CHAT, experts=WIDE) as engine:
         options: Any = {"engine": {"url": engine.url, "kind": "vllm"}}
         messages: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ async def test_a_restarted_gateway_asks_only_for_new_experts(tmp_path: Path) -> 
 
 
 async def test_an_engine_without_experts_leaves_the_segment_without(tmp_path: Path) -> None:
-    """A turn has none, so its segment has none, whatever the other turns have: none is invented."""
+    """If one turn has no experts, its segment has none, even if the other turns have them."""
     async with ScriptedEngine(CHAT, experts=SHAPE) as engine:
         options: Any = {"engine": {"url": engine.url, "kind": "vllm"}}
         async with LocalGateway(tmp_path, **options) as gateway:
@@ -145,8 +145,8 @@ def done(completion: Completion) -> list[int]:
 
 
 async def test_a_lost_engines_experts_come_from_the_next_one(client: httpx.AsyncClient) -> None:
-    """A stream that breaks takes them along. The next engine reads the salvaged tokens again, with the same
-    weights, and returns their experts too."""
+    """A stream that breaks returns no experts. The next engine reads the salvaged tokens again,
+    with the same weights, and returns their experts too."""
     async with (
         ScriptedEngine(LONG, experts=SHAPE) as engine,
         opened(client, engine.url) as pool,
@@ -178,7 +178,8 @@ async def updated(pool: EnginePool, engine: ScriptedEngine, abort: Experts | Non
 async def test_an_aborted_calls_experts_are_kept_over_new_weights(
     client: httpx.AsyncClient,
 ) -> None:
-    """An abort returns them: each token has the experts of the weights that sampled it."""
+    """An aborted call still returns its experts, so each token has those of the weights that
+    sampled it."""
     async with (
         ScriptedEngine(LONG, experts=SHAPE, chunk_delay_s=0.4) as engine,
         opened(client, engine.url) as pool,
@@ -195,7 +196,8 @@ async def test_an_aborted_calls_experts_are_kept_over_new_weights(
 
 
 async def test_experts_lost_before_new_weights_stay_lost(client: httpx.AsyncClient) -> None:
-    """The new weights read the salvaged tokens with experts of their own, which did not sample them."""
+    """The new weights read the salvaged tokens through other experts than those that sampled
+    them."""
     async with (
         ScriptedEngine(LONG, experts=SHAPE, chunk_delay_s=0.4) as engine,
         opened(client, engine.url) as pool,
@@ -208,7 +210,7 @@ async def test_experts_lost_before_new_weights_stay_lost(client: httpx.AsyncClie
 
 
 async def test_experts_of_other_tokens_are_not_taken(client: httpx.AsyncClient) -> None:
-    """An array that does not fit the tokens is left out, and the tokens stay."""
+    """An array that does not fit the tokens is ignored, and the tokens stay."""
 
     class Short(ScriptedEngine):
         def _routed(self, sampling: Any, read: Sequence[int]) -> dict[str, str]:

@@ -27,14 +27,14 @@ async def replayed() -> Any:
 
 @pytest.mark.parametrize("trainer", ["slime", "verl", "skyrl", "verifiers"])
 async def test_replayed_experts_reproduce_the_logprobs(replayed: Any, trainer: str) -> None:
-    """Of all turns of a bridged conversation, through the trainer's own conversion; each turn recorded
-    only what it added."""
+    """This holds for all turns of a bridged conversation, after the trainer's own conversion. Each
+    turn recorded only the experts of its new positions."""
     assert (replayed["turns"], replayed["rows"][0]) == (3, replayed["rows"][1])
     assert replayed["starts"][0] == 0 < replayed["starts"][1] < replayed["starts"][2]
     assert replayed[trainer] < EXACT
 
 
 @pytest.mark.parametrize("routing", ["a token late", "a layer late", "other experts"])
-async def test_wrong_experts_do_not(replayed: Any, routing: str) -> None:
-    """So the test above would see an array that is shifted, transposed or of other tokens."""
+async def test_wrong_experts_change_the_logprobs(replayed: Any, routing: str) -> None:
+    """So the test above would fail for an array that is shifted, transposed or of other tokens."""
     assert replayed[routing] > 1000 * EXACT

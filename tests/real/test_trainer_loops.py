@@ -51,9 +51,11 @@ def _trainers() -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def done(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Any]]:
-    """What each trainer's program printed, with what the engine below the trainer's client `sampled` for it.
+    """What each trainer's program printed, and what the engine behind the trainer's client
+    `sampled` for it.
 
-    The stack has no engine of its own but what a trainer registers, so each has it for itself.
+    The stack's only engines are those that a trainer registers, so the trainers run one after the
+    other.
     """
     folder = tmp_path_factory.mktemp("trainers")
     found: dict[str, Any] = {}
@@ -117,7 +119,7 @@ def _are_sampled(trained: list[list[Any]], program: dict[str, Any], rollouts: in
 
 
 async def test_each_trainer_leaves_the_roster(done: dict[str, Any]) -> None:
-    """A process that has ended takes its engine along. The newest one may still be there."""
+    """The engine of an ended process leaves the roster. Only the newest may still be there."""
     engines = [program["engines"] for program in done.values()]
 
     assert all(found in ([], [True]) for found in engines)

@@ -130,7 +130,7 @@ async def test_the_same_request_continues_a_run_that_its_deadline_ended(
     summary = await longer.result()
     joined = await perdure.start_run(long)
 
-    again = "deadline_s: counts again"
+    again = "deadline_s: counted from a new start"
     assert first["by_status"] == {"truncated": 2}
     assert (same.changes, longer.changes) == ([again], ["deadline_s: 0.5 -> 3600.0", again])
     assert (summary["by_status"], summary["stopped"]) == ({"graded": 2}, "")
@@ -196,7 +196,7 @@ async def test_a_rollout_that_outlasts_its_run_keeps_its_patch(
 ) -> None:
     """Its host is slow at the deadline: the run ends without it, and although the end of the run
     cancels it, its diff is captured."""
-    monkeypatch.setattr("workflows.rollouts_in_flight.OVERTIME_S", 0.3)
+    monkeypatch.setattr("workflows.rollouts_in_flight.GRACE_PERIOD_S", 0.3)
     is_fast, captured = asyncio.Event(), []
 
     async def capture(_: Any) -> Captured:

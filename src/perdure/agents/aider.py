@@ -1,7 +1,7 @@
 """Aider 0.86.2 from PyPI, unmodified, run headless in the sandbox.
 
-It answers one message: the model names files, edits them, and repairs edits that do not apply, in at
-most four calls. It exits with 0 even if the model could not be called.
+The task is one message: the model names files, edits them, and repairs edits that do not apply, in
+at most four calls. Aider exits with 0 even if it could not call the model.
 """
 
 import json
@@ -19,14 +19,14 @@ from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
 MOUNT = "/opt/aider"
-MODEL = f"{HOME}/model-settings.json"
-METADATA = f"{HOME}/model-metadata.json"
+MODEL_SETTINGS = f"{HOME}/model-settings.json"
+MODEL_METADATA = f"{HOME}/model-metadata.json"
 LOCK = Path(__file__).parent / "locks" / "aider.txt"
 RUNNER = Path(__file__).parent / "in_sandbox" / "aider_run.py"
-TOO_NEW = (3, 13)
+UNSUPPORTED_PYTHON = (3, 13)
 """The first Python for which aider has no packages."""
-CONTEXT = b"has hit a token limit!"
-QUIET = (
+CONTEXT_FULL = b"has hit a token limit!"
+HEADLESS_FLAGS = (
     "--analytics-disable",
     "--no-check-update",
     "--no-detect-urls",  # sandboxes reach no web hosts
@@ -35,7 +35,7 @@ QUIET = (
     "--no-show-model-warnings",
     "--no-show-release-notes",
 )
-HANDS_OFF = ("--no-auto-commits", "--no-dirty-commits", "--no-gitignore")
+NO_COMMIT_FLAGS = ("--no-auto-commits", "--no-dirty-commits", "--no-gitignore")
 """It leaves the repository's history and `.gitignore` as they are."""
 BEHAVIOR = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # otherwise it downloads prices
 
@@ -57,7 +57,7 @@ class Aider:
         return (Mount(source=folder, target=MOUNT),)
 
     def check_host(self, settings: AgentSettings) -> None:
-        if sys.version_info >= TOO_NEW:
+        if sys.version_info >= UNSUPPORTED_PYTHON:
             raise MissingDependency("aider needs Perdure on Python 3.11 or 3.12")
 
     def launch(self, task: AgentTask) -> Launch:
@@ -66,19 +66,21 @@ class Aider:
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
         program = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}")
         model = ("--model", f"openai/{task.model}", "--edit-format", chosen.edit_format)
-        files = ("--model-settings-file", MODEL, "--model-metadata-file", METADATA)
+        files = ("--model-settings-file", MODEL_SETTINGS, "--model-metadata-file", MODEL_METADATA)
         histories = (
             *("--chat-history-file", f"{HOME}/chat-history.md"),
             *("--input-history-file", f"{HOME}/input-history"),
         )
         flags = ("--yes-always", "--message-file", PROMPT, *model, *files, *histories)
         return Launch(
-            argv=(*program, *flags, *QUIET, *HANDS_OFF, *chosen.extra_args),
+            argv=(*program, *flags, *HEADLESS_FLAGS, *NO_COMMIT_FLAGS, *chosen.extra_args),
             env=headless_cli.environment(BEHAVIOR, {"HOME": HOME}, chosen.extra_env),
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                MODEL: json.dumps([_model(gateway_url, task, chosen)]).encode(),
-                METADATA: json.dumps({f"openai/{task.model}": _metadata(task, chosen)}).encode(),
+                MODEL_SETTINGS: json.dumps([_model_settings(gateway_url, task, chosen)]).encode(),
+                MODEL_METADATA: json.dumps(
+                    {f"openai/{task.model}": _model_metadata(task, chosen)}
+                ).encode(),
             },
         )
 
@@ -87,7 +89,7 @@ class Aider:
             return early
         if not evidence.status.ok:
             return AgentEnd.CRASHED
-        return AgentEnd.LIMIT if CONTEXT in evidence.stdout_tail else AgentEnd.FINISHED
+        return AgentEnd.LIMIT if CONTEXT_FULL in evidence.stdout_tail else AgentEnd.FINISHED
 
 
 def _build(folder: Path) -> None:
@@ -95,8 +97,8 @@ def _build(folder: Path) -> None:
     shutil.copyfile(RUNNER, folder / RUNNER.name)
 
 
-def _model(gateway_url: str, task: AgentTask, chosen: AiderOptions) -> dict[str, Any]:
-    """How it calls the model. A file has the key, because commands would inherit variables."""
+def _model_settings(gateway_url: str, task: AgentTask, chosen: AiderOptions) -> dict[str, Any]:
+    """How aider calls the model. The key is in a file, because commands would inherit variables."""
     return {
         "name": f"openai/{task.model}",
         "edit_format": chosen.edit_format,
@@ -112,8 +114,8 @@ def _model(gateway_url: str, task: AgentTask, chosen: AiderOptions) -> dict[str,
     }
 
 
-def _metadata(task: AgentTask, chosen: AiderOptions) -> dict[str, Any]:
-    """What it knows about the model; otherwise it looks the model up on the web."""
+def _model_metadata(task: AgentTask, chosen: AiderOptions) -> dict[str, Any]:
+    """The model's limits and prices. Without them, aider looks the model up on the web."""
     return {
         "litellm_provider": "openai",
         "mode": "chat",

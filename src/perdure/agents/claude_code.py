@@ -44,7 +44,7 @@ class ClaudeCodeOptions(headless_cli.HeadlessOptions):
     agents: dict[str, JsonValue] = Field(default_factory=dict)
     """Sub-agents to register, in the form of `--agents`: name -> description, prompt, tools."""
     small_model: str = ""
-    """The name that it asks for in calls to its small model, for the request's `models`. If empty,
+    """The model name of its calls to a small model, which the request's `models` may map. If empty,
     the rollout's model."""
 
 

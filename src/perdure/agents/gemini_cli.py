@@ -23,11 +23,11 @@ SETTINGS = f"{HOME}/.gemini/settings.json"
 COMMAND_ENV = f"{HOME}/command-env.sh"
 """Bash sources this file before each command that Gemini CLI runs."""
 EXPERIMENTS = f"{HOME}/.gemini/experiments.json"
-REQUEST_TIMEOUT = 45773134
-"""Its number for the flag that sets how many seconds an answer may take to begin."""
-TOO_MANY_TURNS = 53
-"""Its exit code at `maxSessionTurns`."""
-CONTEXT = "exceeds the maximum number of tokens"
+REQUEST_TIMEOUT_FLAG = 45773134
+"""Gemini CLI's number of the flag that sets how many seconds an answer may take to begin."""
+TURN_LIMIT_EXIT_CODE = 53
+"""Gemini CLI's exit code when it reaches `maxSessionTurns`."""
+CONTEXT_FULL = "exceeds the maximum number of tokens"
 BEHAVIOR = {
     "GEMINI_CLI_NO_RELAUNCH": "true",  # otherwise it restarts itself with more memory
     "GEMINI_EXP": EXPERIMENTS,
@@ -40,9 +40,11 @@ class GeminiCliOptions(headless_cli.HeadlessOptions):
 
     @field_validator("context_window")
     @classmethod
-    def _is_not_told(cls, window: int | None) -> int | None:
+    def _refuse_context_window(cls, window: int | None) -> int | None:
         if window is not None:
-            raise ValueError("it cannot be told; set sampling.max_context_tokens instead")
+            raise ValueError(
+                "Gemini CLI has no such option; set sampling.max_context_tokens instead"
+            )
         return window
 
 
@@ -79,7 +81,7 @@ class GeminiCli:
         result = next((event for event in found if event.get("type") == "result"), {})
         if evidence.status.ok and result.get("status") == "success":
             return AgentEnd.FINISHED
-        if evidence.status.code == TOO_MANY_TURNS or CONTEXT in str(result.get("error")):
+        if evidence.status.code == TURN_LIMIT_EXIT_CODE or CONTEXT_FULL in str(result.get("error")):
             return AgentEnd.LIMIT
         return AgentEnd.CRASHED
 
@@ -106,7 +108,7 @@ def _settings(task: AgentTask, chosen: GeminiCliOptions) -> dict[str, Any]:
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
         "model": {
             "maxSessionTurns": chosen.max_turns or -1,
-            "disableLoopDetection": True,  # the policy itself would have to judge
+            "disableLoopDetection": True,  # it would ask the policy to judge
         },
         "modelConfigs": {
             "customOverrides": [
@@ -122,6 +124,6 @@ def _settings(task: AgentTask, chosen: GeminiCliOptions) -> dict[str, Any]:
 
 
 def _experiments(task: AgentTask) -> dict[str, Any]:
-    """The budget ends a slow turn, not the client, which would give up after 60 seconds."""
+    """Raises the client's limit of 60 seconds, so that only the agent's budget ends a slow turn."""
     seconds = str(int(task.budget_s) + 1)
-    return {"flags": [{"flagId": REQUEST_TIMEOUT, "intValue": seconds}], "experimentIds": []}
+    return {"flags": [{"flagId": REQUEST_TIMEOUT_FLAG, "intValue": seconds}], "experimentIds": []}

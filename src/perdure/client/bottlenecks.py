@@ -37,7 +37,7 @@ class Engines(Frozen):
     """The engines of one model as one gateway sees them."""
 
     model: str = ""
-    """Empty if there is only one."""
+    """Empty if there is only one model."""
     ready: int
     waiting_calls: int
     """Calls that wait because no engine has room."""

@@ -135,8 +135,8 @@ class Perdure:
         """Apply the changeable fields in which the request differs from the run that it joins.
 
         An open run gets an update. An ended run starts again and runs the rollouts that the store
-        lacks; one that its deadline ended also without a change. If the run ends at this moment, try
-        again.
+        lacks. A run that its deadline ended starts again even without a change. If the run ends at
+        this moment, try again.
         """
         began = time.monotonic()
         while True:
@@ -162,7 +162,7 @@ class Perdure:
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
             )
             if not is_open:
-                told = ["deadline_s: counts again"] if continues else []
+                told = ["deadline_s: counted from a new start"] if continues else []
                 return [*request_comparison.changes(current, asks), *told], handle
 
     async def _change_group(
@@ -799,7 +799,7 @@ async def _update(
 
 
 async def _was_ended_by_deadline(handle: WorkflowHandle[Any, Any]) -> bool:
-    """Whether a closed run left rollouts because of its deadline."""
+    """Whether a closed run ended before all its rollouts because of its deadline."""
     try:
         summary = await _durably(handle.result)
     except WorkflowFailureError:

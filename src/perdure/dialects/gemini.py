@@ -26,12 +26,12 @@ from perdure.dialects.json_fields import (
 from perdure.dialects.request_body_cache import BODIES, translated
 from perdure.types import Purpose
 
-WHOLE, STREAM, COUNT = "generateContent", "streamGenerateContent", "countTokens"
-PATH = re.compile(rf"/v1(?:beta)?/models/(.+):({WHOLE}|{STREAM}|{COUNT})")
+GENERATE, STREAM, COUNT = "generateContent", "streamGenerateContent", "countTokens"
+PATH = re.compile(rf"/v1(?:beta)?/models/(.+):({GENERATE}|{STREAM}|{COUNT})")
 GEMINI_CLI, GEMINI_CLI_SUMMARY = "GeminiCLI", "<state_snapshot>"
 SUB_AGENTS_TOOL = "complete_task"
 """The tool with which Gemini CLI's sub-agents end. The main agent does not have it."""
-SEAL = b"perdure1:"
+SIGNATURE_PREFIX = b"perdure1:"
 """Marks reasoning that the gateway puts into `thoughtSignature`, which clients send back unchanged."""
 URL_SAFE = str.maketrans("-_", "+/")
 NOT_SHOWN = "[{kind} not shown: this model reads text]"
@@ -59,7 +59,8 @@ ERROR_STATUSES = {
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A parsed request, which frames its answer. `thoughts`: whether the client wants to see them."""
+    """A parsed request, which frames its answer. `thoughts`: whether the client wants to see the
+    reasoning."""
 
     request: ModelRequest
     stream: bool
@@ -77,7 +78,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class Gemini:
-    """The dialect as one URL speaks it, because the URL names the model and the method."""
+    """The dialect for one URL, because the URL names the model and the method."""
 
     model: str = ""
     method: str = ""
@@ -92,12 +93,12 @@ class Gemini:
         """Raises: Refused (400), which names the field and what it must be."""
         if self.method == STREAM and not self.is_sse:
             raise bad("alt", f"must be sse: call {STREAM}?alt=sse")
-        body = _camel(BODIES.read(raw, "contents", headers))
+        body = _camel_case_keys(BODIES.read(raw, "contents", headers))
         if self.method == COUNT and body.get("generateContentRequest") is not None:
-            body = _camel(body.object("generateContentRequest"))
+            body = _camel_case_keys(body.object("generateContentRequest"))
         if body.get("cachedContent") is not None:
             raise body.bad("cachedContent", "is not supported: send the whole contents")
-        config = _camel(body.object("generationConfig"))
+        config = _camel_case_keys(body.object("generationConfig"))
         messages = [*_system(body), *_messages(body)]
         tools = list(_tools(body))
         sampling = _sampling(config)
@@ -115,7 +116,7 @@ class Gemini:
             body=chat,
             **self._origin(headers, messages, tools),
         )
-        thoughts = _camel(config.object("thinkingConfig")).flag("includeThoughts")
+        thoughts = _camel_case_keys(config.object("thinkingConfig")).flag("includeThoughts")
         return ParsedRequest(request, self.method == STREAM, thoughts)
 
     def _origin(
@@ -124,8 +125,8 @@ class Gemini:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
     ) -> dict[str, Any]:
-        """Chain, parent chain and purpose. Gemini CLI and its sub-agents stream all their steps, and
-        nothing else. It gives a sub-agent no name, so its task is its name."""
+        """Chain, parent chain and purpose. Gemini CLI and its sub-agents stream all their steps and
+        nothing else. Sub-agents have no names, so a digest of the task names the chain."""
         if not headers.get("user-agent", "").startswith(GEMINI_CLI):
             return {}
         if self.method != STREAM:
@@ -159,7 +160,7 @@ class Gemini:
         return self.error(refused) + b"\n"
 
     def models(self, names: Sequence[str]) -> bytes:
-        methods = [WHOLE, COUNT]
+        methods = [GENERATE, COUNT]
         models = [
             {"name": f"models/{name}", "displayName": name, "supportedGenerationMethods": methods}
             for name in names
@@ -171,15 +172,15 @@ class Gemini:
         return _json({"totalTokens": count})
 
 
-def of_url(path: str, query: str = "") -> Gemini | None:
+def dialect_of_url(path: str, query: str = "") -> Gemini | None:
     """The dialect of a URL of Google's API; None for another URL."""
     if (found := PATH.fullmatch(path)) is not None:
         return Gemini(found[1], found[2], "alt=sse" in query.split("&"))
     return Gemini() if path.startswith("/v1beta/") else None
 
 
-def completes(path: str) -> bool:
-    """Whether calls of this path sample an answer."""
+def is_completion_path(path: str) -> bool:
+    """Whether calls to this path sample an answer."""
     found = PATH.fullmatch(path)
     return found is not None and found[2] != COUNT
 
@@ -187,7 +188,7 @@ def completes(path: str) -> bool:
 # --- requests --------------------------------------------------------------------------------
 
 
-def _camel(fields: Fields) -> Fields:
+def _camel_case_keys(fields: Fields) -> Fields:
     """The object with its own keys in camel case. Google accepts both spellings of a field."""
     if not any("_" in key for key in fields.values):
         return fields
@@ -246,7 +247,7 @@ def _system(body: Fields) -> list[dict[str, Any]]:
 
 
 def _messages(body: Fields) -> list[dict[str, Any]]:
-    found = list(translated(body, "contents", MAX_MESSAGES, _read))
+    found = list(translated(body, "contents", MAX_MESSAGES, _chat_messages))
     if not found:
         raise body.bad("contents", "must be a non-empty list")
     return found if all(map(_has_ids, found)) else list(_with_ids(found))
@@ -277,12 +278,12 @@ def _with_ids(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield message
 
 
-def _read(content: Fields) -> list[dict[str, Any]]:
+def _chat_messages(content: Fields) -> list[dict[str, Any]]:
     match content.get("role"):
         case "user" | "function" | None:
-            return list(_user(content))
+            return list(_user_messages(content))
         case "model":
-            return [_model(content)]
+            return [_assistant_message(content)]
         case _:
             raise content.bad("role", "must be user or model")
 
@@ -291,12 +292,13 @@ def _parts(content: Fields) -> list[Fields]:
     """A content's parts; Google accepts a single part without a list."""
     value = content.get("parts")
     if isinstance(value, dict):
-        return [_camel(Fields(value, content.name("parts")))]
-    return [_camel(part) for part in content.objects("parts")]
+        return [_camel_case_keys(Fields(value, content.name("parts")))]
+    return [_camel_case_keys(part) for part in content.objects("parts")]
 
 
-def _user(content: Fields) -> Iterator[dict[str, Any]]:
-    """One message for each function's response, and one user message for the texts between them."""
+def _user_messages(content: Fields) -> Iterator[dict[str, Any]]:
+    """One tool message for each function response, and one user message for the texts between
+    them."""
     parts = _parts(content)
     texts: list[str] = []
     for part in parts:
@@ -306,7 +308,7 @@ def _user(content: Fields) -> Iterator[dict[str, Any]]:
         if texts:
             yield {"role": "user", "content": joined(texts)}
             texts = []
-        yield _result(_camel(part.object("functionResponse")))
+        yield _tool_message(_camel_case_keys(part.object("functionResponse")))
     if texts or not parts:
         yield {"role": "user", "content": joined(texts)}
 
@@ -315,7 +317,7 @@ def _text(part: Fields) -> str:
     """The part as text. A note replaces an image, so that an image does not end the rollout."""
     for name in ("inlineData", "fileData"):
         if part.get(name) is not None:
-            kind = _camel(part.object(name)).optional_text("mimeType") or "file"
+            kind = _camel_case_keys(part.object(name)).optional_text("mimeType") or "file"
             return NOT_SHOWN.format(kind=kind[:40])
     if part.get("text") is None:
         raise bad(
@@ -324,60 +326,64 @@ def _text(part: Fields) -> str:
     return part.optional_text("text") or ""
 
 
-def _result(response: Fields) -> dict[str, Any]:
+def _tool_message(response: Fields) -> dict[str, Any]:
     name, call_id = response.text("name"), response.optional_text("id") or ""
     given = response.object("response").values
     output = given.get("output") if len(given) == 1 else None
     content = output if isinstance(output, str) else json.dumps(given, ensure_ascii=False)
-    shown = [_text(_camel(part)) for part in response.objects("parts")]
+    shown = [_text(_camel_case_keys(part)) for part in response.objects("parts")]
     message = {"role": "tool", "tool_call_id": call_id, "content": joined([content, *shown])}
     return message if call_id else {**message, "name": name}
 
 
-def _model(content: Fields) -> dict[str, Any]:
+def _assistant_message(content: Fields) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    sealed = ""
+    signed = ""
     for part in _parts(content):
-        sealed = sealed or _unsealed(part)
+        signed = signed or _signed_reasoning(part)
         if part.get("functionCall") is not None:
-            calls.append(_call(_camel(part.object("functionCall"))))
+            calls.append(_tool_call(_camel_case_keys(part.object("functionCall"))))
         elif part.get("text") is not None or part.get("thoughtSignature") is None:
             (thoughts if part.flag("thought") else texts).append(_text(part))
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-    if reasoning := sealed or "".join(thoughts):
+    if reasoning := signed or "".join(thoughts):
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _call(call: Fields) -> dict[str, Any]:
+def _tool_call(call: Fields) -> dict[str, Any]:
     arguments = json.dumps(call.object("args").values, ensure_ascii=False)
     function = {"name": call.text("name"), "arguments": arguments}
     return {"id": call.optional_text("id") or "", "type": "function", "function": function}
 
 
-def _unsealed(part: Fields) -> str:
+def _signed_reasoning(part: Fields) -> str:
     """Reasoning that this gateway sampled; "" for a signature of another model or client."""
     signature = part.optional_text("thoughtSignature") or ""
     try:
         data = base64.b64decode(signature.translate(URL_SAFE), validate=True)
     except ValueError:
         return ""
-    return data.removeprefix(SEAL).decode(errors="replace") if data.startswith(SEAL) else ""
+    return (
+        data.removeprefix(SIGNATURE_PREFIX).decode(errors="replace")
+        if data.startswith(SIGNATURE_PREFIX)
+        else ""
+    )
 
 
 # --- tools -----------------------------------------------------------------------------------
 
 
 def _tools(body: Fields) -> Iterator[dict[str, Any]]:
-    for tool in map(_camel, body.objects("tools", MAX_TOOLS)):
+    for tool in map(_camel_case_keys, body.objects("tools", MAX_TOOLS)):
         for name, value in tool.values.items():
             if name != "functionDeclarations" and value is not None:
-                raise tool.bad(name, "is not supported: this gateway runs no tools of Google's")
-        for declared in map(_camel, tool.objects("functionDeclarations", MAX_TOOLS)):
+                raise tool.bad(name, "is not supported: this gateway runs none of Google's tools")
+        for declared in map(_camel_case_keys, tool.objects("functionDeclarations", MAX_TOOLS)):
             schema = declared.object("parametersJsonSchema").values
             schema = schema or _json_schema(declared.object("parameters"))
             function = {
@@ -390,7 +396,7 @@ def _tools(body: Fields) -> Iterator[dict[str, Any]]:
 
 def _json_schema(schema: Fields) -> dict[str, Any]:
     """Google's own schema as JSON Schema: types in lower case, `nullable` as a type."""
-    schema = _camel(schema)
+    schema = _camel_case_keys(schema)
     found: dict[str, Any] = {}
     for name, value in schema.values.items():
         match name:
@@ -418,7 +424,9 @@ def _json_schema(schema: Fields) -> dict[str, Any]:
 
 def _tool_choice(body: Fields, tools: list[dict[str, Any]]) -> dict[str, Any]:
     """The tool choice as Chat Completions writes it."""
-    config = _camel(_camel(body.object("toolConfig")).object("functionCallingConfig"))
+    config = _camel_case_keys(
+        _camel_case_keys(body.object("toolConfig")).object("functionCallingConfig")
+    )
     mode = config.optional_text("mode") or "AUTO"
     names = config.texts("allowedFunctionNames", MAX_TOOLS)
     if mode not in MODES:
@@ -437,14 +445,17 @@ def _tool_choice(body: Fields, tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _answer_parts(answer: Answer, thoughts: bool) -> Iterator[dict[str, Any]]:
-    """Thoughts, text, calls. The first call, or else the text, has the signature, as Google's does."""
+    """Thoughts, then text, then calls. As in Google's answers, the first call has the signature, or
+    the text if there is no call."""
     message = answer.message
     reasoning = message.get("reasoning_content") or ""
     if reasoning and thoughts:
         yield {"text": reasoning, "thought": True}
     signature: dict[str, str] = {}
     if reasoning:
-        signature["thoughtSignature"] = base64.b64encode(SEAL + reasoning.encode()).decode()
+        signature["thoughtSignature"] = base64.b64encode(
+            SIGNATURE_PREFIX + reasoning.encode()
+        ).decode()
     calls = message.get("tool_calls") or ()
     text = message.get("content") or ""
     if text or not calls:

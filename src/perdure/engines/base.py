@@ -48,7 +48,8 @@ class Completion(NamedTuple):
     model: str = ""
     """The model that answered, as the engine names it."""
     routed_experts: RoutedExperts | None = None
-    """From the call's `routed_from` on; None if an engine returned none for some of the tokens."""
+    """The experts from position `routed_from` on; None if an engine returned none for some
+    tokens."""
 
 
 class TokenEngine(Protocol):

@@ -34,7 +34,8 @@ NO_ENGINE = (
 
 
 class ConfiguredEngine:
-    """The engine that the settings name (the pool of token engines, or one hosted API), and the pool."""
+    """The engine that the settings name (the pool of token engines, or one hosted API), and the
+    pool for other models."""
 
     def __init__(
         self,
@@ -86,23 +87,24 @@ class ConfiguredEngine:
         while True:
             with contextlib.suppress(PerdureError):  # a turn that needs an engine reports it
                 registered = await self._registered()
-                if (url or registered) and (await self._tokens() or registered):
+                if (url or registered) and (await self._has_token_ids() or registered):
                     await self.pool.start()
                     return
             await asyncio.sleep(POLL_S)
 
-    async def _tokens(self) -> bool:
+    async def _has_token_ids(self) -> bool:
         """Whether the settings' engine has token ids. Raises: GatewayUnavailable."""
         return isinstance(await self.current(), Engine)
 
-    async def pooled(self) -> Engine:
+    async def pool_engine(self) -> Engine:
         """The engine of models that only the roster has."""
         return Engine("engine pool", self.pool)
 
     async def choose(self, name: str, run: str) -> ChosenModel | None:
-        """The model that a session of this run names; None for the one of the settings.
+        """The model that a session of this run asks for as `name`; None if it is the settings'
+        model.
 
-        Raises: ConfigurationError, which lists the models that are there; GatewayUnavailable,
+        Raises: ConfigurationError, which lists the available models; GatewayUnavailable,
         StoreUnavailable.
         """
         default, configured = self.pool.model, bool(named_engine(self._settings).url)
@@ -112,9 +114,9 @@ class ConfiguredEngine:
         except (ConfigurationError, GatewayUnavailable):
             if not configured:
                 raise
-            if not await self._tokens():  # a hosted API may have any model
+            if not await self._has_token_ids():  # a hosted API may have any model
                 return ChosenModel(name=name, is_hosted=True)
-            await self.pool.start()  # now the roster has the engines of the settings, too
+            await self.pool.start()  # adds the settings' engines to the roster
             roster = self.pool.fleet.used(await self._roster.read())
             model = chosen_model(roster, name, run=run, default=default, configured=configured)
         own = any(one.run for one in engines_of(roster.engines, model, run, default))
@@ -150,7 +152,7 @@ class ConfiguredEngine:
 
     def _hosted(self, kind: str, url: str) -> HostedEngine:
         model = self._settings.engine.model or process_environment.foreign(f"{kind.upper()}_MODEL")
-        self.pool.fleet.disown()
+        self.pool.fleet.ignore_settings_engines()
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = key_variable(self._settings, kind)
         api_key = process_environment.named(key_source)

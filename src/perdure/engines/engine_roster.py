@@ -24,7 +24,7 @@ DRAIN_S = 300.0
 
 
 class ModelFormat(Frozen):
-    """How a model reads and writes messages, like the engine settings with the same names."""
+    """A model's tokenizer and tool-call parser, as in the engine settings of the same names."""
 
     tokenizer: str
     tool_call_parser: str = "auto"
@@ -42,8 +42,8 @@ class Roster(Frozen):
         return next((engine for engine in self.engines if engine.name == name), None)
 
     def used_with(self, own: Collection[str]) -> "Roster":
-        """Without the engines that only other gateways' settings name. `own`: the names in these
-        settings."""
+        """A copy without the engines that only other gateways' settings name. `own`: the names in
+        this gateway's settings."""
         used = (one for one in self.engines if not one.from_settings or one.name in own)
         return self.model_copy(update={"engines": tuple(used)})
 
@@ -160,10 +160,10 @@ async def add_engine(
 ) -> EngineRecord:
     """Register a running engine, or change the weight, kind, model and run of a known one.
 
-    `model`, `run`: None keeps those of a known engine; a new one has the model `default`, which the
-    settings name, and samples for every run. `run` is a glob of run ids. `model_format` is needed once
-    for each model but the default one, whose format is in the settings. An engine that was removed, is
-    draining, is dead or gets another model gets a new generation.
+    `model`, `run`: None keeps the values of a known engine; a new engine gets the model `default`,
+    which the settings name, and samples for every run. `run` is a glob of run ids. `model_format`:
+    required once for each model except the default one, whose format is in the settings. An engine
+    gets a new generation if it was removed, is draining, is dead, or gets another model.
 
     Raises: ValueError, which names the URL; ConfigurationError, which names the option; StoreUnavailable.
     """
@@ -205,7 +205,7 @@ def _with_format(
     if model in defaults:
         if wanted is not None:
             raise ConfigurationError(
-                f"the settings have the tokenizer of the model {model}: set PERDURE_ENGINE__TOKENIZER, "
+                f"the settings define the tokenizer of the model {model}: set PERDURE_ENGINE__TOKENIZER, "
                 "or name another model with --model"
             )
         return roster

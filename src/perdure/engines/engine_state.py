@@ -111,7 +111,7 @@ class EngineRecord(Frozen):
     kind: Literal["vllm", "sglang"] = "vllm"
     """The server whose token endpoint and control routes it has."""
     run: str = ""
-    """Glob of the only run ids that it samples for. Empty: any run."""
+    """Glob of the run ids that it samples for. Empty: every run."""
     generation: int
     """Fencing number of this start of the engine. A home never reuses a number."""
     state: EngineState = EngineState.STARTING
@@ -141,7 +141,7 @@ class EngineRecord(Frozen):
     from_settings: bool = False
     """Whether settings name it. Only gateways whose settings do so use it."""
     of_trainer: bool = False
-    """Whether a trainer's process serves it. If that process is gone, so is the record."""
+    """Whether a trainer's process serves it. The record is removed when that process has ended."""
     removed: bool = False
     """Whether a user removed it, although the settings may still name it."""
 

@@ -1,7 +1,7 @@
 """Serves an async sampling function as an engine, so that a gateway can use a trainer's own generator.
 
-Implements the routes of vLLM that gateways use. The function returns whole completions, so a stream has
-one part, and pings before it.
+Implements the routes of vLLM that gateways use. The function returns whole completions, so a stream
+has one part. Pings keep it open until then.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ KEEP_ALIVE_S = 75
 """Longer than a gateway keeps an idle connection, because one that closes during a request looks like a
 dead engine."""
 PING, PING_S = b": ping\n\n", 60.0
-"""Sent while the function samples, or waits for new weights. A gateway gives up a stream that is silent
-for too long."""
+"""Sent while the function samples or waits for new weights, because a gateway gives up a stream
+that is silent for too long."""
 
 
 class Ask(NamedTuple):
@@ -47,11 +47,11 @@ class Ask(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """One completion. Shapes: token_ids [C], logprobs [C]. With the finish reason `abort`, a gateway keeps
-    the tokens and asks for the rest. `version`: the policy version of the weights. `newest`: that of the
-    last token, if the weights changed during the call; the others then count as sampled by `version`.
-    `routed_experts`: the experts of the whole prompt and all sampled tokens but the last,
-    [P + C - 1, layers, top_k]."""
+    """One completion. Shapes: token_ids [C], logprobs [C]. After the finish reason `abort`, a
+    gateway keeps these tokens and requests the rest. `version`: the policy version that sampled the
+    tokens. `newest`: the version that sampled the last token, if the weights changed during the
+    call; all earlier tokens then count as sampled by `version`. `routed_experts`: the experts of
+    the prompt and of all sampled tokens except the last. Shape [P + C - 1, layers, top_k]."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -168,7 +168,7 @@ class ServedFunction:
         try:
             return JSONResponse(self._answer(await self._sampled(ask), routed_from))
         except Exception as error:
-            return _error(_status(error), _told(error))
+            return _error(_status(error), _error_message(error))
 
     async def _events(self, ask: Ask, routed_from: int) -> AsyncIterator[bytes]:
         work = asyncio.ensure_future(self._sampled(ask))
@@ -177,7 +177,7 @@ class ServedFunction:
                 yield PING
             yield _event(self._answer(work.result(), routed_from))
         except Exception as error:  # the status is already sent; vLLM, too, reports an event
-            yield _event({"error": {"message": _told(error), "code": _status(error)}})
+            yield _event({"error": {"message": _error_message(error), "code": _status(error)}})
         finally:
             work.cancel()
         yield b"data: [DONE]\n\n"
@@ -245,13 +245,13 @@ class _Server(uvicorn.Server):
 
 
 def _status(error: Exception) -> int:
-    """400 if the request is at fault, as the trainer's own client or server says it, otherwise 500."""
+    """400 if the trainer's client or server reports that the request is at fault, otherwise 500."""
     status = getattr(error, "status", None)
-    return 400 if TOO_LONG.search(_told(error)) or status in CONTENT_STATUSES else 500
+    return 400 if TOO_LONG.search(_error_message(error)) or status in CONTENT_STATUSES else 500
 
 
-def _told(error: Exception) -> str:
-    """Its last line, because Ray's errors begin with a traceback."""
+def _error_message(error: Exception) -> str:
+    """The error's type and last line, because Ray's errors begin with a traceback."""
     lines = str(error).split("\n")
     last = next((line for line in reversed(lines) if line.strip()), "")
     return f"{type(error).__name__}: {last}" if last else type(error).__name__

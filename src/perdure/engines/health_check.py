@@ -224,7 +224,7 @@ def apply(roster: Roster, seen: EngineRecord, finding: Finding) -> Roster:
     if finding.state in (EngineState.READY, EngineState.PAUSED):
         return _came_back(roster, now, finding)
     if now.of_trainer and finding.state is EngineState.DEAD:
-        return roster.without(now.name)  # a process that lives after all adds itself again
+        return roster.without(now.name)  # if the process is alive after all, it registers again
     condemned = now.start_id or ANY_START
     held = finding.state is EngineState.DEAD and now.held_by
     changes = {"condemned": condemned, "held_by": ""} if held else {}

@@ -1,6 +1,6 @@
 """Which model of the roster a request's name means, and which engines may sample for it.
 
-`policy` stands for the model that the settings name, in requests and in the roster.
+In requests and in the roster, `policy` means the model that the settings name.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from perdure.types import DEFAULT_MODEL, Frozen
 
 
 class ChosenModel(Frozen):
-    """A model that a request names, other than the one of the settings."""
+    """A model that a request names and that is not the settings' model."""
 
     name: str
     format: ModelFormat | None = None
@@ -33,11 +33,12 @@ def chosen_model(
     """The model that `name` means in a request of this run.
 
     `default`: the model that the settings name. `configured`: whether the settings name its engine.
-    `policy` is the default model. If no engine has that, and all engines have one other model, it is
-    that one. A model may also be named as its engines report it: `org/name`, or a folder.
+    `policy` means the default model. If no engine has it and all engines have one other model,
+    `policy` means that one. A model may also be named as its engines report it: `org/name`, or a
+    folder.
 
-    Raises: ConfigurationError, which lists the models that are there; GatewayUnavailable if an engine has
-    not reported its model yet.
+    Raises: ConfigurationError, which lists the available models; GatewayUnavailable if an engine
+    has not reported its model yet.
     """
     present = [one for one in roster.engines if not one.removed and may_serve(one, run)]
     models = {_model_of(one, default) for one in present}
@@ -58,7 +59,7 @@ def chosen_model(
             return default if default in reported else reported.pop()
         if any(one.state is EngineState.STARTING and not one.served.root for one in present):
             raise GatewayUnavailable(
-                f"no engine is known to have the model {name}, and one is still starting",
+                f"no engine has reported the model {name} yet, and one is still starting",
                 boundary=Boundary.ENGINE,
             )
     raise ConfigurationError(
@@ -70,7 +71,8 @@ def chosen_model(
 def engines_of(
     records: Iterable[EngineRecord], model: str, run: str, default: str = DEFAULT_MODEL
 ) -> list[EngineRecord]:
-    """The engines that may sample a run's calls to a model: the run's own, otherwise those of any run."""
+    """The engines that may sample a run's calls to a model: those reserved for the run if there are
+    any, otherwise those that serve every run."""
     asked = default if model == DEFAULT_MODEL else model
     found = [one for one in records if _model_of(one, default) == asked and may_serve(one, run)]
     own = [one for one in found if one.run and not one.removed]
@@ -78,12 +80,12 @@ def engines_of(
 
 
 def may_serve(record: EngineRecord, run: str) -> bool:
-    """Whether the engine samples for this run. `run`: empty for none."""
+    """Whether the engine may sample for this run. `run`: empty for calls outside runs."""
     return not record.run or (bool(run) and fnmatchcase(run, record.run))
 
 
 def _has_name(record: EngineRecord, name: str) -> bool:
-    """Whether the engine's model has this name, whoever owns it and wherever its folder is."""
+    """Whether the engine's model has this name, regardless of its owner and its folder's path."""
     last = [one.rpartition("/")[2] for one in (record.model, record.served.root)]
     return name.rpartition("/")[2] in filter(None, last)
 

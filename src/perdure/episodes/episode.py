@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue
 
 from perdure.agents.locked_version import locked_version
-from perdure.episodes.segment_experts import are_routed
+from perdure.episodes.segment_experts import have_experts
 from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.trajectory_segments import RewardShare, share
 from perdure.storage import store_keys, stored_json
@@ -186,7 +186,7 @@ class Episode(Frozen):
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
     stopped_in: str = ""
-    """If it is truncated: the stage that the end of the run's time stopped."""
+    """For a truncated rollout: the stage in which it was stopped."""
     trainable: bool = False
     """The rollout is graded, and every turn except side and stray ones has exact token ids."""
     turns: int = 0
@@ -223,7 +223,8 @@ class Episode(Frozen):
     evictions: int = 0
     attempts: tuple[AttemptSummary, ...] = ()
     grade: Grade | None = None
-    """If it is truncated, only for information: it gives no outcome and no reward."""
+    """For a truncated rollout, the grade is only for information: it gives no outcome and no
+    reward."""
     patch: PatchRef | None = None
     turns_key: str | None = None
     damaged: tuple[str, ...] = ()
@@ -480,7 +481,7 @@ def _counts(turns: Sequence[Turn], segments: Sequence[Segment]) -> dict[str, Any
     versions = [span.version for turn in steps for span in turn.versions]
     return {
         "turns": len(turns),
-        "segments": tuple(map(_summary, segments, are_routed(turns, segments))),
+        "segments": tuple(map(_summary, segments, have_experts(turns, segments))),
         "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
         "cached_tokens": sum(turn.usage.cached_tokens for turn in turns if turn.usage),
         "sampled_tokens": sum(turn.sampled_tokens for turn in turns),
@@ -550,14 +551,15 @@ class EpisodeSegments:
     episode: Episode
     segments: tuple[Segment, ...]
     experts: tuple[ExpertRows | None, ...] = field(default=(), compare=False)
-    """By the index of the segment, as `segment_experts` gives them; empty if they were not read."""
+    """The result of `segment_experts`, by segment index; empty if the experts were not read."""
 
     def experts_of(self, segment: Segment) -> ExpertRows | None:
         """Shape [P + R - 1, layers, top_k]."""
         return self.experts[segment.index] if self.experts else None
 
-    def routed(self) -> "EpisodeSegments":
-        """A copy without the segments whose experts are not known, for a trainer that replays them."""
+    def with_experts(self) -> "EpisodeSegments":
+        """A copy with only the segments whose experts are known, for a trainer that replays
+        them."""
         known = tuple(one for one in self.segments if self.experts_of(one) is not None)
         return replace(self, segments=known)
 

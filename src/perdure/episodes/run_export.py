@@ -24,7 +24,7 @@ from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.episodes.episode_parquet import TOKENS_SCHEMA, with_all_columns
 from perdure.episodes.episode_store import read_segments, scan_run
 from perdure.episodes.output_file import output_file
-from perdure.episodes.trainer_files import REPLAYING, TrainerFile, TrainerFormat
+from perdure.episodes.trainer_files import REPLAY_FORMATS, TrainerFile, TrainerFormat
 from perdure.episodes.trajectory_segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage import stored_json
@@ -234,7 +234,7 @@ class _Exporter:
         async def make(episode: Episode) -> EpisodeSegments:
             if file.format in SELECTING:
                 self._take(episode)
-            replays = file.format in REPLAYING
+            replays = file.format in REPLAY_FORMATS
             found = await self._segments(episode, routed_experts=replays)
             if (reason := file.why_not(found)) is not None:
                 raise _Left(reason)

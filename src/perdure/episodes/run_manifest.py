@@ -36,7 +36,7 @@ class Counted:
     agent_end: AgentEnd | None
     failure: Failure | None
     stopped_in: str
-    """If it is truncated: the stage that was stopped."""
+    """For a truncated rollout: the stage in which it was stopped."""
     attempts: int
     trainable: bool
     turns: int

@@ -1,4 +1,4 @@
-"""Stitches the experts of a segment's tokens from the turns that read them, for router replay."""
+"""Joins the experts that a segment's turns recorded, for router replay."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from perdure.types import ExpertRows, RoutedExperts, Segment, Turn
 
 
 def segment_experts(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[ExpertRows | None]:
-    """The experts of each segment: row i is those of its token i, prompt included. Shape
-    [P + R - 1, layers, top_k], because no engine read the last token. None unless all of its turns have
-    experts: a trainer would have to invent the others.
+    """The experts of each segment: row i belongs to token i of prompt and response. Shape
+    [P + R - 1, layers, top_k], because no engine read the last token. None unless all turns of the
+    segment have experts, because a trainer could not replay the others.
     """
     known = {turn.index: turn for turn in turns}
-    return [_stitched(_parts(known, segment)) for segment in segments]
+    return [_joined(_parts(known, segment)) for segment in segments]
 
 
-def are_routed(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[bool]:
-    """For which segments `segment_experts` has an array."""
+def have_experts(turns: Sequence[Turn], segments: Sequence[Segment]) -> list[bool]:
+    """For each segment, whether `segment_experts` returns an array."""
     known = {turn.index: turn for turn in turns}
     return [bool(_parts(known, segment)) for segment in segments]
 
@@ -45,7 +45,7 @@ def _fit(parts: Sequence[RoutedExperts]) -> bool:
     return len(shapes) == 1 and all(later.start <= earlier.end for later, earlier in pairs)
 
 
-def _stitched(parts: Sequence[RoutedExperts]) -> ExpertRows | None:
+def _joined(parts: Sequence[RoutedExperts]) -> ExpertRows | None:
     if not parts:
         return None
     import numpy

@@ -21,7 +21,7 @@ from perdure.types import ExpertRows
 
 TrainerFormat = Literal["sft-tokens", "slime", "skyrl", "torchtitan", "verl"]
 
-REPLAYING = ("slime", "skyrl", "verl")
+REPLAY_FORMATS = ("slime", "skyrl", "verl")
 """Formats of trainers that replay experts."""
 PER_BATCH = ("rollout_metrics", "trajectory_time_splits")
 """Fields of SkyRL's output that describe a batch, which a parquet row cannot hold."""

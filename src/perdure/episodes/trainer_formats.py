@@ -5,9 +5,9 @@ own objects from them. Ids, masks and logprobs are copied, never computed. The f
 slime 624b824a8 and of PyPI's skyrl 0.4.0, torchtitan 0.3.0, verl 0.9.1 and trl 1.16.0.
 
 Experts, for router replay, are numpy arrays [tokens - 1, layers, top_k] of prompt and response, uint8 or
-int16; None if they were not read, or engines did not return all of them. That is what these trainers
-read: slime asserts `tokens - 1` rows (`prepare_routed_experts_for_routing_replay`); verl and SkyRL place
-the rows at the sequence's start, and mask what follows.
+int16; None if they were not read, or if engines did not return all of them. The trainers expect
+this form: slime asserts `tokens - 1` rows (`prepare_routed_experts_for_routing_replay`); verl and
+SkyRL place the rows at the start of the sequence and mask the rest.
 """
 
 from collections import Counter
@@ -182,8 +182,9 @@ def _skyrl_rows(
 
 
 def _skyrl_experts(rows: Sequence[_SkyrlRow]) -> list[ExpertRows] | None:
-    """One array for each row, as SkyRL demands, or None: without some of them it would replay zeros. A
-    masked token, which no engine sampled, has the experts of a real one."""
+    """One array for each row, as SkyRL requires. None if some are missing, because SkyRL would
+    replay zeros for them. A masked token, which no engine sampled, gets the experts of a real
+    one."""
     masked = [one.rollout is None or one.segment is MASKED for one in rows]
     real = [
         one.rollout.experts_of(one.segment)

@@ -20,7 +20,7 @@ from perdure.types import Turn
 FORMAT = b"perdure.turns"
 VERSION = b"2"
 GROUP_IDS = 1 << 18
-"""Ids per row group; eight bytes of experts count as one."""
+"""Ids per row group. Eight bytes of experts count as one id."""
 LEADING = (
     *("index", "chain", "parent_chain", "parent", "purpose", "replayed_from"),
     *("new_messages", "answer", "prompt_kept", "prompt_ids", "completion_ids", "logprobs"),

@@ -49,8 +49,8 @@ class SessionSpec(Frozen):
     session_id: SessionId
     model: str = DEFAULT_MODEL
     models: dict[str, str] = Field(default_factory=dict)
-    """By glob of the model name in the agent's calls: another model that answers them. These turns are
-    not trained."""
+    """Glob of the model name in the agent's calls -> the model that answers them instead. These
+    turns are not trained."""
     sampling: Sampling = Sampling()
     caps: Caps = Caps()
     sample: str = ""

@@ -578,8 +578,9 @@ class Sessions:
                 session.check_open()
 
     async def _check_caps(self, session: Session, request: ModelRequest) -> None:
-        """Refuse the call if a cap of the session is reached. A refused call of the agent is journaled:
-        every process reports it, and the agent's stage ends the agent as `limit`. Raises: Refused."""
+        """Refuse the call if a cap of the session is reached. A refused call of the agent is
+        journaled, so that every process reports it and the agent stage ends the agent as `limit`.
+        Raises: Refused."""
         if not (reached := session.reached_cap):
             return
         if request.purpose.is_of_trajectory:

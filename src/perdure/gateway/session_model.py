@@ -1,7 +1,8 @@
-"""The models that answer a session: each one's message format and its engine, fixed when it opens.
+"""The models that answer a session's calls: the message format and engine of each, fixed when the
+session opens.
 
-The session's journal has them, so that every process of the gateway reads recorded ids with the same
-tokenizer, whatever happens to the roster.
+They are recorded in the session's journal, so that every gateway process decodes recorded ids with
+the same tokenizer, even after the roster changes.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from perdure.gateway.base import SessionSpec
 from perdure.gateway.rendering.message_format import Format, load_format
 from perdure.types import Frozen
 
-FORMATS = 8
+KEPT_FORMATS = 8
 """Message formats kept in memory; each has a tokenizer."""
 
 
@@ -39,7 +40,7 @@ class SessionModels:
 
     main: SessionModel
     others: Mapping[str, SessionModel]
-    """By glob of the name in the agent's request: the model that answers instead."""
+    """Glob of the name in the agent's request -> the model that answers instead."""
 
     def of(self, asked: str) -> SessionModel:
         """The model that answers a request for `asked`."""
@@ -52,7 +53,7 @@ class RecordedModels(Frozen):
 
     main: ChosenModel | None = None
     others: dict[str, ChosenModel | None] = Field(default_factory=dict)
-    """By glob of the name in the agent's request."""
+    """Glob of the name in the agent's request -> the model."""
 
 
 class ModelLoader:
@@ -62,12 +63,12 @@ class ModelLoader:
         """`default`: the model of the settings."""
         self._default = default
         self._engine = engine
-        self._load = functools.lru_cache(FORMATS)(load_format)
+        self._load = functools.lru_cache(KEPT_FORMATS)(load_format)
 
     async def chosen(self, spec: SessionSpec) -> RecordedModels:
         """The models that a new session names.
 
-        Raises: ConfigurationError, which lists the models that are there; GatewayUnavailable,
+        Raises: ConfigurationError, which lists the available models; GatewayUnavailable,
         StoreUnavailable.
         """
         run, choose = spec.labels.get("run", ""), self._engine.choose
@@ -87,5 +88,5 @@ class ModelLoader:
             model_format = await asyncio.to_thread(
                 self._load, wanted.tokenizer, wanted.tool_call_parser
             )
-        engine = self._default.engine if recorded.is_hosted else self._engine.pooled
+        engine = self._default.engine if recorded.is_hosted else self._engine.pool_engine
         return SessionModel(recorded.name, model_format, engine)

@@ -210,8 +210,8 @@ class Session:
 
     def attributed(self, request: ModelRequest) -> ModelRequest:
         """The request as it is if the agent made it, otherwise as a stray one. If the first turn has a
-        mark, only requests with the same mark are the agent's. Requests to another model than the
-        session's get a chain of their own and are not trained."""
+        mark, only requests with the same mark are the agent's. Requests that another model answers
+        get a separate chain and are not trained."""
         if self.totals.mark not in ("", request.mark):
             stray = Purpose.STRAY
             return replace(request, chain=stray.value, parent_chain="", purpose=stray)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perdure.errors import InstanceError
 from perdure.instances import base_trees
-from perdure.sandboxes.image_builds import name_of
+from perdure.sandboxes.image_builds import image_name_of
 from perdure.storage.base import Store, put_blob
 from perdure.types import Environment, Instance
 
@@ -13,31 +13,31 @@ MOST_MB = 256
 """Largest build context: each host that builds it reads it into memory."""
 
 
-async def stored(store: Store, instance: Instance) -> Instance:
-    """The instance with its build contexts in the store and its images named by their digests.
+async def store_contexts(store: Store, instance: Instance) -> Instance:
+    """Store the instance's build contexts and name its images by their digests.
 
     Raises: InstanceError if a context is too large or cannot be read.
     """
-    own = await _stored(store, instance.ref, instance.environment)
+    own = await _store_context(store, instance.ref, instance.environment)
     grading, verifier = instance.grading, instance.grading.verifier
     if verifier is not None:
-        tests = await _stored(store, instance.ref, verifier.environment)
+        tests = await _store_context(store, instance.ref, verifier.environment)
         verifier = verifier.model_copy(update={"environment": tests})
         grading = grading.model_copy(update={"verifier": verifier})
     return instance.model_copy(update={"environment": own, "grading": grading})
 
 
-async def _stored(store: Store, ref: str, environment: Environment) -> Environment:
+async def _store_context(store: Store, ref: str, environment: Environment) -> Environment:
     build = environment.build
     if build is None or build.path is None:
         return environment
-    key = await put_blob(store, await asyncio.to_thread(_packed, ref, Path(build.path)))
+    key = await put_blob(store, await asyncio.to_thread(_pack_context, ref, Path(build.path)))
     made = build.model_copy(update={"path": None, "key": key})
-    image = name_of(key.rpartition("/")[2])
+    image = image_name_of(key.rpartition("/")[2])
     return environment.model_copy(update={"build": made, "image": image})
 
 
-def _packed(ref: str, folder: Path) -> bytes:
+def _pack_context(ref: str, folder: Path) -> bytes:
     try:
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         if size > MOST_MB << 20:

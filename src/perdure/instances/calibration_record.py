@@ -59,7 +59,8 @@ class Calibration(Frozen):
     without_twin: dict[str, str] = Field(default_factory=dict)
     """FAIL_TO_PASS test -> why it has no twin."""
     variants: tuple[str, ...] = ()
-    """Other correct fixes, made from gold, under which every twin failed too. Made of Python only."""
+    """Other correct fixes, made from gold, under which every twin failed too. Only rows in Python
+    have them."""
     canary: bool = False
     """`Grading.canary` of the proven row."""
 

@@ -1,7 +1,7 @@
 """One build of a Dockerfile: its context and network, and what a failure means.
 
-The provider that runs the sandboxes builds, because it keeps the images. An image gets its name when
-it is complete and within its limit, so an image of that name needs no check.
+The provider of the sandboxes builds, because it keeps the images. An image gets its name only when
+it is complete and within its size limit, so an image with that name needs no check.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     PROXY_URL,
     BuildOutput,
-    BuildsImages,
     ImageBuild,
-    draft_of,
+    ImageBuilder,
+    draft_name_of,
 )
 from perdure.sandboxes.image_pulls import FULL_DISK, LIMIT_PASSES_S
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits
 
-FAULTS_OF_DOCKERFILE = re.compile(
+DOCKERFILE_ERRORS = re.compile(
     r"building at STEP|returned a non-zero code|did not complete successfully|failed to solve"
     r"|(COPY|ADD) failed|instruction|parse error|no FROM statement|no build stage"
     r"|invalid reference",
     re.IGNORECASE,
 )
 """What podman and docker print for an error in the Dockerfile or in one of its commands."""
-FAULTS_OF_BUILDER = re.compile(
+BUILDER_ERRORS = re.compile(
     r"cannot connect to the docker daemon|error during connect|unexpected EOF|connection reset"
     r"|code = Unavailable|OCI runtime error|runc create failed",
     re.IGNORECASE,
@@ -66,7 +66,7 @@ class BuildPlace:
 
 
 async def build_image(
-    instance: Instance, builder: BuildsImages, store: Store, place: BuildPlace
+    instance: Instance, builder: ImageBuilder, store: Store, place: BuildPlace
 ) -> None:
     """Build the image of the instance's Dockerfile.
 
@@ -98,23 +98,23 @@ async def build_image(
     await _publish(ref, image, builder, place.limits)
 
 
-async def _publish(ref: str, image: str, builder: BuildsImages, limits: Limits) -> None:
+async def _publish(ref: str, image: str, builder: ImageBuilder, limits: Limits) -> None:
     """Give the image its name. Raises: InstanceError if it is too large."""
-    size = await builder.image_size(draft_of(image))
+    size = await builder.image_size(draft_name_of(image))
     if size is None:
         raise ControlPlaneError(f"the image of {ref} vanished after its build")
     if size > limits.disk_mb << 20:
-        await builder.remove_image(draft_of(image))
+        await builder.remove_image(draft_name_of(image))
         raise InstanceError(
             f"{ref}: the image of its Dockerfile has {size >> 20} MB, more than "
             f"phases.environment.limits.disk_mb = {limits.disk_mb}"
         )
-    await builder.rename_image(draft_of(image), image)
+    await builder.rename_image(draft_name_of(image), image)
 
 
 @asynccontextmanager
 async def _index_access(
-    dockerfile: str, builder: BuildsImages, place: BuildPlace
+    dockerfile: str, builder: ImageBuilder, place: BuildPlace
 ) -> AsyncIterator[tuple[Path | None, UnreachedHosts]]:
     """The proxy to the package index, if the build can and may use it."""
     if place.network is not Network.INDEX or not builder.has_build_proxy:
@@ -141,7 +141,8 @@ def _failure(
     *,
     has_proxy: bool,
 ) -> PerdureError:
-    """A command that fails after a host was unreachable may have failed for that reason."""
+    """The error of a failed build. If a host was unreachable, that may be why the command
+    failed."""
     how = "took too long" if output.code is None else f"exit code {output.code}"
     told = f"{ref}: the build of its Dockerfile failed ({how}); log: {place.log}\n{output.tail}"
     words = output.tail.lower()
@@ -154,8 +155,8 @@ def _failure(
             f"{ref}: the build of its Dockerfile took more than `build_timeout_sec` = "
             f"{timeout_s:g} s; log: {place.log}\n{output.tail}"
         )
-    theirs = output.code > 0 and FAULTS_OF_DOCKERFILE.search(output.tail)
-    if not theirs or FAULTS_OF_BUILDER.search(output.tail):
+    is_dockerfile_error = output.code > 0 and DOCKERFILE_ERRORS.search(output.tail)
+    if not is_dockerfile_error or BUILDER_ERRORS.search(output.tail):
         return ControlPlaneError(told)
     if asked.refused:
         return InstanceError(f"{how_to_allow(sorted(asked.refused))}; {told}")

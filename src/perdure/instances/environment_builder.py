@@ -29,7 +29,7 @@ from perdure.instances.row_interpreter import find_python
 from perdure.python_interpreters import find_uv
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
-from perdure.sandboxes.image_builds import BuildsImages
+from perdure.sandboxes.image_builds import ImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits, SourceKind
@@ -46,8 +46,9 @@ UV_FOLDER = "/opt/perdure/bin"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 FIXED = {"PYTHONDONTWRITEBYTECODE": "1", "LC_ALL": "C.UTF-8"}
 
-USES = "images"
-"""Folder of empty files, one for each image of a Dockerfile. Their times are those of the last use."""
+LAST_USES = "images"
+"""Folder with an empty file for each image built from a Dockerfile, which is touched at each
+use."""
 INSTALL_TIMEOUT_S = 1800.0
 TAIL_LINES = 15
 LOCK_POLL_S = (0.02, 0.5)
@@ -89,7 +90,7 @@ class Environments:
         self._provider = provider
         self._runs_on = runs_on or provider
         self._build_hosts = build_hosts
-        for folder in ("ready", "building", "locks", "logs", "caches", USES):
+        for folder in ("ready", "building", "locks", "logs", "caches", LAST_USES):
             (self.root / folder).mkdir(parents=True, exist_ok=True)
 
     async def prepare(
@@ -161,7 +162,7 @@ class Environments:
                         await dockerfile_builds.build_image(instance, builder, self._store, place)
                     finally:
                         await asyncio.to_thread(self._remove_drafts, key)
-        (self.root / USES / image.rpartition(":")[2]).touch()
+        (self.root / LAST_USES / image.rpartition(":")[2]).touch()
 
     @asynccontextmanager
     async def _locked(self, key: str) -> AsyncIterator[int]:
@@ -368,9 +369,9 @@ def check_image(instance: Instance, provider: SandboxProvider) -> None:
             image_builder(instance, provider)
 
 
-def image_builder(instance: Instance, provider: SandboxProvider) -> BuildsImages:
+def image_builder(instance: Instance, provider: SandboxProvider) -> ImageBuilder:
     """Raises: ConfigurationError if the provider builds no images."""
-    if isinstance(provider, BuildsImages):
+    if isinstance(provider, ImageBuilder):
         return provider
     raise ConfigurationError(
         f"{instance.ref} has a Dockerfile, and --sandbox {provider.name} builds no images: use "

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.errors import PerdureError
-from perdure.instances.environment_builder import USES, Environments
+from perdure.instances.environment_builder import LAST_USES, Environments
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, SandboxProvider
-from perdure.sandboxes.image_builds import REPOSITORY, BuildsImages, qualified
+from perdure.sandboxes.image_builds import REPOSITORY, ImageBuilder, qualified_name
 from perdure.types import Instance, Limits, SourceKind
 
 
@@ -41,7 +41,7 @@ def images_of(instances: Sequence[Instance], provider: SandboxProvider) -> Mappi
 
 
 async def missing_images(
-    instances: Sequence[Instance], builder: BuildsImages, mirror: str
+    instances: Sequence[Instance], builder: ImageBuilder, mirror: str
 ) -> Mapping[str, Instance]:
     """The images of these instances that are not here. `mirror`: as in `image_names.mirrored`."""
     wanted = images_of(instances, builder)
@@ -49,20 +49,22 @@ async def missing_images(
     return {
         image: instance
         for image, instance in wanted.items()
-        if not {qualified(image), qualified(image_names.mirrored(image, mirror))} & {*here}
+        if not {qualified_name(image), qualified_name(image_names.mirrored(image, mirror))}
+        & {*here}
     }
 
 
 async def prepare_all(
     instances: Sequence[Instance],
     environments: Environments,
-    builder: BuildsImages,
+    builder: ImageBuilder,
     *,
     limits: Limits,
     network: Network,
     jobs: int,
 ) -> AsyncIterator[PreparedImage]:
-    """Each image as it is done, also if another fails. Images that are here cost one look."""
+    """Yield each image once it is done, even if others fail. An image that is here costs one
+    check."""
     slots = asyncio.Semaphore(jobs)
 
     async def one(image: str, instance: Instance) -> PreparedImage:
@@ -87,11 +89,11 @@ async def prepare_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def prune(home: Path, builders: Sequence[BuildsImages], *, unused_s: float) -> list[str]:
+async def prune(home: Path, builders: Sequence[ImageBuilder], *, unused_s: float) -> list[str]:
     """Remove the images that Perdure built here and no rollout has used for `unused_s` seconds.
-    Returns their names. One that a sandbox uses stays."""
+    Returns their names. An image that a sandbox uses stays."""
     removed = []
-    for use in sorted((home / "environments" / USES).glob("*")):
+    for use in sorted((home / "environments" / LAST_USES).glob("*")):
         if time.time() - use.stat().st_mtime < unused_s:
             continue
         image = f"{REPOSITORY}:{use.name}"

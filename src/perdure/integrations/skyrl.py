@@ -69,7 +69,7 @@ def generator(
         raise ConfigurationError("skyrl is not installed")
     client = inference_engine_client
     root = str(getattr(client, "model_name", ""))
-    fields, engine = trainer_engine.chosen(
+    fields, engine = trainer_engine.engine_of_run(
         fields, VLLM_SAMPLING | {"structured_outputs"}, root=root
     )
     if engine is not None and client is None:
@@ -93,8 +93,8 @@ def generator(
 
 
 def _sampler(client: Any, model: str | None) -> Sample:
-    """A function that samples with SkyRL's client. Its engines keep their calls while they get new
-    weights, so that a call may begin with one version and end with a newer one."""
+    """A function that samples with SkyRL's client. Its engines keep running calls while they get
+    new weights, so a call may begin with one version and end with a newer one."""
 
     def version() -> int | None:
         return getattr(client, "weight_version", None)
@@ -120,8 +120,8 @@ def _sampler(client: Any, model: str | None) -> Sample:
 async def _finished(
     requests: Sequence[RolloutRequest], client: Any, *, routed_experts: bool
 ) -> list[EpisodeSegments | None]:
-    """Run the rollouts, all at once. `client`: told when a session of theirs has ended, so that SkyRL's
-    router gives its place to another one."""
+    """Run all rollouts at once. `client`: is told about each ended session, so that SkyRL's router
+    frees that session's place."""
 
     async def finished(request: RolloutRequest) -> EpisodeSegments | None:
         found = await trainer_hooks.finished(request, routed_experts=routed_experts)

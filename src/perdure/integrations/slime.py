@@ -30,11 +30,11 @@ DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
 EPSILON = 1e-6
 """The same as in slime's `_post_process_rewards`."""
 ABORTED = "aborted"
-GATE_S = 0.2
-"""Seconds between two looks at a step that is not running."""
+STEP_POLL_S = 0.2
+"""Seconds between checks whether a step is running."""
 
-_running: set[str] = set()
-"""The rollouts for which slime waits now."""
+_awaited: set[str] = set()
+"""Workflow ids of the rollouts for which slime waits now."""
 
 
 def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> list[Any]:
@@ -43,7 +43,9 @@ def samples(found: EpisodeSegments, *, index: int = 0, group_index: int = 0) -> 
     `index` and `group_index` come from the input sample; all siblings have that index as `rollout_id`.
     A rollout without a verdict becomes slime's aborted sample; `rewards` leaves it out of its group.
     """
-    rows = [_replayable(row) for row in slime_samples(found, index=index, group_index=group_index)]
+    rows = [
+        _with_experts(row) for row in slime_samples(found, index=index, group_index=group_index)
+    ]
     sample = trainer_imports.find("slime.utils.types", "Sample")
     return rows if sample is None else [sample.from_dict(row) for row in rows]
 
@@ -63,38 +65,38 @@ async def generate(
     """
     given = getattr(args, "perdure", None) or {}
     root = str(getattr(args, "hf_checkpoint", ""))
-    fields, engine = trainer_engine.chosen(given, ACCEPTED, root=root)
+    fields, engine = trainer_engine.engine_of_run(given, ACCEPTED, root=root)
     request = _request(args, fields, sample, sampling_params, evaluation)
     replays = _replays(args) and not evaluation
-    _running.add(request.workflow_id)
+    _awaited.add(request.workflow_id)
     try:
         if engine is not None:
-            await engine.use(lambda ask: _sampled(args, ask))
+            await engine.use(lambda ask: _sample(args, ask))
         found = await trainer_hooks.finished(
             request, lambda: _is_aborted(args), routed_experts=replays
         )
     finally:
-        _running.discard(request.workflow_id)
+        _awaited.discard(request.workflow_id)
     if found is None:
         rows = [slime_abort(sample.index, sample.group_index, "no episode")]
     else:
         rows = slime_samples(found, index=sample.index, group_index=sample.group_index)
     if replays:
-        rows = [_replayable(row, args) for row in rows]
+        rows = [_with_experts(row, args) for row in rows]
     return [_like(sample, row) for row in (rows[-1:] if evaluation else rows)]
 
 
-async def _sampled(args: Any, ask: Ask) -> Sampled:
+async def _sample(args: Any, ask: Ask) -> Sampled:
     """One completion of slime's SGLang router, which keeps the calls of a session on one engine.
 
     A call waits while no step runs: between steps, slime may train on the engines' GPUs, and a cancelled
     rollout may still call.
     """
-    while not _running or _is_aborted(args):
-        await asyncio.sleep(GATE_S)
+    while not _awaited or _is_aborted(args):
+        await asyncio.sleep(STEP_POLL_S)
     post = trainer_imports.find("slime.utils.http_utils", "post")
     assert post is not None  # slime has called `generate`
-    answer = await _posted(
+    answer = await _response(
         post(
             f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
             {
@@ -122,7 +124,7 @@ async def _sampled(args: Any, ask: Ask) -> Sampled:
     )
 
 
-async def _posted(answer: Any) -> Any:
+async def _response(answer: Any) -> Any:
     """Raises: Refused if SGLang refuses the content of the request, and the errors of slime's client."""
     import httpx
 
@@ -136,11 +138,12 @@ def _replays(args: Any) -> bool:
     return bool(getattr(args, "use_rollout_routing_replay", False))
 
 
-def _replayable(row: dict[str, Any], args: Any = None) -> dict[str, Any]:
-    """The row with experts as slime reads them: int32 of shape [tokens - 1, layers, top_k].
+def _with_experts(row: dict[str, Any], args: Any = None) -> dict[str, Any]:
+    """The row with its experts as slime reads them: int32 of shape [tokens - 1, layers, top_k].
 
-    `args`: a masked sample, which no engine sampled, gets experts that are not all 0, because slime
-    refuses a step with such a sample, and one with a sample without experts.
+    `args`: slime's arguments if it replays experts. A masked sample, which no engine sampled, then
+    gets placeholder experts, because slime refuses a step in which a sample has none, or only
+    zeros.
     """
     experts = row.get("rollout_routed_experts")
     if experts is None and args is None:
@@ -150,7 +153,7 @@ def _replayable(row: dict[str, Any], args: Any = None) -> dict[str, Any]:
     if experts is None:
         rows, layers = len(row["tokens"]) - 1, args.num_layers
         experts = numpy.tile(numpy.arange(args.moe_router_topk), (rows, layers, 1))
-    elif args is not None:  # SGLang does not tell layers and experts apart
+    elif args is not None:  # SGLang returns both in one dimension
         experts = experts.reshape(len(experts), args.num_layers, args.moe_router_topk)
     return row | {"rollout_routed_experts": experts.astype(numpy.int32)}
 

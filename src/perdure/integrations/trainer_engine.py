@@ -1,8 +1,9 @@
-"""Serves the engines that a trainer has started as an engine of this home's gateways, for all hooks.
+"""Serves the engines that a trainer has started as one engine of this home's gateways, for all
+hooks.
 
-A hook hands over its trainer's generate function, or names the trainer's servers. Each process of the
-trainer that serves its function has its own entry in the roster. The trainer updates and pauses its engines
-itself, so their policy versions are those that it reports, and Perdure's `Weights` are not used.
+A hook passes its trainer's generate function, or names the trainer's servers. Each trainer process
+that serves its function has its own entry in the roster. The trainer updates and pauses its engines
+itself: their policy versions are those that it reports, and Perdure's `Weights` class is not used.
 """
 
 import asyncio
@@ -26,9 +27,10 @@ from perdure.settings.settings_loader import load_settings
 from perdure.storage.store_url import open_store
 from perdure.types import DEFAULT_MODEL
 
-TEND_S = 15.0
-"""Seconds between two looks at the roster, which loses an engine that a gateway took for gone."""
-TRAINERS, PERDURES = "trainer", "perdure"
+REGISTRATION_POLL_S = 15.0
+"""Seconds between checks whether the roster still has the engine. A gateway that cannot reach an
+engine removes it."""
+TRAINER, PERDURE = "trainer", "perdure"
 VLLM_SAMPLING = frozenset(
     {
         *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
@@ -39,15 +41,15 @@ VLLM_SAMPLING = frozenset(
 """The fields of vLLM's `SamplingParams` that are plain JSON."""
 
 log = structlog.get_logger()
-_engines: "dict[str, TrainerEngine]" = {}
-"""Those of this process, by the training run's id."""
+_engines_by_run: "dict[str, TrainerEngine]" = {}
+"""The engines of this process, by the training run's id."""
 
 
 class TrainerEngine:
     """A trainer's generate function as an engine, from its first use until `stop`.
 
-    A thread serves it and hands each call to the trainer's event loop. So gateways get answers about its
-    health also while a training step blocks that loop.
+    A thread serves it and passes each call to the trainer's event loop, so that it answers health
+    checks even while a training step blocks that loop.
     """
 
     def __init__(
@@ -60,8 +62,9 @@ class TrainerEngine:
         run: str = "",
     ) -> None:
         """`accepts`: the sampling parameters that the function applies. `host`: the address at which
-        gateways reach this process; by default the one from which it reaches Temporal. `root`: the
-        trained model. `run`: a glob of the only run ids that it samples for; empty for all."""
+        gateways reach this process; by default its own address in its connection to Temporal.
+        `root`: the trained model. `run`: a glob of the run ids that it samples for; empty for
+        all."""
         self._accepts = accepts
         self._run = run
         self._host, self._port, self._root = host, port, root
@@ -70,10 +73,11 @@ class TrainerEngine:
         self._thread: LoopThread | None = None
         self._started: Future[None] | None = None
         self._served: ServedFunction | None = None
-        self._tending: asyncio.Task[None] | None = None
+        self._registration: asyncio.Task[None] | None = None
 
     async def use(self, sample: Sample) -> None:
-        """Sample with this function, in the running event loop, from now on. Registers at the first call.
+        """From now on, sample with this function in the running event loop. The first call
+        registers the engine.
 
         Raises: OSError (the port is taken), ConfigurationError, StoreUnavailable.
         """
@@ -112,12 +116,12 @@ class TrainerEngine:
             await served.stop()
             raise
         self._served = served
-        self._tending = asyncio.create_task(self._tend(served.url))
+        self._registration = asyncio.create_task(self._keep_registered(served.url))
         log.info("serving the trainer's engines to the gateways", url=served.url)
 
     async def _stop(self) -> None:
-        if self._tending is not None:
-            self._tending.cancel()
+        if self._registration is not None:
+            self._registration.cancel()
         if self._served is not None:
             url = self._served.url
             with contextlib.suppress(PerdureError):
@@ -125,10 +129,10 @@ class TrainerEngine:
             await self._served.stop()
             self._served = None
 
-    async def _tend(self, url: str) -> None:
+    async def _keep_registered(self, url: str) -> None:
         """Register again if a gateway has removed it, for example after a connection was refused."""
         while True:
-            await asyncio.sleep(TEND_S)
+            await asyncio.sleep(REGISTRATION_POLL_S)
             try:
                 if (await _roster().read()).get(name_of(url)) is None:
                     await _register(url, run=self._run)
@@ -144,37 +148,38 @@ class TrainerEngine:
         return await asyncio.wrap_future(work)
 
 
-def chosen(
+def engine_of_run(
     fields: Mapping[str, Any], accepts: frozenset[str], *, port: int = 0, root: str = ""
 ) -> tuple[dict[str, Any], TrainerEngine | None]:
     """A hook's options without `engine` and `engine_host`, and this process's engine of the training run;
     None with `engine: perdure`. Raises: ConfigurationError."""
-    rest, uses_trainers = choice(fields)
+    rest, uses_trainers = split_engine_option(fields)
     host = str(rest.pop("engine_host", ""))
     if not uses_trainers:
         return rest, None
     run_id = str(rest.get("run_id"))
     made = TrainerEngine(accepts, host=host, port=port, root=root, run=f"{run_id}-*")
-    return rest, _engines.setdefault(run_id, made)
+    return rest, _engines_by_run.setdefault(run_id, made)
 
 
-def choice(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+def split_engine_option(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     """A hook's options without `engine`, and whether the trainer's engines sample.
 
     Raises: ConfigurationError.
     """
     rest = dict(fields)
-    engine = rest.pop("engine", TRAINERS)
-    if engine not in (TRAINERS, PERDURES):
+    engine = rest.pop("engine", TRAINER)
+    if engine not in (TRAINER, PERDURE):
         raise ConfigurationError(
-            f"engine is {engine!r}: use {TRAINERS!r} (those that the trainer has started) or "
-            f"{PERDURES!r} (those of `perdure engines list`)"
+            f"engine is {engine!r}: use {TRAINER!r} (those that the trainer has started) or "
+            f"{PERDURE!r} (those of `perdure engines list`)"
         )
-    return rest, engine == TRAINERS
+    return rest, engine == TRAINER
 
 
 async def name_server(url: str, model: str) -> None:
-    """Add a vLLM server that the trainer has started, unless it is known. `model`: the name that it serves.
+    """Add a vLLM server that the trainer has started, unless it is known. `model`: the name under
+    which it serves the model.
 
     Raises: ConfigurationError, StoreUnavailable.
     """
@@ -187,7 +192,7 @@ async def name_server(url: str, model: str) -> None:
 
 
 async def own_address() -> str:
-    """The address from which this host reaches Temporal, because gateways, too, are in that network.
+    """This host's address in its connection to Temporal, because gateways are in that network too.
 
     Raises: ConfigurationError.
     """
@@ -205,7 +210,7 @@ async def own_address() -> str:
 
 
 async def _register(url: str, model: str = "", run: str = "") -> None:
-    """Add the engine as a new start: its port may be that of an earlier process."""
+    """Add the engine with a new generation, because an earlier process may have used its port."""
     model = model or load_settings().engine.model or DEFAULT_MODEL
 
     def registered(now: Roster) -> Roster:

@@ -161,7 +161,8 @@ async def finished(
 ) -> EpisodeSegments | None:
     """The rollout's episode, failed or not. None: it ended without an episode, or `given_up()` is true.
 
-    `routed_experts`: the trainer replays experts, so segments without them are left out. The rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
+    `routed_experts`: the trainer replays experts, so segments without them are left out. The
+    rollout is cancelled if the caller is cancelled or gives up. Raises: ConfigurationError.
     """
     perdure = await connection()
     if (read := _unsaved.get(request.instance)) is not None:
@@ -184,7 +185,7 @@ async def _read(ref: EpisodeRef, *, routed_experts: bool) -> EpisodeSegments | N
     read = await read_episodes([ref], routed_experts=routed_experts)
     if not read or not routed_experts:
         return read[0] if read else None
-    found = read[0].routed()
+    found = read[0].with_experts()
     if missing := len(read[0].segments) - len(found.segments):
         log.warning(
             "segments are left out: the trainer replays experts, and engines did not return theirs",

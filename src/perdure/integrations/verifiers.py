@@ -5,8 +5,8 @@ verifiers finds an environment by its module name, so yours is a file of two lin
     from perdure.integrations.verifiers import Instances, PerdureEnv
     __all__ = ["Instances", "PerdureEnv"]
 
-The inference servers that prime-rl has started sample, as its client names them. An evaluation without a
-token endpoint (`EvalClientConfig`) uses the engines of Perdure's gateways.
+prime-rl's own inference servers sample; its client names them. An evaluation without a token
+endpoint (`EvalClientConfig`) uses the engines of Perdure's gateways.
 """
 
 import json
@@ -85,7 +85,7 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         self._process = secrets.token_hex(4)
         """Tells apart the rollouts of several env servers and of several starts."""
         self._samples: Counter[str] = Counter()
-        self._fields, self._uses_trainers = trainer_engine.choice(config.rollout)
+        self._fields, self._uses_trainers = trainer_engine.split_engine_option(config.rollout)
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
         """Never called: Perdure runs its own agent."""

@@ -40,12 +40,12 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         is_sglang = self.rollout_config.name == SGLANG
         accepts = VLLM_SAMPLING | {"structured_outputs"} if is_sglang else VLLM_SAMPLING
         root = str(self.config.actor_rollout_ref.model.path)
-        self._fields, self._engine = trainer_engine.chosen(fields, accepts, root=root)
+        self._fields, self._engine = trainer_engine.engine_of_run(fields, accepts, root=root)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Any]:
-        """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves it
-        out of its group; with `rollout.enable_rollout_routing_replay`, neither does a segment without
-        experts. The row names the `instance`, directly or in `extra_info`."""
+        """One `AgentLoopOutput` per segment. A rollout without a verdict gives none, so verl leaves
+        it out of its group. With `rollout.enable_rollout_routing_replay`, a segment without experts
+        gives none either. The row names the `instance`, directly or in `extra_info`."""
         step = f"{row.get('global_steps', 0)}-{str(row.get('uid', ''))[:8] or 0}"
         request = trainer_hooks.request_of(
             self._fields,
@@ -88,7 +88,7 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         )
 
     def _reason(self, ask: Ask, ids: Sequence[int], told: str | None) -> FinishReason:
-        """verl tells only an abort: both other reasons are `completed`."""
+        """verl reports only aborts; it calls both other reasons `completed`."""
         if told in ("abort", "aborted"):
             return FinishReason.ABORT
         if ids and ids[-1] in ask.sampling.get("stop_token_ids", ()):
@@ -99,8 +99,9 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         return FinishReason.LENGTH if is_full or at_limit else FinishReason.STOP
 
     def _shaped(self, experts: Any) -> Any:
-        """Shape [tokens, layers, top_k]. SGLang does not tell layers and experts apart; verl takes both from
-        the model's configuration, too (`sglang_rollout/async_sglang_server.py`)."""
+        """The experts in shape [tokens, layers, top_k]. SGLang returns layers and experts in one
+        dimension; like verl (`sglang_rollout/async_sglang_server.py`), this takes both sizes from
+        the model's configuration."""
         if experts.shape[1] > 1:
             return experts
         from transformers import AutoConfig

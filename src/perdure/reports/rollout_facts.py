@@ -22,7 +22,7 @@ LOST_GRADING = "-lost-"
 
 
 RESOLVED = "resolved"
-BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
+INTERRUPTED = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
 
 
 class _Attempt(Frozen):
@@ -274,9 +274,9 @@ def _sandboxes(episode: _Episode) -> tuple[int, int]:
     """
     ends = [(len(episode.attempts), episode.status)]
     ends += [(one.attempt, one.status) for one in episode.earlier]
-    broken_off = {attempt for attempt, status in ends if status in BROKEN_OFF}
+    interrupted = {attempt for attempt, status in ends if status in INTERRUPTED}
     agents = [(n, one) for n, one in enumerate(episode.attempts, 1) if one.provider]
-    lost = sum(not _left_patch(one) for n, one in agents if n not in broken_off)
+    lost = sum(not _left_patch(one) for n, one in agents if n not in interrupted)
     gradings = sum(LOST_GRADING in key for one in episode.attempts for key in one.evidence)
     graded = episode.status is RolloutStatus.GRADED
     return len(agents) + gradings + graded, lost + gradings

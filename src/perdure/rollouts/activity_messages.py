@@ -99,7 +99,7 @@ class AgentRun(Frozen):
     refused: str = ""
     """Why the engine refused the agent's calls, and the fix; empty if it answered one."""
     stopped: bool = False
-    """It was stopped at work: by the run's budget, deadline or `stop_at`, or by a cancellation. If the
+    """Whether the run's budget, deadline or `stop_at`, or a cancellation, stopped the agent. If the
     rollout continues later, another attempt replays its turns."""
 
     @property
@@ -158,7 +158,7 @@ class Ending(Frozen):
     grade: str = ""
     """Name of the stored grade, from the workflow's history."""
     stopped_in: str = ""
-    """If it is truncated: the stage that was stopped."""
+    """For a truncated rollout: the stage in which it was stopped."""
     bare: bool = False
     """Leave out the evidence of the stages, because an episode with it could not be made."""
 
@@ -210,7 +210,7 @@ class RunSummary(Frozen):
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
     stopped: str = ""
-    """Why the run ended before its rollouts, in words; empty if it did not."""
+    """Why the run ended before all its rollouts, in words; empty if it did not."""
     stopped_by: EndedBy | None = None
 
 

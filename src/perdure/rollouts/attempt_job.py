@@ -89,7 +89,7 @@ class Job:
     permit: str
     """The step for which the account has granted a sandbox; empty if none yet."""
     stop: bool
-    """The agent is only to be stopped."""
+    """The agent stage only stops its agent."""
     row: Instance | NotFound
     """The instance, or the error that says how to get it."""
     calibration: CalibrationState | None = None
@@ -222,7 +222,7 @@ class Job:
 
     async def prepared(self, plan: SandboxPlan, instance: Instance | None = None) -> Prepared:
         """The environment of the instance for a sandbox of this plan. Builds it if necessary.
-        `instance`: with another environment than the row's."""
+        `instance`: a copy with another environment; by default the row itself."""
         build = self._placement("environment")
         environments = self.services.environments(plan.placement.provider, build.provider)
         with tracing.span("prepare environment"):

@@ -155,8 +155,8 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
 
 
 async def rollout_identity(job: Job) -> Identity:
-    """A request with a policy version has only the tokenizer of its engine: the rest changes with each
-    update."""
+    """If the request names a policy version, its engine contributes only the tokenizer, because the
+    rest changes with each weight update."""
     request, services = job.request, job.services
     engine = engine_settings(services.settings)
     if job.agent.needs_model and (kind := hosted_kind(engine)):

@@ -75,7 +75,8 @@ async def _take(job: Job) -> PatchRef:
 
 
 async def _artifacts(job: Job, sandbox: Sandbox) -> tuple[bytes, str]:
-    """The stored tar of the instance's artifacts, and why there is none. An earlier try's stays."""
+    """The stored tar of the instance's artifacts, and why there is none. The tar of an earlier try
+    stays."""
     if not job.instance.artifacts:
         return b"", ""
     packed = await pack_artifacts(sandbox, job.instance.artifacts)

@@ -28,8 +28,8 @@ from perdure.storage.base import Store
 from perdure.telemetry import metrics
 from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
-BROKEN_OFF = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
-"""How a rerun ends that says nothing about the rollout."""
+INTERRUPTED = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
+"""Statuses of a rerun that ended without a result."""
 
 
 async def _no_journal(session: str) -> None:
@@ -64,11 +64,11 @@ async def emit_episode(
 def _keeps(earlier: Episode, ending: Ending) -> bool:
     """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled or
     stopped. A truncated rollout's evidence stays if the rerun ended before a new attempt."""
-    if earlier.status is RolloutStatus.TRUNCATED and ending.status in BROKEN_OFF:
+    if earlier.status is RolloutStatus.TRUNCATED and ending.status in INTERRUPTED:
         return ending.attempts < len(earlier.attempts)
     if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
         return False
-    return ending.status in BROKEN_OFF or ending.request.start_at == "grade"
+    return ending.status in INTERRUPTED or ending.request.start_at == "grade"
 
 
 def _ended(ending: Ending) -> dict[str, Any]:

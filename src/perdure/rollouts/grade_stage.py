@@ -286,7 +286,7 @@ async def _after_loss(job: Job, error: SandboxLost, identity: str) -> Graded:
 async def _sandboxes_work(job: Job, identity: str) -> bool:
     """Whether the row's own fix (or its base, if it has none) gets the expected verdict in such a
     sandbox, so that neither sandboxes nor row caused the loss. Raises: RetryHere."""
-    if job.instance.grading.verifier is not None:  # there is no fix, as artifacts have none
+    if job.instance.grading.verifier is not None:  # there is no fix in the form of artifacts
         return await _control(job, identity) is not None
     expected = Outcome.RESOLVED if job.instance.gold_patch else Outcome.UNRESOLVED
     return await _control(job, identity) is expected

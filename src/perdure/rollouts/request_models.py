@@ -14,7 +14,7 @@ from perdure.storage.base import Store
 from perdure.types import DEFAULT_MODEL, RolloutRequest
 
 TOKENIZER = "engine.tokenizer"
-"""The field of a rollout's identity with the tokenizer of its recorded ids."""
+"""The field of a rollout's identity that names the tokenizer of its recorded ids."""
 
 
 async def check_models(
@@ -22,12 +22,12 @@ async def check_models(
 ) -> None:
     """`engine`: from `engine_settings`.
 
-    Raises: ConfigurationError, which lists the models that are there, if no engine has a model that the
+    Raises: ConfigurationError, which lists the available models, if no engine has a model that the
     request names; StoreUnavailable.
     """
     roster = await _roster(settings, store, engine)
     for name in (request.model, *request.models.values()):
-        _chosen(roster, name, request.run_id, engine)
+        _chosen_model(roster, name, request.run_id, engine)
 
 
 async def engine_of_roster(
@@ -37,7 +37,7 @@ async def engine_of_roster(
     no engine has it. Raises: StoreUnavailable."""
     roster = await _roster(settings, store, engine)
     try:
-        model = _chosen(roster, request.model, request.run_id, engine)
+        model = _chosen_model(roster, request.model, request.run_id, engine)
     except ConfigurationError:
         return {}
     default = engine.get("model") or DEFAULT_MODEL
@@ -58,7 +58,7 @@ async def _roster(settings: Settings, store: Store, engine: Mapping[str, str]) -
     return (await stored.read()).used_with(engine_names(engine.get("url", "")))
 
 
-def _chosen(roster: Roster, name: str, run: str, engine: Mapping[str, str]) -> str:
+def _chosen_model(roster: Roster, name: str, run: str, engine: Mapping[str, str]) -> str:
     """The model that a name means; empty if only the gateway can tell. Raises: ConfigurationError."""
     configured, default = bool(engine.get("url")), engine.get("model") or DEFAULT_MODEL
     with contextlib.suppress(GatewayUnavailable):

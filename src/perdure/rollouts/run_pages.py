@@ -24,8 +24,8 @@ from perdure.storage.store_preflight import check_store
 from perdure.types import RolloutStatus, RunRequest
 
 CHECKPOINTS, STAGES = ("sandbox.json", "agent.json", "patch.json"), ("agent", "capture", "grade")
-"""The file that a stage writes at its end, and the stage after it."""
-OPEN = "its host, its engine or the store did not answer in time; it ends by itself"
+"""The checkpoint files of stages, and for each the stage that follows."""
+STILL_OPEN = "its host, its engine or the store did not answer in time; it ends by itself"
 """Why a rollout that was at work has no episode yet."""
 
 
@@ -157,7 +157,7 @@ async def finish_run(store: Store, run: RunRequest) -> RunSummary:
 async def _unfinished(
     store: Store, run: RunRequest, episodes: Sequence[Counted]
 ) -> list[dict[str, Any]]:
-    """The rollouts that the end of the run's time left, with their stage and its cause."""
+    """The rollouts that the run ended without, each with its stage and the cause."""
     try:
         request = await run_record.current_request(store, run.run_id)
         names = await retry_selection.planned(store, request)
@@ -170,7 +170,7 @@ async def _unfinished(
         episode = found.get((instance, sample))
         if episode is None:
             stage = open_in.get((instance.split("/", 1)[1], sample), "")
-            cause = OPEN if stage else f"not started: {run.stopped}"
+            cause = STILL_OPEN if stage else f"not started: {run.stopped}"
         elif episode.status is RolloutStatus.TRUNCATED:
             stage, cause = episode.stopped_in, episode.failure.message if episode.failure else ""
         else:
@@ -183,8 +183,8 @@ async def _unfinished(
 async def _open_stages(
     store: Store, run_id: str, episodes: Sequence[Counted]
 ) -> dict[tuple[str, int], str]:
-    """Instance id and sample -> the stage that its newest checkpoint precedes, of rollouts that began
-    and have no episode."""
+    """Instance id and sample -> the stage after the newest checkpoint, for rollouts that began and
+    have no episode."""
     ended = {(one.instance.split("/", 1)[1], one.sample_index) for one in episodes}
     newest: dict[tuple[str, int], tuple[int, int]] = {}
     async for key in store.list(store_keys.rollouts(run_id)):

@@ -141,8 +141,8 @@ class Services:
         """What the endpoint says it serves. Cached for a minute, because many rollouts boot at
         once.
 
-        Empty if the endpoint does not list `model`. `request_models` refuses that where it can
-        tell.
+        Empty if the endpoint does not list `model`. `request_models` refuses such a model where it
+        can.
         """
         async with self._asks_engine:
             until, found = self._reported.get(model, (-math.inf, {}))

@@ -1,4 +1,4 @@
-"""Images made on a host from a Dockerfile: names, base images, limits, and what a failure means.
+"""Images built on a host from a Dockerfile: names, base images, limits, and the run of a build.
 
 `docker` and `podman` run the builds. `perdure.instances.dockerfile_builds` decides when.
 """
@@ -28,7 +28,7 @@ TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 _ARG = re.compile(r"^ARG\s+(.*)", re.IGNORECASE)
 _FROM = re.compile(r"^FROM\s+(?:--\S+\s+)*(\S+)(?:\s+AS\s+(\S+))?", re.IGNORECASE)
-_OTHER = re.compile(
+_OTHER_IMAGE = re.compile(
     r"^(?:(?:COPY|ADD)\s+(?:--\S+\s+)*?--from=|RUN\s+(?:--\S+\s+)*?--mount=\S*?\bfrom=)([^\s,]+)",
     re.IGNORECASE,
 )
@@ -64,7 +64,7 @@ class BuildOutput:
     """Its last lines."""
 
 
-class BuildsImages(SandboxProvider):
+class ImageBuilder(SandboxProvider):
     """A provider whose images this host can pull, build and remove before a sandbox needs them."""
 
     has_build_proxy: bool
@@ -72,7 +72,7 @@ class BuildsImages(SandboxProvider):
 
     @abstractmethod
     async def local_images(self) -> Collection[str]:
-        """The `qualified` names of all images that are here."""
+        """The names of all images that are here, as `qualified_name` writes them."""
 
     @abstractmethod
     async def image_size(self, name: str) -> int | None:
@@ -84,7 +84,7 @@ class BuildsImages(SandboxProvider):
 
     @abstractmethod
     async def build_image(self, build: ImageBuild) -> BuildOutput:
-        """Build under the name `draft_of(build.image)`. Raises: as `Pulls.present`, for the
+        """Build under the name `draft_name_of(build.image)`. Raises: as `Pulls.present`, for the
         Dockerfile's own images."""
 
     @abstractmethod
@@ -95,12 +95,12 @@ class BuildsImages(SandboxProvider):
         """Remove this name of the image. False: it is in use. Succeeds if there is none."""
 
 
-def name_of(digest: str) -> str:
+def image_name_of(digest: str) -> str:
     """The local name of the image that is built from this content."""
     return f"{REPOSITORY}:{digest[:40]}"
 
 
-def draft_of(image: str) -> str:
+def draft_name_of(image: str) -> str:
     """The name of an image that was built and not checked yet."""
     return f"{image}-draft"
 
@@ -130,22 +130,22 @@ def base_images(dockerfile: str) -> list[str]:
             pairs = (word.partition("=") for word in shlex.split(given[1]))
             values |= {name: value for name, _, value in pairs}
         elif stage := _FROM.match(line):
-            found += _named(stage[1], values, stages)
+            found += _resolved_names(stage[1], values, stages)
             stages.add((stage[2] or "").lower())
-        elif (other := _OTHER.match(line)) and not other[1].isdigit():
-            found += _named(other[1], values, stages)
+        elif (other := _OTHER_IMAGE.match(line)) and not other[1].isdigit():
+            found += _resolved_names(other[1], values, stages)
     return list(dict.fromkeys(found))
 
 
-def qualified(name: str) -> str:
-    """Example: qualified("ubuntu:24.04") -> "docker.io/library/ubuntu:24.04"."""
+def qualified_name(name: str) -> str:
+    """Example: qualified_name("ubuntu:24.04") -> "docker.io/library/ubuntu:24.04"."""
     registry = image_names.registry_of(name)
     if name.startswith(f"{registry}/"):
         return name
     return f"{registry}/{name}" if "/" in name else f"{registry}/library/{name}"
 
 
-def _named(text: str, values: Mapping[str, str], stages: set[str]) -> list[str]:
+def _resolved_names(text: str, values: Mapping[str, str], stages: set[str]) -> list[str]:
     name = _VARIABLE.sub(lambda m: values.get(m[1] or m[2]) or m[3] or "$", text)
     return [] if "$" in name or name.lower() in stages else [name]
 
@@ -168,7 +168,8 @@ async def run_build(
     command: Sequence[str], build: ImageBuild, *, ends_on_signal: bool, given: bytes = b""
 ) -> BuildOutput:
     """Run the program with the input `given` to its end or its time limit. If the caller is
-    cancelled, it is ended; if this process is killed, it goes on, with its time limit.
+    cancelled, the program is stopped. If this process is killed, the program continues up to its
+    time limit.
 
     `ends_on_signal`: SIGTERM lets it clean up. Otherwise it does so when its `RUN` line fails.
     """

@@ -36,7 +36,7 @@ class Source(Frozen):
 
 
 class Build(Frozen):
-    """A Dockerfile from which hosts make the environment's image, each once per content."""
+    """A Dockerfile from which each host builds the environment's image, once per content."""
 
     path: str | None = None
     """The build context on the importing host. The import stores it and sets `key` instead."""
@@ -84,7 +84,7 @@ class CommittedTests(Frozen):
 
 
 class Verifier(Frozen):
-    """An environment of the tests' own. They see the instance's artifacts, but not the diff."""
+    """A separate environment for the tests. They see the instance's artifacts, but not the diff."""
 
     environment: Environment
     cwd: str
@@ -205,8 +205,9 @@ class Instance(Frozen):
     gold_script: dict[str, Bytes] = Field(default_factory=dict)
     """For tasks whose reference solution is a script: `solve.sh` and the files in its folder."""
     artifacts: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Absolute path of a file or folder that is kept beside the diff -> tar patterns of what is left
-    out below it. They have the same paths in the environment of a `grading.verifier`."""
+    """Absolute path of a file or folder that is kept in addition to the diff -> tar patterns of
+    what to leave out below it. The paths are the same in the environment of a
+    `grading.verifier`."""
     phases: Phases = Phases()
     """Requirements of this instance's sandboxes. A request overrides them."""
     created_at: str | None = None
@@ -218,6 +219,6 @@ class Instance(Frozen):
 
     @property
     def environments(self) -> tuple[Environment, ...]:
-        """The agent's, then the tests' own if they have one."""
+        """The agent's environment, then the verifier's if it has one."""
         verifier = self.grading.verifier
         return self.environment, *((verifier.environment,) if verifier else ())

@@ -114,9 +114,9 @@ class Budget(Request):
 
 
 class Caps(Budget):
-    """Limits on the model calls of one attempt, replayed ones included. The gateway keeps them for
-    every agent: once one is reached, it refuses the next call, and the agent ends as `limit`. Calls
-    in flight then still get their answers. `agent_budget_s` limits the time.
+    """Limits on the model calls of one attempt, replayed ones included. The gateway enforces them
+    for every agent: once one is reached, it refuses the next call, and the agent ends as `limit`.
+    Calls in flight still get their answers. `agent_budget_s` limits the time.
 
     Example:
         {"turns": 100, "dollars": 4, "price": {"input": 1.25, "cached": 0.125, "output": 10}}
@@ -171,7 +171,7 @@ class RolloutRequest(Request):
     """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
     count."""
     caps: Caps = Caps()
-    """Limits of turns, tokens and dollars, kept by the gateway."""
+    """Limits of turns, tokens and dollars, enforced by the gateway."""
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of one test run (slime: SWE_EVAL_TIMEOUT_SEC). If absent, the instance's own, but for a
     calibrated one at most ten times its longest run there, or 60 if that is more."""
@@ -194,7 +194,7 @@ class RolloutRequest(Request):
     results has a price."""
     reward_truncated: bool = False
     """Grade a rollout that the run's deadline or `stop_at` stopped as one that reached its own limit,
-    with a reward, so that a trainer uses it. If absent, it ends as `truncated`."""
+    with a reward, so that a trainer uses it. If false, it ends as `truncated`."""
     withheld_rewards: tuple[WithheldReward, ...] = ()
     """Rollouts that get a verdict and no reward, so that their group's baseline leaves them out.
     `exposed`: a twin passed, so the results were forged. `signals`: a success that is not
@@ -374,9 +374,9 @@ class RunRequest(Changeable):
     """Temporal's priority, from 1 (first) to 5 (last); 3 if absent. With `temporal workflow start`,
     also give `--priority-key`."""
     deadline_s: float | None = Field(None, gt=0)
-    """The run ends within a minute of this many seconds from its start. It starts nothing that by
-    recorded times cannot finish, and stops agents early enough to capture their patches. The same
-    request, started again, continues it with a new deadline."""
+    """The run ends at most a minute after this many seconds from its start. It starts no rollout
+    that, judging by recorded times, cannot finish, and stops agents early enough to capture their
+    patches. The same request, started again, continues it with a new deadline."""
     stop_at: float | None = Field(None, gt=0, le=1)
     """Once this share of the rollouts has ended, the others are stopped as at a deadline."""
     quorum: int | None = Field(None, ge=1)
@@ -390,7 +390,7 @@ class RunRequest(Changeable):
     ends_at: float | None = None
     """Unix seconds of the deadline. The workflow sets it."""
     stopped: str = ""
-    """Why the run ended before its rollouts, for its manifest. The workflow sets it."""
+    """Why the run ended before all its rollouts, for its manifest. The workflow sets it."""
     again: PlayAgain | None = None
     """Rerun only these rollouts of the run, which has ended. All other fields are those of its
     first start."""

@@ -15,8 +15,8 @@ class RolloutStatus(StrEnum):
 
     GRADED = "graded"
     TRUNCATED = "truncated"
-    """The run's deadline or `stop_at` stopped it at work. Its patch is kept, and graded for
-    information if there was time. The run continues it when it is started again."""
+    """The run's deadline or `stop_at` stopped it. Its patch is kept, and graded for information if
+    there was time. The run continues it when it is started again."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
@@ -225,7 +225,8 @@ class EpisodeRef(Frozen):
 
 
 EndedBy = Literal["budget", "deadline", "stop_at"]
-"""What ended a run before its rollouts. The same request continues one that its deadline ended."""
+"""What ended a run before all its rollouts. The same request continues a run that its deadline
+ended."""
 
 
 class RunStatus(Frozen):

@@ -1,6 +1,6 @@
 """Router replay (R3, arXiv:2510.11370): the experts that a mixture of experts chose for each token.
 
-A trainer's forward that takes the same experts reproduces the engine's logprobs.
+A trainer's forward pass through the same experts reproduces the engine's logprobs.
 """
 
 import base64
@@ -37,7 +37,7 @@ Binary = Annotated[
 
 
 def are_experts(rows: ExpertRows) -> bool:
-    """Whether an array can be experts: integers of shape [N, layers, top_k]."""
+    """Whether an array can hold experts: integers of shape [N, layers, top_k]."""
     if rows.ndim != 3 or rows.dtype.kind not in "iu":
         return False
     return bool(rows.min(initial=0) >= 0 and rows.max(initial=0) < MOST_EXPERTS)
@@ -46,15 +46,16 @@ def are_experts(rows: ExpertRows) -> bool:
 class RoutedExperts(Frozen):
     """The experts of the positions [start, start + rows) of a turn's prompt + completion.
 
-    Row i holds the experts through which the token at position `start + i` went, so they decided the
-    token after it. `start` is the parent turn's last token, which no earlier forward pass read, or 0.
-    The turn's own last token has no row: no forward pass follows it.
+    Row i holds the experts that processed the token at position `start + i`, so they decided the
+    token after it. `start` is the position of the parent turn's last token, which no earlier
+    forward pass read, or 0. The turn's own last token has no row: no forward pass follows it.
     """
 
     start: int
     rows: int
     layers: int
-    """1 for SGLang, which does not tell layers and experts apart: `top_k` is then their product."""
+    """1 for SGLang, which returns layers and experts in one dimension: `top_k` is then their
+    product."""
     top_k: int
     dtype: str
     """`uint8`, or `int16` if an expert's number is above 255."""

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perdure.agents.aider import METADATA, MODEL, MOUNT, Aider
+from perdure.agents.aider import MODEL_METADATA, MODEL_SETTINGS, MOUNT, Aider
 from perdure.agents.headless_cli import PROMPT
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd
@@ -14,8 +14,8 @@ from tests.unit.agents.headless_task import TASK, ended, with_options
 def test_a_file_points_it_at_the_gateway() -> None:
     """Address, key and header are in a file, because commands would inherit variables."""
     launch = Aider().launch(TASK)
-    (model,) = json.loads(launch.files[MODEL])
-    known = json.loads(launch.files[METADATA])["openai/policy"]
+    (model,) = json.loads(launch.files[MODEL_SETTINGS])
+    known = json.loads(launch.files[MODEL_METADATA])["openai/policy"]
 
     assert model["name"] == "openai/policy"
     assert model["extra_params"]["api_base"] == "http://127.0.0.1:18001/v1"

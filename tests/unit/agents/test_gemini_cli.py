@@ -11,7 +11,7 @@ from perdure.agents.gemini_cli import (
     EXPERIMENTS,
     MOUNT,
     NODE,
-    REQUEST_TIMEOUT,
+    REQUEST_TIMEOUT_FLAG,
     SETTINGS,
     GeminiCli,
 )
@@ -52,7 +52,7 @@ def test_its_settings_send_nothing_elsewhere() -> None:
     assert settings["tools"]["exclude"] == ["google_web_search", "web_fetch"]
     assert override["match"] == {"model": "policy"}
     assert override["modelConfig"]["generateContentConfig"] == {"maxOutputTokens": 2000}
-    assert (flag["flagId"], int(flag["intValue"])) == (REQUEST_TIMEOUT, 61)
+    assert (flag["flagId"], int(flag["intValue"])) == (REQUEST_TIMEOUT_FLAG, 61)
 
 
 def test_it_runs_headless_on_its_own_node() -> None:
@@ -73,7 +73,7 @@ def test_the_turn_limit_is_its_own(chosen: int, written: int) -> None:
 
 
 def test_a_context_window_is_refused() -> None:
-    """It cannot be told one, so the option would do nothing."""
+    """Gemini CLI has no such option, so it would have no effect."""
     with pytest.raises(ConfigurationError, match=r"context_window.*sampling\.max_context_tokens"):
         GeminiCli().launch(with_options(context_window=30_000))
 
@@ -91,5 +91,6 @@ def test_a_context_window_is_refused() -> None:
     ],
 )
 def test_its_end_is_read_from_its_result(stdout: bytes, code: int, end: AgentEnd) -> None:
-    """An answer without text ends it with 0 and an error: that is not finished."""
+    """An answer without text ends it with exit code 0 and an error, which does not count as
+    finished."""
     assert GeminiCli().classify(ended(stdout, code)) is end

@@ -11,7 +11,7 @@ from perdure.types import Grade, Outcome, Rewards
 
 
 def test_every_fix_is_another_module_that_compiles() -> None:
-    """An edit that no longer fits gold is an error, not a fix that nobody tries."""
+    """An edit that no longer fits gold is an error, not a fix that is silently skipped."""
     modules = made_fixes.fixed_modules()
 
     assert len(modules) > 40
@@ -20,7 +20,7 @@ def test_every_fix_is_another_module_that_compiles() -> None:
         made_fixes.edited("x = 1\nx = 1\n", "twice", "-x = 1\n+x = 2\n")
 
 
-def test_the_surroundings_are_sixty_different_tests() -> None:
+def test_the_contexts_are_sixty_different_tests() -> None:
     names = [
         (row.instance_id, name)
         for row in made_fixes.rows()
@@ -41,7 +41,7 @@ def test_the_surroundings_are_sixty_different_tests() -> None:
         (Outcome.TIMEOUT, Outcome.TIMEOUT, "timeout in the run of originals"),
     ],
 )
-def test_a_false_alarm_is_a_guard_that_harms_what_the_tests_accept(
+def test_a_false_alarm_is_a_guard_that_rejects_what_the_tests_accept(
     official: Outcome, outcome: Outcome, kind: str
 ) -> None:
     grade = Grade(outcome=outcome, rewards=Rewards(binary=0.0), official=official)

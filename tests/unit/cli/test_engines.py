@@ -108,7 +108,7 @@ def test_an_engine_can_be_named_by_its_url(
     assert capsys.readouterr().out.splitlines()[-1] == "h:1 is removed."
 
 
-def test_a_judge_is_added_beside_the_policy(
+def test_a_judge_is_added_next_to_the_policy(
     settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The list says which model and which run each engine serves."""

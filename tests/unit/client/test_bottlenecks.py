@@ -85,7 +85,7 @@ def test_engines_are_counted_as_the_gateway_sees_them() -> None:
     ]
 
 
-def test_engines_of_several_models_are_counted_apart() -> None:
+def test_engines_of_several_models_are_counted_separately() -> None:
     """A judge that waits is not hidden by idle engines of the policy."""
     document = {
         "waiting": {"judge": 1},

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
-from perdure.dialects.gemini import Gemini, ParsedRequest, of_url
+from perdure.dialects.gemini import Gemini, ParsedRequest, dialect_of_url
 from perdure.gateway.http.http_app import Patience, create_app
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
@@ -278,7 +278,7 @@ def test_the_tool_choice_is_read(config: dict[str, Any], choice: Any) -> None:
         ("generateContent", {}, "Generate a new <state_snapshot>.", Purpose.STEP),
     ],
 )
-def test_the_purpose_is_decided_by_unambiguous_marks(
+def test_the_purpose_follows_from_unambiguous_marks(
     method: str, headers: dict[str, str], asked: str, purpose: Purpose
 ) -> None:
     """Gemini CLI streams all its steps; other clients may not stream."""
@@ -369,7 +369,7 @@ def test_a_wrong_field_is_named(body: dict[str, Any], field: str) -> None:
 
 def test_a_stream_of_another_form_is_refused() -> None:
     """Without `alt=sse` Google's clients expect one list, so they could not read the events."""
-    dialect = of_url(f"{MODEL}:streamGenerateContent", "key=1")
+    dialect = dialect_of_url(f"{MODEL}:streamGenerateContent", "key=1")
     assert dialect is not None
 
     with pytest.raises(Refused, match="alt=sse"):
@@ -380,8 +380,8 @@ def test_a_url_names_the_model() -> None:
     """Names may hold slashes and colons, as those of fine-tuned models do."""
     path = "/v1/models/org/policy:7:streamGenerateContent"
 
-    assert of_url(path, "alt=sse") == Gemini("org/policy:7", "streamGenerateContent", True)
-    assert of_url("/v1/models") is None
+    assert dialect_of_url(path, "alt=sse") == Gemini("org/policy:7", "streamGenerateContent", True)
+    assert dialect_of_url("/v1/models") is None
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -529,7 +529,7 @@ async def _whole(client: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, A
 
 
 async def test_a_stream_adds_up_to_the_whole_answer(client: httpx.AsyncClient) -> None:
-    """Its parts are those of the whole answer, and only its last event ends it."""
+    """Its events have the parts of the whole answer, and only the last one has a finish reason."""
     whole = await _whole(client, _ask())
     answer = await client.post(f"{MODEL}:streamGenerateContent?alt=sse", json=_ask())
     events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-1]]

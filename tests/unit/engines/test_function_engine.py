@@ -86,8 +86,8 @@ async def test_ids_logprobs_and_version_arrive(
 async def test_its_experts_arrive_from_the_position_asked_for(
     engine: ServedFunction, generator: Generator
 ) -> None:
-    """The function returns those of all tokens that it read; a gateway that has the first asks for the
-    others."""
+    """The function returns the experts of all tokens that it read. A gateway that has the first
+    rows requests only the others."""
     generator.experts = numpy.arange(3 * 2 * 2).reshape(3, 2, 2)
     salvage = Salvage(prompt_rows=0)
     async with aclosing(Connections()) as connections:
@@ -127,10 +127,10 @@ async def test_a_failure_is_a_broken_stream(
     assert caught.value.kind is kind
 
 
-async def test_weights_that_change_within_a_call_are_told(
+async def test_weights_that_change_within_a_call_are_reported(
     engine: ServedFunction, generator: Generator
 ) -> None:
-    """Only the last token surely comes from the new ones."""
+    """Only the last token certainly comes from the new weights."""
     generator.newest = 8
     salvage, _ = await sampled(engine)
 

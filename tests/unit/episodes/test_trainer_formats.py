@@ -214,8 +214,8 @@ ROUTED = (
 
 
 async def test_experts_follow_the_branch_of_their_segment(run: Run) -> None:
-    """A branch shares its parent's rows and has its own after them. A segment is without experts if one of
-    its turns is, and the episode says which."""
+    """A branch shares its parent's rows and has its own after them. A segment has no experts if one
+    of its turns has none, and the episode says which."""
     stored = (await run.add(1.0, ROUTED)).episode
     found = await read_segments(run.store, stored, routed_experts=True)
     branched = await run.add(1.0, ROUTED[:3], sample_index=1)
@@ -223,14 +223,14 @@ async def test_experts_follow_the_branch_of_their_segment(run: Run) -> None:
 
     assert [one.routed_experts for one in stored.segments] == [True, False]
     assert found.experts_of(found.segments[1]) is None
-    assert [one.turns for one in found.routed().segments] == [(0, 1)]
+    assert [one.turns for one in found.with_experts().segments] == [(0, 1)]
     for segment, added in zip(whole.segments, (300, 400), strict=True):
         experts = whole.experts_of(segment)
         assert experts is not None
         assert experts.tolist() == numpy.concatenate([LATE[:2], LATE[2:] + added]).tolist()
 
 
-async def test_experts_are_read_only_if_they_are_wanted(run: Run) -> None:
+async def test_experts_are_read_only_on_request(run: Run) -> None:
     """They are most of the bytes; the segments' own file has none."""
     found = await run.add(1.0, ROUTED[:3])
 

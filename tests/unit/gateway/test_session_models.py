@@ -140,7 +140,7 @@ async def test_a_session_keeps_its_tokenizer_when_another_process_continues_it(
 
 
 async def test_a_model_without_an_engine_is_refused(tmp_path: Path, policy: ScriptedEngine) -> None:
-    """The error lists the models that are there. A model whose last engine was removed is not."""
+    """The error lists the available models, without a model whose last engine was removed."""
     async with ScriptedEngine(says("another")) as other, home(tmp_path, policy) as gateway:
         roster = roster_of(gateway)
         await add_engine(roster, EngineSpec(other.url), "user", model_format=QWEN3)
@@ -238,7 +238,7 @@ async def test_calls_for_another_name_go_to_the_sessions_model_unless_it_maps_th
     assert 'perdure_gateway_turns_total{finish_reason="stop",model="judge"} 2.0' in metrics
 
 
-async def test_a_hosted_api_may_stand_beside_engines(
+async def test_a_hosted_api_and_engines_serve_one_gateway(
     tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The API gets the name that the session gives. An added engine has exact tokens all the same, and

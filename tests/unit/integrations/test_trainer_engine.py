@@ -1,4 +1,4 @@
-"""A trainer's own engines as an engine of the gateways: served, lost, found again."""
+"""A trainer's own engines as an engine of the gateways: served, lost, and registered again."""
 
 import asyncio
 import os
@@ -168,7 +168,9 @@ async def test_it_answers_while_a_training_step_blocks_the_trainers_loop(
     assert httpx.get(f"http://{name}/metrics", trust_env=False).is_success
 
 
-async def test_a_killed_process_leaves_no_hole(engine: TrainerEngine, policy: Policy) -> None:
+async def test_another_process_takes_the_calls_of_a_killed_one(
+    engine: TrainerEngine, policy: Policy
+) -> None:
     """kill -9 in the middle of a turn: another process of the trainer answers it, and the roster has only
     that one."""
     (mine,) = await names()
@@ -189,11 +191,11 @@ async def test_a_killed_process_leaves_no_hole(engine: TrainerEngine, policy: Po
         assert await names() == [mine]
 
 
-async def test_a_process_that_was_taken_for_gone_comes_back(
+async def test_a_process_that_was_removed_registers_again(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway that cannot reach it for a moment removes it; it adds itself again."""
-    monkeypatch.setattr(trainer_engine, "TEND_S", 0.02)
+    """A gateway that cannot reach it for a moment removes it, and it adds itself again."""
+    monkeypatch.setattr(trainer_engine, "REGISTRATION_POLL_S", 0.02)
     made = TrainerEngine(ACCEPTED, host=HERE)
     await made.use(policy)
     (name,) = await names()
@@ -216,8 +218,9 @@ async def test_only_the_last_function_samples(engine: TrainerEngine, policy: Pol
 
 
 async def test_it_samples_only_for_its_training_run(policy: Policy) -> None:
-    """Hooks name the runs of a training `<run_id>-<step>`. Another run on the same stack gets none of them."""
-    _, made = trainer_engine.chosen({"run_id": "try-1", "engine_host": HERE}, ACCEPTED)
+    """Hooks name a training's runs `<run_id>-<step>`. Another run on the same stack does not use
+    the engine."""
+    _, made = trainer_engine.engine_of_run({"run_id": "try-1", "engine_host": HERE}, ACCEPTED)
     assert made is not None
     await made.use(policy)
     try:
@@ -258,8 +261,8 @@ async def test_a_server_without_a_url_is_refused() -> None:
 def test_a_hook_uses_the_trainers_engines_by_default(
     given: dict[str, Any], rest: dict[str, Any], is_trainers: bool
 ) -> None:
-    """Its options about the engine are no fields of a rollout."""
-    fields, engine = trainer_engine.chosen(given, ACCEPTED)
+    """The hook's engine options are not fields of a rollout."""
+    fields, engine = trainer_engine.engine_of_run(given, ACCEPTED)
 
     assert (fields, engine is not None) == (rest, is_trainers)
 
@@ -267,13 +270,13 @@ def test_a_hook_uses_the_trainers_engines_by_default(
 def test_another_engine_is_refused() -> None:
     """It is refused by name, with the two that there are."""
     with pytest.raises(ConfigurationError, match=r"engine is 'own': use 'trainer'.*or 'perdure'"):
-        trainer_engine.chosen({"run_id": "r", "engine": "own"}, ACCEPTED)
+        trainer_engine.engine_of_run({"run_id": "r", "engine": "own"}, ACCEPTED)
 
 
 async def test_gateways_reach_it_where_it_reaches_temporal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one host that is the loopback address, which nobody else reaches."""
+    """On one host that is the loopback address, which other hosts do not reach."""
     config = SimpleNamespace(target_host="localhost:7233")
 
     async def connection() -> Any:

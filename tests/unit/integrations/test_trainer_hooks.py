@@ -133,9 +133,9 @@ class Stack:
 
 @pytest_asyncio.fixture(autouse=True)
 async def _engines(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Those that a test makes end with it."""
+    """Stops the engines of a test at its end."""
     made: dict[str, trainer_engine.TrainerEngine] = {}
-    monkeypatch.setattr(trainer_engine, "_engines", made)
+    monkeypatch.setattr(trainer_engine, "_engines_by_run", made)
     yield
     for engine in made.values():
         await engine.stop()
@@ -390,8 +390,8 @@ async def test_slimes_router_samples(
     meta = {**meta, "completion_tokens": 2, "routed_experts": experts}
     http_utils.answer = {"meta_info": {**meta, **versions}}
     args = slime_args(sglang_router_ip="10.0.0.1", sglang_router_port=3000, **REPLAY)
-    monkeypatch.setattr(slime, "_running", {"a rollout"})
-    found = await slime._sampled(args, Ask([1, 2], {"max_tokens": 9}, "session", "r"))
+    monkeypatch.setattr(slime, "_awaited", {"a rollout"})
+    found = await slime._sample(args, Ask([1, 2], {"max_tokens": 9}, "session", "r"))
 
     assert found[:5] == ([5, 6], [-0.5, -0.25], FinishReason.STOP, *told)
     assert found.routed_experts is not None
@@ -423,11 +423,11 @@ async def test_no_call_reaches_slimes_engines_between_steps(
     async def next_step(_: float = 0) -> None:
         seen.append(list(http_utils.asked))
         running, GenerateState().aborted = steps[len(seen) - 1]
-        monkeypatch.setattr(slime, "_running", running)
+        monkeypatch.setattr(slime, "_awaited", running)
 
     await next_step()
     monkeypatch.setattr(asyncio, "sleep", next_step)
-    found = await slime._sampled(args, Ask([1], {}, "session", "r"))
+    found = await slime._sample(args, Ask([1], {}, "session", "r"))
 
     assert (found, seen) == (Sampled([], [], FinishReason.ABORT), [[], [], []])
 

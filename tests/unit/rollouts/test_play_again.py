@@ -201,7 +201,7 @@ async def test_the_manifest_names_what_the_deadline_left(store: LocalStore) -> N
     assert summary.stopped == manifest["stopped"] == "its deadline has passed"
     assert [tuple(row.values()) for row in manifest["unfinished"]] == [
         ("toy/a", 0, "agent", "stopped after 3 turns"),
-        ("toy/b", 1, "capture", run_pages.OPEN),
+        ("toy/b", 1, "capture", run_pages.STILL_OPEN),
         ("toy/b", 2, "", "not started: its deadline has passed"),
     ]
 

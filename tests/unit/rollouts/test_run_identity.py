@@ -377,8 +377,8 @@ async def test_an_added_model_identifies_the_run_that_names_it(
 async def test_a_model_that_no_engine_has_is_refused_before_a_sandbox_boots(
     services: Services, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run's first activity refuses it, and so does the boot of a single rollout. The message lists
-    the models that are there for this run."""
+    """The run's first activity refuses it, and so does the boot of a single rollout. The message
+    lists the models that are available to this run."""
     for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     await add_judge(services.settings, services.store)

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.image_builds import ImageBuild, base_images, name_of, qualified, run_build
+from perdure.sandboxes.image_builds import (
+    ImageBuild,
+    base_images,
+    image_name_of,
+    qualified_name,
+    run_build,
+)
 from perdure.types import Limits
 
 
@@ -42,13 +48,21 @@ def test_images_that_a_dockerfile_names(dockerfile: str, images: list[str]) -> N
 )
 def test_names_are_dockers(name: str, pulled: str) -> None:
     """Without a registry a name is Docker Hub's, whatever podman is configured for."""
-    assert qualified(name) == pulled
+    assert qualified_name(name) == pulled
 
 
 def a_build(folder: Path, timeout_s: float) -> ImageBuild:
     limits = Limits(output_mb=1)
     return ImageBuild(
-        name_of("0" * 64), folder, limits, timeout_s, Network.NONE, None, {}, folder / "log", 1
+        image_name_of("0" * 64),
+        folder,
+        limits,
+        timeout_s,
+        Network.NONE,
+        None,
+        {},
+        folder / "log",
+        1,
     )
 
 

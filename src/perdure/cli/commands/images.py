@@ -42,11 +42,11 @@ def images() -> None:
 def prepare(*, source: str, jobs: int, as_json: bool, **given: Any) -> None:
     """Pull or build every image that a run of SOURCE needs on this host.
 
-    Prints each image as it is ready. Images that are here are skipped, so repeat the command to
+    Prints each image once it is ready. Images that are here are skipped, so repeat the command to
     continue after Ctrl-C or a failure. Exit code 1: an image is missing.
     """
     settings = load_settings()
-    found = signal_cleanup.run(_prepared(settings, source, jobs, given))
+    found = signal_cleanup.run(_prepare(settings, source, jobs, given))
     if as_json:
         from dataclasses import asdict
 
@@ -58,7 +58,7 @@ def prepare(*, source: str, jobs: int, as_json: bool, **given: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-async def _prepared(
+async def _prepare(
     settings: "Settings", source: str, jobs: int, given: dict[str, Any]
 ) -> "list[PreparedImage]":
     """Raises: ConfigurationError, MissingDependency."""
@@ -70,7 +70,7 @@ async def _prepared(
     from perdure.instances.environment_builder import Environments, check_image
     from perdure.instances.rows.row_choice import Choice
     from perdure.sandboxes import phase_specs
-    from perdure.sandboxes.image_builds import BuildsImages
+    from perdure.sandboxes.image_builds import ImageBuilder
     from perdure.stack.home_providers import ready_provider
     from perdure.storage.store_url import open_store
 
@@ -78,7 +78,7 @@ async def _prepared(
     fields = fields_of(given["assignments"], {"sandbox": given["sandbox"]})
     rollout = check(RunOptions(source, "nop", fields=fields))
     provider, store = ready_provider(settings, rollout.sandbox), open_store(settings)
-    if not isinstance(provider, BuildsImages):
+    if not isinstance(provider, ImageBuilder):
         raise ConfigurationError(
             f"--sandbox {rollout.sandbox} keeps no images that this host can prepare: use podman or docker"
         )
@@ -111,11 +111,11 @@ async def _prepared(
             jobs=jobs,
         ):
             found.append(one)
-            say(f"  {_line(one)}")
+            say(f"  {_image_line(one)}")
     return found
 
 
-def _line(one: "PreparedImage") -> str:
+def _image_line(one: "PreparedImage") -> str:
     if one.problem:
         return f"{one.image}: failed: {one.problem}"
     took = "" if one.done == "here" else f" in {one.seconds:.0f} s"
@@ -132,7 +132,7 @@ def prune(days: float, as_json: bool) -> None:
     A later run builds them again. Pulled images stay: podman and docker have their own `image prune`.
     """
     settings = load_settings()
-    removed = asyncio.run(_pruned(settings, days))
+    removed = asyncio.run(_prune(settings, days))
     if as_json:
         answer(removed)
     for image in removed:
@@ -140,11 +140,11 @@ def prune(days: float, as_json: bool) -> None:
     say(f"{many(len(removed), 'image')} removed")
 
 
-async def _pruned(settings: "Settings", days: float) -> list[str]:
+async def _prune(settings: "Settings", days: float) -> list[str]:
     from perdure.instances import image_preparation
-    from perdure.sandboxes.image_builds import BuildsImages
+    from perdure.sandboxes.image_builds import ImageBuilder
     from perdure.stack.home_providers import provider
 
     named = (provider(settings, name) for name in ("podman", "docker"))
-    ready = [one for one in named if isinstance(one, BuildsImages) and not one.check()]
+    ready = [one for one in named if isinstance(one, ImageBuilder) and not one.check()]
     return await image_preparation.prune(settings.home.absolute(), ready, unused_s=days * DAY_S)

@@ -164,14 +164,14 @@ OPTIONS = (
         "--deadline",
         type=duration,
         metavar="TIME",
-        help="End the run this long after its start, e.g. 4h or 1h30m: agents at work are stopped and"
+        help="End the run this long after its start, e.g. 4h or 1h30m: running agents are stopped and"
         " their patches kept. Repeat the command to continue.",
     ),
     click.option(
         "--stop-at",
         type=share,
         metavar="SHARE",
-        help="Stop the last rollouts the same way once this share has ended, e.g. 98%.",
+        help="Stop the last rollouts in the same way once this share has ended, e.g. 98%.",
     ),
     click.option(
         "--prices",

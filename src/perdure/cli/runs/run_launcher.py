@@ -38,7 +38,7 @@ from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.image_builds import BuildsImages
+from perdure.sandboxes.image_builds import ImageBuilder
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
 from perdure.stack.engine_presence import (
@@ -139,8 +139,8 @@ async def checked(
     if configured_address(settings) is None:  # otherwise the workers run on other machines
         instances = [await instance_catalog.load(store, ref) for ref in refs]
         _check_images(settings, request, instances)
-        notes += _without_network(request, instances)
-        notes += await _missing_images(settings, request, instances, found.dataset)
+        notes += _network_notes(request, instances)
+        notes += await _missing_image_notes(settings, request, instances, found.dataset)
         await row_interpreter.check(instances)
     await instance_selection.keep_list(store, request.run_id, found)
     joins = await store.exists(store_keys.run(request.run_id))
@@ -159,7 +159,7 @@ def _check_images(settings: Settings, request: RunRequest, instances: Sequence[I
             check_image(instance, provider(settings, name))
 
 
-def _without_network(request: RunRequest, instances: Sequence[Instance]) -> list[str]:
+def _network_notes(request: RunRequest, instances: Sequence[Instance]) -> list[str]:
     """A note about tasks whose authors allowed a network that their sandboxes do not get."""
     count = sum(bool(instance.metadata.get(PERMITS_NETWORK)) for instance in instances)
     rollout = request.rollout_request("any/instance")
@@ -172,19 +172,19 @@ def _without_network(request: RunRequest, instances: Sequence[Instance]) -> list
     ]
 
 
-async def _missing_images(
+async def _missing_image_notes(
     settings: Settings, request: RunRequest, instances: Sequence[Instance], dataset: str
 ) -> list[str]:
     """A note if images must be pulled or built first."""
     used = provider(settings, request.rollout_request("any/instance").sandbox)
-    if not isinstance(used, BuildsImages) or used.check():
+    if not isinstance(used, ImageBuilder) or used.check():
         return []
     found = await missing_images(instances, used, settings.sandbox.image_mirror)
     if not found:
         return []
     built = sum(instance.environment.build is not None for instance in found.values())
     return [
-        f"{many(len(found), 'image')} not here: {used.name} builds {built} and pulls "
+        f"{many(len(found), 'image')} missing on this host: {used.name} builds {built} and pulls "
         f"{len(found) - built} when rollouts need them; `{invoked_command()} images prepare {dataset} "
         f"--sandbox {used.name}` does it before the run"
     ]
@@ -244,11 +244,11 @@ def ensure_stack_ready(
                 raise
             say(f"warning: open rollouts wait for the engine: {error}")
         if not joins:
-            _models_known(settings, rollout)
+            _check_models_known(settings, rollout)
     stack_lifecycle.ensure_up(settings, "", say)
 
 
-def _models_known(settings: Settings, rollout: RolloutRequest) -> None:
+def _check_models_known(settings: Settings, rollout: RolloutRequest) -> None:
     """Raises: ConfigurationError if no engine has a model that the request names."""
     state = stack_lifecycle.running(settings)
     engine = engine_settings(settings) if state is None else state.engine_settings
@@ -291,12 +291,12 @@ async def watch_run(
 ) -> int:
     """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
     episodes, stopped = await follow_run(settings, handle, notify=notify)
-    left = await run_results.unfinished(open_store(settings), handle.run_id) if stopped else []
+    left = await run_results.read_unfinished(open_store(settings), handle.run_id) if stopped else []
     if as_json:
         answer(run_results.document(handle.run_id, episodes, stopped, left))
     else:
         show_results(settings, connection, handle.run_id, episodes)
-        for line in run_text.unfinished(left):
+        for line in run_text.unfinished_lines(left):
             say(f"unfinished  {line}")
         if stopped:
             say(stopped)

@@ -24,8 +24,8 @@ async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
     return found
 
 
-async def unfinished(store: Store, run_id: str) -> list[dict[str, Any]]:
-    """The rollouts that the end of the run's time left, from its manifest; empty if there is none."""
+async def read_unfinished(store: Store, run_id: str) -> list[dict[str, Any]]:
+    """The rollouts that the run ended without, from its manifest; empty if there is no manifest."""
     try:
         manifest = json.loads((await store.get(store_keys.manifest(run_id))).data)
     except (NotFound, ValueError):

@@ -24,9 +24,9 @@ def progress_line(progress: RunStatus) -> str:
     return f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({state}{attention})"
 
 
-LEFT = (RolloutStatus.CANCELLED.value, RolloutStatus.TRUNCATED.value, MISSING, "running")
-"""States of the rollouts that the end of a run leaves without a verdict."""
-CONTINUE = {
+UNFINISHED = (RolloutStatus.CANCELLED.value, RolloutStatus.TRUNCATED.value, MISSING, "running")
+"""States of rollouts that have no verdict when a run ends."""
+CONTINUE_HINTS = {
     "budget": "Repeat the command with a larger budget to run them",
     "deadline": "Repeat the command to continue them",
     "stop_at": "Repeat the command with --stop-at 100% to continue them",
@@ -36,7 +36,7 @@ CONTINUE = {
 def stopped(progress: RunStatus) -> str:
     """A sentence if its budget, deadline or `stop_at` ended the run, with the fix. Empty if every
     rollout has a verdict."""
-    left = sum(progress.by_status.get(state, 0) for state in LEFT)
+    left = sum(progress.by_status.get(state, 0) for state in UNFINISHED)
     by = progress.stopped_by
     if not progress.stopped or by is None or progress.state != "done":
         return ""
@@ -44,7 +44,7 @@ def stopped(progress: RunStatus) -> str:
         return ""
     return (
         f"Stopped by its {by}: {progress.stopped}; {left} of {progress.total} rollouts have no"
-        f" verdict. {CONTINUE[by]}"
+        f" verdict. {CONTINUE_HINTS[by]}"
     )
 
 
@@ -73,16 +73,17 @@ def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
 
 
 def _no_reward(episode: EpisodeRef) -> str:
-    if episode.status is RolloutStatus.TRUNCATED:  # it is unfinished
+    if episode.status is RolloutStatus.TRUNCATED:  # `unfinished_lines` has it
         return ""
     if episode.failure is not None:
         return f"{episode.failure.boundary.value}: {episode.failure.message}"
     return f"reward withheld: {episode.withheld}" if episode.withheld else ""
 
 
-def unfinished(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each of the first rollouts that the end of the run's time left, those that began
-    first: `click-8.1.3 #0: agent: the run's deadline stopped its agent after 12 turns`."""
+def unfinished_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each of the first rollouts that the run ended without. Rollouts that had begun
+    come first. Example: `click-8.1.3 #0: agent: the run's deadline stopped its agent after 12
+    turns`."""
     begun_first = sorted(rows, key=lambda row: not row["stage"])
     lines = [
         f"{row['instance'].split('/', 1)[1]} #{row['sample_index']}: "

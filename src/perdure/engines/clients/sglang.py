@@ -38,7 +38,7 @@ SAME = frozenset(
     }
 )
 ACCEPTED = SAME | set(RENAMED) | {"structured_outputs"}
-"""vLLM's sampling fields that SGLang has under some name."""
+"""vLLM's sampling fields that SGLang supports, under the same or another name."""
 GRAMMARS: Mapping[str, str] = {"json": "json_schema", "regex": "regex", "grammar": "ebnf"}
 """Fields of `structured_outputs`, with SGLang's names."""
 NO_ROOM = re.compile(
@@ -102,7 +102,7 @@ class SglangEngine(TokenServer):
             return None
         if about.get("routed_experts"):
             rows = ask.count_rows(salvage.part)
-            salvage.route(experts_of_int32(about["routed_experts"], rows), rows)
+            salvage.add_experts(experts_of_int32(about["routed_experts"], rows), rows)
         if reason["type"] == "abort":
             raise self._aborted(reason)
         salvage.report(version_spans(about.get("weight_versions") or (), salvage.part))

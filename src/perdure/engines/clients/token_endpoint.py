@@ -75,12 +75,14 @@ class EngineRequest:
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
     routed_from: int = 0
-    """The first position whose experts are wanted. Those of earlier turns are recorded already."""
+    """The first position whose experts the engine returns. Earlier turns recorded those before
+    it."""
 
     def count_rows(self, tokens: int) -> int:
-        """How many rows of experts an engine returns with `tokens` sampled tokens: those of the positions
-        [routed_from, length - 1), because the last token is not read. vLLM 0.32
-        (`aux_output_connector/connector.py`) and SGLang 0.5 (`_maybe_collect_routed_experts`)."""
+        """How many rows of experts an engine returns with `tokens` sampled tokens: one for each
+        position in [routed_from, length - 1), because no forward pass reads the last token. See
+        vLLM 0.32 (`aux_output_connector/connector.py`) and SGLang 0.5
+        (`_maybe_collect_routed_experts`)."""
         return max(0, len(self.prompt_ids) + tokens - 1 - self.routed_from)
 
     def check(self, taken: int, ids: Sequence[Any], logprobs: Sequence[float]) -> None:
@@ -201,8 +203,8 @@ class Events:
 
 
 def experts_of_npy(text: str) -> ExpertRows:
-    """vLLM's form: a `.npy` file in base64, uint8 up to 256 experts, otherwise uint16. Shape
-    [rows, layers, top_k]. Raises: ValueError."""
+    """Decode vLLM's form: a `.npy` file in base64, uint8 for up to 256 experts, otherwise uint16.
+    Shape [rows, layers, top_k]. Raises: ValueError."""
     rows: ExpertRows = numpy.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     return rows
 
@@ -215,8 +217,9 @@ def npy_of_experts(rows: ExpertRows) -> str:
 
 
 def experts_of_int32(text: str, rows: int) -> ExpertRows:
-    """SGLang's form: int32 in base64, without a shape. Shape [rows, 1, layers * top_k]; [N, 1, 1] if
-    these are not the experts of `rows` tokens. Raises: ValueError."""
+    """Decode SGLang's form: int32 in base64, without a shape. Returns shape
+    [rows, 1, layers * top_k], or [N, 1, 1] if the length does not fit `rows` tokens.
+    Raises: ValueError."""
     flat = numpy.frombuffer(base64.b64decode(text), "<i4")
     fits = rows and len(flat) % rows == 0
     return flat.reshape(rows if fits else len(flat), 1, -1 if fits else 1)

@@ -78,7 +78,9 @@ class VllmEngine(TokenServer):
         if choice.get("finish_reason") is None:
             return None
         if choice.get("routed_experts"):
-            salvage.route(experts_of_npy(choice["routed_experts"]), ask.count_rows(salvage.part))
+            salvage.add_experts(
+                experts_of_npy(choice["routed_experts"]), ask.count_rows(salvage.part)
+            )
         reason = FinishReason(choice["finish_reason"])
         if reason is FinishReason.ABORT:
             raise StreamBroken(BreakKind.ABORTED, "the completion was aborted")

@@ -46,7 +46,7 @@ class GenerateCall:
     vocabulary: int | None = None
     """How many token ids the model has; None: not known."""
     model: str = DEFAULT_MODEL
-    """The model in the roster that samples."""
+    """The model that samples, as the roster names it."""
     routed_from: int = 0
     """The first position of the prompt whose experts are not recorded yet."""
     avoid: set[str] = field(default_factory=set)
@@ -71,7 +71,8 @@ class GenerateCall:
 
     @property
     def holder(self) -> str:
-        """Holds the lease: the session, for each model that it calls."""
+        """The holder of the call's lease. A session holds one lease for each model that it
+        calls."""
         return holder(self.session_id, self.model)
 
     @cached_property

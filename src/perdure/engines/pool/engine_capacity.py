@@ -44,7 +44,8 @@ class Capacity:
 
     @classmethod
     def unlimited(cls) -> "Capacity":
-        """For an engine behind which a trainer has any number of servers, and a scheduler of its own."""
+        """For an engine of a trainer, which may have any number of servers and its own scheduler
+        behind it."""
         return cls(sys.maxsize, sys.maxsize)
 
     def observe(self, vitals: Vitals, *, agents: int, mean_context: float) -> None:

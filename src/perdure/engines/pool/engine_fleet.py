@@ -48,7 +48,7 @@ class PoolOptions:
     """How a process uses its engines."""
 
     model: str = DEFAULT_MODEL
-    """The model of engines from the settings, for which `policy` stands."""
+    """The model of the settings' engines, which `policy` means."""
     api_key: str = ""
     key_source: str = ""
     """The environment variable of `api_key`. Errors name it and never show the key."""
@@ -111,7 +111,7 @@ class Fleet:
         """The part of the roster that this process uses."""
         return roster.used_with(self._own)
 
-    def disown(self) -> None:
+    def ignore_settings_engines(self) -> None:
         """Use no engine of the settings, because they name a hosted API. Call it before `start`."""
         self._own = {}
 
@@ -163,8 +163,9 @@ class Fleet:
             return roster.having(record.model_copy(update={"version": version}))
 
         if engine.record == record:
-            tell = log.info if record.of_trainer else log.warning  # trainers update their own
-            tell(
+            # A trainer updates its engines itself.
+            log_version = log.info if record.of_trainer else log.warning
+            log_version(
                 "an engine serves another policy version than recorded",
                 engine=record.name,
                 version=version,

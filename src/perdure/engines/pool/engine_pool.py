@@ -61,7 +61,7 @@ class EnginePool:
         """`own`: the engines that the settings name; all others come from the roster."""
         self.leases = Leases()
         self.model = options.model
-        """The model that `policy` stands for."""
+        """The model that `policy` means."""
         self._queue = FairQueue()
         self._unassigned: dict[str, dict[GenerateCall, float]] = {}
         """By session: its calls that wait for an engine, and since when (Unix seconds)."""
@@ -79,7 +79,7 @@ class EnginePool:
 
     @property
     def waiting(self) -> Counter[str]:
-        """By model, how many calls are without an engine."""
+        """The number of calls that wait for an engine, by model."""
         return Counter(call.model for calls in self._unassigned.values() for call in calls)
 
     def waits(self, session_id: str) -> Wait | None:
@@ -103,7 +103,7 @@ class EnginePool:
 
     def left(self, session_id: str) -> None:
         """Free the leases of a session that ended."""
-        self.leases.leave(session_id)
+        self.leases.release_session(session_id)
         self._queue.serve()
 
     async def generate(self, call: GenerateCall) -> Completion:
@@ -133,7 +133,7 @@ class EnginePool:
             return call.completion(reason, engine.client.name, engine.record)
 
     def _engines_of(self, call: GenerateCall) -> list[PooledEngine]:
-        """The engines that may sample the call: those of its model, and its run's own if it has any."""
+        """The engines that may sample the call, according to its model and its run."""
         records = (one.record for one in self.engines.values())
         return [
             self.engines[record.name]

@@ -54,7 +54,8 @@ class Candidate:
 
 @dataclass
 class Lease:
-    """The right of one holder (a session, for each model that it calls) to one engine.
+    """One holder's right to one engine. A session is a separate holder for each model that it
+    calls.
 
     `context`: its last prompt's length in tokens.
     """
@@ -170,7 +171,7 @@ class Leases:
         if lease is not None:
             self._agents[lease.start.name] -= 1
 
-    def leave(self, session_id: str) -> None:
+    def release_session(self, session_id: str) -> None:
         """End all leases of a session."""
         held = holder(session_id, "")
         for name in [name for name in self._table if name.startswith(held)]:
@@ -195,7 +196,7 @@ class Leases:
 
 
 def holder(session_id: str, model: str) -> str:
-    """The holder of a lease. Session ids have no slash."""
+    """The key of a lease's holder. It is unique, because session ids have no slash."""
     return f"{session_id}/{model}"
 
 

@@ -1,5 +1,5 @@
 """The tokens that a turn has so far, each with the engine and the policy version that sampled it, and
-the experts through which the engines sent them."""
+the experts to which the engines routed them."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -54,18 +54,20 @@ class Salvage:
     prompt_rows: int = 0
     """How many positions of the prompt, without its last token, have no recorded experts yet."""
     _experts: ExpertRows | None = None
-    """Shape [N, layers, top_k]: `prompt_rows` rows, then those that decided the tokens."""
-    _known: int = 0
-    """Rows before the current engine."""
-    _reread: list[tuple[int, int]] = field(default_factory=list)
-    """Tokens whose engine was lost with their experts: the next engine read them as its prompt."""
+    """Shape [N, layers, top_k]: `prompt_rows` rows, then for each sampled token the row that
+    decided it."""
+    _rows_before: int = 0
+    """How many rows there were when the current engine began."""
+    _reread_spans: list[tuple[int, int]] = field(default_factory=list)
+    """Spans of tokens whose engine was lost before it returned their experts. The next engine read
+    them as part of its prompt."""
 
     def begin(self, engine: str, generation: int, version: int | None = None) -> None:
         """Note that the next tokens come from this engine. `version`: the policy version known to be
         loaded now."""
         self._engine, self._begun = (engine, generation), len(self.ids)
         self._loaded, self.told = version, None
-        self._known = self.rows
+        self._rows_before = self.rows
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float], version: int | None) -> None:
         """Add tokens that arrived together. `version`: the policy version known to be loaded now.
@@ -95,14 +97,16 @@ class Salvage:
             at = slice(self._begun + span.start, self._begun + span.end)
             self._versions[at] = [span.version] * (span.end - span.start)
 
-    def route(self, rows: ExpertRows, expected: int) -> None:
-        """Note the experts that the current engine returns, from the first position without any. What
-        cannot be the experts of `expected` positions is left out."""
+    def add_experts(self, rows: ExpertRows, expected: int) -> None:
+        """Add the experts that the current engine returned, starting at the first position without
+        any. An array that cannot be the experts of `expected` positions is ignored."""
         if len(rows) != expected or not are_experts(rows):
-            log.warning("experts do not fit their tokens", shape=rows.shape, expected=expected)
+            log.warning(
+                "ignored experts that do not fit their tokens", shape=rows.shape, expected=expected
+            )
             return
         if (lost := max(0, self.rows - self.prompt_rows)) < self._begun:
-            self._reread.append((lost, self._begun))
+            self._reread_spans.append((lost, self._begun))
         held = [rows] if self._experts is None else [self._experts, rows]
         if held[0].shape[1:] == rows.shape[1:]:
             self._experts = numpy.concatenate(held)
@@ -114,8 +118,10 @@ class Salvage:
         if self._experts is not None:
             none_new = length <= self._begun
             most = self.prompt_rows + length
-            self._experts = self._experts[: min(most, self._known) if none_new else most]
-            self._reread = [one for one in self._reread if one[1] <= self.rows - self.prompt_rows]
+            self._experts = self._experts[: min(most, self._rows_before) if none_new else most]
+            self._reread_spans = [
+                one for one in self._reread_spans if one[1] <= self.rows - self.prompt_rows
+            ]
 
     def cut_part(self) -> None:
         """Drop the current engine's tokens."""
@@ -152,12 +158,13 @@ class Salvage:
 
     @property
     def experts(self) -> ExpertRows | None:
-        """The experts of all positions but the last. None if some are missing, or if other weights read
-        again what a lost engine had sampled: their experts are not those that it sampled with."""
+        """The experts of all positions except the last. None if some are missing, or if new weights
+        read tokens again that a lost engine had sampled, because those weights chose other
+        experts."""
         if self.rows != self.prompt_rows + len(self.ids):
             return None
         versions = self._versions
-        same = all({*versions[a:b]} == {*versions[b : b + 1]} for a, b in self._reread)
+        same = all({*versions[a:b]} == {*versions[b : b + 1]} for a, b in self._reread_spans)
         return self._experts if same else None
 
     @property

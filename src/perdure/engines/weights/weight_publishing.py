@@ -53,7 +53,7 @@ class Published(Frozen):
 
 
 class Weights:
-    """The weights of a home's engines of one model. One trainer process publishes them.
+    """The weights that a home's engines of one model load. One trainer process publishes them.
 
     Example:
         async with Weights() as weights:
@@ -114,13 +114,14 @@ class Weights:
         return await read_published(self._store, published_key(self._roster_key, model))
 
     async def _names(self, model: str) -> set[str]:
-        """The names under which the model's engines serve it: a replica's manager may use another one
-        than these settings."""
+        """The names under which the model's engines serve it. The settings of a replica manager may
+        name it differently."""
         engines = (await self._roster.read()).engines
         return {model, *(one.model for one in engines_of(engines, model, "", self._default))}
 
     async def _chosen(self) -> str:
-        """The model to publish for. Raises: ConfigurationError, which lists the models that are there."""
+        """The model to publish for. Raises: ConfigurationError, which lists the available
+        models."""
         return chosen_model(
             await self._roster.read(),
             self._model,
@@ -137,7 +138,8 @@ class Weights:
         *,
         previous: Checkpoint | None = None,
     ) -> list[Updated]:
-        """Load this version into the model's engines that serve. Repeating updates only those that lack it.
+        """Load this version into the model's serving engines. A repeated call updates only those
+        that lack it.
 
         If an engine's load or canary fails, `previous` is loaded into it. By default, that is the version
         published before, from its own source. Updated engines keep the new version. The others keep the

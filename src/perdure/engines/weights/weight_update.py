@@ -186,7 +186,8 @@ class WeightUpdates:
         model: str = DEFAULT_MODEL,
     ) -> list[Updated]:
         """Update the model's engines that serve, `policy.at_once` at a time. The first failure stops the
-        update. Engines that belong to a run are left to their trainer.
+        update. Engines that are reserved for a run are not updated, because their trainer does
+        that.
 
         Engines that were not yet reached keep serving the old version. Engines that become ready during
         the update are updated too. If a load fails or a canary differs, `previous` is loaded into the

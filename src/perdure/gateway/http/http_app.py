@@ -61,7 +61,7 @@ DIALECTS: dict[str, Dialect] = {
     "/v1/responses": openai_responses,
 }
 """By path. `gemini` recognizes its own URLs, which name a model."""
-GEMINI_COUNTS = [f"/{version}/models/{{model:path}}:countTokens" for version in ("v1", "v1beta")]
+COUNT_PATHS = [f"/{version}/models/{{model:path}}:countTokens" for version in ("v1", "v1beta")]
 
 log = structlog.get_logger()
 Handler = Callable[[Request], Awaitable[Response]]
@@ -145,7 +145,7 @@ def create_app(
         routes=[
             *(Route(path, COMPLETE, methods=["POST"]) for path in DIALECTS),
             Route("/v1/messages/count_tokens", _agent(_count_tokens), methods=["POST"]),
-            *(Route(path, _agent(_count_tokens), methods=["POST"]) for path in GEMINI_COUNTS),
+            *(Route(path, _agent(_count_tokens), methods=["POST"]) for path in COUNT_PATHS),
             Route("/v1/models", _agent(_models)),
             Route("/v1beta/models", _agent(_models)),
             Route("/", _hello, methods=["HEAD"]),
@@ -173,7 +173,9 @@ class App(Starlette):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         called = scope["type"] == "http" and scope["method"] == "POST"
-        if not called or not (scope["path"] in DIALECTS or gemini.completes(scope["path"])):
+        if not called or not (
+            scope["path"] in DIALECTS or gemini.is_completion_path(scope["path"])
+        ):
             return await super().__call__(scope, receive, send)
         scope["app"] = self
         response = await COMPLETE(Request(scope, receive, send))
@@ -262,7 +264,7 @@ def _dialect_of(request: Request) -> Dialect:
 
 def _gemini_of(request: Request) -> gemini.Gemini | None:
     query = request.scope["query_string"].decode("latin-1")
-    return gemini.of_url(request.scope["path"], query)
+    return gemini.dialect_of_url(request.scope["path"], query)
 
 
 def _session_of(request: Request) -> str:

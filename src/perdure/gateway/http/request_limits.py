@@ -18,8 +18,8 @@ from perdure.dialects.base import Refused
 
 SMALL = 256 << 10
 """A body that has begun may always grow to this many bytes. Most bodies are smaller and soon complete."""
-CALLS = ("/v1/", "/v1beta/")
-"""Starts of the paths that agents call."""
+CALL_PREFIXES = ("/v1/", "/v1beta/")
+"""Prefixes of the paths that agents call."""
 SessionOf = Callable[[Mapping[str, str]], str | None]
 """The session whose key these headers hold; None if the key is missing or wrong."""
 
@@ -75,7 +75,7 @@ class CallLimiter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         called = scope["type"] == "http" and scope["method"] == "POST"
-        if not called or not scope["path"].startswith(CALLS):
+        if not called or not scope["path"].startswith(CALL_PREFIXES):
             return await self._app(scope, receive, send)
         session = self._session_of(Headers(scope=scope))
         if session is None:  # the app refuses it without reading its body

@@ -90,7 +90,7 @@ class TurnRecord(TurnFacts):
 
 
 def usage_of(record: TurnRecord) -> Usage:
-    """Its token counts: those of the ids, or those that a hosted API gave."""
+    """The turn's token counts: the numbers of its ids, or the counts that a hosted API reported."""
     if record.completion:
         return Usage(prompt_tokens=record.prompt_length, sampled_tokens=len(record.completion))
     return _usage(record.answer.usage) or Usage()

@@ -99,7 +99,7 @@ def load_format(name: str, parser: str = AUTO, option: str = tokenizer_setting.S
 def checked_format(tokenizer: str | None, parser: str, option: str) -> ModelFormat | None:
     """The format of a model that is added to the roster; None if the user gave no tokenizer.
 
-    `option`: where the user gives it. Raises: ConfigurationError.
+    `option`: names the tokenizer's option in errors. Raises: ConfigurationError.
     """
     if tokenizer is None:
         if parser != AUTO:

@@ -296,7 +296,7 @@ class Tree:
         base = self._node(record.base)
         continued = rolled or self._rolled(base, record)
         parent = self._node(record.parent)
-        routed = _routed(record, parent)
+        routed = _positions_with_experts(record, parent)
         if record.routed_experts is not None:
             record = record.model_copy(update={"routed_experts": None})
         node = Node(record, parent, base, continued, routed)
@@ -339,7 +339,7 @@ class Tree:
         self._newest[record.chain] = node
 
 
-def _routed(record: TurnRecord, parent: Node | None) -> int:
+def _positions_with_experts(record: TurnRecord, parent: Node | None) -> int:
     experts = record.routed_experts
     if experts is None or experts.start > (parent.routed if parent else 0):
         return 0

@@ -77,7 +77,8 @@ class PendingTurn:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """The session's labels. The policy versions in them are those of its main model."""
+        """The session's labels. Calls to other models leave out its policy versions, which are
+        those of the main model."""
         labels, main = self.session.spec.labels, self.session.models.main
         if self.model.name == main.name:
             return labels

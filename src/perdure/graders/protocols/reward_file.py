@@ -48,7 +48,7 @@ class RewardFileGrader(ProtocolGrader):
 
 
 def tests_instance(instance: Instance, verifier: Verifier) -> Instance:
-    """The instance as its tests' own environment has it."""
+    """The instance with the environment of its verifier."""
     return instance.model_copy(update={"environment": verifier.environment, "base_commit": None})
 
 

@@ -191,7 +191,9 @@ class _Import:
             own = result.instance_id
             if self._first.setdefault(own, place) == place:
                 try:
-                    await instance_catalog.save(store, await build_contexts.stored(store, result))
+                    await instance_catalog.save(
+                        store, await build_contexts.store_contexts(store, result)
+                    )
                 except InstanceError as error:
                     return ImportedRow(row.number, own, f"row {row.number}: {error}")
                 return ImportedRow(row.number, own)

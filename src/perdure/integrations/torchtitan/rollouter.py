@@ -94,8 +94,8 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         """The dataset of rows that do not name their `instance`. Empty = the training file's name."""
         rollout: RolloutFields = field(default_factory=RolloutFields)
         engine_host: str = ""
-        """The address at which gateways reach the controller. Empty = the one from which it reaches
-        Temporal."""
+        """The address at which gateways reach the controller. Empty = its own address in its
+        connection to Temporal."""
         engine_port: int = 0
         """0 = any free port."""
 
@@ -104,7 +104,7 @@ class PerdureRollouter(Rollouter):  # type: ignore[misc]  # torchtitan has no ty
         rows = getattr(config.train_dataset, "path", "")
         dataset = config.dataset or (dataset_name(rows) if rows else None)
         own = {"run_id": config.run_id, "dataset": dataset, "engine_host": config.engine_host}
-        self._fields, self._engine = trainer_engine.chosen(
+        self._fields, self._engine = trainer_engine.engine_of_run(
             {**config.rollout.to_request(), **own}, ACCEPTED, port=config.engine_port
         )
         self._generator = Generator()

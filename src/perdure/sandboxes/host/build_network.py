@@ -1,4 +1,5 @@
-"""Runs a program in a network namespace that has only loopback, and on it a way to a proxy.
+"""Runs a program in a network namespace with only a loopback interface, where a port leads to a
+proxy.
 
 python -m perdure.sandboxes.host.build_network PORT SOCKET PROGRAM [ARGUMENT...]
 """
@@ -18,13 +19,13 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
 def main(port: int, path: str, program: Sequence[str]) -> None:
     """Replaces this process. The forwarder ends with it."""
     linux_syscalls.unshare(linux_syscalls.CLONE_NEWNET)
-    _raise_loopback()
+    _bring_loopback_up()
     reader, writer = os.pipe()
     me = os.getpid()
     if os.fork() == 0:
         linux_syscalls.die_with_parent(me)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):  # its reader waits until all who hold it have ended
+        for stream in range(3):  # readers of these streams wait until every holder has closed them
             os.dup2(nothing, stream)
         gateway_forwarder.serve(port, path, writer, [])
     os.close(writer)
@@ -33,7 +34,7 @@ def main(port: int, path: str, program: Sequence[str]) -> None:
     os.execv(program[0], list(program))
 
 
-def _raise_loopback() -> None:
+def _bring_loopback_up() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh14x", b"lo", 0)
         found = fcntl.ioctl(any_socket, SIOCGIFFLAGS, request)

@@ -17,7 +17,7 @@ from perdure.sandboxes.base import Mount
 
 FOLDER = "/opt/perdure/git"
 PROGRAM = "/usr/local/bin/git"
-"""In the PATH of nearly every image, and before it in none."""
+"""Its folder is in the PATH of nearly every image."""
 WRAPPER = f"""#!/bin/sh
 exec {FOLDER}/loader --library-path {FOLDER}/lib --argv0 git {FOLDER}/git "$@"
 """
@@ -26,7 +26,7 @@ _LIBRARY = re.compile(r"(/\S+) \(0x")
 
 
 @cache
-def _git() -> str | None:
+def _host_git() -> str | None:
     return shutil.which("git", path=SYSTEM_PATH)
 
 
@@ -38,13 +38,13 @@ def lacks_git(root: Path, variables: Mapping[str, str]) -> bool:
 
 
 def mounts_of(folder: Path) -> tuple[Mount, ...]:
-    """What puts the git in `folder` into a sandbox."""
+    """The mounts that put the git in `folder` into a sandbox."""
     return Mount(folder, FOLDER), Mount(folder / "wrapper", PROGRAM)
 
 
 def write_git(folder: Path) -> None:
     """Copy git, its libraries and its loader. Raises: FileNotFoundError without git."""
-    git = _git()
+    git = _host_git()
     if git is None:
         raise FileNotFoundError("git")
     (folder / "lib").mkdir(parents=True)

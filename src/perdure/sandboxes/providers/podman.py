@@ -39,12 +39,12 @@ from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     PROXY_PORT,
     BuildOutput,
-    BuildsImages,
     ImageBuild,
+    ImageBuilder,
     base_images,
-    draft_of,
+    draft_name_of,
     limit_options,
-    qualified,
+    qualified_name,
     run_build,
 )
 from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, printed
@@ -54,14 +54,15 @@ from perdure.settings import process_environment
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
 MAKE_WORKDIR = b'\nRUN ["/bin/sh", "-c", ":"]\n'
-"""Added to Dockerfiles: unlike docker, podman makes the folder of a WORKDIR only for a later line."""
+"""Appended to Dockerfiles, because podman, unlike docker, creates the folder of a WORKDIR only for
+a later line."""
 PULLER = Puller(
     log_in="run `podman login {registry}` as the user of the workers",
     storage="podman's images (`podman info` names it graphRoot)",
 )
 
 
-class PodmanProvider(NamespaceProvider, BuildsImages):
+class PodmanProvider(NamespaceProvider, ImageBuilder):
     """Works as root or as an ordinary user, also in a container. Commands run as the only user of
     the sandbox's container, root without capabilities."""
 
@@ -190,9 +191,9 @@ class PodmanProvider(NamespaceProvider, BuildsImages):
     async def _base_image(self, name: str) -> None:
         """Make the image available under the name in the Dockerfile."""
         if await asyncio.to_thread(_find, name) is None:
-            found = await self._present(qualified(name))
+            found = await self._present(qualified_name(name))
             if await asyncio.to_thread(_find, name) is None:  # a mirror has another name
-                await asyncio.to_thread(_run, "tag", found, qualified(name))
+                await asyncio.to_thread(_run, "tag", found, qualified_name(name))
 
     @cached_property
     def _pulls(self) -> Pulls:
@@ -227,7 +228,8 @@ def _size(name: str) -> int | None:
 
 
 def _remove(name: str) -> bool:
-    """Unmounts it first: sandboxes that use it hold its layers by mounts of their own."""
+    """Remove the image if it is here. False: podman refuses, for example because a container uses
+    it."""
     if _find(name) is None:
         return True
     try:
@@ -261,15 +263,22 @@ def _build_command(build: ImageBuild) -> list[str]:
     return [
         *("/usr/bin/env", *_variables(), *in_network, *_podman()),
         # OCI's format has no SHELL and no HEALTHCHECK
-        *("build", "--format=docker", "--tag", draft_of(build.image), "--pull=never", "--force-rm"),
+        *(
+            "build",
+            "--format=docker",
+            "--tag",
+            draft_name_of(build.image),
+            "--pull=never",
+            "--force-rm",
+        ),
         *("--network", "host" if shares else "none", "--http-proxy=false"),
-        *(part for name, value in build.variables.items() for part in _argument(name, value)),
+        *(part for name, value in build.variables.items() for part in _build_argument(name, value)),
         *limit_options(build.limits),
         *("--file", "-", str(build.context)),
     ]
 
 
-def _argument(name: str, value: str) -> tuple[str, str]:
+def _build_argument(name: str, value: str) -> tuple[str, str]:
     return "--build-arg", f"{name}={value}"
 
 

@@ -101,7 +101,9 @@ def _names(urls: str) -> set[str] | None:
     show_default=True,
     help="Format of that model's tool calls.",
 )
-@click.option("--run", metavar="RUN", help="Sample only for this run, or for runs of this glob.")
+@click.option(
+    "--run", metavar="RUN", help="Sample only for this run, or for runs that match this glob."
+)
 @json_option
 def add(
     url: str,
@@ -114,7 +116,7 @@ def add(
     run: str | None,
     as_json: bool,
 ) -> None:
-    """Use an engine that runs elsewhere. Run it again to change the weight."""
+    """Use an engine that runs elsewhere. Run it again to change its options."""
     from perdure.engines.engine_roster import add_engine
     from perdure.engines.engine_state import EngineSpec
     from perdure.errors import ConfigurationError

@@ -363,21 +363,21 @@ def _compared(file: ParsedFile, name: bytes, arguments: Sequence[Node]) -> tuple
     if file.language.name == "Go":  # assert.Equal(t, expected, actual)
         return _two(arguments[1:])
     if file.language.name == "Java" and len(arguments) > 2:
-        return _two(_without_message(file, arguments))
+        return _two(_compared_arguments(file, arguments))
     return _two(arguments)
 
 
-_MESSAGE_IS_LAST = re.compile(rb"\borg\.(?:junit\.jupiter|testng)\b")
+_MESSAGE_LAST_IMPORT = re.compile(rb"\borg\.(?:junit\.jupiter|testng)\b")
 _FRACTION = "decimal_floating_point_literal"
 
 
-def _without_message(file: ParsedFile, arguments: Sequence[Node]) -> Sequence[Node]:
+def _compared_arguments(file: ParsedFile, arguments: Sequence[Node]) -> Sequence[Node]:
     """The compared arguments of `assertEquals(3, f(), "message")`; in JUnit 4, the message is
     first. Empty if the third may be a tolerance: two numbers can both be within it."""
     first, *_, last = arguments
     if len(arguments) > 3 or last.type in file.language.numbers:
         return ()
-    if _is_message(first) and _MESSAGE_IS_LAST.search(file.data) is None:
+    if _is_message(first) and _MESSAGE_LAST_IMPORT.search(file.data) is None:
         return arguments[1:]
     has_fraction = any(one.type == _FRACTION for side in arguments for one in descendants(side))
     return () if has_fraction and not _is_message(last) else arguments[:2]

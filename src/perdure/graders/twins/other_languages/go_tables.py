@@ -76,7 +76,7 @@ def _elements(node: Node) -> list[Node]:
 
 
 def _inner(node: Node) -> Node:
-    """`{1, 2}` without what the grammar has around it."""
+    """`{1, 2}` without the grammar's nodes around it."""
     while node.type == "literal_element" and len(node.named_children) == 1:
         node = node.named_children[0]
     return node

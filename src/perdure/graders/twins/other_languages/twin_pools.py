@@ -60,7 +60,7 @@ class NamedTwins(NamedTuple):
     tests: tuple[str, ...]
     """Ids that may name it."""
     parents: tuple[str, ...]
-    """Ids of the test around it, which fails with each of its cases."""
+    """Ids of the enclosing test, which fails with each of its cases."""
     twins: list[Twin]
 
 

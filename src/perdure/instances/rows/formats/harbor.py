@@ -3,8 +3,8 @@ solution/.
 
 The image is the task's `docker_image`, or is built from its Dockerfile. Its tree becomes a
 repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
-the artifacts in an environment of their own; others see the diff in a fresh sandbox. A task that
-needs unsupported features is refused, with all of them in one message. `network_mode = "public"`,
+the artifacts in their own environment; others see the diff in a fresh sandbox. A task that needs
+unsupported features is refused, with all of them in one message. `network_mode = "public"`,
 Harbor's default, permits a network; Perdure gives none.
 """
 
@@ -39,32 +39,32 @@ ONE_COMMIT = (
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
 )
 BUILD_TIMEOUT_S = 600.0
-WORKDIR = "/app"
-"""Of an image whose Dockerfile does not say."""
-OF_TESTS = "/tmp"
-"""The workdir of the tests' own sandbox, in which no diff is applied."""
-PUBLISHED = "/logs/artifacts"
+DEFAULT_WORKDIR = "/app"
+"""The workdir of an image whose Dockerfile sets none."""
+TESTS_WORKDIR = "/tmp"
+"""The workdir of a separate verifier's sandbox, in which no diff is applied."""
+ARTIFACTS_FOLDER = "/logs/artifacts"
 """What an agent writes here is an artifact."""
 PERMITS_NETWORK = "permits_network"
 """In an instance's metadata: the task's author allowed a network."""
 UNITS = {"M": 1, "G": 1 << 10, "T": 1 << 20}
-ENVIRONMENT = (
+ENVIRONMENT_KEYS = (
     "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
     "storage_mb storage allow_internet network_mode gpus"
 )
-READ: Mapping[str, str] = {
+SUPPORTED_KEYS: Mapping[str, str] = {
     "": (
         "version schema_version task metadata source multi_step_reward_strategy artifacts "
         "verifier agent environment solution"
     ),
     "verifier": "timeout_sec env environment_mode environment network_mode user",
     "agent": "timeout_sec network_mode user",
-    "environment": ENVIRONMENT,
-    "verifier.environment": ENVIRONMENT,
+    "environment": ENVIRONMENT_KEYS,
+    "verifier.environment": ENVIRONMENT_KEYS,
     "solution": "env",
 }
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
-SUPPORTED: Mapping[str, tuple[object, ...]] = {
+SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "verifier.environment_mode": ("shared", "separate"),
     "verifier.network_mode": ("public", "no-network"),
     "verifier.user": ("root", 0),
@@ -84,11 +84,11 @@ def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, file or key, and fix."""
     folder = row.beside(row.text("task_folder", "name the folder of a Harbor task"))
     task = _task(row, folder)
-    tables = {name: _table(row, task, name) for name in READ if name}
+    tables = {name: _table(row, task, name) for name in SUPPORTED_KEYS if name}
     if problems := _unsupported(folder, task, tables):
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
     own = _environment(folder / "environment", tables["environment"])
-    kept = _kept(task, tables)
+    kept = _artifact_excludes(task, tables)
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
@@ -137,12 +137,14 @@ def _unsupported(
         for key, value in table.items()
         if f"{name}.{key}" not in tables
     }
-    known = {f"{name}.{key}".lstrip(".") for name, keys in READ.items() for key in keys.split()}
+    known = {
+        f"{name}.{key}".lstrip(".") for name, keys in SUPPORTED_KEYS.items() for key in keys.split()
+    }
     names = [*(key for key in task if key not in tables), *values]
     problems = [f"it does not support `{name}`" for name in names if name not in known]
     problems += [
         f"it does not support `{name} = {value!r}`, only {' and '.join(map(repr, allowed))}"
-        for name, allowed in SUPPORTED.items()
+        for name, allowed in SUPPORTED_VALUES.items()
         if (value := values.get(name)) is not None and _lower(value) not in allowed
     ]
     problems += [
@@ -156,10 +158,10 @@ def _unsupported(
             problems.append(f"its {name} folder has several containers; Perdure runs only one")
     if not (folder / "tests" / "test.sh").is_file():
         problems.append("it has no tests/test.sh, which writes the reward")
-    return [*problems, *_problems_of_images(folder, task, tables)]
+    return [*problems, *_image_problems(folder, task, tables)]
 
 
-def _problems_of_images(
+def _image_problems(
     folder: Path, task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     environment, place = tables["environment"], folder / "environment"
@@ -183,23 +185,26 @@ def _artifacts(task: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {str(table.get("source", "")): table for table in tables}
 
 
-def _kept(
+def _artifact_excludes(
     task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, tuple[str, ...]]:
-    """Artifact -> what is left out. As in Harbor, there is always one."""
+    """Path of an artifact -> patterns to leave out. As in Harbor, ARTIFACTS_FOLDER is one of them
+    if there are any."""
     declared = {path: tuple(one.get("exclude", ())) for path, one in _artifacts(task).items()}
-    usual: dict[str, tuple[str, ...]] = {PUBLISHED: ()}
+    usual: dict[str, tuple[str, ...]] = {ARTIFACTS_FOLDER: ()}
     return {**usual, **declared} if _is_separate(tables) or declared else {}
 
 
 def _is_separate(tables: Mapping[str, Mapping[str, Any]]) -> bool:
-    """As in Harbor, an environment of the verifier's own implies it."""
+    """Whether the verifier is separate. As in Harbor, a table `verifier.environment` implies it."""
     mode = tables["verifier"].get("environment_mode")
     return _lower(mode) == "separate" or (mode is None and "environment" in tables["verifier"])
 
 
-def _environment(folder: Path, table: Mapping[str, Any], workdir: str = WORKDIR) -> Environment:
-    """`folder`: the build context. Harbor too prefers an image that exists."""
+def _environment(
+    folder: Path, table: Mapping[str, Any], workdir: str = DEFAULT_WORKDIR
+) -> Environment:
+    """`folder`: the build context. As in Harbor, `docker_image` takes precedence over it."""
     image = table.get("docker_image")
     limit = float(table.get("build_timeout_sec", BUILD_TIMEOUT_S))
     return Environment(
@@ -256,7 +261,7 @@ def _grading(
     return Grading(
         protocol="reward_file",
         files={} if has_tests else {f"{FOLDER}/{name}": data for name, data in tests.items()},
-        pre_commands=(ONE_COMMIT, *([f"mkdir -p {PUBLISHED}"] if keeps else [])),
+        pre_commands=(ONE_COMMIT, *([f"mkdir -p {ARTIFACTS_FOLDER}"] if keeps else [])),
         timeout_s=float(table.get("timeout_sec", 600.0)),
         verifier=verifier,
     )
@@ -274,7 +279,7 @@ def _verifier(
         found, has_tests = own, False
     env = {**(_env(table) if table else found.env), **_env(tables["verifier"])}
     return Verifier(
-        environment=found.model_copy(update={"env": env, "workdir": OF_TESTS}),
+        environment=found.model_copy(update={"env": env, "workdir": TESTS_WORKDIR}),
         cwd=table.get("workdir") or found.workdir,
         has_tests=has_tests,
     )

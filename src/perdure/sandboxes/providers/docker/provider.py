@@ -42,12 +42,12 @@ from perdure.sandboxes.host.sandbox_programs import program
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     BuildOutput,
-    BuildsImages,
     ImageBuild,
+    ImageBuilder,
     base_images,
-    draft_of,
+    draft_name_of,
     limit_options,
-    qualified,
+    qualified_name,
     run_build,
 )
 from perdure.sandboxes.image_pulls import Puller, PullFailed, Pulls, last_error
@@ -155,7 +155,7 @@ class DockerSandbox(ContainerSandbox):
         return [mount for mount in spec.mounts if mount.target not in self._bound]
 
 
-class DockerProvider(ServiceProvider, BuildsImages):
+class DockerProvider(ServiceProvider, ImageBuilder):
     """`DOCKER_HOST` or Docker's context selects the engine. Its sandboxes have no network, so model
     calls need a relay, unless `PERDURE_DOCKER__NETWORK` names a network of the engine."""
 
@@ -360,7 +360,7 @@ class DockerProvider(ServiceProvider, BuildsImages):
     async def local_images(self) -> Collection[str]:
         form = ("--format", "{{.Repository}}:{{.Tag}}")
         listed = await docker_cli.done("image", "ls", *form, seconds=REQUEST_S)
-        return {qualified(name) for name in listed.split()}
+        return {qualified_name(name) for name in listed.split()}
 
     async def image_size(self, name: str) -> int | None:
         said = await docker_cli.call(
@@ -393,7 +393,7 @@ class DockerProvider(ServiceProvider, BuildsImages):
                 found = await self._present(name)
                 await docker_cli.done("tag", found, name, seconds=REQUEST_S)
         command = [
-            *(program("docker"), "build", "--tag", draft_of(build.image), "--force-rm"),
+            *(program("docker"), "build", "--tag", draft_name_of(build.image), "--force-rm"),
             *("--network", "host" if build.network is Network.HOST else "none"),
             *limit_options(build.limits),
             *("--file", str(dockerfile), str(build.context)),

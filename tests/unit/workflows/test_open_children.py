@@ -1,4 +1,4 @@
-"""Which children are told that a run's budget is used up."""
+"""Which open children learn that their run's budget is used up."""
 
 import asyncio
 from collections.abc import Generator
@@ -29,18 +29,18 @@ class Played:
 async def test_open_children_and_those_whose_start_was_under_way_are_told() -> None:
     """A start that was requested before the budget was used up returns after it. Ended children are
     left alone."""
-    buyers, ended, early, late = (
+    open_children, ended, early, late = (
         OpenChildren(),
         Played("ended"),
         Played("early"),
         Played("late"),
     )
     ended.ends.set()
-    await buyers.result_of(cast(Child, ended))
-    waiting = [asyncio.create_task(buyers.result_of(cast(Child, early)))]
+    await open_children.result_of(cast(Child, ended))
+    waiting = [asyncio.create_task(open_children.result_of(cast(Child, early)))]
     await asyncio.sleep(0)  # `early` is open now
-    await buyers.stop()
-    waiting.append(asyncio.create_task(buyers.result_of(cast(Child, late))))
+    await open_children.stop()
+    waiting.append(asyncio.create_task(open_children.result_of(cast(Child, late))))
     early.ends.set()
     late.ends.set()
     await asyncio.gather(*waiting)
