@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,48 @@ def test_reads_a_pytest_summary() -> None:
         "tests/a.py::test_five": XFAIL,
         "tests/a.py::test_six[/home/me/deep/file.txt]": PASSED,
     }
+
+
+SUBTESTS = """\
+def test_a(subtests):
+    for i in range(3):
+        with subtests.test(msg="case [a) .py:: b", i=i):
+            assert i != 1
+
+
+class T(unittest.TestCase):
+    def test_b(self):
+        for i in range(3):
+            with self.subTest(i=i):
+                self.assertNotEqual(i, 2)
+
+    def test_c(self):
+        with self.subTest(i=1):
+            pass
+"""
+
+
+@pytest.mark.parametrize("parser", ["pytest", "parse_log_pytest", "parse_log_pytest_v2"])
+def test_a_failed_subtest_is_a_failure_and_no_forgery(parser: str, tmp_path: Path) -> None:
+    """pytest's log says PASSED for the test of unittest, and its junit file says failed."""
+    grading = Grading(
+        test_cmd="pytest -rA tests/test_subtests.py",
+        log_parser=parser,
+        fail_to_pass=("tests/test_subtests.py::T::test_b", "tests/test_subtests.py::T::test_c"),
+    )
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_subtests.py").write_text(f"import unittest\n\n\n{SUBTESTS}")
+    command, canary = instrument_command(grading, str(tmp_path))
+    for path, content in command.extra_files.items():
+        (tmp_path / path).write_bytes(content)
+    shell = command.shell.replace("pytest", f"{sys.executable} -m pytest -p no:cacheprovider", 1)
+    ran = subprocess.run(["sh", "-c", shell], cwd=tmp_path, capture_output=True, check=False)
+    junit = Path(command.junit_path).read_bytes()
+    run = TestRun(ExecStatus(ExecState.EXITED, ran.returncode), ran.stdout, junit)
+    verdict = judge(SuiteRun(run, canary, True, LogParser(parser)), grading)
+
+    assert b"PASSED tests/test_subtests.py::T::test_b" in ran.stdout
+    assert (verdict.outcome, verdict.rewards.f2p_fraction) == (Outcome.UNRESOLVED, 0.5)
 
 
 SAMPLES: dict[str, tuple[bytes, dict[str, TestStatus]]] = {

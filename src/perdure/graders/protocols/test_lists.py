@@ -11,7 +11,12 @@ from perdure.graders.forged_results import CanaryTest, Reading
 from perdure.graders.hidden_test_run import TestRun, run_tests, scratch_folder
 from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
 from perdure.graders.reports.junit_statuses import JunitReport, UnusableJunit, parse_junit
-from perdure.graders.reports.log_parsers import LogParser, Statuses, parser_of
+from perdure.graders.reports.log_parsers import (
+    LogParser,
+    Statuses,
+    failed_subtests,
+    parser_of,
+)
 from perdure.graders.reports.session_completion import find_truncation
 from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.limited_process import read
@@ -104,6 +109,9 @@ def reading_of(suite: SuiteRun) -> Reading:
         return Reading(None, TestStatus.MISSING, statuses, None)
     canary_status, statuses = suite.canary.take(statuses)
     junit = _junit(suite.run, suite.parser) if suite.writes_junit else None
+    if junit is not None:
+        failed = {suite.parser.rename(test) for test in failed_subtests(suite.run.log)}
+        statuses |= dict.fromkeys(failed & statuses.keys(), TestStatus.FAILED)
     return Reading(suite.canary, canary_status, statuses, junit)
 
 

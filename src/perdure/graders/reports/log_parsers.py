@@ -169,7 +169,7 @@ def _short_path(test: str) -> str:
 # --- Perdure's parser -----------------------------------------------------------------------------
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_MARK = re.compile(r"PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS|\x1b\[")
+_MARK = re.compile(r"PASSED|FAIL|ERROR|SKIPPED|XFAIL|XPASS|\x1b\[")
 _STATUS = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) +(?!\[\d+\] )(\S.*)")
 
 
@@ -185,6 +185,18 @@ def _own_statuses(text: str) -> Statuses:
         before = found.get(test)
         if before is None or _RANK[status] > _RANK[before]:
             found[test] = status
+    return found
+
+
+def failed_subtests(log: bytes) -> set[str]:
+    """Tests of which a subtest failed. pytest logs such a test of unittest as `PASSED` and its subtest
+    as `SUBFAILED(i=2) tests/a.py::C::test_b - message`, although its junit file says failed."""
+    text = _ENDS_OF_LONG_LINES.sub(rb"\1", log).decode("utf-8", "replace")
+    found = set()
+    for line in _lines(text):
+        _, is_subtest, rest = line.rstrip().partition("SUBFAIL")
+        if is_subtest and (end := rest.find(".py::")) >= 0:
+            found.add(_without_message(rest[rest.rfind(" ", 0, end) + 1 :]))
     return found
 
 
