@@ -263,6 +263,9 @@ class RolloutWorkflow:
                 clean = True
                 return RolloutStatus.FAILED, _agent_failure(run)
             self._stop_if_cancelled()
+            if not rollout.grades_now:
+                clean = True
+                return RolloutStatus.UNGRADED, None
             if self._is_past_end():
                 clean = not captured.waits_for
                 return self._truncated_ending("grade")
@@ -321,6 +324,8 @@ class RolloutWorkflow:
         whether no sandbox or permit needs to be freed."""
         if run.broke or captured.empty or captured.waits_for or self._is_past_end():
             return not captured.waits_for
+        if not attempt.request.grades_now:
+            return True
         try:
             await self._grade(attempt, captured.grade_timeout_s, informs=True)
         except (ActivityError, asyncio.CancelledError) as error:

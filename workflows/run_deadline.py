@@ -39,7 +39,8 @@ class RecordedTimes:
     def add(self, episode: EpisodeRef, *, only_grading: bool) -> None:
         """`only_grading`: the run only grades patches."""
         seconds = episode.grade_s if only_grading else episode.seconds
-        if episode.status is RolloutStatus.GRADED and seconds > 0:
+        whole = (RolloutStatus.GRADED, RolloutStatus.UNGRADED)
+        if episode.status in whole and seconds > 0:
             self._by_instance[episode.instance_id].append(seconds)
 
     def expected_s(self, instance_id: str) -> float | None:

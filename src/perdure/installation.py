@@ -1,12 +1,16 @@
-"""Where this copy of Perdure keeps the service's code, and the command that adds a package to it."""
+"""This copy of Perdure: its version, where it keeps the service's code, and the command that adds a
+package to it."""
 
+import functools
 import importlib.util
 import json
 import shlex
 import shutil
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).resolve().parent
 ROOT = PACKAGE.parents[1]
@@ -17,6 +21,33 @@ def service_folder() -> Path:
     """The folder with `workers`, `workflows`, `activities` and `datasets`: the root of a checkout, or
     a folder inside an installed package. Service processes have it on their PYTHONPATH."""
     return ROOT if (ROOT / "workers" / "__main__.py").is_file() else PACKAGE / "service"
+
+
+@functools.cache
+def version() -> str:
+    """The package's version, with the commit if this copy is in a checkout or came from one.
+
+    Example: 0.1.0+3badb38417a8-dirty
+    """
+    try:
+        found = metadata.version("perdure")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+    commit = (
+        _checked_out_commit() or _installed_from().get("vcs_info", {}).get("commit_id", "")[:12]
+    )
+    return f"{found}+{commit}" if commit else found
+
+
+def _checked_out_commit() -> str:
+    if not (ROOT / ".git").exists():
+        return ""
+    argv = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def command_for_extra(*extras: str) -> str:
@@ -55,8 +86,14 @@ def _uv() -> str:
 
 def _source() -> str:
     """The URL of the wheel or archive that this copy was installed from; empty if from an index."""
+    return str(_installed_from().get("url", ""))
+
+
+def _installed_from() -> dict[str, Any]:
+    """pip's record of the URL; empty if there is none."""
     try:
         told = metadata.distribution("perdure").read_text("direct_url.json")
-        return str(json.loads(told or "{}").get("url", ""))
+        found: dict[str, Any] = json.loads(told or "{}")
     except (metadata.PackageNotFoundError, ValueError):
-        return ""
+        return {}
+    return found

@@ -23,6 +23,7 @@ SANDBOXES = {
 
 AGENTS = {
     "aider": "perdure.agents.aider:Aider",
+    "base_suite": "perdure.agents.base_suite:BaseSuite",
     "claude_code": "perdure.agents.claude_code:ClaudeCode",
     "codex": "perdure.agents.codex:Codex",
     "gemini_cli": "perdure.agents.gemini_cli:GeminiCli",

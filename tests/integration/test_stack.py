@@ -69,11 +69,12 @@ class Home:
     def env(self) -> dict[str, str]:
         ours = ("PERDURE_", "TEMPORAL_", "OPENAI_", "ANTHROPIC_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         return {
             **clean,
             "PERDURE_HOME": str(self.path),
             "PERDURE_HANDLERS": "my_source,document_handlers",
-            "PYTHONPATH": str(self.outside),
+            "PYTHONPATH": os.pathsep.join([str(self.outside), *inherited]),
             "PERDURE_METRICS__PORT": str(self.metrics_port),
         }
 
@@ -226,6 +227,39 @@ def test_run_prints_one_document(home: Home) -> None:
     assert answer["rollouts"][0]["model"] == ""  # the oracle calls none
 
 
+def test_a_run_generates_first_and_is_graded_later(home: Home, tmp_path: Path) -> None:
+    """Generating is a run without failures, whose patches can be exported and whose published score
+    opens with its incompleteness. One command grades the rest, and changes nothing the second time."""
+    made = home.json("run", "sums/add", "--agent", "oracle", "-n", "2", "--no-grade", "--wait")
+    run_id = made["run_id"]
+    predictions = json.loads(home.perdure("export", run_id, "-f", "preds", "-o", "-").stdout)
+    by_status = home.json("status", run_id)["by_status"]
+    before = published(home, run_id, tmp_path / "before")
+    graded = home.json("grade", run_id)
+    again = home.json("grade", run_id)
+    after = published(home, run_id, tmp_path / "after")
+
+    assert [one["status"] for one in made["rollouts"]] == ["ungraded", "ungraded"]
+    assert by_status == {"ungraded": 2}
+    assert "+    return a + b" in predictions["add"]["model_patch"]
+    assert before["headline"].startswith("Incomplete: 0 of 2 rollouts have a verdict")
+    assert [one["outcome"] for one in graded["rollouts"]] == ["resolved", "resolved"]
+    assert again["rollouts"] == []
+    assert (after["is_complete"], after["score"]["resolved"]) == (True, 2)
+    assert published(home, run_id, tmp_path / "twice") == after
+    pages = [(tmp_path / name / "report.html").read_bytes() for name in ("after", "twice")]
+    assert pages[0] == pages[1]
+
+
+def published(home: Home, run_id: str, folder: Path) -> Any:
+    """The published report. Its files name nothing of this machine."""
+    done = home.perdure("report", run_id, "--publish", str(folder))
+    assert done.returncode == 0, done.stderr
+    texts = [(folder / name).read_text() for name in ("report.json", "report.html")]
+    assert not [text for text in texts if str(home.path) in text or socket.gethostname() in text]
+    return json.loads(texts[0])
+
+
 def test_a_data_source_from_outside(home: Home) -> None:
     """The handler that docs/extend.md prints reads its rows, prepares sandboxes and gives the verdict."""
     row = {"id": "sum", "task": "add() subtracts.", "tree": str(home.outside.parent / "tree")}
@@ -287,7 +321,8 @@ def test_a_failing_hook_is_named(home: Home, name: str, said: str) -> None:
 
 @pytest.mark.longer
 def test_a_cpython_row_as_a_folder(home: Home) -> None:
-    """Two commits of a repository, `./configure && make test`, in a plain folder: no image is needed."""
+    """Two commits of a repository, `./configure && make test`, in a plain folder: no image is needed.
+    The base's own suite passes, which is the upper bound, and fails with the merge's tests."""
     tree, task = home.outside.parent / "upstream", home.outside / "tasks" / "python__cpython-1"
     task.mkdir(parents=True)
     base, merge = cpython_repository(tree)
@@ -298,8 +333,12 @@ def test_a_cpython_row_as_a_folder(home: Home) -> None:
 
     oracle = home.json("run", str(task.parent), "--agent", "oracle", "--wait")
     nop = home.json("run", "tasks/python__cpython-1", "--agent", "nop", "--wait")
+    suite = home.json("run", "tasks/python__cpython-1", "--agent", "base_suite", "--wait")
+    (report, *_) = home.json("report", nop["run_id"], suite["run_id"])["runs"]
 
-    assert [r["rollouts"][0]["outcome"] for r in (oracle, nop)] == ["resolved", "unresolved"]
+    ended = [run["rollouts"][0]["outcome"] for run in (oracle, nop, suite)]
+    assert ended == ["resolved", "unresolved", "resolved"]
+    assert (report["resolved_share"]["mean"], report["bounds"]["base_suite"]) == (0.0, 1.0)
 
 
 def cpython_repository(tree: Path) -> tuple[str, str]:

@@ -76,6 +76,20 @@ async def test_a_good_rollout_runs_each_stage_once(client: Client, stages: Stage
     assert (episode.status, episode.reward) == (RolloutStatus.GRADED, 1.0)
 
 
+async def test_a_rollout_that_only_generates_ends_with_its_patch(
+    client: Client, stages: Stages
+) -> None:
+    """It completes as `ungraded` without a grade, and the start that grades runs the grade stage."""
+    generated = await _played(client, {**REQUEST, "grading": "later"})
+    first = stages.names()
+    await _played(client, {**REQUEST, "grading": "later", "start_at": "grade"})
+
+    assert first == ["boot_sandbox", "run_agent", "capture_diff", "emit_episode"]
+    assert generated.reward is None
+    assert [ending.status.value for ending in stages.endings] == ["ungraded", "graded"]
+    assert stages.names()[4:].count("grade_in_fresh_sandbox") == 1
+
+
 async def test_a_grading_has_the_time_that_its_row_asks_for(client: Client, stages: Stages) -> None:
     """CPython's tests may take two hours per run."""
     limits: list[float] = []

@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from perdure import variant_registry
 from perdure.agents.base import Agent, AgentTask
-from perdure.types import Instance, Sampling, Source, SourceKind
+from perdure.types import Grading, Instance, Sampling, Source, SourceKind
 
 NOWHERE = "http://127.0.0.1:1"
 NO_INSTANCE = Instance(
@@ -17,6 +17,7 @@ NO_INSTANCE = Instance(
     problem_statement="none",
     source=Source(kind=SourceKind.DIRECTORY),
     gold_patch=b"none",  # the oracle will not start without one
+    grading=Grading(protocol="eval_cmd"),  # nor base_suite with another protocol
 )
 
 

@@ -18,7 +18,7 @@ Identity = dict[str, str]
 
 PER_START_FIELDS = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
-    *("expires_at", "heartbeat_timeout_s"),
+    *("expires_at", "heartbeat_timeout_s", "grading"),
 }
 """Fields of a rollout that do not affect its outcome."""
 CHOICE = ("instances", "dataset", "include", "exclude", "limit")

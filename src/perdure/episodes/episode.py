@@ -4,9 +4,7 @@
 This imports no pyarrow, so `perdure show` starts fast. `episode_store` writes and reads episodes.
 """
 
-import functools
 import hashlib
-import importlib.metadata
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from perdure.agents.locked_version import locked_version
 from perdure.episodes.segment_experts import have_experts
 from perdure.episodes.token_accounting import TrajectoryCounts, count, count_trajectory
 from perdure.episodes.trajectory_segments import RewardShare, share
+from perdure.installation import version
 from perdure.storage import store_keys, stored_json
 from perdure.types import (
     DEFAULT_MODEL,
@@ -271,6 +270,11 @@ class Episode(Frozen):
         return self.outcome.value if self.outcome else self.status.value
 
     @property
+    def has_final_patch(self) -> bool:
+        """Whether its agent ended by itself, so that its patch may have a verdict."""
+        return self.status in (RolloutStatus.GRADED, RolloutStatus.UNGRADED)
+
+    @property
     def official(self) -> Outcome | None:
         """The verdict of the row's own protocol, if twins changed it; otherwise None."""
         official = self.grade.official if self.grade and self.outcome else None
@@ -501,7 +505,7 @@ def _provenance(parts: EpisodeParts) -> Provenance:
     request, instance = parts.request, parts.instance
     digest = hashlib.sha256(instance.model_dump_json().encode()).hexdigest() if instance else ""
     return Provenance(
-        perdure_version=_version(),
+        perdure_version=version(),
         agent=request.agent,
         agent_version=locked_version(request.agent),
         agent_options=request.agent_options,
@@ -529,14 +533,6 @@ def _summary(segment: Segment, routed_experts: bool) -> SegmentSummary:
         temperature=segment.temperature,
         routed_experts=routed_experts,
     )
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return importlib.metadata.version("perdure")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def parse_episode(key: str, data: bytes) -> Episode:

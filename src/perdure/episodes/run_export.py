@@ -29,13 +29,13 @@ from perdure.episodes.trajectory_segments import RewardShare, SegmentMode
 from perdure.errors import ConfigurationError, NotFound
 from perdure.storage import stored_json
 from perdure.storage.base import Store
-from perdure.types import RolloutStatus, Turn
+from perdure.types import Turn
 
 Format = (
     Literal["preds", "preds-all", "episodes", "jsonl", "atif", "sft", "preferences"] | TrainerFormat
 )
 """preds      predictions for the SWE-bench harness: one JSON object, one patch per instance
-preds-all  the same entries for every graded sample, one JSON line each
+preds-all  the same entries for every graded or ungraded sample, one JSON line each
 episodes   token arrays: one parquet file, one row per segment
 jsonl      the readable episodes, one JSON line per rollout
 atif       Harbor's trajectories with sub-agents inside, one JSON line per rollout
@@ -182,19 +182,19 @@ class _Exporter:
                     file.write(json.dumps(line).encode() + b"\n")
 
     async def _preds(self, file: BinaryIO) -> None:
-        """One prediction per instance, from its first graded sample."""
+        """One prediction per instance, from its first sample with a final patch."""
         predictions = {}
-        chosen = list(self._first_graded())
+        chosen = list(self._first_patched())
         async for episode, prediction in self._each(chosen, self._prediction):
             predictions[episode.instance_id] = prediction
         file.write(json.dumps(predictions, indent=1).encode() + b"\n")
 
-    def _first_graded(self) -> Iterator[Episode]:
+    def _first_patched(self) -> Iterator[Episode]:
         for instance_id, samples in groupby(self.episodes, key=lambda e: e.instance_id):
             tried = list(samples)
-            graded = [e for e in tried if e.status is RolloutStatus.GRADED]
-            if graded:
-                yield graded[0]
+            patched = next((e for e in tried if e.has_final_patch), None)
+            if patched is not None:
+                yield patched
             else:
                 ended = ", ".join(sorted({e.status.value for e in tried}))
                 self.omitted.append(Omitted(instance_id, None, f"no graded sample ({ended})"))
@@ -279,7 +279,7 @@ class _Exporter:
     # -- one rollout ---------------------------------------------------------------------------
 
     async def _prediction(self, episode: Episode) -> dict[str, str]:
-        if episode.status is not RolloutStatus.GRADED:
+        if not episode.has_final_patch:
             raise _Left(f"not graded ({episode.status.value})")
         return {
             "model_name_or_path": "-".join([episode.agent, *episode.models]),

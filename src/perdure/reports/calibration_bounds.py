@@ -11,7 +11,8 @@ from perdure.reports.rollout_facts import RunFacts
 from perdure.reports.run_comparison import shares
 from perdure.storage.base import Store
 
-GOLD_AGENT, NO_PATCH_AGENT = "oracle", "nop"
+GOLD_AGENT, NO_PATCH_AGENT, BASE_SUITE_AGENT = "oracle", "nop", "base_suite"
+BOUND_AGENTS = (GOLD_AGENT, NO_PATCH_AGENT, BASE_SUITE_AGENT)
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Bounds:
     """Share with the gold patch."""
     floor: float | None = None
     """Share without a patch."""
+    base_suite: float | None = None
+    """Share whose own test suite passes without a patch and without hidden tests."""
     instances: int = 0
     """Instances of the run for which the shares are known."""
     source: str = ""
@@ -45,24 +48,22 @@ async def calibrated(store: Store, run: RunFacts, sandbox: str) -> Bounds:
 
 
 def of_runs(run: RunFacts, others: list[RunFacts]) -> Bounds:
-    """Bounds from runs of the agents `oracle` and `nop` over the same instances."""
+    """Bounds from runs of the agents `oracle`, `nop` and `base_suite` over the same instances."""
     mine = {one.instance_id for one in run.rollouts}
-    upper, upper_run = _share(mine, others, GOLD_AGENT)
-    floor, floor_run = _share(mine, others, NO_PATCH_AGENT)
-    known = upper_run or floor_run
-    if known is None:
+    found = [_share(mine, others, agent) for agent in BOUND_AGENTS]
+    known = [one for _, one in found if one is not None]
+    if not known:
         return Bounds()
-    names = dict.fromkeys(one.run_id for one in (upper_run, floor_run) if one)
-    instances = len(mine & shares(known).keys())
-    return Bounds(upper, floor, instances, " and ".join(names))
+    upper, floor, base_suite = (share for share, _ in found)
+    names = dict.fromkeys(one.run_id for one in known)
+    instances = len(mine & shares(known[0]).keys())
+    return Bounds(upper, floor, base_suite, instances, " and ".join(names))
 
 
 def gives_bounds(run: RunFacts, first: RunFacts) -> bool:
-    """Whether `run` is of the agents oracle or nop, and `first` is of another agent."""
+    """Whether `run` is of agents that give bounds, and `first` is of another agent."""
     agents = {one.agent for one in run.rollouts}
-    return agents <= {GOLD_AGENT, NO_PATCH_AGENT} and agents != {
-        one.agent for one in first.rollouts
-    }
+    return agents <= set(BOUND_AGENTS) and agents != {one.agent for one in first.rollouts}
 
 
 def _share(

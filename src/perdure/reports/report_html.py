@@ -24,13 +24,17 @@ th, td { text-align: right; padding: .2rem .9rem .2rem 0; border-bottom: 1px sol
   vertical-align: top; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child, .texts th, .texts td { text-align: left; }
 th { font-weight: 600; } p, figcaption { color: var(--dim); margin: .3rem 0; }
+.headline { color: var(--ink); font-size: 1.15rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); gap: 1.5rem; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; }
 """.strip()
 
 
-def page(title: str, sections: Sequence[Section], plots: Sequence[Plot], made: str) -> str:
-    """The HTML page. `made`: the footer, with the time and the program's version."""
+def page(
+    title: str, sections: Sequence[Section], plots: Sequence[Plot], made: str, headline: str = ""
+) -> str:
+    """The HTML page. `headline`: the sentence below the title; `made`: the footer."""
+    lead = f'<p class="headline">{escape(headline)}</p>' if headline else ""
     figures = "\n".join(_figure(plot) for plot in plots)
     tables = "\n".join(_table(section) for section in sections)
     return f"""<!doctype html>
@@ -47,6 +51,7 @@ def page(title: str, sections: Sequence[Section], plots: Sequence[Plot], made: s
 </head>
 <body>
 <h1>{escape(title)}</h1>
+{lead}
 <div class="plots">
 {figures}
 </div>

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
+INTERVAL_METHOD = "Clopper and Pearson over instances, as clusters by Korn and Graubard 1998"
+"""With one sample per instance, it is Clopper and Pearson's exact interval."""
 
 
 class Interval(NamedTuple):
@@ -54,7 +56,8 @@ def share_interval(values: Sequence[float], tries: int) -> Interval:
     independent ones. The variance between instances gives the effective number of samples, with a
     correction for few instances: at most `tries`, and at least one per instance. The interval is
     Clopper and Pearson's exact one for that number. Source: Korn and Graubard 1998, Survey
-    Methodology 24.
+    Methodology 24. Instances as clusters: Miller 2024, arXiv:2411.00640. A normal approximation
+    covers too little below a few hundred instances: Bowyer et al. 2025, arXiv:2503.01747.
     """
     count = len(values)
     if not count:

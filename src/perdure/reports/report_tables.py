@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from perdure.reports.report_statistics import CONFIDENCE, NO_INTERVAL, Interval
+from perdure.reports.report_statistics import CONFIDENCE, INTERVAL_METHOD, NO_INTERVAL, Interval
 from perdure.reports.run_comparison import Comparison
 from perdure.reports.run_report import LISTED, Report, Spread
 
@@ -50,7 +50,7 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("instances", lambda one: str(one.instances)),
         ("rollouts finished", lambda one: f"{one.rollouts} of {one.planned}"),
         ("stopped", lambda one: one.stopped or NONE),
-        ("graded", lambda one: str(one.graded)),
+        ("with a verdict", lambda one: f"{one.graded} of {one.planned}"),
         ("resolved", lambda one: f"{one.resolved}"),
         ("resolved, not checked by strong twins", lambda one: _count(sum(one.unverified.values()))),
         ("resolved, official verdict", _officially),
@@ -58,9 +58,10 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("patches with signals, resolved ones", _signaled),
         ("rewards withheld", lambda one: _count(one.withheld)),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
-        ("pass@1, truncated rollouts as 0, as 1", _truncated),
+        ("pass@1, without a verdict as 0, as 1", _verdict_bounds),
         ("retried after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
+        ("upper bound (the base's own suite)", lambda one: _percent(one.bounds.base_suite)),
         ("lower bound (no patch)", lambda one: _percent(one.bounds.floor)),
         ("instances with known bounds", _bounds),
         ("mean reward", lambda one: _number(one.mean_reward)),
@@ -85,10 +86,7 @@ def _figures(reports: Sequence[Report]) -> Section:
     ]
     filled = [(name, *(cell(one) for one in reports)) for name, cell in rows]
     kept = tuple(row for row in filled if any(cell != NONE for cell in row[1:]))
-    note = (
-        f"{CONFIDENCE:.0%} intervals over instances by Korn and Graubard 1998;"
-        " pass@k by Chen et al. 2021"
-    )
+    note = f"{CONFIDENCE:.0%} intervals: {INTERVAL_METHOD}; pass@k by Chen et al. 2021"
     return Section("Figures", ("", *(one.run_id for one in reports)), kept, note)
 
 
@@ -182,11 +180,11 @@ def _pass_at(k: int) -> Callable[[Report], str]:
     return cell
 
 
-def _truncated(report: Report) -> str:
-    if report.truncated_bounds is None:
+def _verdict_bounds(report: Report) -> str:
+    if report.verdict_bounds is None:
         return NONE
-    low, high = report.truncated_bounds
-    return f"{100 * low:.1f} %, {100 * high:.1f} % ({report.truncated} truncated)"
+    low, high = report.verdict_bounds
+    return f"{100 * low:.1f} %, {100 * high:.1f} % ({report.planned - report.graded} without)"
 
 
 def _count(number: int) -> str:

@@ -48,7 +48,9 @@ class _Grade(Frozen):
 
 
 class _Provenance(Frozen):
+    perdure_version: str = ""
     agent: str
+    agent_version: str = ""
     model: str
 
 
@@ -97,6 +99,9 @@ class RolloutFacts:
     """Its reference, `<dataset>/<instance_id>`."""
     sample_index: int
     agent: str
+    agent_version: str
+    """Empty if Perdure does not install the agent's program."""
+    perdure_version: str
     models: tuple[str, ...]
     """Models that answered; empty if none was called."""
     asked_models: tuple[str, ...]
@@ -205,6 +210,8 @@ def parse_facts(data: bytes) -> RolloutFacts:
         instance=episode.instance,
         sample_index=episode.sample_index,
         agent=episode.provenance.agent,
+        agent_version=episode.provenance.agent_version,
+        perdure_version=episode.provenance.perdure_version,
         models=models,
         asked_models=_asked(episode, models),
         usage=episode.usage,

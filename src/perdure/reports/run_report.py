@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from perdure.reports.calibration_bounds import Bounds
@@ -52,8 +52,9 @@ class Report:
     """Why the run ended before its rollouts: its budget, its deadline or `stop_at`."""
     truncated: int
     """Rollouts that the end of the run's time stopped."""
-    truncated_bounds: tuple[float, float] | None
-    """pass@1 if none and if all of them were resolved; None if there are none."""
+    verdict_bounds: tuple[float, float] | None
+    """pass@1 if none and if all planned rollouts without a verdict were resolved; None if each has
+    one."""
     instances: int
     planned_instances: int
     planned: int
@@ -125,13 +126,14 @@ class Report:
 def build_report(
     run: RunFacts,
     *,
-    planned: int | None = None,
-    planned_instances: int | None = None,
+    planned: Collection[tuple[str, int]] = (),
     bounds: Bounds | None = None,
     prices: Prices | None = None,
     stopped: str = "",
 ) -> Report:
+    """`planned`: instance reference and sample of each planned rollout; empty if unknown."""
     rollouts = run.rollouts
+    names = {*planned, *((one.instance, one.sample_index) for one in rollouts)}
     graded = [one for one in rollouts if one.graded]
     engine = math.fsum(one.engine_seconds for one in rollouts)
     environment = math.fsum(one.environment_seconds for one in rollouts)
@@ -147,10 +149,10 @@ def build_report(
         asked_models=_distinct(name for one in rollouts for name in one.asked_models),
         stopped=stopped,
         truncated=sum(one.truncated for one in rollouts),
-        truncated_bounds=_truncated_bounds(rollouts),
+        verdict_bounds=_verdict_bounds(graded, names),
         instances=len({one.instance for one in rollouts}),
-        planned_instances=max(planned_instances or 0, len({one.instance for one in rollouts})),
-        planned=max(planned or 0, len(rollouts)),
+        planned_instances=len({instance for instance, _ in names}),
+        planned=len(names),
         rollouts=len(rollouts),
         graded=len(graded),
         resolved=sum(one.resolved for one in graded),
@@ -198,17 +200,16 @@ def build_report(
     )
 
 
-def _truncated_bounds(rollouts: Sequence[RolloutFacts]) -> tuple[float, float] | None:
-    if not any(one.truncated for one in rollouts):
+def _verdict_bounds(
+    graded: Sequence[RolloutFacts], names: Collection[tuple[str, int]]
+) -> tuple[float, float] | None:
+    if len(graded) == len(names):
         return None
-    tries: defaultdict[str, list[RolloutFacts]] = defaultdict(list)
-    for one in rollouts:
-        if one.graded or one.truncated:
-            tries[one.instance_id].append(one)
-    low = [sum(one.resolved for one in tried) / len(tried) for tried in tries.values()]
-    high = [
-        sum(one.resolved or one.truncated for one in tried) / len(tried) for tried in tries.values()
-    ]
+    samples = Counter(instance for instance, _ in names)
+    resolved = Counter(one.instance for one in graded if one.resolved)
+    open_ones = samples - Counter(one.instance for one in graded)
+    low = [resolved[name] / count for name, count in samples.items()]
+    high = [(resolved[name] + open_ones[name]) / count for name, count in samples.items()]
     return math.fsum(low) / len(low), math.fsum(high) / len(high)
 
 

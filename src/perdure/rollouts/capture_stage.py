@@ -129,7 +129,7 @@ async def _hand_over(job: Job, patch: PatchRef) -> str:
     agents, gradings = job.agent_sandbox.admission, job.grade_sandbox.admission
     if not (agents.metered or gradings.metered):
         return ""
-    needed = gradings.metered and await _will_be_tested(job, patch)
+    needed = gradings.metered and job.request.grades_now and await _will_be_tested(job, patch)
     if not needed or gradings.account != agents.account:
         await agents.release()
     if not needed:

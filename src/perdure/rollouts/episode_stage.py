@@ -63,10 +63,12 @@ async def emit_episode(
 
 def _keeps(earlier: Episode, ending: Ending) -> bool:
     """An earlier verdict stays if the regrade gave no verdict, or if the rerun was cancelled or
-    stopped. A truncated rollout's evidence stays if the rerun ended before a new attempt."""
+    stopped. An ungraded rollout stays so until a grading gives a verdict. A truncated rollout's
+    evidence stays if the rerun ended before a new attempt."""
     if earlier.status is RolloutStatus.TRUNCATED and ending.status in INTERRUPTED:
         return ending.attempts < len(earlier.attempts)
-    if earlier.status is not RolloutStatus.GRADED or ending.status is RolloutStatus.GRADED:
+    kept = (RolloutStatus.GRADED, RolloutStatus.UNGRADED)
+    if earlier.status not in kept or ending.status is RolloutStatus.GRADED:
         return False
     return ending.status in INTERRUPTED or ending.request.start_at == "grade"
 

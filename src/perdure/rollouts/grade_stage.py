@@ -2,6 +2,8 @@
 
 import hashlib
 import time
+from dataclasses import replace
+from typing import Any
 
 from perdure import retry, tracing
 from perdure.agents.oracle import Oracle
@@ -86,6 +88,18 @@ def needs_tests(job: Job, patch: PatchRef) -> bool:
     return bool(getattr(job.agent, "grade_empty_patch", False))
 
 
+def without_hidden_tests(instance: Instance) -> Instance:
+    """The row with the base's own tests only."""
+    none: dict[str, Any] = {
+        "test_patch": b"",
+        "files": {},
+        "tests_from": None,
+        "twin_draws": (),
+        "canary": False,
+    }
+    return instance.model_copy(update={"grading": instance.grading.model_copy(update=none)})
+
+
 def _generation(workflow_run_id: str) -> str:
     """Part of the run id that changes at a reset, so that a reset workflow grades again.
 
@@ -99,6 +113,8 @@ async def _grade(job: Job) -> Grade:
     if patch is None:
         raise NotFound(f"no captured patch at {job.key('patch.json')}")
     job = await with_calibration(job)
+    if not getattr(job.agent, "hidden_tests", True):
+        job = replace(job, row=without_hidden_tests(job.instance))
     if not needs_tests(job, patch):
         return _without_tests(job, patch)
     store = job.services.store

@@ -42,7 +42,7 @@ async def select(store: Store, run: RunRequest, again: PlayAgain) -> list[Rollou
             ending = RolloutStatus.FAILED.value
         if not _wanted(again, f"{name[0]}/{sample}", ending):
             continue
-        if again.start_at == "grade" and not _has_verdict(episode):
+        if again.start_at == "grade" and not (episode and episode.has_final_patch):
             continue
         graded = _has_verdict(episode)
         before = episode.round if episode is not None else 0
@@ -84,7 +84,7 @@ def asked(again: PlayAgain) -> str:
     """Example: `outcome failed or missing, named django__*`."""
     parts = [f"outcome {' or '.join(again.outcomes)}"] if again.outcomes else []
     parts += [f"named {' or '.join(again.include)}"] if again.include else []
-    parts += ["with a verdict"] if again.start_at == "grade" else []
+    parts += ["with a verdict or ungraded"] if again.start_at == "grade" else []
     return ", ".join(parts) or "any"
 
 

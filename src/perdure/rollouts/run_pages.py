@@ -204,7 +204,8 @@ async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> st
     except NotFound:  # the run was refused before it had an instance list
         return ""
     planned = await retry_selection.planned_rollouts(store, run) or 0
-    ended = [one for one in episodes if one.status in (RolloutStatus.GRADED, RolloutStatus.FAILED)]
+    whole = (RolloutStatus.GRADED, RolloutStatus.UNGRADED, RolloutStatus.FAILED)
+    ended = [one for one in episodes if one.status in whole]
     if len(ended) >= planned:
         return ""
     tokens = sum(one.prompt_tokens + one.sampled_tokens for one in episodes)

@@ -209,6 +209,9 @@ class RolloutRequest(Request):
     """A rollout that was graded in an earlier round runs again. In the same round it is done."""
     start_at: StartAt = "boot"
     """`grade`: grade the patch of the last attempt, without running an agent."""
+    grading: Literal["now", "later"] = "now"
+    """`later`: only generate. The rollout ends as `ungraded` once its patch is captured, and
+    `perdure grade RUN` grades it."""
     schema_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -235,6 +238,11 @@ class RolloutRequest(Request):
     def workflow_id(self) -> str:
         """Deterministic, so that a second start joins the first."""
         return f"rollout/{self.run_id}/{self.instance_id}/{self.sample_index}"
+
+    @property
+    def grades_now(self) -> bool:
+        """Whether this start grades the patch."""
+        return self.grading == "now" or self.start_at == "grade"
 
 
 Straggler = Literal["cancel", "keep"]

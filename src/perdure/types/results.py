@@ -17,6 +17,8 @@ class RolloutStatus(StrEnum):
     TRUNCATED = "truncated"
     """The run's deadline or `stop_at` stopped it. Its patch is kept, and graded for information if
     there was time. The run continues it when it is started again."""
+    UNGRADED = "ungraded"
+    """Its patch is captured, and its request leaves grading to `perdure grade RUN`."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"

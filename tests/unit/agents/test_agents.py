@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from perdure import variant_registry
 from perdure.agents import prompt_template
 from perdure.agents.base import HOME, Agent, AgentTask, Evidence
+from perdure.agents.base_suite import BaseSuite
 from perdure.agents.mini_swe_agent import CONFIG, TRAJECTORY, MiniSweAgent
 from perdure.agents.nop import Nop
 from perdure.agents.oracle import GOLD, Oracle
@@ -78,6 +79,14 @@ def test_oracle_needs_a_gold_patch() -> None:
 
     with pytest.raises(InstanceError, match="gold_patch"):
         Oracle().launch(replace(TASK, instance=bare))
+
+
+def test_base_suite_needs_a_row_that_a_suite_grades() -> None:
+    """Without its hidden tests, a row with test lists would prove nothing."""
+    with pytest.raises(
+        InstanceError, match="tests/click-1: base_suite is for rows that the exit code"
+    ):
+        BaseSuite().launch(TASK)
 
 
 @pytest.mark.parametrize("agent", [Oracle(), Nop()], ids=lambda agent: agent.name)

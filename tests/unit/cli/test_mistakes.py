@@ -191,7 +191,9 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         {},
         r"is a file: grade it with `perdure grade SOURCE --predictions unknow",
     ),
-    ("grade first-steps", {}, r"missing option '-p' / '--predictions'"),
+    ("grade first-steps", {}, r"no run 'first-steps' .* a file, give --predictions"),
+    ("grade r --sandbox podman", {}, r"only -c, --detach, .* go with RUN"),
+    ("report r --publish out --json", {}, r"--publish writes both files itself"),
     (
         "grade first-steps -p no.json",
         {},

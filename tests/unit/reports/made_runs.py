@@ -21,6 +21,8 @@ def rollout(
         "instance": f"toy/{instance}",
         "sample_index": sample,
         "agent": "mini_swe_agent",
+        "agent_version": "2.0",
+        "perdure_version": "0.1.0",
         "models": ("m",),
         "asked_models": (),
         "usage": (

@@ -60,7 +60,31 @@ def test_few_instances_have_a_wide_interval(
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.002)
 
 
-@pytest.mark.parametrize("instances", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("instances", [5, 20, 50])
+@pytest.mark.parametrize("truth", [0.02, 0.1, 0.5, 0.9])
+def test_the_interval_of_single_samples_covers_the_truth(instances: int, truth: float) -> None:
+    """Counted over every result that one sample per instance can have: at least 95 %."""
+    held = 0.0
+    for resolved in range(instances + 1):
+        values = [1.0] * resolved + [0.0] * (instances - resolved)
+        found = share_interval(values, instances)
+        chance = math.comb(instances, resolved) * truth**resolved
+        held += (found.low <= truth <= found.high) * chance * (1 - truth) ** (instances - resolved)
+
+    assert held >= 0.95
+
+
+@pytest.mark.parametrize("instances", [5, 20, 50])
+def test_samples_that_repeat_an_instance_prove_nothing_more(instances: int) -> None:
+    """Four equal samples of each instance give the interval of one, not that of four times as many
+    instances."""
+    values = [1.0] * (instances // 2) + [0.0] * (instances - instances // 2)
+    four, one = share_interval(values, 4 * instances), share_interval(values, instances)
+
+    assert (four.low, four.high) == pytest.approx((one.low, one.high), abs=1e-9)
+
+
+@pytest.mark.parametrize("instances", [1, 2, 3, 5, 20, 50])
 @pytest.mark.parametrize(
     "likeness",
     [

@@ -20,7 +20,7 @@ from perdure.reports.run_comparison import compare
 from perdure.reports.run_report import Report, build_report
 from perdure.reports.svg_plots import plots
 from perdure.reports.token_prices import read_prices
-from perdure.types import Failure, RolloutStatus
+from perdure.types import Failure
 from tests.unit.reports.made_runs import rollout, run_of
 
 RUN = run_of(
@@ -40,7 +40,7 @@ def figures(report: Report) -> dict[str, str]:
 
 def test_a_failed_rollout_is_no_zero() -> None:
     """Instance c has one unresolved graded sample; no share counts its failed one."""
-    found = build_report(RUN, planned=8)
+    found = build_report(RUN, planned=[(f"toy/{name}", n) for name in "abcd" for n in range(2)])
 
     assert (found.rollouts, found.planned, found.graded, found.resolved) == (6, 8, 5, 3)
     assert found.resolved_share.mean == pytest.approx((0.5 + 1.0 + 0.0) / 3)
@@ -247,7 +247,8 @@ def test_a_run_that_was_stopped_says_so_and_how_many_instances_count() -> None:
     """By its budget: two of four instances have a verdict, one of them two."""
     run = run_of("r", {"a": ["resolved", "resolved"], "b": ["resolved"]})
     told = "it has used 8,028 of 5,000 tokens"
-    report = build_report(run, planned=8, planned_instances=4, stopped=told)
+    planned = [(f"toy/{name}", n) for name in "abcd" for n in range(2)]
+    report = build_report(run, planned=planned, stopped=told)
     shown = figures(report)
 
     assert shown["stopped"] == told
@@ -377,12 +378,15 @@ def test_versions_are_drawn_for_a_training_run() -> None:
     assert "Policy versions" in [plot.title for plot in plots([(run, build_report(run))])]
 
 
-def test_truncated_rollouts_give_bounds() -> None:
-    """Of a's two samples one is resolved, of b's one is truncated: pass@1 is from 1/4 to 1/2."""
-    run = run_of("r", {"a": ["resolved", "unresolved"], "b": ["unresolved"]})
-    last = rollout("b", 1, None, status=RolloutStatus.TRUNCATED)
-    found = build_report(RunFacts("r", (*run.rollouts, last)))
+def test_rollouts_without_a_verdict_give_bounds() -> None:
+    """Of a's two samples one is resolved, of b's one failed, c was never started: pass@1 over all is
+    from (1/2 + 0 + 0) / 3 to (1/2 + 1/2 + 1) / 3, and no bounds are shown if each has a verdict."""
+    run = run_of("r", {"a": ["resolved", "unresolved"], "b": ["unresolved", None]})
+    planned = [(f"toy/{name}", n) for name in "abc" for n in range(2)]
+    found = build_report(run, planned=planned)
+    shown = figures(found)
 
-    assert found.truncated_bounds == (0.25, 0.5)
-    assert figures(found)["pass@1, truncated rollouts as 0, as 1"] == "25.0 %, 50.0 % (1 truncated)"
-    assert build_report(run).truncated_bounds is None
+    assert found.verdict_bounds == pytest.approx((1 / 6, 2 / 3))
+    assert shown["with a verdict"] == "3 of 6"
+    assert shown["pass@1, without a verdict as 0, as 1"] == "16.7 %, 66.7 % (3 without)"
+    assert build_report(run_of("r", {"a": ["resolved"]})).verdict_bounds is None

@@ -48,15 +48,18 @@ async def left(
     store: LocalStore, request: RolloutRequest, outcome: Outcome | None, **fields: Any
 ) -> Episode:
     """The episode of a rollout with this outcome, or of a failed one."""
+    values: dict[str, Any] = {
+        "status": RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,
+        "grade": grade_of(outcome) if outcome else None,
+        "failure": None if outcome else LOST,
+        "workflow_run_id": "first-run",
+    }
     parts = EpisodeParts(
         request=request,
-        status=RolloutStatus.GRADED if outcome else RolloutStatus.FAILED,
         started_at=STARTED,
         finished_at=FINISHED,
         attempts=(AttemptSummary(attempt=1),),
-        grade=grade_of(outcome) if outcome else None,
-        failure=None if outcome else LOST,
-        **{"workflow_run_id": "first-run", **fields},
+        **values | fields,
     )
     return await store_episode(store, parts)
 
@@ -178,6 +181,21 @@ async def test_a_retry_that_fails_replaces_the_verdict(store: LocalStore) -> Non
 
     (episode,) = [e for e in await read_run(store, "r") if e.key.endswith("/a/1/episode.json")]
     assert (episode.status, episode.earlier[0].outcome) == (RolloutStatus.FAILED, "unresolved")
+
+
+async def test_an_ungraded_rollout_stays_so_until_a_grading_succeeds(store: LocalStore) -> None:
+    """Grading selects exactly the ungraded rollouts, so that it can be repeated after a failure."""
+    await left(store, request_of("b", 1), None, status=RolloutStatus.UNGRADED, failure=None)
+    wanted = PlayAgain(round=1, start_at="grade", outcomes=("ungraded",))
+    request = request_of("b", 1, start_at="grade", grading="later")
+    await captured(store, request)
+    ref = await emit_episode(store, ending(request, RolloutStatus.FAILED))
+    chosen = await retry_selection.select(store, RUN, wanted)
+    await emit_episode(store, ending(request, RolloutStatus.GRADED))
+
+    assert (ref.status, ref.failure) == (RolloutStatus.FAILED, LOST)
+    assert [(one.instance, one.sample_index) for one in chosen] == [("toy/b", 1)]
+    assert await retry_selection.select(store, RUN, wanted) == []
 
 
 async def test_the_manifest_names_what_the_deadline_left(store: LocalStore) -> None:

@@ -56,6 +56,12 @@ def datasets(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return found or [CompletionItem(incomplete, type="file")]
 
 
+def runs_and_datasets(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    return [*runs(ctx, param, incomplete), *datasets(ctx, param, incomplete)]
+
+
 def _folders(kind: str) -> list[str]:
     """Names in a local store. Returns none for a remote store or after an error."""
     from perdure.settings.settings_loader import load_settings

@@ -1,6 +1,7 @@
-"""`perdure grade`: grades patches that another program made."""
+"""`perdure grade`: grades the ungraded patches of a run, or patches that another program made."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -19,11 +20,10 @@ from perdure.cli.console import json_option
 
 
 @click.command()
-@click.argument("source", shell_complete=completion.datasets)
+@click.argument("source", metavar="RUN|SOURCE", shell_complete=completion.runs_and_datasets)
 @click.option(
     *("-p", "--predictions"),
     type=click.Path(path_type=Path),
-    required=True,
     metavar="FILE|DIR",
     help="preds.json, JSON lines, or a folder of mini-swe-agent's trajectories.",
 )
@@ -40,46 +40,58 @@ from perdure.cli.console import json_option
 def grade(
     *,
     source: str,
-    predictions: Path,
-    sandbox: str | None,
-    assignments: tuple[str, ...],
-    wait: bool,
+    predictions: Path | None,
+    concurrency: int | None,
     dry_run: bool,
+    wait: bool,
     as_json: bool,
     notify: str,
-    **options: object,
+    **options: Any,
 ) -> None:
-    """Grade patches that another program made.
+    """Grade the patches of a run that only generated, or those of another program.
 
-    SOURCE holds the instances, as for `perdure run`. Several patches for one instance become its
-    samples. Each is applied as swebench applies it; `show` says by which command. The result is a
-    run: `show`, `export`, `report` and `regrade` take its name.
+    RUN, of `perdure run --no-grade`: its ungraded rollouts. Repeat the command to grade what an
+    earlier one left; when none is left, it changes nothing.
+
+    SOURCE holds the instances, as for `perdure run`, of the patches in --predictions. Several patches
+    for one instance become its samples. Each is applied as swebench applies it; `show` says by which
+    command. The result is a run: `show`, `export`, `report` and `regrade` take its name.
 
     \b
+    perdure grade RUN
     perdure grade swe-bench-verified -p preds.json
     perdure grade rows.jsonl -p mini-swe-agent-output/
 
     Exit code 1: a patch has no verdict.
     """
-    from perdure.cli.runs import prediction_runs, run_launcher
+    from perdure.cli.runs import prediction_runs, rerun, run_launcher
     from perdure.cli.runs.run_request import fields_of
     from perdure.data_source_handlers import import_handlers
     from perdure.settings.settings_loader import load_settings
 
-    fields = fields_of(assignments, {"sandbox": sandbox} if sandbox else {})
     settings = load_settings()
     import_handlers(settings.handlers)
-    planned = prediction_runs.plan(
-        settings,
-        source,
-        predictions,
-        fields,
-        dry_run=dry_run,
-        **options,  # type: ignore[arg-type]  # click's own names
-    )
-    if dry_run:
-        run_launcher.show(planned, as_json=as_json)
-        return
-    code = run_launcher.play(settings, planned, wait=wait, as_json=as_json, notify=notify)
+    how: dict[str, Any] = {"wait": wait, "as_json": as_json, "notify": notify}
+    sandbox, assignments = options.pop("sandbox"), options.pop("assignments")
+    if predictions is None:
+        if sandbox or assignments or any(options.values()):
+            raise click.UsageError("only -c, --detach, --dry-run, --notify, --json go with RUN")
+        code = rerun.grade_ungraded(
+            settings, source, concurrency=concurrency, dry_run=dry_run, **how
+        )
+    else:
+        planned = prediction_runs.plan(
+            settings,
+            source,
+            predictions,
+            fields_of(assignments, {"sandbox": sandbox} if sandbox else {}),
+            concurrency=concurrency,
+            dry_run=dry_run,
+            **options,
+        )
+        if dry_run:
+            run_launcher.show(planned, as_json=as_json)
+            return
+        code = run_launcher.play(settings, planned, **how)
     if code:
         raise click.exceptions.Exit(code)

@@ -45,17 +45,19 @@ def retry(
     """Run rollouts of an ended run again.
 
     Without --outcome and --include, this takes the rollouts without a verdict (failed, truncated,
-    cancelled, expired, missing). Such a rollout continues: if its agent had ended, it is only graded.
-    A rollout with a verdict starts over; `perdure show` names its earlier episode.
+    cancelled, expired, missing). Such a rollout continues: if its agent had ended, it is only
+    graded. `perdure grade RUN` grades ungraded ones. A rollout with a verdict starts over;
+    `perdure show` names its earlier episode.
 
     Exit code 1: a rollout has no new verdict.
     """
-    from perdure.types import NO_VERDICT
+    from perdure.types import NO_VERDICT, RolloutStatus
 
     if failed and outcome:
         raise click.UsageError("--failed and --outcome are mutually exclusive: give one of them")
-    chosen = NO_VERDICT if failed or not (outcome or include) else outcome
-    _play(run_id, {"outcomes": chosen, "include": include}, **how)
+    if failed or not (outcome or include):
+        outcome = tuple(one for one in NO_VERDICT if one != RolloutStatus.UNGRADED)
+    _play(run_id, {"outcomes": outcome, "include": include}, **how)
 
 
 @click.command()

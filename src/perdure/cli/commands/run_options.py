@@ -126,6 +126,11 @@ OPTIONS = (
         help="Time limit of each agent.",
     ),
     SET,
+    click.option(
+        "--no-grade",
+        is_flag=True,
+        help="Only generate: capture the patches, and grade them later with `perdure grade RUN`.",
+    ),
     click.option("--skip-bad-rows", is_flag=True, help="Leave out unusable rows."),
     WAIT,
     click.option("--dry-run", is_flag=True, help="Print what would run and exit."),
@@ -232,6 +237,7 @@ def read(
     policy_version: int | None,
     max_staleness: int | None,
     budget: float | None,
+    no_grade: bool,
     max_tokens: int | None,
     max_cost: float | None,
     max_rollout_turns: int | None,
@@ -264,6 +270,7 @@ def read(
         "max_staleness": max_staleness,
         "agent_budget_s": budget,
         "retry_on": retried(retry_on, no_retry_on),
+        "grading": "later" if no_grade else None,
     }
     settings = load_settings()
     limits = {

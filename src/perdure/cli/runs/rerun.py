@@ -1,4 +1,4 @@
-"""Starts a run again for some of its rollouts: `perdure retry`, `perdure regrade`."""
+"""Starts a run again for some of its rollouts: `perdure retry`, `regrade`, `grade RUN`."""
 
 import asyncio
 from collections import Counter
@@ -10,12 +10,13 @@ import click
 from perdure.cli.console import answer, many, say
 from perdure.cli.runs import run_launcher, run_results
 from perdure.cli.temporal_connection import connect
-from perdure.episodes.episode_store import scan_run
-from perdure.errors import ConfigurationError
+from perdure.episodes.episode_store import scan_run, scan_run_as
+from perdure.errors import ConfigurationError, NotFound
 from perdure.rollouts import retry_selection
 from perdure.rollouts.activity_messages import RolloutAgain
 from perdure.rollouts.run_record import current_request
 from perdure.settings.settings_tree import Settings
+from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
 from perdure.storage.store_url import open_store
@@ -45,6 +46,32 @@ def play(
     needs_model = request.again is not None and request.again.start_at == "boot"
     run_launcher.ensure_stack_ready(settings, request, joins=True, samples=needs_model)
     return asyncio.run(_drive(settings, request, chosen, wait=wait, as_json=as_json, notify=notify))
+
+
+def grade_ungraded(settings: Settings, run_id: str, *, as_json: bool, **how: Any) -> int:
+    """Grade the ungraded rollouts of a run; return the exit code, 0 if there are none.
+
+    Raises: NotFound; ConfigurationError if the run is open.
+    """
+    ungraded = asyncio.run(_count(open_store(settings), run_id, RolloutStatus.UNGRADED))
+    if not ungraded:
+        if as_json:
+            answer({"run_id": run_id, "rollouts": []})
+        say(f"run {run_id} has no ungraded rollout; `perdure regrade` grades all of them again")
+        return 0
+    asked = {"outcomes": (RolloutStatus.UNGRADED.value,), "start_at": "grade"}
+    return play(settings, run_id, asked, as_json=as_json, **how)
+
+
+async def _count(store: Store, run_id: str, status: RolloutStatus) -> int:
+    """Raises: NotFound for an unknown run."""
+    if not await store.exists(store_keys.run(run_id)):
+        raise NotFound(
+            f"no run {run_id!r} in {store.url}: `perdure status` lists the runs; to grade the patches"
+            " of a file, give --predictions"
+        )
+    found, _ = await scan_run_as(store, run_id, lambda episode: episode.status)
+    return found.count(status)
 
 
 async def _plan(

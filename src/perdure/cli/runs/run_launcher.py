@@ -349,6 +349,8 @@ def show_results(
         if value:
             click.echo(f"{name:<9} {value}")
     first = f"{episodes[0].instance_id}/{episodes[0].sample_index}" if episodes else "INSTANCE"
+    if any(one.status is RolloutStatus.UNGRADED for one in episodes):
+        click.echo(f"Grade     {invoked_command()} grade {run_id}")
     click.echo(f"Next      {invoked_command()} show {run_id}/{first}")
     if any(episode.turns for episode in episodes):
         click.echo(f"          {invoked_command()} show {run_id}/{first} --turns")

@@ -1,28 +1,32 @@
 """Reads runs for `perdure report`, and prints or writes their report."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from perdure.cli.console import answer, invoked_command, print_table, say
 from perdure.episodes.output_file import output_file
-from perdure.errors import NotFound
+from perdure.errors import ConfigurationError, NotFound
+from perdure.instances import instance_catalog
 from perdure.reports import calibration_bounds, metric_loggers, report_tables, rollout_facts
+from perdure.reports.published_page import published_page
+from perdure.reports.published_report import published
 from perdure.reports.report_json import document
 from perdure.reports.rollout_facts import RunFacts
 from perdure.reports.run_comparison import Comparison, compare
 from perdure.reports.run_report import Report, build_report
 from perdure.reports.token_prices import Prices, read_prices
-from perdure.rollouts.retry_selection import instances_of, planned_rollouts
+from perdure.rollouts.retry_selection import planned
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_url import store_to_read
-from perdure.types import RunRequest
+from perdure.types import Instance, RunRequest
 
 
 @dataclass(frozen=True)
@@ -71,23 +75,68 @@ async def log(
     return written
 
 
+async def publish(
+    settings: Settings, run_ids: Sequence[str], prices: Path | None, folder: Path
+) -> list[Path]:
+    """Write `report.json` and `report.html` of the first run; return their paths.
+
+    Raises: NotFound; ConfigurationError if another run gives no bounds.
+    """
+    made = await make(settings, run_ids, prices)
+    if made.comparisons:
+        raise ConfigurationError(
+            f"--publish takes one run, and runs of {', '.join(calibration_bounds.BOUND_AGENTS)}"
+            f" for its bounds: leave out {made.comparisons[0].second}"
+        )
+    store, (run, report) = store_to_read(settings), made.runs[0]
+    request = await current_request(store, run.run_id)
+    refs = {ref for ref, _ in await _planned(store, request)}
+    rows = {ref: await _row(store, ref) for ref in refs | {one.instance for one in run.rollouts}}
+    found = published(run, report, request, await _identity(store, run.run_id), rows)
+    texts = {"report.json": found.model_dump_json(indent=1) + "\n"}
+    texts["report.html"] = published_page(found)
+    for name, text in texts.items():
+        with output_file(folder / name) as file:
+            file.write(text.encode())
+    return [folder / name for name in texts]
+
+
+async def _row(store: Store, ref: str) -> Instance | None:
+    with contextlib.suppress(NotFound):
+        return await instance_catalog.load(store, ref)
+    return None
+
+
+async def _identity(store: Store, run_id: str) -> dict[str, str]:
+    with contextlib.suppress(NotFound):
+        found: dict[str, str] = json.loads((await store.get(store_keys.run_identity(run_id))).data)
+        return found
+    return {}
+
+
 async def _report(
     store: Store, run: RunFacts, runs: Sequence[RunFacts], prices: Prices | None
 ) -> Report:
     request = await _request(store, run.run_id)
     known = calibration_bounds.of_runs(run, [one for one in runs if one is not run])
-    if not known.instances:
-        known = await calibration_bounds.calibrated(store, run, _graded_in(request))
-    planned = await planned_rollouts(store, request) if request is not None else None
-    instances = await instances_of(store, run.run_id) if planned else ()
+    if known.upper is None and known.floor is None:
+        calibrated = await calibration_bounds.calibrated(store, run, _graded_in(request))
+        if calibrated.instances:
+            known = replace(calibrated, base_suite=known.base_suite)
     return build_report(
         run,
-        planned=planned,
-        planned_instances=len(instances),
+        planned=await _planned(store, request),
         bounds=known,
         prices=prices,
         stopped=await _stopped(store, run.run_id),
     )
+
+
+async def _planned(store: Store, request: RunRequest | None) -> list[tuple[str, int]]:
+    """Empty if the run has no list of instances yet."""
+    with contextlib.suppress(NotFound):
+        return await planned(store, request) if request is not None else []
+    return []
 
 
 async def _stopped(store: Store, run_id: str) -> str:

@@ -24,6 +24,7 @@ OUTCOME_STYLES = {
     "unparsable": "bold red",
     "capture_failed": "bold red",
     "sandbox_destroyed": "bold red",
+    "ungraded": "cyan",
     "failed": "bold red",
     "truncated": "magenta",
     "cancelled": "dim",
@@ -116,7 +117,9 @@ def results(episodes: Sequence[EpisodeRef]) -> Table:
     table.add_column("#", justify="right")
     table.add_column("agent")
     table.add_column("model")
-    table.add_column("outcome", footer=f"{resolved} resolved")
+    graded = sum(episode.status is RolloutStatus.GRADED for episode in episodes)
+    of = f" of {graded} with a verdict" if graded < len(episodes) else ""
+    table.add_column("outcome", footer=f"{resolved} resolved{of}")
     table.add_column("reward", justify="right", footer="-" if mean is None else f"{mean:.3f}")
     table.add_column("seconds", justify="right", footer=f"{sum(e.seconds for e in episodes):.1f}")
     table.add_column("attempts", justify="right")
