@@ -57,6 +57,14 @@ def stop_margin_s(run: RunRequest, graded: int, grade_seconds: float) -> float:
     return min(CAPTURE_S + 2 * each, most)
 
 
+def stop_time(run: RunRequest, now: float, graded: int, grade_seconds: float) -> float | None:
+    """When the agents are stopped (Unix seconds), as far as known `now`; None without a deadline."""
+    if run.ends_at is None or run.deadline_s is None:
+        return None
+    earliest = run.ends_at - LARGEST_MARGIN_SHARE * run.deadline_s
+    return earliest if now < earliest else run.ends_at - stop_margin_s(run, graded, grade_seconds)
+
+
 def deadline_truncation(ends_at: float) -> Truncation:
     return Truncation(by="deadline", cause="the run's deadline", ends_at=ends_at)
 

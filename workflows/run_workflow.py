@@ -43,12 +43,12 @@ with workflow.unsafe.imports_passed_through():
     from workflows.activity_redispatch import ordered
     from workflows.rollouts_in_flight import STILL_RUNNING, Counts, Window, starts_together
     from workflows.run_deadline import (
-        LARGEST_MARGIN_SHARE,
         MANIFEST_S,
         deadline_truncation,
         run_until_truncated,
         stop_at_truncation,
         stop_margin_s,
+        stop_time,
         wait_until,
     )
     from workflows.run_pause import Throttle
@@ -233,15 +233,8 @@ class RunWorkflow:
                 await wait_until(has_changed, stops_at, "until the agents stop for the deadline")
 
     def _stops_at(self, run: RunRequest) -> float | None:
-        """When the agents are stopped (Unix seconds), as far as known now; None without a
-        deadline."""
-        if run.ends_at is None or run.deadline_s is None:
-            return None
-        earliest = run.ends_at - LARGEST_MARGIN_SHARE * run.deadline_s
-        if workflow.time() < earliest:
-            return earliest
         counts = self._counts()
-        return run.ends_at - stop_margin_s(run, counts.done, counts.grade_seconds)
+        return stop_time(run, workflow.time(), counts.done, counts.grade_seconds)
 
     def _is_share_reached(self) -> bool:
         """Whether `stop_at` ends the run before its last rollouts."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from temporalio.testing import ActivityEnvironment
@@ -20,7 +21,8 @@ from activities.rollout_activities import Stages
 from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, PerdureError
 from perdure.instances import build_contexts, instance_catalog
-from perdure.instances.environment_builder import Environments, check_image
+from perdure.instances.environment_builder import LAST_USES, Environments, check_image
+from perdure.instances.image_preparation import missing_images, prune
 from perdure.instances.rows.row_import import import_rows
 from perdure.rollouts import stage_checkpoints
 from perdure.rollouts.activity_messages import Attempt
@@ -160,12 +162,33 @@ async def test_a_wrong_dockerfile_is_the_tasks_fault(
     )
 
 
-async def test_a_full_disk_is_not_the_tasks_fault(bench: Bench, tmp_path: Path) -> None:
-    line = "RUN echo 'cp: error writing: No space left on device'; exit 1\n"
+@pytest.mark.parametrize(
+    "said", ["cp: error writing: No space left on device", "unexpected EOF from the registry"]
+)
+async def test_a_full_disk_or_a_failing_builder_is_not_the_tasks_fault(
+    bench: Bench, tmp_path: Path, said: str
+) -> None:
+    """The build is tried again, and the task keeps its good name."""
+    instance = await bench.instance(tmp_path / "c", f"RUN echo '{said}'; exit 1\n")
 
-    assert isinstance(
-        await failure(bench, await bench.instance(tmp_path / "c", line)), ControlPlaneError
+    assert isinstance(await failure(bench, instance), ControlPlaneError)
+
+
+async def test_an_image_of_the_mirror_is_not_missing(bench: Bench, podman: Podman) -> None:
+    """Podman keeps it under the mirror's name, and the run would be announced to pull it again."""
+    name, mirror = "docker.io/demo/tool:1", "docker.io=mirror.example/hub"
+    made = Instance(
+        instance_id="one",
+        dataset="made",
+        problem_statement="x",
+        source=Source(kind=SourceKind.IMAGE),
+        environment=Environment(image=name),
     )
+    before = await missing_images([made], bench.podman, mirror)
+    podman("tag", BASE, "mirror.example/hub/demo/tool:1")
+
+    assert [*before] == [name]
+    assert await missing_images([made], bench.podman, mirror) == {}
 
 
 async def test_a_build_ends_at_its_limit(bench: Bench, podman: Podman, tmp_path: Path) -> None:
@@ -238,7 +261,6 @@ async def test_a_killed_worker_leaves_no_half_image(
     worker.wait()
     image = instance.environment.image or ""
     assert await bench.podman.image_size(image) is None
-
     await bench.build(instance)
 
     assert await bench.podman.image_size(image) is not None
@@ -310,9 +332,9 @@ def write_task(folder: Path, mode: str, artifacts: str) -> Path:
     return folder
 
 
-async def played(services: Services, ref: str, agent: str) -> Grade:
+async def played(services: Services, ref: str, agent: str, **fields: Any) -> Grade:
     """One rollout's stages, as its workflow calls them."""
-    request = RolloutRequest(run_id=agent, instance=ref, agent=agent, sandbox="podman")
+    request = RolloutRequest(run_id=agent, instance=ref, agent=agent, sandbox="podman", **fields)
     request = request.model_copy(update={"grade_empty_patch": True})
     attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
     stages = Stages(services)
@@ -340,6 +362,21 @@ async def test_a_task_as_harbor_writes_it(
     assert (gold.outcome, gold.reward) == ("resolved", 1.0)
     assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
     assert await services.provider("podman").list() == []
+
+
+async def test_artifacts_that_cannot_be_taken_are_no_verdict_of_the_tests(
+    podman: Podman, tmp_path: Path
+) -> None:
+    """The tests would find the image's own files, as if the agent had done nothing."""
+    services = Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
+    task = write_task(tmp_path / "hello", "separate", '"/app"')
+    with (task / "solution/solve.sh").open("a") as solution:
+        solution.write("head -c 3000000 /dev/urandom >large\n")
+    (ref,) = (await import_rows(services.store, task)).refs
+    grade = await played(services, ref, "oracle", limits=Limits(output_mb=1))
+
+    assert grade.outcome == "capture_failed"
+    assert grade.reason.startswith("artifacts_too_large")
 
 
 async def test_only_podman_and_docker_build(bench: Bench, tmp_path: Path) -> None:
@@ -385,6 +422,25 @@ def test_a_set_is_prepared_and_pruned(
     assert all(podman.does("image", "exists", one["image"]) for one in found)
     assert invoke(["images", "prune", "--days", "0"]) == 0
     assert not any(podman.does("image", "exists", one["image"]) for one in found)
+
+
+async def test_pruning_spares_what_is_in_use(bench: Bench, tmp_path: Path) -> None:
+    """An image that a rollout has used since its build, and one under an open sandbox, which keeps its
+    files. An image that another engine built is not forgotten while that engine is away."""
+    instance = await bench.instance(tmp_path / "context", "RUN touch /made\n")
+    home, image = bench.settings.home, instance.environment.image or ""
+    await bench.build(instance)
+    (use,) = (home / "environments" / LAST_USES).iterdir()
+    os.utime(use, (0, 0))
+    await bench.build(instance)
+
+    assert await prune(home, [bench.podman], unused_s=3600) == []
+    async with await bench.podman.create(SandboxSpec("/tmp", image=image), "box") as box:
+        assert await prune(home, [bench.podman], unused_s=0) == []
+        assert (await box.exec("ls /made")).stdout == b"/made\n"
+    assert await prune(home, [], unused_s=0) == []
+    assert await prune(home, [bench.podman], unused_s=0) == [image]
+    assert await bench.podman.image_size(image) is None
 
 
 @pytest.fixture

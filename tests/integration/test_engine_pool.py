@@ -338,7 +338,8 @@ async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Pa
         control = {"authorization": f"Bearer {control_token(gateway.secret)}"}
         session = {"authorization": f"Bearer {await gateway.open('s')}"}
         async with httpx.AsyncClient(base_url=gateway.url, headers=control) as http:
-            added = await http.post("/engines", json={"url": engine.url, "weight": 2})
+            asked = {"model": "judge", "tokenizer": "qwen3", "run": "eval-*"}
+            added = await http.post("/engines", json={"url": engine.url, "weight": 2, **asked})
             listed = (await http.get("/engines")).json()["engines"]
             refused = await http.get("/engines", headers=session)
             wrong = await http.post("/engines", json={"url": engine.url, "weight": -1})
@@ -346,7 +347,9 @@ async def test_engines_are_added_and_removed_with_the_control_token(tmp_path: Pa
             unknown = await http.delete(f"/engines/{name_of(engine.url)}")
 
     assert added.status_code == 200
-    assert [(e["name"], e["weight"]) for e in listed] == [(name_of(engine.url), 2.0)]
+    assert [(e["name"], e["weight"], e["model"], e["run"]) for e in listed] == [
+        (name_of(engine.url), 2.0, "judge", "eval-*")
+    ]
     assert (refused.status_code, wrong.status_code) == (401, 400)
     assert "weight" in wrong.text
     assert (removed.status_code, unknown.status_code) == (204, 404)

@@ -112,6 +112,21 @@ async def test_a_restarted_gateway_asks_only_for_new_experts(tmp_path: Path) -> 
     assert turns[2].routed_experts.start == len(turns[1].prompt_ids + turns[1].completion_ids) - 1
 
 
+async def test_a_replayed_turn_keeps_its_experts(tmp_path: Path) -> None:
+    """A new attempt samples no recorded turn again, and its segment has the experts of all its tokens."""
+    async with ScriptedEngine(CHAT, experts=SHAPE) as engine:
+        options: Any = {"engine": {"url": engine.url, "kind": "vllm"}}
+        async with LocalGateway(tmp_path, **options) as gateway:
+            await talk(gateway, await gateway.open("lost"), [], 2)
+            await talk(gateway, await gateway.open("s", replay_of="lost"), [], 3)
+            turns = await recorded(gateway)
+    ids, experts = of_only_segment(turns)
+
+    assert len(engine.calls) == 3
+    assert experts is not None
+    assert experts.tolist() == rows(ids)
+
+
 async def test_an_engine_without_experts_leaves_the_segment_without(tmp_path: Path) -> None:
     """If one turn has no experts, its segment has none, even if the other turns have them."""
     async with ScriptedEngine(CHAT, experts=SHAPE) as engine:

@@ -191,6 +191,23 @@ async def test_nothing_starts_that_would_not_end_in_time(client: Client, stages:
     assert summary["stopped"] == "its deadline of 1:00:00 leaves no time for another rollout"
 
 
+async def test_a_jittered_start_does_not_outlast_the_deadline(
+    client: Client, stages: Stages
+) -> None:
+    """Rollouts that would begin within the hour never do, and the run ends at once."""
+    stages.instances = ("toy/add-0", "toy/add-1")
+    run = RUN.model_copy(update={"deadline_s": 3600.0, "start_jitter_s": 3600.0})
+    started = await Perdure(client).start_run(run)
+
+    async def both_wait() -> bool:
+        return (await started.progress()).running == 2
+
+    await until(both_wait, "both wait for their start", PATIENCE_S)
+    summary = await ended(client, run.model_copy(update={"deadline_s": 0.5}))
+
+    assert (summary["by_status"], stages.endings) == ({"missing": 2}, [])
+
+
 async def test_a_rollout_that_outlasts_its_run_keeps_its_patch(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

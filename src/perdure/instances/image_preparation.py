@@ -69,8 +69,9 @@ async def prepare_all(
 
     async def one(image: str, instance: Instance) -> PreparedImage:
         async with slots:
-            started, was_here = time.monotonic(), await builder.image_size(image) is not None
+            started = time.monotonic()
             try:
+                was_here = await builder.image_size(image) is not None
                 await environments.prepare_image(instance, limits=limits, network=network)
                 size = await builder.image_size(image) or 0
             except PerdureError as error:
@@ -91,13 +92,15 @@ async def prepare_all(
 
 async def prune(home: Path, builders: Sequence[ImageBuilder], *, unused_s: float) -> list[str]:
     """Remove the images that Perdure built here and no rollout has used for `unused_s` seconds.
-    Returns their names. An image that a sandbox uses stays."""
+    Returns their names. An image that a sandbox uses stays. One that none of `builders` has keeps its
+    record, because another engine may have it."""
     removed = []
     for use in sorted((home / "environments" / LAST_USES).glob("*")):
         if time.time() - use.stat().st_mtime < unused_s:
             continue
         image = f"{REPOSITORY}:{use.name}"
-        if all([await builder.remove_image(image) for builder in builders]):
+        having = [one for one in builders if await one.image_size(image) is not None]
+        if having and all([await one.remove_image(image) for one in having]):
             use.unlink(missing_ok=True)
             removed.append(image)
     return removed

@@ -79,7 +79,8 @@ class TrainerEngine:
         """From now on, sample with this function in the running event loop. The first call
         registers the engine.
 
-        Raises: OSError (the port is taken), ConfigurationError, StoreUnavailable.
+        Raises: OSError (the port is taken), ConfigurationError (also if another training's engines would
+        sample these runs), StoreUnavailable.
         """
         self._trainer = sample, asyncio.get_running_loop()
         host = self._host
@@ -177,18 +178,20 @@ def split_engine_option(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bool
     return rest, engine == TRAINER
 
 
-async def name_server(url: str, model: str) -> None:
+async def name_server(url: str, model: str) -> str:
     """Add a vLLM server that the trainer has started, unless it is known. `model`: the name under
     which it serves the model.
 
-    Raises: ConfigurationError, StoreUnavailable.
+    Returns the name by which requests choose its model. Raises: ConfigurationError, StoreUnavailable.
     """
     try:
         name = name_of(url)
     except ValueError as error:
         raise ConfigurationError(f"the trainer's server: {error}") from None
-    if (await _roster().read()).get(name) is None:
-        await _register(root_of(url), model)
+    if (known := (await _roster().read()).get(name)) is not None:
+        return known.model
+    await _register(root_of(url), model)
+    return model
 
 
 async def own_address() -> str:
@@ -210,10 +213,14 @@ async def own_address() -> str:
 
 
 async def _register(url: str, model: str = "", run: str = "") -> None:
-    """Add the engine with a new generation, because an earlier process may have used its port."""
+    """Add the engine with a new generation, because an earlier process may have used its port.
+
+    Raises: ConfigurationError if the runs overlap with another training's.
+    """
     model = model or load_settings().engine.model or DEFAULT_MODEL
 
     def registered(now: Roster) -> Roster:
+        _check_apart(now, run)
         record = EngineRecord(
             name=name_of(url),
             url=url,
@@ -226,6 +233,21 @@ async def _register(url: str, model: str = "", run: str = "") -> None:
         return now.having(record)
 
     await _roster().change(registered)
+
+
+def _check_apart(roster: Roster, run: str) -> None:
+    """Raises: ConfigurationError. The runs of a training `try-1` also match the glob `try-*` of `try`."""
+    for other in roster.engines:
+        is_trainings = other.of_trainer and other.run and not other.removed
+        if not (run and is_trainings) or other.run == run:
+            continue
+        mine, theirs = run.removesuffix("*"), other.run.removesuffix("*")
+        if mine.startswith(theirs) or theirs.startswith(mine):
+            raise ConfigurationError(
+                f"engine {other.name} samples the runs {other.run} of another training, and this one's "
+                f"are {run}: choose a `run_id` such that neither begins with the other, or, if that "
+                f"training has ended, `perdure engines remove {other.name}`"
+            )
 
 
 def _roster() -> StoredRoster:

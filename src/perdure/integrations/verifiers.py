@@ -116,7 +116,8 @@ class PerdureEnv(vf.Env[PerdureEnvConfig]):  # type: ignore[misc]
         request = self._request(task, agent.sampling)
         client = ctx.client
         if self._uses_trainers and client.type == "train" and "base_url" in client.model_fields_set:
-            await trainer_engine.name_server(client.base_url, ctx.model)
+            model = await trainer_engine.name_server(client.base_url, ctx.model)
+            request = request.model_copy(update={"model": model})
         found = await trainer_hooks.finished(request)
         if found is None or found.episode.reward is None:
             error = _no_reward(found)

@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import os
 import re
 import shlex
@@ -32,7 +33,7 @@ _OTHER_IMAGE = re.compile(
     r"^(?:(?:COPY|ADD)\s+(?:--\S+\s+)*?--from=|RUN\s+(?:--\S+\s+)*?--mount=\S*?\bfrom=)([^\s,]+)",
     re.IGNORECASE,
 )
-_HEREDOC = re.compile(r"^(?:RUN|COPY|ADD)\s.*<<-?([\"']?)(\w+)\1", re.IGNORECASE)
+_HEREDOC = re.compile(r"^(?:RUN|COPY|ADD)\s(?:.*\s)?\d*<<-?([\"']?)(\w+)\1", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 
 
@@ -189,7 +190,8 @@ async def run_build(
     try:
         code = await process.wait()
     except asyncio.CancelledError:
-        process.terminate()
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            process.terminate()
         await asyncio.shield(process.wait())
         raise
     return BuildOutput(None if code == -signal.SIGALRM else code, _tail(build.log))

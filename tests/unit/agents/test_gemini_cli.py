@@ -40,7 +40,8 @@ def test_its_commands_do_not_inherit_the_gateway(tmp_path: Path) -> None:
 
 
 def test_its_settings_send_nothing_elsewhere() -> None:
-    """No statistics, telemetry, updates or web tools; the rollout's answer and time limits."""
+    """No statistics, telemetry, updates or web tools, and no endpoint that a repository's .env names; the
+    rollout's answer and time limits."""
     files = GeminiCli().launch(TASK).files
     settings = json.loads(files[SETTINGS])
     (override,) = settings["modelConfigs"]["customOverrides"]
@@ -49,6 +50,7 @@ def test_its_settings_send_nothing_elsewhere() -> None:
     assert settings["privacy"] == {"usageStatisticsEnabled": False}
     assert settings["telemetry"] == {"enabled": False}
     assert settings["general"]["enableAutoUpdate"] is False
+    assert settings["advanced"] == {"ignoreLocalEnv": True}
     assert settings["tools"]["exclude"] == ["google_web_search", "web_fetch"]
     assert override["match"] == {"model": "policy"}
     assert override["modelConfig"]["generateContentConfig"] == {"maxOutputTokens": 2000}

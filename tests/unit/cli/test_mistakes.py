@@ -460,12 +460,14 @@ def test_a_store_without_keys_names_the_variables() -> None:
     )
 
 
+@pytest.mark.parametrize("model", ["--model gpt-x", "--set model=gpt-x"])
 def test_a_dry_run_says_what_it_may_need(
-    mistake: Mistake, capsys: pytest.CaptureFixture[str]
+    mistake: Mistake, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    """`eval` takes what `run` takes; rollouts, sandboxes' limits and the agents' time are multiplied."""
-    line = "eval first-steps -k 4 -c 6 --budget 3600 --max-cost 5 --prices fair.toml --model gpt-x"
-    code = invoke([*line.split(), "--dry-run"])
+    """`eval` takes what `run` takes; rollouts, sandboxes' limits and the agents' time are multiplied. Both
+    limits in dollars find the model's price."""
+    line = "eval first-steps -k 4 -c 6 --budget 3600 --max-cost 5 --max-rollout-cost 2"
+    code = invoke([*f"{line} --prices fair.toml {model}".split(), "--dry-run"])
     told = capsys.readouterr()
 
     assert code == 0, told.err

@@ -1,7 +1,10 @@
 """One sentence says what waits, and what to add."""
 
+from typing import Any
+
 import pytest
 
+from perdure.cli.commands.status import models_text
 from perdure.client.bottlenecks import Backlog, Engines, engines_of, sentence
 
 IDLE = Engines(ready=1, waiting_calls=0, kv_used=0.2)
@@ -86,13 +89,18 @@ def test_engines_are_counted_as_the_gateway_sees_them() -> None:
 
 
 def test_engines_of_several_models_are_counted_separately() -> None:
-    """A judge that waits is not hidden by idle engines of the policy."""
-    document = {
+    """A judge that waits is not hidden by idle engines of the policy, and `status` lists both. A single
+    model is not listed."""
+    document: dict[str, Any] = {
         "waiting": {"judge": 1},
         "engines": [{"model": name, "state": "ready"} for name in ("policy", "judge")],
     }
+    document["engines"][0] |= {"version": 7}
+    found = engines_of(document)
 
-    assert [(one.model, one.ready, one.waiting_calls) for one in engines_of(document)] == [
+    assert [(one.model, one.ready, one.waiting_calls) for one in found] == [
         ("policy", 1, 0),
         ("judge", 1, 1),
     ]
+    assert models_text(found) == "policy: 1 ready at version 7; judge: 1 ready"
+    assert models_text(found[:1]) == models_text([]) == ""

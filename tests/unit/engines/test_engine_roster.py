@@ -3,6 +3,7 @@
 import asyncio
 from pathlib import Path
 
+import numpy
 import pytest
 
 from perdure.engines.clients.vllm_control import read_vitals
@@ -187,6 +188,22 @@ def test_a_whole_answer_across_an_update_has_one_token_of_known_version() -> Non
     salvage.add([1, 2, 3], [-0.1, -0.2, -0.3], 8)
 
     assert salvage.versions == [VersionSpan(version=8, start=2, end=3)]
+
+
+def test_experts_of_dropped_tokens_are_dropped() -> None:
+    """The next engine returns those of its own tokens, and the rows join at the last token that stays."""
+    first, second = (numpy.full((rows, 2, 2), number) for rows, number in ((4, 1), (2, 2)))
+    salvage = Salvage(prompt_rows=1)
+    salvage.begin("a", 1, 7)
+    salvage.add([5, 6, 7], [-0.1] * 3, 7)
+    salvage.add_experts(first, 4)
+    salvage.cut(1)
+    salvage.begin("b", 2, 7)
+    salvage.add([8, 9], [-0.1] * 2, 7)
+    salvage.add_experts(second, 2)
+
+    assert salvage.experts is not None
+    assert salvage.experts.tolist() == [*first[:2].tolist(), *second.tolist()]
 
 
 def test_a_changed_engine_keeps_its_place() -> None:

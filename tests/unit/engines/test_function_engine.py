@@ -189,6 +189,27 @@ async def test_a_long_call_is_not_silent(
     assert (first, len(rest)) == (": ping", 1)
 
 
+async def test_a_caller_that_leaves_ends_its_call(
+    engine: ServedFunction, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped agent's call does not occupy the trainer's engines until its last token."""
+    monkeypatch.setattr(function_engine, "PING_S", 0.01)
+    ended, body = asyncio.Event(), {"token_ids": [4, 5], "stream": True}
+
+    async def sampling() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    generator.wait = sampling
+    url = f"{engine.url}/inference/v1/generate"
+    async with httpx.AsyncClient() as client, client.stream("POST", url, json=body) as answer:
+        assert await anext(answer.aiter_lines()) == ": ping"
+
+    await ended.wait()
+
+
 async def test_a_gateway_can_probe_it(engine: ServedFunction) -> None:
     """The probe gets one token, and the start time and the version are known."""
     async with httpx.AsyncClient() as client:

@@ -18,6 +18,7 @@ from perdure.episodes import trainer_formats, turns_parquet
 from perdure.episodes.episode import EpisodeParts, EpisodeSegments
 from perdure.episodes.episode_store import read_segments
 from perdure.episodes.run_export import ExportReport, Format, Rules, export_run
+from perdure.episodes.segment_experts import have_experts, segment_experts
 from perdure.episodes.trajectory_segments import SegmentMode, cut
 from perdure.errors import Boundary, ConfigurationError
 from perdure.storage.local_store import LocalStore
@@ -36,6 +37,7 @@ from perdure.types import (
     Verification,
     VersionSpan,
 )
+from perdure.types.routed_experts import are_experts
 from tests.stored_episodes import store_episode
 
 LOST = Failure(boundary=Boundary.SANDBOX, type="SandboxLost", message="gone")
@@ -228,6 +230,36 @@ async def test_experts_follow_the_branch_of_their_segment(run: Run) -> None:
         experts = whole.experts_of(segment)
         assert experts is not None
         assert experts.tolist() == numpy.concatenate([LATE[:2], LATE[2:] + added]).tolist()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [RoutedExperts.of(LATE[3:], 3), RoutedExperts.of(LATE[2:].reshape(2, 4, 1), 2)],
+    ids=["a row is missing", "other layers"],
+)
+def test_experts_that_do_not_join_are_left_out(second: RoutedExperts) -> None:
+    """A trainer would replay each token with the experts of another."""
+    turns = (ROUTED[0], turn(1, (1, 2, 4, 8), (5,), parent=0, routed_experts=second))
+    segments = cut(turns)
+
+    assert (segment_experts(turns, segments), have_experts(turns, segments)) == ([None], [False])
+
+
+def test_a_segment_that_ends_with_context_has_no_experts() -> None:
+    """No turn has read its last tokens, so their rows do not exist."""
+    (segment,) = cut(ROUTED[:2])
+    longer = segment.model_copy(update={"response_ids": (*segment.response_ids, 11)})
+
+    assert segment_experts(ROUTED, [longer]) == [None]
+
+
+@pytest.mark.parametrize(
+    ("rows", "are"),
+    [([[[0, 32767]]], True), ([[[0, 32768]]], False), ([[[0, -1]]], False), ([[0, 1]], False)],
+)
+def test_numbers_that_trainers_cannot_hold_are_no_experts(rows: Any, are: bool) -> None:
+    """They take int16, in which a larger number would be another expert."""
+    assert are_experts(numpy.array(rows)) is are
 
 
 async def test_experts_are_read_only_on_request(run: Run) -> None:

@@ -81,6 +81,12 @@ async def ask(
     return found
 
 
+async def models_of(gateway: LocalGateway, key: str) -> list[str]:
+    headers = {"authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(headers=headers) as http:
+        return [one["id"] for one in (await http.get(f"{gateway.url}/v1/models")).json()["data"]]
+
+
 async def converse(gateway: LocalGateway, key: str, calls: int = 2) -> list[str]:
     """The answers to a conversation."""
     messages = [{"role": "user", "content": "Go."}]
@@ -98,16 +104,18 @@ async def turns_of(gateway: LocalGateway, session: str) -> list[Turn]:
 async def test_a_session_has_the_model_that_it_names(
     tmp_path: Path, policy: ScriptedEngine, judge: ScriptedEngine, other_tokenizer: str
 ) -> None:
-    """Its prompts are written with that model's tokenizer, its engines sample, and its turns record
-    that engine's policy version."""
+    """Its prompts are written with that model's tokenizer, its engines sample, its turns record that
+    engine's policy version, and the list of models has its name."""
     async with home(tmp_path, policy) as gateway:
         judged = ModelFormat(tokenizer=other_tokenizer)
         await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=judged)
         keys = [await gateway.open("p"), await gateway.open("j", model="judge")]
         answers = await asyncio.gather(*(converse(gateway, key) for key in keys))
+        listed = [await models_of(gateway, key) for key in keys]
         told = {session: await turns_of(gateway, session) for session in "pj"}
 
     assert answers == [["the policy"] * 2, ["the judge"] * 2]
+    assert listed == [["policy"], ["judge"]]
     for session, name, version in (("p", "qwen3", 8), ("j", other_tokenizer, 3)):
         first, second = told[session]
         assert "Go." in load_tokenizer(name).decode(first.prompt_ids)
@@ -115,6 +123,63 @@ async def test_a_session_has_the_model_that_it_names(
         assert (second.bridged, second.trainable) == (True, True)
         assert {span.version for span in (*first.versions, *second.versions)} == {version}
     assert (policy.stats().calls, judge.stats().calls) == (2, 2)
+
+
+async def test_tokens_are_counted_for_the_model_that_will_answer(
+    tmp_path: Path, policy: ScriptedEngine, judge: ScriptedEngine, other_tokenizer: str
+) -> None:
+    """An agent that fits its prompts to a helper's window counts with the helper's tokenizer."""
+    messages = [{"role": "user", "content": "Name everything there is, in one line."}]
+    async with home(tmp_path, policy) as gateway:
+        judged = ModelFormat(tokenizer=other_tokenizer)
+        await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=judged)
+        key = await gateway.open("s", models={"small-*": "judge"})
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=gateway.url, headers=headers) as http:
+            counts = []
+            for model in ("policy", "small-1"):
+                body = {"model": model, "messages": messages}
+                counted = await http.post("/v1/messages/count_tokens", json=body)
+                counts.append(counted.json()["input_tokens"])
+                await ask(gateway, key, messages, model)
+        prompts = [len(turn.prompt_ids) for turn in await turns_of(gateway, "s")]
+
+    assert counts == prompts
+    assert counts[0] != counts[1]
+
+
+async def test_a_model_may_have_more_token_ids_than_the_settings_model(
+    tmp_path: Path, policy: ScriptedEngine, judge: ScriptedEngine, other_tokenizer: str
+) -> None:
+    """Its engine is not taken for broken, because ids are checked against its own vocabulary."""
+    options = {"url": judge.url, "kind": "vllm", "tokenizer": other_tokenizer}
+    async with LocalGateway(tmp_path, engine=options) as gateway:
+        await add_engine(roster_of(gateway), EngineSpec(policy.url), "large", model_format=QWEN3)
+        key = await gateway.open("s", models={"large-*": "large"})
+        answers = [
+            (await ask(gateway, key, [{"role": "user", "content": "Go."}], model))["content"]
+            for model in ("small", "large-1")
+        ]
+        (_, large) = await turns_of(gateway, "s")
+
+    assert answers == ["the judge", "the policy"]
+    assert max(large.completion_ids) >= load_tokenizer(other_tokenizer).vocabulary
+
+
+async def test_a_group_that_every_engine_of_its_model_has_outrun_is_refused(
+    tmp_path: Path, policy: ScriptedEngine, judge: ScriptedEngine, other_tokenizer: str
+) -> None:
+    """An engine of another model, with a lower version, is no reason to wait."""
+    async with home(tmp_path, policy) as gateway:
+        judged = ModelFormat(tokenizer=other_tokenizer)
+        await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=judged)
+        key = await gateway.open("s", labels={"policy_version": "5", "max_staleness": "1"})
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60, headers=headers) as http:
+            body = {"model": "any", "messages": [{"role": "user", "content": "Go."}]}
+            answer = await http.post("/v1/chat/completions", json=body)
+
+    assert "every engine serves newer weights" in answer.text
 
 
 async def test_a_session_keeps_its_tokenizer_when_another_process_continues_it(
@@ -180,21 +245,54 @@ async def test_a_request_without_a_model_gets_the_only_one(
 
 
 async def test_engines_of_a_run_sample_only_for_it(tmp_path: Path, policy: ScriptedEngine) -> None:
-    """A trainer's engines serve its rollouts and no others, and its rollouts use no other engine."""
+    """A trainer's engines serve its rollouts and no others, and its rollouts use no other engine, however
+    many there are."""
     async with ScriptedEngine(says("the trainer's")) as own, home(tmp_path, policy) as gateway:
         await add_engine(roster_of(gateway), EngineSpec(own.url), run="train-*")
         await add_engine(
             roster_of(gateway), EngineSpec(own.url.replace("127.0.0.1", "localhost")), "judge",
             model_format=QWEN3, run="train-*",
         )  # fmt: skip
-        answers = [
-            await converse(gateway, await gateway.open(run, labels={"run": run}), calls=1)
-            for run in ("train-7", "other", "train-8")
+        sessions: list[tuple[str, dict[str, Any]]] = [
+            (f"s-{run}", {"labels": {"run": run}}) for run in ("train-7", "train-8", "other")
         ]
-        told = await refusal(gateway, model="judge", labels={"run": "other"})
+        sessions += [("no-run", {}), ("j", {"model": "judge", "labels": {"run": "train-7"}})]
+        answers = [
+            await converse(gateway, await gateway.open(name, **spec), calls=1)
+            for name, spec in sessions
+        ]
+        told = [
+            await refusal(gateway, model="judge", **spec)
+            for spec in ({}, {"labels": {"run": "other"}})
+        ]
 
-    assert "the engines have policy" in told
-    assert answers == [["the trainer's"], ["the policy"], ["the trainer's"]]
+    assert all("the engines have policy" in one for one in told)
+    trainers, shared = ["the trainer's"], ["the policy"]
+    assert answers == [trainers, trainers, shared, shared, trainers]
+
+
+async def test_a_full_model_delays_no_call_to_another(
+    tmp_path: Path, policy: ScriptedEngine
+) -> None:
+    """Calls of one run queue for each model, and the gateway counts them by model."""
+    async with ScriptedEngine(says("the judge")) as judge:
+        options = {"url": policy.url, "kind": "vllm", "agents": 1}
+        async with LocalGateway(tmp_path, engine=options) as gateway:
+            await add_engine(roster_of(gateway), EngineSpec(judge.url), "judge", model_format=QWEN3)
+            named = {"p1": "policy", "p2": "policy", "j1": "judge", "j2": "judge"}
+            keys = {name: await gateway.open(name, model=model) for name, model in named.items()}
+            waiting, answers = [], []
+            for first, second in (("p1", "p2"), ("j1", "j2")):
+                answers += await converse(gateway, keys[first], calls=1)
+                waiting.append(asyncio.create_task(converse(gateway, keys[second], calls=1)))
+                while len(counted := (await gateway.control.engines())["waiting"]) < len(waiting):
+                    await asyncio.sleep(0.02)
+            for first in ("p1", "j1"):
+                await gateway.control.close(first)
+            answers += [answer for one in waiting for answer in await one]
+
+    assert counted == {"policy": 1, "judge": 1}
+    assert answers == ["the policy", "the judge"] * 2
 
 
 async def test_calls_for_another_name_go_to_the_sessions_model_unless_it_maps_the_name(
@@ -264,6 +362,22 @@ async def test_a_hosted_api_and_engines_serve_one_gateway(
         [("gpt-5-mini", False), ("mine", True)],
         [("gpt-5-mini", False), ("gpt-5", False)],
     ]
+
+
+async def test_a_hosted_api_does_not_answer_for_a_trainers_engines(
+    tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training's rollouts name no model; its own engines sample for them all the same."""
+    async with ScriptedEngine(says("an API")) as api:
+        monkeypatch.setenv("OPENAI_BASE_URL", api.url)
+        async with home(tmp_path) as gateway:
+            await add_engine(roster_of(gateway), EngineSpec(policy.url), run="train-*")
+            answers = [
+                await converse(gateway, await gateway.open(run, labels={"run": run}), calls=1)
+                for run in ("train-7", "other")
+            ]
+
+    assert answers == [["the policy"], ["an API"]]
 
 
 async def test_weights_are_published_to_the_engines_of_one_model(

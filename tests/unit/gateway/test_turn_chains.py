@@ -1042,7 +1042,8 @@ async def test_a_reached_cap_refuses_the_next_call(start: Start, what: str) -> N
     one, two = start(Speaker()), start(Speaker())
     await one.sessions.open(_spec("other"))
     usage = (await one.ask(HELLO, "other")).usage
-    tokens = usage["prompt_tokens"] + usage["completion_tokens"] + 1  # more than one call uses
+    # More than one call uses, and more than both calls sample.
+    tokens = usage["prompt_tokens"] + 2 * usage["completion_tokens"] + 1
     price = Price(input=1e6, output=1e6)
     caps = {"turns": {"turns": 2}, "tokens": {"tokens": tokens}, "dollars": {"dollars": tokens}}
     await one.sessions.open(_spec(caps=Caps(price=price, **caps[what])))

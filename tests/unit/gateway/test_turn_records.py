@@ -5,10 +5,12 @@ import random
 import tracemalloc
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from types import UnionType
 from typing import Any, get_args, get_origin
 
+import pytest
 from pydantic import BaseModel
 
 from perdure.dialects.base import Answer
@@ -30,7 +32,7 @@ from perdure.gateway.journal.turn_record import (
     turn_records,
 )
 from perdure.gateway.session_state import Totals
-from perdure.types import Turn, TurnFacts
+from perdure.types import Price, Turn, TurnFacts
 
 ANSWER = Answer("a", 0, "m", {"role": "assistant", "content": "yo"}, "stop", {})
 
@@ -165,3 +167,15 @@ def test_concurrent_waits_count_once() -> None:
         totals.add(record.model_copy(update=at))
 
     assert totals.waiting_seconds == 80.0 + 5.0
+
+
+def test_a_cap_in_dollars_counts_cached_tokens_at_their_price() -> None:
+    """As the API's bill does: most of an agent's prompt is cached, at a tenth of the price."""
+    usage = {"prompt_tokens": 1000, "completion_tokens": 20}
+    answer = replace(ANSWER, usage={**usage, "prompt_tokens_details": {"cached_tokens": 900}})
+    record = _record(0, [], []).model_copy(update={"answer": answer})
+    totals = Totals()
+    for _ in range(2):
+        totals.add(record, Price(input=10.0, cached=1.0, output=50.0))
+
+    assert totals.dollars == pytest.approx(2 * (100 * 10 + 900 * 1 + 20 * 50) / 1e6)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -16,7 +17,8 @@ import pytest_asyncio
 
 from perdure.engines.base import Completion
 from perdure.engines.clients.vllm_control import PROBE_SESSION
-from perdure.engines.engine_roster import StoredRoster
+from perdure.engines.engine_roster import StoredRoster, add_engine, remove_engine
+from perdure.engines.engine_state import EngineSpec
 from perdure.engines.function_engine import Ask, Sampled
 from perdure.engines.model_choice import engines_of
 from perdure.engines.pool.completion_call import GenerateCall
@@ -194,14 +196,17 @@ async def test_another_process_takes_the_calls_of_a_killed_one(
 async def test_a_process_that_was_removed_registers_again(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway that cannot reach it for a moment removes it, and it adds itself again."""
+    """A gateway that cannot reach it for a moment removes it, and it adds itself again, for the same
+    runs."""
     monkeypatch.setattr(trainer_engine, "REGISTRATION_POLL_S", 0.02)
-    made = TrainerEngine(ACCEPTED, host=HERE)
+    made = TrainerEngine(ACCEPTED, host=HERE, run="try-1-*")
     await made.use(policy)
-    (name,) = await names()
-    await roster().change(lambda now: now.without(name))
+    (before,) = (await roster().read()).engines
+    await roster().change(lambda now: now.without(before.name))
 
-    assert await until(names, "it is in the roster") == [name]
+    assert await until(names, "it is in the roster") == [before.name]
+    (after,) = (await roster().read()).engines
+    assert after.run == before.run == "try-1-*"
     await made.stop()
     assert await names() == []
 
@@ -234,14 +239,76 @@ async def test_it_samples_only_for_its_training_run(policy: Policy) -> None:
     assert served == {"try-1-3": 1, "try-2-3": 0, "": 0}
 
 
+async def test_rollouts_of_a_training_share_its_engine() -> None:
+    """Hooks are made for each rollout or worker. Another training of the process has its own engine."""
+    fields = {"engine_host": HERE}
+    one, same, other = (
+        trainer_engine.engine_of_run({"run_id": run_id, **fields}, ACCEPTED)[1]
+        for run_id in ("shared", "shared", "apart")
+    )
+
+    assert one is same is not other
+
+
+@pytest.mark.parametrize(("first", "second"), [("try", "try-1"), ("try-1", "try")])
+async def test_a_training_whose_runs_another_would_sample_is_refused(
+    policy: Policy, first: str, second: str
+) -> None:
+    """The runs of `try-1` also match `try-*`, so one of the policies would sample for both."""
+    made = [TrainerEngine(ACCEPTED, host=HERE, run=f"{run_id}-*") for run_id in (first, second)]
+    await made[0].use(policy)
+    with pytest.raises(ConfigurationError, match=r"choose a `run_id`.*`perdure engines remove"):
+        await made[1].use(policy)
+    (name,) = await names()
+    await remove_engine(roster(), name)
+    await made[1].use(policy)
+
+    assert [one.run for one in (await roster().read()).engines] == [f"{first}-*", f"{second}-*"]
+    for one in made:
+        await one.stop()
+
+
+async def test_a_call_after_the_trainers_loop_has_ended_is_an_error(policy: Policy) -> None:
+    """A trainer may run each step in an event loop of its own. The next step samples again."""
+    made = TrainerEngine(ACCEPTED, host=HERE)
+    await asyncio.to_thread(asyncio.run, made.use(policy))
+    (name,) = await names()
+    body = {"token_ids": [1000], "sampling_params": {"max_tokens": 1}}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://{name}/inference/v1/generate"
+        between = await client.post(url, json=body)
+        await made.use(policy)
+        after = await client.post(url, json=body)
+    await made.stop()
+
+    assert (between.status_code, after.status_code) == (500, 200)
+    assert "the trainer's event loop has ended" in between.text
+
+
+async def test_a_taken_port_is_tried_again(policy: Policy) -> None:
+    """The next rollout finds it free, for example after an earlier process of the trainer has ended."""
+    with socket.create_server((HERE, 0)) as taken:
+        made = TrainerEngine(ACCEPTED, host=HERE, port=taken.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            await made.use(policy)
+    await made.use(policy)
+
+    assert len(await names()) == 1
+    await made.stop()
+
+
 async def test_a_server_that_the_trainer_names_is_used_as_it_is() -> None:
-    """Each rollout names it; it is added once, under the model that it serves."""
-    for _ in range(2):
-        await trainer_engine.name_server("http://10.0.0.7:8000/v1", "Qwen/Qwen3-8B")
+    """Each rollout names it; it is added once, under the model that it serves. If a user has added it,
+    rollouts name the model that the user gave."""
+    url = "http://10.0.0.7:8000/v1"
+    told = [await trainer_engine.name_server(url, "Qwen/Qwen3-8B") for _ in range(2)]
     (record,) = (await roster().read()).engines
+    await add_engine(roster(), EngineSpec("http://10.0.0.8:8000"), "policy")
+    told.append(await trainer_engine.name_server("http://10.0.0.8:8000/v1", "Qwen/Qwen3-8B"))
 
     assert (record.url, record.model) == ("http://10.0.0.7:8000", "Qwen/Qwen3-8B")
     assert (record.of_trainer, record.generation) == (True, 1)
+    assert told == ["Qwen/Qwen3-8B", "Qwen/Qwen3-8B", "policy"]
 
 
 async def test_a_server_without_a_url_is_refused() -> None:

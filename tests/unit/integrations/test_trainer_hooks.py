@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy
 import pytest
 import pytest_asyncio
@@ -19,7 +20,7 @@ import pytest_asyncio
 from perdure.client.slime_variables import rollout_with_defaults
 from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes import turns_parquet
-from perdure.episodes.episode import EpisodeParts
+from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.episodes.trajectory_segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.instances import instance_catalog
@@ -68,7 +69,13 @@ def turns(segments: int) -> tuple[Turn, ...]:
 
 
 async def episode(
-    store: LocalStore, request: RolloutRequest, reward: float | None, segments: int, routed: int = 0
+    store: LocalStore,
+    request: RolloutRequest,
+    reward: float | None,
+    segments: int,
+    routed: int = 0,
+    *,
+    attempts: int = 0,
 ) -> EpisodeRef:
     """`routed`: how many of its segments have experts: 5 in the first layer, 6 in the second."""
     experts = RoutedExperts.of(numpy.tile([[[5, 7], [6, 7]]], (2, 1, 1)), start=0)
@@ -89,6 +96,7 @@ async def episode(
         grade=grade,
         started_at=0.0,
         finished_at=1.0,
+        attempts=[AttemptSummary(attempt=number) for number in range(1, attempts + 1)],
         turns=taken,
         turns_key=key,
     )
@@ -105,6 +113,7 @@ class Stack:
         """Reward and number of segments; None: it ends without an episode. Others run for ever."""
         self.routed = 0
         """How many segments of each rollout have experts."""
+        self.attempts = 0
         self.requests: list[RolloutRequest] = []
         self.cancelled: list[str] = []
         config = SimpleNamespace(target_host="127.0.0.1:7233")
@@ -125,7 +134,10 @@ class Stack:
             end = self.stack.ends[self.request.sample_index]
             if end is None:
                 raise NoResult("terminated")
-            return await episode(self.stack.store, self.request, *end, self.stack.routed)
+            stack = self.stack
+            return await episode(
+                stack.store, self.request, *end, stack.routed, attempts=stack.attempts
+            )
 
         async def cancel(self) -> None:
             self.stack.cancelled.append(self.request.workflow_id)
@@ -697,15 +709,17 @@ async def test_skyrls_client_samples() -> None:
 
 
 async def test_skyrls_router_learns_that_a_session_has_ended(stack: Stack) -> None:
-    """The name is that of the attempt's gateway session, by which its calls were routed."""
-    stack.ends[0] = (1.0, 1)
+    """The name is that of the attempt's gateway session, by which its calls were routed. A lost attempt
+    had one, too."""
+    stack.ends[0], stack.attempts = (1.0, 1), 2
     client = SkyrlClient()
     fields = {"run_id": "try", "engine_host": "127.0.0.1"}
     made = skyrl.generator(SimpleNamespace(step_wise_trajectories=True), client, **fields)
     await made.generate(skyrl_batch(0))
 
     (request,) = stack.requests
-    assert client.finished == [identity_of(request.run_id, request.workflow_id, "agent", 1)]
+    sessions = [identity_of(request.run_id, request.workflow_id, "agent", k) for k in (1, 2)]
+    assert client.finished == sessions
 
 
 def test_skyrls_engines_must_be_named(stack: Stack) -> None:
@@ -769,6 +783,54 @@ async def test_skyrl_replays_experts(stack: Stack) -> None:
 
     assert output["prompt_token_ids"] == [[10], [0]]
     assert output["rollout_expert_indices"] == [[[[5, 7], [6, 7]]] * 2, [[[5, 7], [6, 7]]]]
+
+
+# --- the trainers' engines -------------------------------------------------------------------
+
+
+async def slime_calls(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    from slime.utils import http_utils
+
+    meta = {"finish_reason": {"type": "abort"}, "completion_tokens": 0}
+    http_utils.answer = {"meta_info": meta}
+    args = slime_args(sglang_router_ip="10.0.0.1", sglang_router_port=3000)
+    args.perdure = {**args.perdure, **TRAINERS}
+    await slime.generate(args, slime_sample(0), dict(SAMPLING))
+    assert slime._awaited == set()  # a late call would wait for the next step
+    monkeypatch.setattr(slime, "_awaited", {"another rollout"})
+    asked: list[Any] = http_utils.asked
+    return asked
+
+
+async def verl_calls(stack: Stack, _: pytest.MonkeyPatch) -> list[Any]:
+    manager = ServerManager()
+    await verl_loop(manager, **TRAINERS).run({}, instance="d/i")
+    return manager.asked
+
+
+async def skyrl_calls(stack: Stack, _: pytest.MonkeyPatch) -> list[Any]:
+    client, config = SkyrlClient(), SimpleNamespace(step_wise_trajectories=True)
+    await skyrl.generator(config, client, run_id="try", **TRAINERS).generate(skyrl_batch(0))
+    return client.asked
+
+
+TRAINERS = {"engine": "trainer", "engine_host": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("calls", [slime_calls, verl_calls, skyrl_calls])
+async def test_a_gateways_call_reaches_the_trainers_engines(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, calls: Any
+) -> None:
+    """A rollout of a hook registers them, for the runs of its training."""
+    stack.ends[0] = (1.0, 1)
+    asked = await calls(stack, monkeypatch)
+    before = len(asked)
+    (engine,) = (await trainer_engine._roster().read()).engines
+    async with httpx.AsyncClient(trust_env=False) as gateway:
+        url, body = f"{engine.url}/inference/v1/generate", {"token_ids": [1, 2]}
+        await gateway.post(url, json=body)
+
+    assert (engine.run, len(asked) - before) == ("try-*", 1)
 
 
 # --- TRL -------------------------------------------------------------------------------------

@@ -371,6 +371,19 @@ async def test_an_added_model_identifies_the_run_that_names_it(
     assert (found["engine.model"], found["engine.tokenizer"]) == ("judge", "/judge")
 
 
+async def test_a_rollout_of_a_policy_version_is_identified_by_its_tokenizer(
+    services: Services,
+) -> None:
+    """A training updates the model's weights, but ids of another tokenizer stand for other texts."""
+    await add_judge(services.settings, services.store)
+    asked = {"agent": "mini_swe_agent", "model": "judge", "policy_version": 3, "max_staleness": 0}
+    job = await Job.of(services, Attempt(request=rollout(**asked), attempt=1), OneTry("play"))
+    found = await rollout_identity(job)
+
+    assert found["engine.tokenizer"] == "/judge"
+    assert "engine.model" not in found
+
+
 @pytest.mark.parametrize(
     "fields", [{"model": "jugde"}, {"model": "judge", "models": {"small-*": "jugde"}}]
 )

@@ -10,6 +10,7 @@ from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound, Sto
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.gateway_session.gateway_session import AgentSession
+from perdure.types import Caps, RolloutRequest, Sampling
 from tests.unit.gateway.unsteady_store import UnsteadyStore
 
 SUMMARY = SessionSummary(session_id="s", open=True)
@@ -65,6 +66,32 @@ def session(gateway: Gateway, try_number: int, store: UnsteadyStore | None = Non
         "read": read,
     }
     return Session(cast(Job, SimpleNamespace(**fields)))
+
+
+async def test_a_session_keeps_the_rollouts_rules() -> None:
+    """Its models, its sampling and its caps are the gateway's to keep, so all of them reach it."""
+    request = RolloutRequest(
+        run_id="r",
+        instance="toy/a",
+        agent="claude_code",
+        model="policy-b",
+        models={"small-*": "judge"},
+        sampling=Sampling(temperature=0.3),
+        caps=Caps(turns=7),
+    )
+    job = SimpleNamespace(
+        request=request,
+        attempt=1,
+        agent_identity="s",
+        key=str,
+        labels=lambda _: {"run": "r"},
+        services=SimpleNamespace(gateway=Gateway(is_open=False)),
+    )
+    spec = await AgentSession(cast(Job, job))._spec()
+
+    for rule in ("model", "models", "sampling", "caps"):
+        assert getattr(spec, rule) == getattr(request, rule)
+    assert spec.labels["run"] == "r"
 
 
 async def test_a_first_try_opens_in_one_request() -> None:

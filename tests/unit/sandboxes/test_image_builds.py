@@ -29,6 +29,8 @@ from perdure.types import Limits
         ("FROM a\nRUN --mount=type=bind,from=tools,target=/t \\\n  true\n", ["a", "tools"]),
         ("FROM \\\n  a\nRUN echo FROM b --from=c\n", ["a"]),
         ("FROM a\nRUN <<'END'\nFROM b\nEND\nCOPY --from=c / /\n", ["a", "c"]),
+        ("FROM a\nRUN cat <<-END>/x && true\nFROM b\nEND\nFROM c\n", ["a", "c"]),
+        ("FROM a AS one\nRUN echo $((1<<2)) a<<b\nFROM c\n", ["a", "c"]),
     ],
 )
 def test_images_that_a_dockerfile_names(dockerfile: str, images: list[str]) -> None:
@@ -85,3 +87,17 @@ async def test_a_build_that_exceeds_its_time_ends(tmp_path: Path) -> None:
         output = await run_build(command, a_build(tmp_path, 0.5), ends_on_signal=True)
 
     assert (output.code, output.tail) == (None, "begun")
+
+
+async def test_a_cancelled_build_leaves_no_process(tmp_path: Path) -> None:
+    """Ctrl-C in `images prepare`, or a cancelled rollout: the build ends, and cleans up."""
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ >{pid}.new; mv {pid}.new {pid}; exec sleep 600"]
+    building = asyncio.create_task(run_build(command, a_build(tmp_path, 600), ends_on_signal=True))
+    while not pid.exists():
+        await asyncio.sleep(0.02)
+    building.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await building
+
+    assert not Path("/proc", pid.read_text().strip()).exists()

@@ -278,9 +278,10 @@ def read(
         "tokens": max_rollout_tokens,
         "dollars": max_rollout_cost,
     }
-    caps = caps_of(settings, limits, prices, model or "")
-    named["caps"] = caps or None
     given = {name: value for name, value in named.items() if value is not None}
+    named_model = str(fields_of(assignments, given).get("model", ""))
+    if caps := caps_of(settings, limits, prices, named_model):
+        given["caps"] = caps
     fields = defaults_for(fields_of(assignments, given), str(options["agent"]))
     import_handlers(settings.handlers)
     bought = budget_of(settings, max_tokens, max_cost, prices, str(fields.get("model", "")))

@@ -71,8 +71,8 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         if state.ui_url:
             click.echo(f"Web UI    {state.ui_url}")
         click.echo(f"Temporal  {state.temporal_address}")
-    if len(engines) > 1:
-        click.echo(f"Models    {'; '.join(map(_model_text, engines))}")
+    if models := models_text(engines):
+        click.echo(f"Models    {models}")
     if what_waits:
         click.echo(f"Waits     {what_waits}")
     for run in runs:
@@ -83,6 +83,11 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
 
 async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
     return await _progress_of(perdure, await perdure.runs())
+
+
+def models_text(engines: "list[Engines]") -> str:
+    """The engines of each model; empty if there is only one model."""
+    return "; ".join(map(_model_text, engines)) if len(engines) > 1 else ""
 
 
 def _model_text(engines: "Engines") -> str:

@@ -5,6 +5,7 @@ records, limits and filter. The root folder is an overlay on our tmpfs.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
@@ -228,15 +229,26 @@ def _size(name: str) -> int | None:
 
 
 def _remove(name: str) -> bool:
-    """Remove the image if it is here. False: podman refuses, for example because a container uses
-    it."""
-    if _find(name) is None:
+    """Remove the image if it is here. False: a sandbox uses it, or podman refuses."""
+    if (found := _find(name)) is None:
         return True
+    if _is_lower_layer(_mounted(found).root):
+        return False
     try:
         _run("rmi", name)
     except RetryHere:
         return False
     return True
+
+
+def _is_lower_layer(root: str) -> bool:
+    """Whether a sandbox has an overlay over this folder, in a mount namespace of which podman knows
+    nothing. Podman would delete the sandbox's files."""
+    for mounts in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if f"lowerdir={root}," in mounts.read_text():
+                return True
+    return False
 
 
 def _pull(name: str, timeout_s: float) -> str:
