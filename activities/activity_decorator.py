@@ -82,7 +82,7 @@ def _observed(name: str, argument: Any) -> Iterator[None]:
             if not at_work[workflow_id]:
                 del at_work[workflow_id]
             seconds = time.monotonic() - started
-            metrics.stage(name, seconds, queued, cause)
+            metrics.stage(name, seconds, queued, cause, info.attempt)
             level = log.warning if cause not in ("", WORKER_EVICTED) else log.info
             level("stage", stage=name, seconds=round(seconds, 3), try_=info.attempt, cause=cause)
 

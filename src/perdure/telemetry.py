@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 STACKS_SIGNAL = signal.SIGUSR1
 
+STUCK_TRIES = 5
+"""An activity that has failed this often is stuck: the pauses between its tries took half a
+minute."""
+
 SECONDS = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0]
 
 
@@ -34,6 +38,9 @@ METRICS = {
     "perdure_stage_seconds": Metric("histogram", "s", "Time in a stage, by stage and outcome."),
     "perdure_queue_seconds": Metric("histogram", "s", "Wait for a free slot, by stage."),
     "perdure_attempts": Metric("counter", "", "Stages that did not succeed, by cause."),
+    "perdure_stuck_tries": Metric(
+        "counter", "", "Tries of stages that failed after many others, by stage and cause."
+    ),
     "perdure_rollouts": Metric("counter", "", "Finished rollouts, by agent, status and outcome."),
     "perdure_tokens": Metric("counter", "", "Sampled tokens of finished rollouts, by agent."),
     "perdure_sandboxes_alive": Metric("gauge", "", "Live sandboxes of this host, by provider."),
@@ -66,13 +73,18 @@ class WorkerMetrics:
             for name, metric in METRICS.items()
         }
 
-    def stage(self, stage: str, seconds: float, queued_s: float, cause: str = "") -> None:
-        """Record a stage that ended. `cause`: why it failed; empty if it succeeded."""
+    def stage(
+        self, stage: str, seconds: float, queued_s: float, cause: str = "", tries: int = 1
+    ) -> None:
+        """Record a stage that ended. `cause`: why it failed; empty if it succeeded. `tries`: with
+        this one."""
         outcome = "failed" if cause else "ok"
         self._call("perdure_stage_seconds", seconds, stage=stage, outcome=outcome)
         self._call("perdure_queue_seconds", max(queued_s, 0.0), stage=stage)
         if cause:
             self._call("perdure_attempts", 1, stage=stage, cause=cause)
+        if cause and tries >= STUCK_TRIES:
+            self._call("perdure_stuck_tries", 1, stage=stage, cause=cause)
 
     def rollout(self, agent: str, status: str, outcome: str, tokens: int) -> None:
         """Record a rollout that has its episode."""

@@ -24,8 +24,8 @@ from tests.workflows import dev_server
 THRESHOLD = re.compile(r" (?:==|[<>]=?) [\d.]+$")
 BACKLOG = "approximate_backlog_count"
 Ask = Callable[[promql.Reads], Awaitable[bool]]
-RARE = {"temporal_request_failure_total"}
-"""Served only when Temporal has refused a call."""
+RARE = {"temporal_request_failure_total", "perdure_stuck_tries_total"}
+"""Served only when Temporal has refused a call, or a stage has failed many times."""
 
 
 async def _metrics(url: str) -> str:

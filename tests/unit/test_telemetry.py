@@ -71,6 +71,9 @@ def test_our_metrics_are_served() -> None:
             from perdure.telemetry import metrics, temporal_runtime
             runtime = temporal_runtime(Settings(metrics=dict(port={port})))
             metrics.stage("boot", 1.5, queued_s=0.5, cause="SandboxLost")
+            metrics.stage("grade", 1.5, queued_s=0.5, cause="RetryHere", tries=4)
+            metrics.stage("grade", 1.5, queued_s=0.5, cause="RetryHere", tries=5)
+            metrics.stage("grade", 1.5, queued_s=0.5, tries=6)
             metrics.agent_time(total_s=10.0, model_s=4.0)
             url = "http://127.0.0.1:{port}/metrics"
             print(urllib.request.urlopen(url).read().decode(), flush=True); os._exit(0)
@@ -78,4 +81,5 @@ def test_our_metrics_are_served() -> None:
 
     text = done.stdout.decode()
     assert re.search(r'^perdure_attempts_total{cause="SandboxLost".* 1$', text, re.MULTILINE)
+    assert re.findall(r"^perdure_stuck_tries_total{.* (\d+)$", text, re.MULTILINE) == ["1"]
     assert re.search(r"^perdure_environment_ms_total{.* 6000$", text, re.MULTILINE)

@@ -19,8 +19,8 @@ from perdure.types import EpisodeRef
 
 PAGE = 1000
 FEW = 50
-"""Rollouts listed at most, because listing one costs the server 1 ms and counting thousands 10
-ms."""
+"""Rollouts listed beyond the wanted ones at most, because listing one costs the server 1 ms and
+counting thousands 10 ms."""
 WAITING = "waiting"
 """The stage of a rollout before its boot begins."""
 INSTANT = timedelta(milliseconds=1)
@@ -108,11 +108,25 @@ async def heartbeat_of(client: Client, step: PendingActivityInfo) -> dict[str, A
     return details[0] if details and isinstance(details[0], dict) else {}
 
 
+def is_not_taken(step: PendingActivityInfo) -> bool:
+    """Whether no worker has it yet, and none has tried it."""
+    waits = step.state == PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
+    return waits and not step.HasField("last_failure")
+
+
 async def newest(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
     """Rollouts in Temporal's order: open ones by start, then ended ones by end, the latest first.
     If a rollout was rerun or reset, its last execution."""
     listed = client.list_workflows(_query(run_id), page_size=limit, limit=limit)
     return [await info(w) for w in latest_executions([w async for w in listed])]
+
+
+async def newest_completed(client: Client, run_id: str | None, limit: int) -> list[EpisodeRef]:
+    """Episodes of the rollouts that completed last, of one run or of all."""
+    query = f"{_query(run_id)} AND ExecutionStatus = 'Completed'"
+    listed = client.list_workflows(query, page_size=limit, limit=limit)
+    found = [await info(one) async for one in listed]
+    return [one.episode for one in found if one.episode is not None]
 
 
 def latest_executions(found: Sequence[WorkflowExecution]) -> list[WorkflowExecution]:
@@ -126,9 +140,7 @@ def latest_executions(found: Sequence[WorkflowExecution]) -> list[WorkflowExecut
 
 async def waiting(client: Client, run_id: str) -> int:
     """How many open rollouts of a run have no seat on a host yet."""
-    stage = f"{attributes.STAGE.name} = '{WAITING}'"
-    query = f"{_query(run_id)} AND ExecutionStatus = 'Running' AND {stage}"
-    return (await client.count_workflows(query)).count
+    return await count_open(client, run_id, WAITING)
 
 
 async def list_failing_workflows(client: Client, run_id: str) -> AsyncIterator[str]:
@@ -161,43 +173,53 @@ async def _last_task_failed(client: Client, workflow_id: str) -> bool:
     return False
 
 
-async def oldest_open(client: Client, run_id: str, limit: int) -> list[RolloutInfo]:
-    """The oldest open rollouts, the oldest first. `limit`: at most `FEW`.
+async def oldest_open(client: Client, run_id: str | None, limit: int) -> list[RolloutInfo]:
+    """The oldest open rollouts of one run or of all, the oldest first.
 
     Temporal lists the newest first. If there are many, count queries find a time before which only
     a few of the open rollouts started.
     """
-    query = f"{_query(run_id)} AND ExecutionStatus = 'Running'"
-    listed = client.list_workflows(query, page_size=FEW, limit=FEW)
+    query, most = f"{_query(run_id)} AND ExecutionStatus = 'Running'", limit + FEW
+    listed = client.list_workflows(query, page_size=most, limit=most)
     found = [w async for w in listed]
-    if len(found) == FEW:
-        until = await _few_before(client, query, found[-1].start_time, limit)
-        listed = client.list_workflows(_before(query, until), page_size=FEW, limit=FEW)
+    if len(found) == most:
+        until = await _few_before(client, query, found[-1].start_time, limit, most)
+        listed = client.list_workflows(_before(query, until), page_size=most, limit=most)
         found = [w async for w in listed]
     return [await info(w) for w in reversed(found[-limit:])]
 
 
-async def _few_before(client: Client, query: str, late: datetime, wanted: int) -> datetime:
-    """A time before which at least `wanted` and at most `FEW` workflows started. If more than `FEW`
-    started within one millisecond, the end of that millisecond."""
+async def _few_before(
+    client: Client, query: str, late: datetime, wanted: int, most: int
+) -> datetime:
+    """A time before which at least `wanted` and at most `most` workflows started. If more than
+    `most` started within one millisecond, the end of that millisecond."""
 
     async def started(time: datetime) -> int:
         return (await client.count_workflows(_before(query, time))).count
 
     back = timedelta(seconds=1)
     early = late - back
-    while await started(early) > FEW:
+    while await started(early) > most:
         late, back = early, back * 2
         early = late - back
     while await started(early) < wanted:
         if late - early <= INSTANT:
             return late
         middle = early + (late - early) / 2
-        if await started(middle) > FEW:
+        if await started(middle) > most:
             late = middle
         else:
             early = middle
     return early
+
+
+async def count_open(client: Client, run_id: str | None, *stages: str) -> int:
+    """The open rollouts of one run or of all, in these stages or in any."""
+    named = ", ".join(f"'{stage}'" for stage in stages)
+    within = f" AND {attributes.STAGE.name} IN ({named})" if stages else ""
+    query = f"{_query(run_id)} AND ExecutionStatus = 'Running'{within}"
+    return (await client.count_workflows(query)).count
 
 
 async def count(client: Client, run_id: str) -> dict[str, int]:
@@ -226,12 +248,19 @@ async def info(found: WorkflowExecution) -> RolloutInfo:
     )
 
 
+async def began_at(run: WorkflowExecution) -> float:
+    """Unix seconds at which a run started, before it continued as new."""
+    began = (await run.memo()).get(temporal_names.BEGAN, run.start_time.timestamp())
+    return float(began)
+
+
 def execution_name(status: WorkflowExecutionStatus | None) -> str:
     return status.name.title().replace("_", "") if status is not None else "Unknown"
 
 
-def _query(run_id: str) -> str:
-    return f"WorkflowType = '{temporal_names.ROLLOUT}' AND {attributes.RUN.name} = '{run_id}'"
+def _query(run_id: str | None) -> str:
+    rollouts = f"WorkflowType = '{temporal_names.ROLLOUT}'"
+    return rollouts if run_id is None else f"{rollouts} AND {attributes.RUN.name} = '{run_id}'"
 
 
 def _before(query: str, time: datetime) -> str:

@@ -446,15 +446,24 @@ class RunHandle:
             if status is WorkflowExecutionStatus.CANCELED
             else execution_name(status).lower()
         )
+        known = {"run_id": self.run_id, "state": state, "attention": await self._why(status)}
         for _ in range(QUERY_TRIES):
             try:
                 answer = await self.handle.query("status", result_type=dict)
             except (RPCError, WorkflowQueryFailedError):
                 await asyncio.sleep(0.5)
                 continue
-            last = RunStatus.model_validate(answer)
-            return last.model_copy(update={"run_id": self.run_id, "state": state, "running": 0})
-        return RunStatus(run_id=self.run_id, state=state)
+            return RunStatus.model_validate(answer).model_copy(update={**known, "running": 0})
+        return RunStatus.model_validate(known)
+
+    async def _why(self, status: WorkflowExecutionStatus | None) -> str:
+        """The reason of a failed run; empty for a cancelled or terminated one."""
+        if status is WorkflowExecutionStatus.FAILED:
+            try:
+                await self.handle.result()
+            except WorkflowFailureError as error:
+                return _reason(error)
+        return ""
 
     async def result(self) -> dict[str, Any]:
         """Wait for the run's end, through restarts of the server. Returns the run's summary.

@@ -11,7 +11,7 @@ from perdure.client import request_comparison
 from perdure.errors import NotFound
 from perdure.storage import store_keys
 from perdure.storage.base import Store
-from perdure.types import Frozen, RunRequest
+from perdure.types import DEFAULT_MODEL, Frozen, RunRequest
 
 
 class RunChange(Frozen):
@@ -53,6 +53,16 @@ async def changes_of(store: Store, run_id: str) -> list[RunChange]:
     """The changes in order; empty for an unknown run."""
     found = sorted([key async for key in store.list(store_keys.run_changes(run_id))])
     return [RunChange.model_validate_json((await store.get(key)).data) for key in found]
+
+
+async def model_of(store: Store, run_id: str) -> str:
+    """The model of a run's identity; empty if its agent calls none.
+
+    Raises: NotFound, StoreUnavailable.
+    """
+    identity = json.loads((await store.get(store_keys.run_identity(run_id))).data)
+    asked = str(identity.get("model", ""))
+    return str(identity.get("engine.model") or ("" if asked == DEFAULT_MODEL else asked))
 
 
 async def record(store: Store, now: RunRequest) -> None:

@@ -248,7 +248,7 @@ class RunStatus(Frozen):
     running: int = 0
     concurrency: int = 0
     attention: str = ""
-    """Why the run has paused itself."""
+    """Why the run has paused itself, or failed."""
     by_status: dict[str, int] = Field(default_factory=dict)
     by_outcome: dict[str, int] = Field(default_factory=dict)
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""`perdure status`: shows the stack and its runs, or one run with its rollouts."""
+"""`perdure status`: shows the stack and its runs, one run with its rollouts, or what is stuck."""
 
 import asyncio
 import contextlib
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from perdure.client.rollout_listing import RolloutInfo
     from perdure.client.sdk import Perdure
     from perdure.rollouts.run_record import RunChange
+    from perdure.storage.base import Store
     from perdure.types import RunStatus
 
 AT_ONCE = 64
@@ -37,18 +38,46 @@ STEP_PATIENCE = timedelta(seconds=0.5)
 
 @click.command()
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
+@click.option("--stuck", is_flag=True, help="Only rollouts without progress, and what helps.")
 @json_option
-def status(run_id: str | None, as_json: bool) -> None:
+def status(run_id: str | None, stuck: bool, as_json: bool) -> None:
     """Show the stack and its runs; with RUN, show its rollouts, open ones first."""
     settings = load_settings()
-    asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
+    if stuck:
+        asyncio.run(_stuck(settings, run_id, as_json))
+    else:
+        asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
+
+
+async def _stuck(settings: Settings, run_id: str | None, as_json: bool) -> None:
+    from perdure.cli.runs import stuck_rollouts, stuck_text
+    from perdure.cli.temporal_connection import connect
+
+    connection = await connect(settings)
+    found = await stuck_rollouts.find(connection.perdure.client, _store(settings), run_id)
+    if as_json:
+        return answer(stuck_text.document(found, connection.link))
+    for line in stuck_text.lines(found, connection.link):
+        click.echo(line)
+
+
+def _store(settings: Settings) -> "Store | None":
+    """None if it cannot be read here: the state of rollouts comes from Temporal."""
+    from perdure.errors import PerdureError
+    from perdure.storage.store_url import open_store
+
+    with contextlib.suppress(PerdureError):
+        return open_store(settings)
+    return None
 
 
 async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
-    runs, engines = await asyncio.gather(_all_runs(connection.perdure), _engines_now(settings))
+    runs, engines = await asyncio.gather(
+        _all_runs(connection.perdure, settings), _engines_now(settings)
+    )
     what_waits = await _what_waits(connection.perdure.client, engines)
     state = stack_lifecycle.running(settings)
     if as_json:
@@ -56,11 +85,11 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
             {
                 "stack": None if state is None else _stack_document(state),
                 "waits": what_waits,
-                "runs": [run.model_dump(mode="json") for run in runs],
+                "runs": [_run_document(*run) for run in runs],
             }
         )
         return
-    from perdure.cli.runs.run_text import progress_line
+    from perdure.cli.runs.run_text import listed_line
 
     if state is not None:
         parts = ", ".join(
@@ -76,13 +105,35 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     if what_waits:
         click.echo(f"Waits     {what_waits}")
     for run in runs:
-        click.echo(progress_line(run))
+        click.echo(listed_line(*run))
     if not runs:
         click.echo("No runs yet: start one with `perdure run first-steps --agent oracle`")
 
 
-async def _all_runs(perdure: "Perdure") -> "list[RunStatus]":
-    return await _progress_of(perdure, await perdure.runs())
+async def _all_runs(perdure: "Perdure", settings: Settings) -> "list[tuple[RunStatus, float, str]]":
+    """Progress, start in Unix seconds, and model of each run, the newest first."""
+    from perdure.client.rollout_listing import began_at
+
+    found = await perdure.runs()
+    progress = await _progress_of(perdure, found)
+    models = await asyncio.gather(*(_model(settings, run.run_id) for run in progress))
+    return list(zip(progress, [await began_at(one) for one in found], models, strict=True))
+
+
+def _run_document(progress: "RunStatus", began: float | None, model: str) -> dict[str, Any]:
+    return {**progress.model_dump(mode="json"), "started_at": began, "model": model or None}
+
+
+async def _model(settings: Settings, run_id: str) -> str:
+    """Empty if the run calls no model, or the store does not say which."""
+    from perdure.errors import PerdureError
+    from perdure.rollouts.run_record import model_of
+
+    with contextlib.suppress(PerdureError, TimeoutError):
+        if (store := _store(settings)) is not None:
+            async with asyncio.timeout(PATIENCE.total_seconds()):
+                return await model_of(store, run_id)
+    return ""
 
 
 def models_text(engines: "list[Engines]") -> str:
@@ -165,7 +216,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     progressing = _progress_of_run(connection.perdure, settings, run_id)
     if as_json:
         progress, all_of_it = await asyncio.gather(progressing, connection.perdure.rollouts(run_id))
-        document = progress.model_dump(mode="json")
+        began = await _began(connection.perdure, run_id)
+        document = _run_document(progress, began, await _model(settings, run_id))
         changes = [one.model_dump(mode="json") for one in await _changes(settings, run_id)]
         return answer(
             {**document, "changes": changes, "rollouts": [_rollout_document(r) for r in all_of_it]}
@@ -182,7 +234,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         rollout_listing.count(client, run_id),
         current_steps(client, run_id, STEP_PATIENCE),
     )
-    click.echo(run_text.progress_line(progress))
+    began = await _began(connection.perdure, run_id)
+    click.echo(run_text.listed_line(progress, began, await _model(settings, run_id)))
     if left := run_text.time_left(progress):
         click.echo(f"Deadline  {left}")
     for change in await _changes(settings, run_id):
@@ -195,6 +248,8 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     print_table(run_tables.running(newest, rows=ROWS))
     if (more := sum(counts.values()) - ROWS) > 0:
         click.echo(f"{more} more; --json lists all of them")
+    for line in run_text.reasons([one.episode for one in newest if one.episode is not None]):
+        click.echo(line)
     for line in steps:
         click.echo(line)
     if connection.ui_url:
@@ -206,14 +261,23 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     click.echo(f"Temporal  {connection.address}")
 
 
+async def _began(perdure: "Perdure", run_id: str) -> float | None:
+    """None for a run that Temporal does not know."""
+    from perdure.client.rollout_listing import began_at
+
+    with contextlib.suppress(NotFound):
+        return await began_at(await (await perdure.run(run_id)).handle.describe())
+    return None
+
+
 async def _changes(settings: Settings, run_id: str) -> "list[RunChange]":
     """Empty if the store cannot be read here: the run's state comes from Temporal."""
     from perdure.errors import PerdureError
     from perdure.rollouts.run_record import changes_of
-    from perdure.storage.store_url import open_store
 
     with contextlib.suppress(PerdureError):
-        return await changes_of(open_store(settings), run_id)
+        if (store := _store(settings)) is not None:
+            return await changes_of(store, run_id)
     return []
 
 
@@ -270,4 +334,6 @@ def _rollout_document(found: "RolloutInfo") -> dict[str, Any]:
         "reward": episode.reward if episode else None,
         "attempts": episode.attempts if episode else found.attempt,
         "seconds": found.seconds,
+        "model": episode.model if episode else None,
+        "failure": episode.failure.model_dump(mode="json") if episode and episode.failure else None,
     }

@@ -8,14 +8,13 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from temporalio.api.enums.v1 import PendingActivityState
 from temporalio.api.workflow.v1 import PendingActivityInfo
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
 from perdure.cli.console import many
 from perdure.cli.runs.run_text import clock
-from perdure.client.rollout_listing import heartbeat_of, oldest_open
+from perdure.client.rollout_listing import heartbeat_of, is_not_taken, oldest_open
 from perdure.client.sdk import CODE_FAILS, FAILING
 
 QUIET = timedelta(seconds=1)
@@ -66,9 +65,9 @@ async def _failure(client: Client, step: PendingActivityInfo) -> str:
 
 
 def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -> str:
-    if _is_not_taken(step) and step.activity_type.name == BOOT:
+    if is_not_taken(step) and step.activity_type.name == BOOT:
         return f"waits for a free seat on a host{_since(step.scheduled_time.seconds)}"
-    if _is_not_taken(step) and step.activity_type.name in HOST_ACTIVITIES:
+    if is_not_taken(step) and step.activity_type.name in HOST_ACTIVITIES:
         since = _since(step.scheduled_time.seconds)
         return f"{step.activity_type.name}{WAITS_FOR}{HOST_WORKER_HINT}{since}"
     turns, waits, doing = (progress.get(name) for name in ("turns", "waits", "doing"))
@@ -80,12 +79,6 @@ def _of_step(step: PendingActivityInfo, failed: str, progress: dict[str, Any]) -
     if doing:
         line += f"{BUSY_WITH}{doing['what']} ({clock(max(0.0, time.time() - doing['since']))})"
     return line + (f"{FAILED}{failed}" if failed else "")
-
-
-def _is_not_taken(step: PendingActivityInfo) -> bool:
-    """No worker has it yet."""
-    waits = step.state == PendingActivityState.PENDING_ACTIVITY_STATE_SCHEDULED
-    return waits and not step.HasField("last_failure")
 
 
 def _wait(waits: dict[str, Any]) -> str:

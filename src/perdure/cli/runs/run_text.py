@@ -24,6 +24,13 @@ def progress_line(progress: RunStatus) -> str:
     return f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({state}{attention})"
 
 
+def listed_line(progress: RunStatus, began: float | None, model: str) -> str:
+    """`2026-07-01 22:31  try-1: 24 done of 24 · resolved 7 (done) · qwen3`. `began`: Unix
+    seconds."""
+    at = _minute(began) if began is not None else ""
+    return f"{at:<18}{progress_line(progress)}{f' · {model}' if model else ''}".strip()
+
+
 UNFINISHED = (RolloutStatus.CANCELLED.value, RolloutStatus.TRUNCATED.value, MISSING, "running")
 """States of rollouts that have no verdict when a run ends."""
 CONTINUE_HINTS = {
@@ -57,9 +64,12 @@ def time_left(progress: RunStatus) -> str:
 
 def change_line(change: RunChange) -> str:
     """`Changed   2026-07-01 22:31 by ada@head: n_samples: 2 -> 3`."""
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(change.at))
     by = f" by {change.by}" if change.by else ""
-    return f"Changed   {at}{by}: {', '.join(change.told)}"
+    return f"Changed   {_minute(change.at)}{by}: {', '.join(change.told)}"
+
+
+def _minute(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
 def _counts(progress: RunStatus) -> str:
@@ -70,6 +80,21 @@ def _counts(progress: RunStatus) -> str:
 def failures(episodes: Sequence[EpisodeRef]) -> list[str]:
     """One line for each rollout without a reward, with the reason."""
     return [f"{e.instance_id} #{e.sample_index}: {why}" for e in episodes if (why := _no_reward(e))]
+
+
+def reasons(episodes: Sequence[EpisodeRef]) -> list[str]:
+    """One line for each reason for which rollouts have no reward: `a-1 #0 and 3 more: ...`."""
+    alike: dict[tuple[str, ...], list[EpisodeRef]] = {}
+    for one in sorted(episodes, key=lambda one: (one.instance_id, one.sample_index)):
+        if _no_reward(one):
+            likeness = one.failure.likeness if one.failure is not None else (one.withheld,)
+            alike.setdefault(likeness, []).append(one)
+    return [_shared_reason(*found) for found in alike.values()]
+
+
+def _shared_reason(first: EpisodeRef, *others: EpisodeRef) -> str:
+    more = f" and {len(others)} more" if others else ""
+    return f"{first.instance_id} #{first.sample_index}{more}: {_no_reward(first)}"
 
 
 def _no_reward(episode: EpisodeRef) -> str:
