@@ -5,6 +5,7 @@ episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI nee
 """
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Coroutine
 from datetime import timedelta
@@ -80,6 +81,8 @@ class RolloutWorkflow:
         """Set once the run's time is over."""
         self.grade = ""
         self.stopped_in = ""
+        self.lost: Failure | None = None
+        """Why the last attempt ended."""
         self.grading_end_task: asyncio.Task[None] | None = None
         self.agent_task: asyncio.Task[AgentRun] | None = None
         self.stages_task: asyncio.Task[Any] | None = None
@@ -170,20 +173,20 @@ class RolloutWorkflow:
             self.stages_task.cancel()
 
     def _truncated_ending(
-        self, stage: str = "", run: AgentRun | None = None, lost: Failure | None = None
+        self, stage: str = "", run: AgentRun | None = None
     ) -> tuple[RolloutStatus, Failure]:
-        """The ending of a rollout that was stopped in this stage, by default the current one.
-        `lost`: why its last attempt ended."""
+        """The ending of a rollout that was stopped in this stage, by default the current one."""
         assert self.truncation is not None, "the run's time is over"
         self.stopped_in, cause = stage or self.page.current, self.truncation.cause
-        if lost is not None:
-            message = f"{cause} was reached before its next attempt; the last one: {lost.message}"
-        elif run is not None:
+        if run is not None:
             turns = f"{run.turns} turn{'' if run.turns == 1 else 's'}"
             waited = f", while a model call waited: {run.unanswered}" if run.unanswered else ""
             message = f"{cause} stopped its agent after {turns}{waited}"
         elif self.stopped_in == "grade":
             message = f"{cause} was reached before its grading; its patch is kept"
+        elif self.lost is not None:
+            last = self.lost.message
+            message = f"{cause} was reached before its next attempt; the last one: {last}"
         else:
             message = f"{cause} was reached before its agent started"
         return RolloutStatus.TRUNCATED, Failure(
@@ -195,10 +198,9 @@ class RolloutWorkflow:
     ) -> EpisodeRef | tuple[RolloutStatus, Failure | None]:
         """Raises: CancelledError, whichever stage the cancellation interrupts."""
         counted, pause_s, gives_up_at = 0, FIRST_PAUSE_S, math.inf
-        failure: Failure | None = None
         while True:
             if self.truncation is not None:
-                return self._truncated_ending("waiting", lost=failure)
+                return self._truncated_ending("waiting")
             self.attempt += 1
             try:
                 ending = await self._play_attempt(rollout)
@@ -215,6 +217,7 @@ class RolloutWorkflow:
                     return self._truncated_ending()
                 failure = failure_of(error)
                 self.page.lost(self.attempt, failure)
+            self.lost = failure
             if failure.type not in rollout.retry_on or self.is_spent:
                 return RolloutStatus.FAILED, failure
             if failure.type == CALL_UNANSWERED:
@@ -223,12 +226,21 @@ class RolloutWorkflow:
                 if workflow.time() + pause_s > gives_up_at:
                     return RolloutStatus.FAILED, failure
                 self.page.stage("waiting", self.attempt)
-                await workflow.sleep(pause_s, summary="before the agent starts again")
+                await self._pause(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             counted += 1
             if counted >= rollout.max_attempts:
                 return RolloutStatus.FAILED, failure
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait before the next attempt, at most until the run's time is over."""
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: self.truncation is not None,
+                timeout=timedelta(seconds=seconds),
+                timeout_summary="before the agent starts again",
+            )
 
     async def _play_attempt(
         self, rollout: RolloutRequest

@@ -62,6 +62,10 @@ class Counts:
     dollars: float = 0.0
     grade_seconds: float = 0.0
 
+    @property
+    def graded(self) -> int:
+        return self.by_status[RolloutStatus.GRADED]
+
     @classmethod
     def of(cls, parts: "Iterable[Counts | RunStatus]") -> "Counts":
         """The sum."""

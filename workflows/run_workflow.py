@@ -221,7 +221,7 @@ class RunWorkflow:
                 return await self._truncate(deadline_truncation(run.ends_at))
             if self._is_share_reached():
                 counts = self._counts()
-                left = stop_margin_s(run, counts.done, counts.grade_seconds)
+                left = stop_margin_s(run, counts.graded, counts.grade_seconds)
                 return await self._truncate(stop_at_truncation(run, workflow.time() + left))
 
             def has_changed(run: RunRequest = run) -> bool:
@@ -234,7 +234,7 @@ class RunWorkflow:
 
     def _stops_at(self, run: RunRequest) -> float | None:
         counts = self._counts()
-        return stop_time(run, workflow.time(), counts.done, counts.grade_seconds)
+        return stop_time(run, workflow.time(), counts.graded, counts.grade_seconds)
 
     def _is_share_reached(self) -> bool:
         """Whether `stop_at` ends the run before its last rollouts."""

@@ -402,6 +402,33 @@ async def test_an_agent_is_stopped_without_a_heartbeat(
     assert stages.names().count("run_agent") == 1
 
 
+async def test_a_truncation_between_attempts_names_the_last_failure(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user sees what kept the rollout from a verdict, not only that its time was over."""
+    monkeypatch.setattr(rollout_workflow, "FIRST_PAUSE_S", 600.0)
+
+    async def unanswered(_: Attempt) -> AgentRun:
+        return AgentRun(end=AgentEnd.FINISHED, unanswered="no engine answers")
+
+    async def is_over() -> bool:
+        return "capture_diff" in stages.names()
+
+    stages.override["run_agent"] = unanswered
+    rollout = await _start(client, REQUEST)
+    await until(is_over, "the first attempt has ended", PATIENCE_S)
+    now = Truncation(by="deadline", cause="the run's deadline", ends_at=time.time())
+    await rollout.signal("truncate", now)
+    with contextlib.suppress(WorkflowFailureError):
+        async with asyncio.timeout(PATIENCE_S):
+            await rollout.result()
+
+    failure = stages.endings[0].failure
+    assert failure is not None
+    assert failure.message.startswith("the run's deadline was reached before its next attempt")
+    assert failure.message.endswith("no engine answers")
+
+
 async def test_a_cancelled_boot_does_not_wait_for_a_provider_that_is_away(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
