@@ -28,7 +28,7 @@ from xdist.scheduler import LoadFileScheduling
 if TYPE_CHECKING:
     from temporalio.client import Client
 
-    from tests.workflows.dev_server import Server
+    from tests.workflows.dev_server import SharedServer
 
 # Without bytecode files each of some hundred processes would compile everything that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -45,6 +45,7 @@ SPREAD = (
     "tests/contracts/test_bubblewrap.py",
     "tests/contracts/test_daytona_contract.py",
     "tests/contracts/test_e2b_contract.py",
+    "tests/contracts/test_grader_contract.py",
     "tests/contracts/test_kubernetes_contract.py",
     "tests/contracts/test_kubernetes_faults.py",
     "tests/contracts/test_relays.py",
@@ -52,6 +53,8 @@ SPREAD = (
     "tests/contracts/test_service_faults.py",
     "tests/unit/gateway/test_fuzz.py",
     "tests/unit/gateway/test_gateway.py",
+    "tests/workflows/test_group_and_run.py",
+    "tests/workflows/test_rollout.py",
 )
 """Files that last long and whose tests share nothing."""
 PACKAGES = re.compile(r"apt-get install ([a-z0-9.+-]+(?: (?!on )[a-z0-9.+-]+)*)")
@@ -217,16 +220,17 @@ def _authorities_are_read_once() -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> "Iterator[Server]":
-    """One Temporal dev server for all tests of this process."""
-    from tests.workflows import dev_server
+def server() -> "Iterator[SharedServer]":
+    """The Temporal dev server of this process, for all tests that need no server of their own."""
+    from tests.workflows.dev_server import SharedServer
 
-    with dev_server.running() as server:
-        yield server
+    server = SharedServer()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
-async def client(server: "Server", monkeypatch: pytest.MonkeyPatch) -> "Client":
+async def client(server: "SharedServer", monkeypatch: pytest.MonkeyPatch) -> "Client":
     """Each test has a namespace of its own: no state of another test to trip over."""
     namespace = f"test-{uuid4().hex}"
     monkeypatch.setenv("TEMPORAL_NAMESPACE", namespace)  # for code that connects by itself

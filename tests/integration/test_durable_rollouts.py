@@ -423,6 +423,29 @@ async def test_a_wrong_field_written_by_hand_is_refused_by_name(
     assert not any(e.HasField("activity_task_scheduled_event_attributes") for e in history.events)
 
 
+async def test_a_limit_that_the_provider_cannot_enforce_boots_nothing(stack: Stack) -> None:
+    """The boot stage refuses it with the field's name, and no sandbox is created."""
+    asked = {"grade": {"provider": "local", "limits": {"disk_mb": 64}}}
+    request = await stack.start("refused", phases=asked)
+    episode = await stack.episode(request)
+
+    assert episode.failure is not None
+    assert "phases.grade.limits.disk_mb" in episode.failure.message
+    assert not stack.box(request, "agent").exists
+
+
+async def test_a_sandbox_without_isolation_is_refused_unless_this_host_allows_it(
+    stack: Stack,
+) -> None:
+    """A request that any client sends runs nothing as the worker's user; the setting is named."""
+    request = await stack.start("alone", sandbox="local")
+    episode = await stack.episode(request)
+
+    assert episode.failure is not None
+    assert "PERDURE_SANDBOX__ALLOW_LOCAL=true" in episode.failure.message
+    assert [*(stack.home / "sandboxes" / "local").glob("p-*")] == []
+
+
 async def _activities(stack: Stack, request: RolloutRequest) -> list[str]:
     return [
         event.activity_task_scheduled_event_attributes.activity_type.name

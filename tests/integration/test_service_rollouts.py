@@ -66,6 +66,7 @@ async def hosted(
             yield Hosted(stack, request.param, server)
 
 
+@pytest.mark.longer
 async def test_gold_patch_resolves(hosted: Hosted) -> None:
     """The oracle's rollout is graded resolved, and the service has no sandbox left."""
     assert await hosted.solved("gold", agent="oracle") == (Outcome.RESOLVED, 0, [])

@@ -61,7 +61,7 @@ from tests.stack.gated_engine import TURNS, HeldEngine, commands
 from tests.stack.host_requirements import cmdline, folders, pids, started_at
 from tests.stack.made_instances import INSTANCE, add_instances
 from tests.stack.stack_process import Process, answering
-from tests.stack.wait_until import LINGERS_S, nothing, until
+from tests.stack.wait_until import LINGERS_S, PAUSE_S, nothing, until
 from workers.health_endpoints import wait_until_polling
 from workers.worker_process import ROLES
 
@@ -274,7 +274,9 @@ class Stack:
 
         return int(
             await until(
-                worker_pid, f"{activity} of {request.workflow_id} is at work, try {attempt}"
+                worker_pid,
+                f"{activity} of {request.workflow_id} is at work, try {attempt}",
+                pause_s=PAUSE_S,
             )
         )
 
@@ -292,7 +294,7 @@ class Stack:
             return int(found.last_worker_identity.partition("@")[0]) if said else 0
 
         what = f"the agent of {request.workflow_id} is watched, try {attempt}"
-        return int(await until(worker_pid, what))
+        return int(await until(worker_pid, what, pause_s=PAUSE_S))
 
     async def held(self, *requests: RolloutRequest, attempt: int = 1) -> None:
         """Wait until the agent of every rollout waits for its answer to the held turn."""

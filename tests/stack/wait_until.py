@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 PAUSE_S = 0.02
+SERVER_PAUSE_S = 0.1
+"""Between two questions to a server. Each takes milliseconds of CPU time from it and from the test."""
 PATIENCE_S = 180.0
 """Only what is broken takes this long; nothing waits for the clock. Less than a test's time limit."""
 LINGERS_S = 60.0
@@ -15,17 +17,27 @@ LOOK_AGAIN_S = 0.25
 """Between two looks for what is left: a look over a whole host takes the time of those who clean up."""
 
 
-async def until(condition: Callable[[], Any], what: str, limit_s: float = PATIENCE_S) -> Any:
-    """Ask again until the answer, awaited where it must be, is truthy; then return it."""
+async def until(
+    condition: Callable[[], Any],
+    what: str,
+    limit_s: float = PATIENCE_S,
+    pause_s: float = SERVER_PAUSE_S,
+) -> Any:
+    """Ask again until the answer, awaited where it must be, is truthy; then return it.
+
+    `pause_s`: between two questions whose answers are awaited. For a state that does not last,
+    `PAUSE_S`.
+    """
     end = time.monotonic() + limit_s
     while True:
+        pause = PAUSE_S
         answer = condition()
         if inspect.isawaitable(answer):
-            answer = await answer
+            answer, pause = await answer, pause_s
         if answer:
             return answer
         assert time.monotonic() < end, f"still not so after {limit_s:g} s: {what}"
-        await asyncio.sleep(PAUSE_S)
+        await asyncio.sleep(pause)
 
 
 async def nothing(look: Callable[[], Sequence[Any]], limit_s: float = LINGERS_S) -> None:

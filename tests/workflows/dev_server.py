@@ -1,5 +1,5 @@
 """Temporal dev servers for tests, in memory: one shared by many tests, or one with its own
-settings.
+settings. They have the dynamic configuration of the server of `perdure up`.
 
 Not the SDK's `WorkflowEnvironment.start_local`: that one gives a server five seconds to answer,
 which a busy host may not have.
@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
@@ -22,12 +22,15 @@ from temporalio.service import RPCError
 from perdure.client import temporal_names
 from perdure.client.temporal_client import DATA_CONVERTER
 from perdure.stack import temporal_setup
-from perdure.stack.stack_plan import temporal_binary
+from perdure.stack.stack_plan import DYNAMIC_CONFIG, temporal_binary
 from perdure.stack.stack_ports import LOOPBACK
 from tests import held_ports
 from tests.stack.wait_until import until
 
 DAY = Duration(seconds=86400)
+NAMESPACES = 12
+"""Of one server. An idle server reports the metrics of each namespace that it had each second: with
+40 namespaces, this and its other upkeep take a tenth of a core, with 10 a hundredth."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,27 @@ class Server:
         return client
 
 
+class SharedServer:
+    """The server of many tests: after `NAMESPACES` of them, a new one."""
+
+    def __init__(self) -> None:
+        self._running = ExitStack()
+        self._server: Server | None = None
+        self._namespaces = 0
+
+    async def client_of_new(self, namespace: str) -> Client:
+        """Create a namespace, and connect to it. Connections to earlier ones may break."""
+        if self._server is None or self._namespaces == NAMESPACES:
+            self.stop()
+            self._server = self._running.enter_context(running())
+            self._namespaces = 0
+        self._namespaces += 1
+        return await self._server.client_of_new(namespace)
+
+    def stop(self) -> None:
+        self._running.close()
+
+
 @contextmanager
 def running(*arguments: str) -> Iterator[Server]:
     """A server until the end of the context. `arguments`: more command-line arguments."""
@@ -92,7 +116,8 @@ async def serving(*arguments: str, identity: str | None = None) -> AsyncIterator
 def spawn(port: int, log: IO[bytes], *arguments: str) -> "subprocess.Popen[bytes]":
     command = [temporal_binary(), "server", "start-dev", "--headless", "--log-level", "error"]
     command += ["--ip", LOOPBACK, "--port", str(port)]
-    command += ["--dynamic-config-value", "frontend.enableServerVersionCheck=false"]
+    for value in (*DYNAMIC_CONFIG, "frontend.enableServerVersionCheck=false"):
+        command += ["--dynamic-config-value", value]
     for name, kind in temporal_names.SEARCH_ATTRIBUTES.items():
         command += ["--search-attribute", f"{name}={kind}"]
     if setpriv := shutil.which("setpriv"):  # it dies with the test's process

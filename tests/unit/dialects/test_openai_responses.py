@@ -3,9 +3,8 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from perdure.dialects import openai_responses as dialect
@@ -13,6 +12,9 @@ from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
 from tests.local_gateway import LocalGateway
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 EXEC = {"type": "function", "name": "exec", "parameters": {"type": "object"}, "strict": False}
 SPAWN = {
@@ -264,11 +266,11 @@ async def gateway(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Local
 
 
 @pytest.fixture
-async def client(gateway: LocalGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(gateway: LocalGateway) -> AsyncIterator["AsyncOpenAI"]:
+    from openai import AsyncOpenAI
+
     key = await gateway.open("s")
-    async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key=key, max_retries=0
-    ) as client:
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0) as client:
         yield client
 
 
@@ -286,7 +288,7 @@ def _ask(**fields: Any) -> Any:
     }
 
 
-async def test_a_stream_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI) -> None:
+async def test_a_stream_adds_up_to_the_whole_answer(client: "AsyncOpenAI") -> None:
     """OpenAI's own client assembles from the stream what it also gets in one piece."""
     whole = await client.responses.create(**_ask())
     stream = await client.responses.create(**_ask(), stream=True)
@@ -295,7 +297,7 @@ async def test_a_stream_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI) 
     assert events[-1].response.to_dict() == whole.to_dict()
 
 
-async def test_deltas_add_up_to_the_items(client: openai.AsyncOpenAI) -> None:
+async def test_deltas_add_up_to_the_items(client: "AsyncOpenAI") -> None:
     """The client's accumulator rebuilds the texts and the arguments from the deltas alone."""
     async with client.responses.stream(**_ask(tools=[EXEC, SPAWN])) as stream:
         numbers, deltas = [], []
@@ -309,7 +311,7 @@ async def test_deltas_add_up_to_the_items(client: openai.AsyncOpenAI) -> None:
     assert deltas == ["Where \u00e9 is it?", "I look.", *arguments]
 
 
-async def test_calls_have_the_clients_own_names(client: openai.AsyncOpenAI) -> None:
+async def test_calls_have_the_clients_own_names(client: "AsyncOpenAI") -> None:
     """Namespaces and free-text tools are restored in the client's answer."""
     output = (await client.responses.create(**_ask())).to_dict()["output"]
 
@@ -323,7 +325,7 @@ async def test_calls_have_the_clients_own_names(client: openai.AsyncOpenAI) -> N
 
 @pytest.mark.parametrize("kept", ["encrypted_content", "content"])
 async def test_an_echoed_turn_is_bridged(
-    gateway: LocalGateway, engine: ScriptedEngine, client: openai.AsyncOpenAI, kept: str
+    gateway: LocalGateway, engine: ScriptedEngine, client: "AsyncOpenAI", kept: str
 ) -> None:
     """Items that come back with their results extend the recorded tokens, including reasoning."""
     ask = _ask()
@@ -338,7 +340,7 @@ async def test_an_echoed_turn_is_bridged(
 
 
 async def test_a_truncated_answer_says_so_and_completes_the_stream(
-    client: openai.AsyncOpenAI,
+    client: "AsyncOpenAI",
 ) -> None:
     """codex takes `response.incomplete` for a broken stream; other clients read the status."""
     ask = _ask(input=[_said("user", "long answer")], max_output_tokens=16, stream=True)
@@ -350,11 +352,13 @@ async def test_a_truncated_answer_says_so_and_completes_the_stream(
 async def test_errors_are_the_clients_own_types(
     engine: ScriptedEngine,
     gateway: LocalGateway,
-    client: openai.AsyncOpenAI,
+    client: "AsyncOpenAI",
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An exhausted context, a bad request, a failing engine and a closed session raise typed
     errors."""
+    import openai
+
     monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     key = await gateway.open("tiny", sampling=Sampling(max_context_tokens=20))
     with pytest.raises(openai.BadRequestError) as exhausted:

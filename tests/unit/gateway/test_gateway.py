@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -333,9 +332,11 @@ async def test_streaming_equals_not_streaming_for_a_real_client(
     gateway: LocalGateway, text: str
 ) -> None:
     """OpenAI's own client reads the same message, reason and usage from both framings."""
+    from openai import AsyncOpenAI
+
     keys = [await gateway.open(name) for name in ("plain", "streamed")]
     body: Any = _ask(text, tools=TOOLS)
-    client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=keys[0], max_retries=0)
+    client = AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=keys[0], max_retries=0)
     plain = await client.chat.completions.create(**body)
     async with client.with_options(api_key=keys[1]).chat.completions.stream(
         **body, stream_options={"include_usage": True}
@@ -418,6 +419,8 @@ async def test_an_exhausted_context_is_an_error_that_clients_know(
     gateway: LocalGateway, engine: ScriptedEngine
 ) -> None:
     """If no context is left, the answer is 400 context_length_exceeded, and nothing is sampled."""
+    import openai
+
     key = await gateway.open("s", sampling=Sampling(max_context_tokens=9))
     client = openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
     with pytest.raises(openai.BadRequestError, match="maximum context length is 9") as caught:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -128,6 +127,7 @@ async def test_real_clients_read_through_pings(
     """Both vendors' clients skip pings, and raise the error that ends a stream."""
     monkeypatch.setattr("perdure.engines.pool.engine_pool.MOST_MOVES", 0)
     import anthropic  # takes a second, so it is imported once per process
+    import openai
 
     key = await impatient.open("s")
     ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -240,8 +240,10 @@ async def test_a_hosted_engine_serves_every_dialect(
 
 async def one_turn(gateway: LocalGateway) -> Turn:
     """The answer as recorded for a client that requests the model `any`."""
+    from openai import AsyncOpenAI
+
     key = await gateway.open("s-1")
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
+    async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=key) as client:
         await client.chat.completions.create(
             model="any", messages=[{"role": "user", "content": "Hi"}]
         )

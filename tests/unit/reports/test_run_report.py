@@ -5,8 +5,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from perdure.episodes.episode import ModelUsage
 from perdure.errors import Boundary, ConfigurationError
@@ -93,6 +91,9 @@ def test_exposures_and_signals_are_counted_and_named() -> None:
 
 def test_the_plot_of_rewards_has_those_below_zero() -> None:
     """A price of tampering is in the histogram, not cut off."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
     rollouts = (rollout("a"), rollout("b", outcome="tampered", reward=-0.5), rollout("c"))
     run = RunFacts("r", rollouts)
     axes = Figure().subplots()
