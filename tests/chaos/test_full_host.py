@@ -101,7 +101,7 @@ async def test_a_restarted_worker_boots_nothing_beyond_its_seats(full: Stack) ->
     for request in seated:
         await full.watched(request, attempt=2)
 
-    assert await _waits(full, waits)
+    await until(lambda: _waits(full, waits), "it waits for a seat again")
     assert not full.box(waits, "agent").exists
     full.engine.let_go()
     for request in (*seated, waits):
