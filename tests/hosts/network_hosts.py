@@ -191,11 +191,26 @@ def network(folder: Path) -> Iterator[Network]:
     try:
         _ip("address", "add", f"{found.outside}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
-        yield found
+        with _forwarded(bridge):
+            yield found
     finally:
         for host in found.hosts:
             host.lose()
         _ip("link", "del", bridge)
+
+
+@contextmanager
+def _forwarded(bridge: str) -> Iterator[None]:
+    """Docker's daemon makes the kernel drop what passes over other bridges than its own."""
+    if shutil.which("iptables") is None:
+        yield
+        return
+    rule = ["FORWARD", "-i", bridge, "-o", bridge, "-j", "ACCEPT"]
+    subprocess.run(["iptables", "--wait", "-I", *rule], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["iptables", "--wait", "-D", *rule], check=True)
 
 
 def children(pid: int) -> list[int]:

@@ -87,6 +87,9 @@ async def judge(stack: Stack, requests: Sequence[RolloutRequest], record: Record
             ),
             *await _wrong_commands(stack, request, found),
         ]
+        if said:
+            state = await stack.handle(request).query("state")
+            said.append("; ".join(map(str, state["story"])))
         wrong += [f"{request.workflow_id}: {one}" for one in said]
     total = sum(turn.bought for turns in bought.values() for turn in turns.values())
     return Verdict(tuple(wrong), total, again, in_flight, attempts, crashed)
@@ -112,9 +115,14 @@ def _wrong_in(episode: Episode, due: Due, agent_was_killed: bool) -> Iterator[st
 
 
 def _too_often(episode: Episode, record: Record) -> Iterator[str]:
+    """An agent that ends while no gateway answers is tried again: its last call may have failed."""
     taken = record.sandboxes_taken[episode.rollout_id]
-    if len(episode.attempts) > 1 + taken:
-        yield f"{len(episode.attempts)} attempts, and {taken} sandboxes were taken from it"
+    outages = sum(not cut.rollout for cut in record.cuts)
+    if len(episode.attempts) > 1 + taken + outages:
+        yield (
+            f"{len(episode.attempts)} attempts, {taken} sandboxes were taken from it, and all gateways"
+            f" were away {outages} times"
+        )
 
 
 def _died(episode: Episode) -> bool:
