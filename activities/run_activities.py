@@ -2,11 +2,11 @@
 `run_record`."""
 
 from activities.activity_decorator import shell
-from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun
 from perdure.rollouts.run_pages import finish_run, load_page, prepare_run
 from perdure.rollouts.run_record import record
 from perdure.rollouts.stage_services import Services
-from perdure.types import RunRequest
+from perdure.types import RunRequest, RunSummary
 
 
 class Runs:

@@ -26,7 +26,6 @@ with workflow.unsafe.imports_passed_through():
     from perdure.client import temporal_names
     from perdure.rollouts.activity_messages import (
         PreparedRun,
-        RunSummary,
         ShardRequest,
         Truncation,
     )
@@ -38,6 +37,7 @@ with workflow.unsafe.imports_passed_through():
         RolloutStatus,
         RunRequest,
         RunStatus,
+        RunSummary,
     )
     from workflows import activity_options, web_ui_markdown
     from workflows.activity_redispatch import ordered

@@ -24,8 +24,8 @@ from perdure.rollouts.activity_messages import (
     PageRequest,
     PreparedRun,
 )
-from perdure.rollouts.activity_messages import RunSummary as Summary
 from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
+from perdure.types import RunSummary as Summary
 
 HOST = "bench"
 QUEUES = (

@@ -65,7 +65,7 @@ async def test_a_cancelled_run_started_again_finishes(stack: Stack) -> None:
     calls = stack.engine.stats().calls
     summary = await (await stack.perdure.start_run(run)).result()
 
-    assert (summary["rollouts"], summary["resolved"]) == (2, 2)
+    assert (summary.rollouts, summary.resolved) == (2, 2)
     assert await stack.episode(first) == graded
     assert stack.engine.stats().calls == calls  # the second one's diff was in the store already
     await stack.solved_once(second)

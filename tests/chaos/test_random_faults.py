@@ -77,7 +77,7 @@ async def test_each_rollout_gives_what_it_must(shared: World, seed: int, rollout
     }
     print(json.dumps(told))
     assert not verdict.wrong, (told, stack.last_words())
-    assert summary["rollouts"] == len(asked), summary
+    assert summary.rollouts == len(asked), summary
     manifest = json.loads((await stack.store.get(store_keys.manifest(run.run_id))).data)
     assert manifest["rollouts"] == len(asked)
     for host in world.hosts:

@@ -116,7 +116,7 @@ async def test_a_run_outlives_a_store_that_refuses(stack: Stack, proxy: S3Proxy)
     proxy.heal()
     summary = await run.result()
 
-    assert summary["by_status"] == {RolloutStatus.GRADED.value: 2}
+    assert summary.by_status == {RolloutStatus.GRADED.value: 2}
 
 
 async def test_all_are_right_on_a_store_that_fails_a_fifth_of_its_calls(
@@ -132,7 +132,7 @@ async def test_all_are_right_on_a_store_that_fails_a_fifth_of_its_calls(
     print(f"{count} rollouts, {proxy.requests - before} calls, {proxy.played} failed")
     proxy.heal()
 
-    assert summary["by_status"] == {RolloutStatus.GRADED.value: count}
+    assert summary.by_status == {RolloutStatus.GRADED.value: count}
     for one in requests:
         await stack.solved_once(one)
 

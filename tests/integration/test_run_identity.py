@@ -42,7 +42,7 @@ async def test_a_run_continues_with_more_samples_and_keeps_a_record(
     summary = await two.result()
 
     assert two.changes == ["n_samples: 1 -> 2"]
-    assert (summary["rollouts"], summary["resolved"]) == (2, 2)
+    assert (summary.rollouts, summary.resolved) == (2, 2)
     (change,) = await changes_of(stack.store, "more")
     assert (change.fields, change.told) == ({"n_samples": 2}, ("n_samples: 1 -> 2",))
     assert "@" in change.by
@@ -78,9 +78,9 @@ async def test_a_larger_budget_continues_a_stopped_run(stack: Stack) -> None:
     large = small.model_copy(update={"budget": Budget(tokens=10**9)})
     summary = await (await stack.perdure.start_run(large)).result()
 
-    assert "of 1 tokens" in stopped["stopped"]
-    assert stopped["by_status"] == {"graded": 1, "cancelled": 1}
-    assert (summary["stopped"], summary["by_status"]) == ("", {"graded": 2})
+    assert "of 1 tokens" in stopped.stopped
+    assert stopped.by_status == {"graded": 1, "cancelled": 1}
+    assert (summary.stopped, summary.by_status) == ("", {"graded": 2})
 
 
 @pytest.mark.longer

@@ -44,7 +44,7 @@ provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter()))
 trace.set_tracer_provider(provider)
 request = RolloutRequest.model_validate_json(sys.argv[1])
 with trace.get_tracer("trainer").start_as_current_span("step 17"):
-    handle = Perdure().start_rollout(request)
+    handle = Perdure.connect().start_rollout(request)
 print(handle.result().outcome)
 """
 

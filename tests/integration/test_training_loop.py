@@ -246,9 +246,9 @@ async def test_weights_are_updated_while_groups_run(loop: Loop) -> None:
     running = await loop.in_mid_turn(group)
     await loop.publish(2)
     loop.pace()
-    first = await loop.read([ref async for ref in running.episodes()])
+    first = await loop.read([ref async for ref in running.refs()])
     following = await loop.stack.perdure.start_group(loop.group("step-2", 2, staleness=0))
-    second = await loop.read([ref async for ref in following.episodes()])
+    second = await loop.read([ref async for ref in following.refs()])
 
     seen = await loop.differences(first)
     seen_later = await loop.differences(second)
@@ -269,7 +269,7 @@ async def test_a_failed_canary_disturbs_no_group(loop: Loop) -> None:
     with pytest.raises(UpdateRefused, match="trainer's weights"):
         await loop.weights.publish(3, loop.saved(3, stale=True), canaries(3))
     loop.pace()
-    found = await loop.read([ref async for ref in running.episodes()])
+    found = await loop.read([ref async for ref in running.refs()])
 
     assert [one.episode.reward for one in found] == [1.0] * SAMPLES
     assert set(await loop.differences(found)) == {(2, 2)}
@@ -283,7 +283,7 @@ async def test_a_group_held_to_older_weights_ends_without_a_reward(loop: Loop) -
     running = await loop.in_mid_turn(group)
     await loop.publish(4, UpdatePolicy(in_flight="keep"))
     loop.pace()
-    refs = [ref async for ref in running.episodes()]
+    refs = [ref async for ref in running.refs()]
     described = await loop.stack.perdure.rollout(_workflow_id(refs[0], "step-4")).handle.describe()
     found = await loop.read(refs)
 

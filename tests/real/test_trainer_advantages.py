@@ -4,12 +4,16 @@ Run by `make test-trainers`, which puts the trainers at pinned versions into .pe
 group: resolved with one segment, resolved with three, unresolved, failed.
 """
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from tests import docs_pages
 from tests.real import trainers_here
+from tests.workflows.made_episodes import LOGPROBS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,3 +71,18 @@ async def test_slimes_own_cases_of_its_trajectories_hold() -> None:
 
     assert found["differing"] == []
     assert (found["tests"], found["sessions"]) == (35, 35)
+
+
+async def test_the_pages_loss_takes_a_batch_as_tensors(tmp_path: Path) -> None:
+    """As printed: the sampled tokens' ratios, times their rollouts' advantages. Each sampled token
+    is compared with its own logprob, not with its neighbour's."""
+    trainers_here.install()
+    page = tmp_path / "page.py"
+    page.write_text(docs_pages.block("train.md", "python loss"))
+    found = await trainers_here.run("batch_loss.py", page)
+
+    first, *others = found["advantages"]
+    ratios = [1 / 64 / math.exp(logprob) for logprob in LOGPROBS]
+    terms = [first * ratios[0], *(one * ratio for one in others for ratio in ratios)]
+    assert found["loss"] == pytest.approx(-math.fsum(terms) / len(terms), abs=1e-7)
+    assert first == pytest.approx(2 / 3**0.5, abs=1e-5)

@@ -29,7 +29,6 @@ from perdure.rollouts.activity_messages import (
     PreparedRun,
     RowToConclude,
     RowTwins,
-    RunSummary,
     Term,
 )
 from perdure.types import (
@@ -39,6 +38,7 @@ from perdure.types import (
     Outcome,
     RolloutStatus,
     RunRequest,
+    RunSummary,
 )
 from workers.workflow_worker import checking_runner, workflow_worker
 

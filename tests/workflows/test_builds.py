@@ -175,7 +175,7 @@ async def test_an_open_run_moves_on_and_the_old_version_drains(
         await until(drained, "the old version has drained")
 
     assert before == {"v1": "DRAINING", "v2": "CURRENT"}
-    assert summary["rollouts"] == 2
+    assert summary.rollouts == 2
     assert ("grade_in_fresh_sandbox", "long") in old.done
     assert ("review_patch", "long") in new.done
 

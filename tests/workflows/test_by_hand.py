@@ -52,7 +52,7 @@ async def test_a_run_drops_a_wrong_signal(
     await run.handle.signal("shard_report", args=given)
     agent.ends.set()
 
-    assert (await run.result())["rollouts"] == 1
+    assert (await run.result()).rollouts == 1
 
 
 @pytest.mark.parametrize("signal", ["granted", "booting", "spent", "truncate", "unknown"])
@@ -151,7 +151,7 @@ async def test_a_run_that_is_reset_is_followed(client: Client, stages: Stages) -
     summary = await result
 
     assert "failed" not in seen.by_status
-    assert summary["rollouts"] >= 2
+    assert summary.rollouts >= 2
 
 
 async def _is_another(run: RunHandle, first: str | None) -> bool:

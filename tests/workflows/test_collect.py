@@ -34,7 +34,7 @@ def _episode(ending: Ending, reward: float) -> EpisodeRef:
     """An episode of `TOKENS` exact tokens."""
     request = ending.request
     return EpisodeRef(
-        uri="file:///x/episode.json",
+        uri="",  # nothing is stored: test_batches.py reads tokens
         instance_id=request.instance_id,
         sample_index=request.sample_index,
         agent=request.agent,
@@ -51,6 +51,12 @@ async def _all_alike(ending: Ending) -> EpisodeRef:
     return _episode(ending, reward=1.0)
 
 
+@pytest.fixture
+def stages(stages: Stages) -> Stages:
+    stages.override["emit_episode"] = _all_alike
+    return stages
+
+
 async def _add_1_has_signal(ending: Ending) -> EpisodeRef:
     differs = ending.request.instance_id == "add-1" and ending.request.sample_index == 1
     return _episode(ending, reward=0.0 if differs else 1.0)
@@ -59,7 +65,6 @@ async def _add_1_has_signal(ending: Ending) -> EpisodeRef:
 async def test_a_batch_is_filled_to_its_tokens(client: Client, stages: Stages) -> None:
     """With two samples of 100 tokens per group, 500 tokens take three groups, and no fourth is
     requested."""
-    stages.override["emit_episode"] = _all_alike
     asked: list[str] = []
 
     def asking() -> Iterator[GroupRequest]:
@@ -110,7 +115,6 @@ async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> 
         return AgentRun(end=AgentEnd.FINISHED)
 
     stages.override["run_agent"] = agent
-    stages.override["emit_episode"] = _all_alike
     first = Collector(Perdure(client), _requests("r8", 3), in_flight=2)
     batch = await _all(first.groups(2 * TOKENS))
     open_requests = first.open_requests
@@ -128,13 +132,16 @@ async def test_groups_run_on_between_batches(client: Client, stages: Stages) -> 
 class EndsAtOnce:
     """Replaces a group's handle and the client that starts it."""
 
+    async def with_first_version(self, request: GroupRequest) -> GroupRequest:
+        return request
+
     async def start_group(self, request: GroupRequest) -> "EndsAtOnce":
         return self
 
     async def result(self) -> None:
         return None
 
-    async def episodes(self) -> AsyncIterator[EpisodeRef]:
+    async def refs(self) -> AsyncIterator[EpisodeRef]:
         nothing: tuple[EpisodeRef, ...] = ()
         for ref in nothing:
             yield ref
@@ -198,8 +205,6 @@ async def test_a_batch_without_an_engine_says_so_soon(
 
 async def test_too_few_requests_end_the_batch(client: Client, stages: Stages) -> None:
     """The caller gets the groups that there are."""
-    stages.override["emit_episode"] = _all_alike
-
     groups = [g async for g in collect(Perdure(client), _requests("r3", 2), trainable_tokens=10**9)]
 
     assert len(groups) == 2
@@ -220,7 +225,7 @@ async def test_a_caller_that_leaves_cancels_what_runs(client: Client, stages: St
 
     left = [client.get_workflow_handle(request.workflow_id) for request in _requests("r4", 2)]
     groups = [GroupHandle(perdure, 2, handle) for handle in left]
-    statuses = {episode.status for group in groups async for episode in group.episodes()}
+    statuses = {episode.status for group in groups async for episode in group.refs()}
     assert statuses == {RolloutStatus.CANCELLED}
 
 
@@ -253,7 +258,6 @@ async def test_a_full_batch_stops_its_stragglers(
 
     monkeypatch.setattr(GroupHandle, "cancel", noted)
     stages.override["run_agent"] = agent
-    stages.override["emit_episode"] = _all_alike
     perdure = Perdure(client)
     run_id = f"r12-{leftover}"
     filling = collect(
@@ -266,7 +270,7 @@ async def test_a_full_batch_stops_its_stragglers(
     if leftover == "keep":
         gate.open.set()
     assert [group.group_id for group in batch] == [f"{run_id}/add-0"]
-    assert {episode.status async for episode in straggler.episodes()} == {status}
+    assert {episode.status async for episode in straggler.refs()} == {status}
 
 
 async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
@@ -297,7 +301,7 @@ async def test_a_caller_that_leaves_is_told_of_a_group_it_could_not_cancel(
 
     assert f"{refused} could not be cancelled and continues: namespace is read-only" in caplog.text
     group = GroupHandle(Perdure(client), 2, client.get_workflow_handle(other))
-    statuses = {episode.status async for episode in group.episodes()}
+    statuses = {episode.status async for episode in group.refs()}
     gate.open.set()
     assert statuses == {RolloutStatus.CANCELLED}
 
@@ -316,7 +320,7 @@ async def test_a_group_that_a_person_cancels_counts_with_the_episodes_it_has(
     await (await perdure.start_group(request)).cancel()
 
     (group,) = await filling
-    assert [e.reward for e in group.episodes] == [None, None]
+    assert [e.reward for e in group.refs] == [None, None]
 
 
 async def _all(groups: AsyncIterator[FinishedGroup]) -> list[FinishedGroup]:

@@ -24,7 +24,6 @@ from perdure.rollouts.activity_messages import (
     Booted,
     Ending,
     PreparedRun,
-    RunSummary,
 )
 from perdure.types import (
     AgentEnd,
@@ -35,6 +34,7 @@ from perdure.types import (
     RolloutRequest,
     RolloutStatus,
     RunRequest,
+    RunSummary,
 )
 from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows.activity_gate import Gate
@@ -47,7 +47,7 @@ async def test_a_group_yields_every_episode_once(client: Client, stages: Stages)
     """Four samples yield four episodes, each with its own index, as they finish."""
     group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=4))
 
-    seen = [episode.sample_index async for episode in group.episodes()]
+    seen = [episode.sample_index async for episode in group.refs()]
 
     assert sorted(seen) == [0, 1, 2, 3]
 
@@ -119,7 +119,7 @@ async def test_starting_a_group_twice_joins_it(
     with caplog.at_level("WARNING", "perdure.client.sdk"):
         again = await perdure.start_group(request)
 
-    episodes = [e async for e in again.episodes()]
+    episodes = [e async for e in again.refs()]
 
     assert (len(episodes), stages.names().count("run_agent")) == (2, 2)
     assert f"{request.workflow_id} was started before; joining it" in caplog.text
@@ -208,7 +208,7 @@ async def test_a_run_plays_everything_within_its_window(client: Client, stages: 
 
     summary = await run.result()
 
-    assert (before, gate.most, summary["rollouts"]) == (2, 4, 6)
+    assert (before, gate.most, summary.rollouts) == (2, 4, 6)
 
 
 def _played(stages: Stages) -> list[tuple[str, int]]:
@@ -425,7 +425,7 @@ async def test_fewer_samples_end_a_run_earlier(client: Client, stages: Stages) -
     summary = await changed.result()
 
     assert _played(stages) == [("add-0", 0), ("add-1", 0)]
-    assert (summary["rollouts"], summary["by_status"]) == (2, {"graded": 2})
+    assert (summary.rollouts, summary.by_status) == (2, {"graded": 2})
 
 
 async def test_a_larger_budget_continues_a_run(client: Client, stages: Stages) -> None:
@@ -452,9 +452,9 @@ async def test_a_larger_budget_continues_a_run(client: Client, stages: Stages) -
     changed = await Perdure(client).start_run(more)
     summary = await changed.result()
 
-    assert (before, stopped["stopped"]) == (2, "it has used 200 of 150 tokens")
+    assert (before, stopped.stopped) == (2, "it has used 200 of 150 tokens")
     assert changed.changes == ["budget.tokens: 150 -> 5000"]
-    assert (len(_played(stages)), summary["stopped"]) == (4, "")
+    assert (len(_played(stages)), summary.stopped) == (4, "")
 
 
 async def test_what_fixes_a_run_cannot_be_changed(client: Client, stages: Stages) -> None:
@@ -494,7 +494,7 @@ async def test_bookkeeping_of_a_worker_that_is_told_to_stop_is_done_by_another(
 
     summary = await run.result()
 
-    assert summary["by_status"] == {"graded": 1}
+    assert summary.by_status == {"graded": 1}
     assert stages.names().count(activity_name) == 2
 
 
@@ -547,7 +547,7 @@ async def test_samples_of_an_evaluation_start_one_by_one(client: Client, stages:
     gate.open.set()
     summary = await run.result()
 
-    assert summary["by_status"] == {"graded": 4}
+    assert summary.by_status == {"graded": 4}
     assert {e.request.group_id for e in stages.endings} == {"r1/add-0", "r1/add-1"}
 
 
@@ -567,7 +567,7 @@ async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -
     await run.resume()
     summary = await run.result()
 
-    assert (paused.state, progress.started, summary["rollouts"]) == ("paused", 1, 3)
+    assert (paused.state, progress.started, summary.rollouts) == ("paused", 1, 3)
 
 
 async def test_a_run_that_has_ended_is_not_paused(client: Client, stages: Stages) -> None:
@@ -616,7 +616,7 @@ async def test_a_run_whose_rollouts_all_fail_alike_pauses(client: Client, stages
     await run.resume()
     summary = await run.result()
 
-    assert (first.started, summary["by_status"]) == (3, {"failed": 3, "graded": 4})
+    assert (first.started, summary.by_status) == (3, {"failed": 3, "graded": 4})
     assert first.attention.startswith(
         f"3 rollouts failed the same way: the first model call was refused: {said}"
     )
@@ -641,7 +641,7 @@ async def test_failures_that_differ_or_are_of_one_instance_pause_nothing(
     asked = _run(concurrency=1).model_copy(update={"n_samples": samples})
     run = await Perdure(client).start_run(asked)
 
-    assert (await run.result())["by_status"] == {"failed": 4 * samples}
+    assert (await run.result()).by_status == {"failed": 4 * samples}
 
 
 @pytest.mark.parametrize("shard", [500, 2])
@@ -673,9 +673,9 @@ async def test_a_run_buys_no_more_than_its_budget(
 
     graded = stages.names().count("grade_in_fresh_sandbox")
     assert 2 <= graded < 8
-    assert summary["by_status"] == {"graded": graded, "cancelled": 8 - graded}
-    assert summary["stopped"] == f"it has used {graded},000 of 1,500 tokens"
-    assert (await run.progress()).stopped == summary["stopped"]
+    assert summary.by_status == {"graded": graded, "cancelled": 8 - graded}
+    assert summary.stopped == f"it has used {graded},000 of 1,500 tokens"
+    assert (await run.progress()).stopped == summary.stopped
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -724,7 +724,7 @@ async def test_a_run_that_has_used_its_budget_stops_its_agents(
     async with asyncio.timeout(PATIENCE_S):
         summary = await run.result()
 
-    assert summary["by_status"] == {"graded": 3, "cancelled": 1}
+    assert summary.by_status == {"graded": 3, "cancelled": 1}
     assert stages.names().count("run_agent") == 4  # one is ordered again, to end its agent
     assert stages.names().count("grade_in_fresh_sandbox") == 3
 
@@ -823,7 +823,7 @@ async def test_a_group_that_a_person_cancels_is_counted_at_once(
     summary = await run.result()
 
     assert progress.by_status == {"cancelled": 2}
-    assert summary["by_status"] == {"cancelled": 2, "graded": 2}
+    assert summary.by_status == {"cancelled": 2, "graded": 2}
 
 
 async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) -> None:
@@ -844,7 +844,7 @@ async def test_kept_stragglers_count_as_running(client: Client, stages: Stages) 
     gate.open.set()
     await client.get_workflow_handle("rollout/r1/add-0/1").result()
 
-    assert summary["by_status"] == {"graded": 1, "running": 1}
+    assert summary.by_status == {"graded": 1, "running": 1}
     assert (progress.total, progress.done, progress.running) == (2, 1, 1)
 
 
@@ -924,9 +924,16 @@ async def test_the_same_rollout_twice_joins(
 
 
 async def test_a_run_refuses_a_wrong_rollout_field(client: Client, stages: Stages) -> None:
-    """A mistake inside `rollout` is named in one typed error before any instance is listed."""
+    """A mistake inside `rollout`, of a run that Temporal's CLI starts, is named in one typed error
+    before any instance is listed."""
     request = RunRequest(run_id="r1", instances=("toy/add-0",), rollout={"agnet": "nop"})
-    run = await Perdure(client).start_run(request)
+    await client.start_workflow(
+        temporal_names.RUN,
+        request,
+        id=request.workflow_id,
+        task_queue=temporal_names.WORKFLOWS_QUEUE,
+    )
+    run = await Perdure(client).run("r1")
 
     with pytest.raises(
         NoResult, match=r"run 'r1' ended without a result: .*agnet: there is no such field"

@@ -93,6 +93,14 @@ async def test_a_namespace_that_is_not_there_is_one_line(
         await Perdure.connect(address, settings=Settings(home=tmp_path))
 
 
+async def test_a_misspelt_field_of_a_runs_rollouts_is_named_at_the_start(client: Client) -> None:
+    """Not by `result()`, after the workflow has failed."""
+    run = RunRequest(run_id="r", instances=("toy/a",), rollout={"agnet": "oracle"})
+
+    with pytest.raises(ConfigurationError, match="agnet"):
+        await Perdure(client).start_run(run)
+
+
 async def test_what_is_no_request_is_named(client: Client) -> None:
     """A dict is the likely mistake, and the message says how to convert it."""
     perdure, nothing = Perdure(client), dict[str, Any]()

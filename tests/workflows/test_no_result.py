@@ -58,7 +58,9 @@ async def test_a_sync_trainer_catches_the_same(client: Client, gate: Gate) -> No
     """The error crosses into the waiting thread."""
 
     def wait() -> None:
-        SyncPerdure(client.service_client.config.target_host).start_rollout(ROLLOUT).result()
+        SyncPerdure.connect(client.service_client.config.target_host).start_rollout(
+            ROLLOUT
+        ).result()
 
     waiting = asyncio.create_task(asyncio.to_thread(wait))
     await gate.until_running(1)

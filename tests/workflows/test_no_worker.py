@@ -119,7 +119,7 @@ async def test_episodes_of_a_finished_group_wait_for_a_worker(
 
 
 async def _read(group: GroupHandle) -> list[int]:
-    return [episode.sample_index async for episode in group.episodes()]
+    return [episode.sample_index async for episode in group.refs()]
 
 
 async def test_a_group_that_no_worker_began_has_no_episodes(

@@ -88,7 +88,7 @@ async def test_a_listed_run_plays_its_list(client: Client, stages: Stages) -> No
     asked = [attempt.request for attempt in booted]
     assert sorted((one.instance, one.sample_index) for one in asked) == named
     assert {(one.round, one.start_at) for one in asked} == {(0, "boot")}
-    assert (summary["rollouts"], (await handle.progress()).total) == (3, 3)
+    assert (summary.rollouts, (await handle.progress()).total) == (3, 3)
 
 
 async def test_an_open_run_is_not_started_again(client: Client, stages: Stages) -> None:
@@ -105,4 +105,4 @@ async def test_an_open_run_is_not_started_again(client: Client, stages: Stages) 
 
     gate.open.set()
     summary = await handle.result()
-    assert summary["rollouts"] == 4
+    assert summary.rollouts == 4

@@ -15,9 +15,8 @@ from perdure.rollouts.activity_messages import (
     Captured,
     Ending,
     GradedPatch,
-    RunSummary,
 )
-from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest
+from perdure.types import AgentEnd, EpisodeRef, Outcome, RolloutStatus, RunRequest, RunSummary
 from tests.stack.wait_until import PATIENCE_S, until
 from tests.workflows.scripted_stages import Stages
 
@@ -50,7 +49,7 @@ def by_instance(endings: list[Ending]) -> dict[str, Ending]:
     return {ending.request.instance_id: ending for ending in endings}
 
 
-async def ended(client: Client, run: RunRequest) -> dict[str, Any]:
+async def ended(client: Client, run: RunRequest) -> RunSummary:
     async with asyncio.timeout(PATIENCE_S):
         return await (await Perdure(client).start_run(run)).result()
 
@@ -102,9 +101,9 @@ async def test_a_deadline_stops_every_stage_and_keeps_what_was_done(
     assert why is not None
     assert why.message == "the run's deadline stopped its agent after 3 turns"
     assert stages.names().count("capture_diff") == 2
-    assert summary["by_status"] == {"truncated": 3, "missing": 1}
+    assert summary.by_status == {"truncated": 3, "missing": 1}
     told = "its deadline of 0:00:00.500000 has passed"
-    assert (summary["stopped"], summary["stopped_by"], kept[0].stopped) == (told, "deadline", told)
+    assert (summary.stopped, summary.stopped_by, kept[0].stopped) == (told, "deadline", told)
 
 
 async def test_the_same_request_continues_a_run_that_its_deadline_ended(
@@ -131,9 +130,9 @@ async def test_the_same_request_continues_a_run_that_its_deadline_ended(
     joined = await perdure.start_run(long)
 
     again = "deadline_s: counted from a new start"
-    assert first["by_status"] == {"truncated": 2}
+    assert first.by_status == {"truncated": 2}
     assert (same.changes, longer.changes) == ([again], ["deadline_s: 0.5 -> 3600.0", again])
-    assert (summary["by_status"], summary["stopped"]) == ({"graded": 2}, "")
+    assert (summary.by_status, summary.stopped) == ({"graded": 2}, "")
     assert (joined.joined, joined.changes, len(stages.endings)) == (True, [], 2)
 
 
@@ -162,8 +161,8 @@ async def test_stop_at_ends_the_last_rollouts(
     last = [one for one in stages.endings if one.request.instance_id == "slow"]
     status = RolloutStatus.GRADED if rewarded else RolloutStatus.TRUNCATED
     assert {(one.status, one.grade) for one in last} == {(status, "grade-1.json")}
-    assert summary["by_status"].get("truncated", 0) == (0 if rewarded else len(last))
-    assert summary.get("stopped_by") == (None if rewarded else "stop_at")
+    assert summary.by_status.get("truncated", 0) == (0 if rewarded else len(last))
+    assert summary.stopped_by == (None if rewarded else "stop_at")
 
 
 async def test_nothing_starts_that_would_not_end_in_time(client: Client, stages: Stages) -> None:
@@ -187,8 +186,8 @@ async def test_nothing_starts_that_would_not_end_in_time(client: Client, stages:
     run = RUN.model_copy(update={"deadline_s": 3600.0, "concurrency": 1})
     summary = await ended(client, run)
 
-    assert summary["by_status"] == {"graded": 1, "missing": 2}
-    assert summary["stopped"] == "its deadline of 1:00:00 leaves no time for another rollout"
+    assert summary.by_status == {"graded": 1, "missing": 2}
+    assert summary.stopped == "its deadline of 1:00:00 leaves no time for another rollout"
 
 
 async def test_a_jittered_start_does_not_outlast_the_deadline(
@@ -205,7 +204,7 @@ async def test_a_jittered_start_does_not_outlast_the_deadline(
     await until(both_wait, "both wait for their start", PATIENCE_S)
     summary = await ended(client, run.model_copy(update={"deadline_s": 0.5}))
 
-    assert (summary["by_status"], stages.endings) == ({"missing": 2}, [])
+    assert (summary.by_status, stages.endings) == ({"missing": 2}, [])
 
 
 async def test_a_rollout_that_outlasts_its_run_keeps_its_patch(
@@ -246,7 +245,7 @@ async def test_a_rollout_that_outlasts_its_run_keeps_its_patch(
     is_fast.set()
     await until(has_ended, "the rollout ends by itself", PATIENCE_S)
 
-    assert summary["by_status"] == {"running": 1}
+    assert summary.by_status == {"running": 1}
     assert captured == ["diff"]
     assert (stages.endings[0].status, stages.endings[0].stopped_in) == (
         RolloutStatus.TRUNCATED,

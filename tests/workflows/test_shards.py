@@ -69,7 +69,7 @@ async def test_shards_follow_another_number_of_samples(
 
     played = {(e.request.instance_id, e.request.sample_index) for e in stages.endings}
     assert played == {(name, k) for name in ("add-0", "add-1") for k in range(more)}
-    assert summary["stopped"] == ""
+    assert summary.stopped == ""
 
 
 async def test_a_shard_that_is_terminated_ends_the_run(

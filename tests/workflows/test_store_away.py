@@ -210,7 +210,7 @@ async def test_a_run_cancelled_while_it_finishes_has_its_manifest(
     told.set()
     summary = await run.result()
 
-    assert summary["by_status"] == {"graded": 1}
+    assert summary.by_status == {"graded": 1}
 
 
 async def _heard(run: RunHandle) -> bool:

@@ -1,11 +1,14 @@
 """`perdure.client.sync_client` gives the same answers to trainers without an event loop."""
 
 import asyncio
+from pathlib import Path
 
 from temporalio.client import Client
 
 from perdure.client.sync_client import Perdure
+from perdure.storage.local_store import LocalStore
 from perdure.types import GroupRequest, RolloutRequest
+from tests.workflows.made_episodes import EpisodeStage
 from tests.workflows.scripted_stages import Stages
 
 ROLLOUT = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -16,24 +19,27 @@ async def test_a_sync_trainer_gets_every_episode(client: Client, stages: Stages)
     rewards."""
 
     def train() -> list[float | None]:
-        perdure = Perdure(client.service_client.config.target_host)
+        perdure = Perdure.connect(client.service_client.config.target_host)
         group = perdure.start_group(GroupRequest(rollout=ROLLOUT, n_samples=3))
-        return [episode.reward for episode in group.episodes()]
+        return [episode.reward for episode in group.refs()]
 
     rewards = await asyncio.to_thread(train)
 
     assert rewards == [1.0, 1.0, 1.0]
 
 
-async def test_a_sync_trainer_collects_a_batch(client: Client, stages: Stages) -> None:
+async def test_a_sync_trainer_collects_a_batch(
+    client: Client, stages: Stages, tmp_path: Path
+) -> None:
     """Groups come until the last one, each with all its episodes."""
+    store = LocalStore(tmp_path)
+    stages.override["emit_episode"] = EpisodeStage(store).emit
 
     def train() -> list[int]:
-        perdure = Perdure(client.service_client.config.target_host)
+        perdure = Perdure.connect(client.service_client.config.target_host)
         request = GroupRequest(rollout=ROLLOUT, n_samples=2)
-        return [
-            len(group.episodes) for group in perdure.collect([request], trainable_tokens=10_000)
-        ]
+        groups = perdure.collect([request], trainable_tokens=10_000, store=store)
+        return [len(group.episodes) for group in groups]
 
     assert await asyncio.to_thread(train) == [2]
 
@@ -42,7 +48,7 @@ async def test_a_sync_trainer_waits_for_one_rollout(client: Client, stages: Stag
     """The result of a rollout is its episode."""
 
     def train() -> str:
-        perdure = Perdure(client.service_client.config.target_host)
+        perdure = Perdure.connect(client.service_client.config.target_host)
         return perdure.start_rollout(ROLLOUT).result().status.value
 
     assert await asyncio.to_thread(train) == "graded"

@@ -94,7 +94,7 @@ class Trainer:
 
     async def _episodes(self, handles: Sequence[GroupHandle]) -> list[Group]:
         async def one(handle: GroupHandle) -> Group:
-            return await read_episodes([ref async for ref in handle.episodes()])
+            return await read_episodes([ref async for ref in handle.refs()])
 
         return list(await asyncio.gather(*map(one, handles)))
 

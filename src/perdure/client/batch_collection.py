@@ -2,7 +2,7 @@
 
 Owns the window of groups in flight, which of them a batch takes, and when the batch closes. The
 groups are durable workflows. A rollout that is open when new weights are published continues: each
-token records the version that sampled it.
+token records the version that sampled it. `Perdure.batches` makes arrays of them.
 """
 
 import asyncio
@@ -10,17 +10,20 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from temporalio.service import RPCError
 
 from perdure.client import rollout_listing
-from perdure.errors import Cancelled
+from perdure.errors import Cancelled, ConfigurationError
 from perdure.types import EpisodeRef, GroupRequest
 
 if TYPE_CHECKING:
+    from perdure.client.gateway_episodes import GatewayEpisodes
     from perdure.client.sdk import GroupHandle, Perdure
+    from perdure.episodes.episode import EpisodeSegments
+    from perdure.storage.base import Store
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +39,26 @@ LEAVES_S = 30.0
 class FinishedGroup:
     """One group with the episodes of its samples, including failed ones."""
 
-    group_id: str
-    episodes: tuple[EpisodeRef, ...]
+    request: GroupRequest
+    refs: tuple[EpisodeRef, ...]
+    """What the group's workflow returned: a reference for each sample, with reward and counts."""
+    episodes: "tuple[EpisodeSegments, ...]" = field(default=(), repr=False)
+    """The episodes with their tokens. They are read once `accept` has seen the group. Stragglers
+    that run on have none."""
+
+    @property
+    def group_id(self) -> str:
+        return self.request.group_id
 
     @property
     def trainable_tokens(self) -> int:
         """Trained tokens of the episodes that are graded and trainable."""
-        return sum(e.trained_tokens for e in self.episodes if e.trainable and e.reward is not None)
+        return sum(e.trained_tokens for e in self.refs if e.trainable and e.reward is not None)
 
     @property
     def has_signal(self) -> bool:
         """Whether the group's rewards differ. Without variance there is no GRPO advantage."""
-        return len({e.reward for e in self.episodes} - {None}) > 1
+        return len({e.reward for e in self.refs} - {None}) > 1
 
 
 def graded_tokens(group: FinishedGroup) -> int:
@@ -60,6 +71,7 @@ def tokens_with_signal(group: FinishedGroup) -> int:
 
 
 Accept = Callable[[FinishedGroup], bool]
+Leftover = Literal["cancel", "keep"]
 
 
 def has_signal(group: FinishedGroup) -> bool:
@@ -73,7 +85,7 @@ def fresh(newest: Callable[[], int], max_staleness: int) -> Accept:
 
     def accept(group: FinishedGroup) -> bool:
         oldest = newest() - max_staleness
-        versions = [e.policy_version_min for e in group.episodes if e.trainable]
+        versions = [e.policy_version_min for e in group.refs if e.trainable]
         return all(version is not None and version >= oldest for version in versions)
 
     return accept
@@ -87,7 +99,8 @@ async def collect(
     in_flight: int = 8,
     count: Callable[[FinishedGroup], int] = graded_tokens,
     accept: Accept | None = None,
-    leftover: Literal["cancel", "keep"] = "cancel",
+    leftover: Leftover = "cancel",
+    store: "Store | GatewayEpisodes | None" = None,
     tell_every_s: float = TELL_EVERY_S,
 ) -> AsyncGenerator[FinishedGroup, None]:
     """Yield groups as they finish, until their `count`s add up to `trainable_tokens` or none are
@@ -95,16 +108,22 @@ async def collect(
 
     At most `in_flight` groups run at a time; more than the batch needs are oversampling. Groups
     that still run when the batch is full, or when the caller stops iterating, are cancelled. With
-    `leftover="keep"` they continue, and the same request joins them later. Groups that `accept`
-    refuses are neither yielded nor counted. While no group finishes, a warning every `tell_every_s`
-    says what the groups are doing, and one within seconds says if they wait for an engine.
+    `leftover="keep"` they continue, and the same request joins them later. A group that was started
+    before keeps its policy version. Groups that `accept` refuses are neither yielded nor counted.
+    `store`: as for `read_episodes`. While no group finishes, a warning every `tell_every_s` says
+    what the groups are doing, and one within seconds says if they wait for an engine.
 
-    Raises: ConfigurationError for a bad request; NoResult if a group failed or was terminated;
-    ValueError for `trainable_tokens` or `in_flight` below 1.
+    Raises: ConfigurationError for a bad or repeated request; NoResult if a group failed or was
+    terminated; ValueError for `trainable_tokens` or `in_flight` below 1; the errors of `read_episodes`.
     """
-    _check(trainable_tokens, in_flight)
+    check_positive(trainable_tokens=trainable_tokens)
     collector = Collector(
-        perdure, requests, in_flight=in_flight, accept=accept, tell_every_s=tell_every_s
+        perdure,
+        requests,
+        in_flight=in_flight,
+        accept=accept,
+        store=store,
+        tell_every_s=tell_every_s,
     )
     try:
         async for group in collector.groups(trainable_tokens, count):
@@ -131,15 +150,18 @@ class Collector:
         perdure: "Perdure",
         requests: "Iterable[GroupRequest] | AsyncIterable[GroupRequest]",
         *,
-        in_flight: int = 8,
+        in_flight: int | None = 8,
         accept: Accept | None = None,
+        store: "Store | GatewayEpisodes | None" = None,
         tell_every_s: float = TELL_EVERY_S,
     ) -> None:
-        _check(1, in_flight)
+        """`in_flight=None`: as many as the batch still lacks, if it counts groups and not tokens."""
+        check_positive(in_flight=in_flight)
         self._perdure = perdure
-        self._source = _stream(requests)
+        self._source = _distinct(requests)
         self._in_flight = in_flight
         self._accept = accept
+        self._store = store
         self._tell_every_s = tell_every_s
         self._running: dict[asyncio.Task[FinishedGroup], _Started] = {}
         self._exhausted = False
@@ -153,35 +175,41 @@ class Collector:
         self, trainable_tokens: int, count: Callable[[FinishedGroup], int] = graded_tokens
     ) -> AsyncGenerator[FinishedGroup, None]:
         """Yield one batch, like `collect`. Groups that still run continue."""
-        _check(trainable_tokens, self._in_flight)
+        check_positive(trainable_tokens=trainable_tokens)
         missing = trainable_tokens
         while missing > 0:
-            await self._fill()
+            await self._fill(self._in_flight or missing)
             if not self._running:
                 return
             for task in await self._finished():
-                group = self._taken(task)
-                if self._accept is None or self._accept(group):
+                if missing > 0 and (group := await self._taken(task)) is not None:
                     missing -= count(group)
                     yield group
-                else:
-                    logger.info("%s was refused by the filter", group.group_id)
 
-    async def aclose(self, leftover: Literal["cancel", "keep"] = "cancel") -> None:
+    async def aclose(self, leftover: Leftover = "cancel") -> None:
         """Stop waiting for the groups that still run. Cancel them unless `leftover` is "keep"."""
-        running = {task: started.handle for task, started in self._running.items()}
-        self._running = {}
+        running, self._running = self._running, {}
         await _leave(running, cancel=leftover == "cancel")
 
-    async def _fill(self) -> None:
-        while not self._exhausted and len(self._running) < self._in_flight:
+    async def _fill(self, in_flight: int) -> None:
+        while not self._exhausted and len(self._running) < in_flight:
             request = await anext(self._source, None)
             if request is None:
                 self._exhausted = True
                 return
-            handle = await self._perdure.start_group(request)
-            task = asyncio.create_task(_finished(handle, request))
-            self._running[task] = _Started(request, handle)
+            await self._start(request)
+
+    async def _start(self, request: GroupRequest) -> None:
+        """Start a group, or join it. If the caller is cancelled meanwhile, the group counts as open,
+        because the server may have started it."""
+        request = await self._perdure.with_first_version(request)
+        starting = asyncio.create_task(self._perdure.start_group(request))
+        try:
+            await asyncio.shield(starting)
+        finally:
+            if not starting.done() or starting.exception() is None:
+                task = asyncio.create_task(_finished(starting, request))
+                self._running[task] = _Started(request, starting)
 
     async def _finished(self) -> "list[asyncio.Task[FinishedGroup]]":
         """Wait for at least one finished group. The groups count as open until `_taken` removes
@@ -204,14 +232,23 @@ class Collector:
             elif not has_told:
                 has_told = await self._tell_engine_wait()
 
-    def _taken(self, task: "asyncio.Task[FinishedGroup]") -> FinishedGroup:
+    async def _taken(self, task: "asyncio.Task[FinishedGroup]") -> FinishedGroup | None:
+        """The group with its episodes; None if the filter refuses it. It counts as open until its
+        episodes have been read."""
+        from perdure.client.episode_reader import read_episodes  # imports pyarrow
+
+        group, accepted = task.result(), True
+        if self._accept is not None and not (accepted := self._accept(group)):
+            logger.info("%s was refused by the filter", group.group_id)
+        if accepted and group.refs:
+            group = replace(group, episodes=tuple(await read_episodes(group.refs, self._store)))
         del self._running[task]
-        return task.result()
+        return group if accepted else None
 
     async def _tell(self) -> None:
         for started in list(self._running.values()):
             try:
-                why = await started.handle.describe_open_rollouts()
+                why = await (await started.starting).describe_open_rollouts()
             except RPCError as error:
                 why = f"Temporal does not answer: {error.message}"
             logger.warning("%s is still open: %s", started.request.group_id, why)
@@ -236,13 +273,29 @@ class Collector:
 
 class _Started(NamedTuple):
     request: GroupRequest
-    handle: "GroupHandle"
+    starting: "asyncio.Task[GroupHandle]"
 
 
-def _check(trainable_tokens: int, in_flight: int) -> None:
-    for name, value in (("trainable_tokens", trainable_tokens), ("in_flight", in_flight)):
-        if value < 1:
+def check_positive(**values: int | None) -> None:
+    """Raises: ValueError, which names the argument."""
+    for name, value in values.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name}: must be at least 1, is {value}")
+
+
+async def _distinct(
+    requests: "Iterable[GroupRequest] | AsyncIterable[GroupRequest]",
+) -> AsyncIterator[GroupRequest]:
+    """Raises: ConfigurationError for a second request for the same group."""
+    seen: set[str] = set()
+    async for request in _stream(requests):
+        if request.workflow_id in seen:
+            raise ConfigurationError(
+                f"{request.workflow_id} is requested twice, which would train its episodes twice: "
+                "give each epoch its own run_id"
+            )
+        seen.add(request.workflow_id)
+        yield request
 
 
 async def _stream(
@@ -256,30 +309,32 @@ async def _stream(
             yield request
 
 
-async def _finished(handle: "GroupHandle", request: GroupRequest) -> FinishedGroup:
+async def _finished(starting: "asyncio.Task[GroupHandle]", request: GroupRequest) -> FinishedGroup:
     """Wait for a group. A cancelled group counts with the episodes it has. Raises: NoResult."""
+    handle = await asyncio.shield(starting)
     with contextlib.suppress(Cancelled):
         await handle.result()
-    return FinishedGroup(request.group_id, tuple([e async for e in handle.episodes()]))
+    return FinishedGroup(request, tuple([ref async for ref in handle.refs()]))
 
 
-async def _leave(
-    running: "dict[asyncio.Task[FinishedGroup], GroupHandle]", *, cancel: bool
-) -> None:
+async def _leave(running: "dict[asyncio.Task[FinishedGroup], _Started]", *, cancel: bool) -> None:
     """Stop waiting for groups that still run, and cancel them unless they have just ended."""
     if cancel:
-        left = (handle for task, handle in running.items() if not task.done())
-        await asyncio.gather(*(_cancel(handle) for handle in left))
+        left = (started for task, started in running.items() if not task.done())
+        await asyncio.gather(*(_cancel(started) for started in left))
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _cancel(handle: "GroupHandle") -> None:
+async def _cancel(started: _Started) -> None:
     """Cancel a group. If that fails, log it, because the group continues to spend tokens."""
     try:
         async with asyncio.timeout(LEAVES_S):
-            await handle.cancel()
+            await (await started.starting).cancel()
+    except ConfigurationError:
+        return  # its start was refused
     except (RPCError, TimeoutError) as error:
         why = str(error) or f"no answer from Temporal within {LEAVES_S:g} s"
-        logger.warning("%s could not be cancelled and continues: %s", handle.handle.id, why)
+        what = started.request.workflow_id
+        logger.warning("%s could not be cancelled and continues: %s", what, why)

@@ -11,9 +11,16 @@ import logging
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 from temporalio.client import (
@@ -45,6 +52,7 @@ from perdure import retry
 from perdure.agents.agent_validation import check_options
 from perdure.client import request_comparison, rollout_listing, temporal_names
 from perdure.client import search_attribute_keys as attributes
+from perdure.client.batch_collection import Accept, Collector, Leftover, check_positive
 from perdure.client.rollout_listing import RolloutInfo, execution_name, info
 from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
 from perdure.client.temporal_client import check_namespace, connect
@@ -60,7 +68,16 @@ from perdure.types import (
     RolloutRequest,
     RunRequest,
     RunStatus,
+    RunSummary,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perdure.client.gateway_episodes import GatewayEpisodes
+    from perdure.episodes.episode import EpisodeSegments
+    from perdure.episodes.training_batch import Batch
+    from perdure.storage.base import Store
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
@@ -120,6 +137,7 @@ class Perdure:
     async def start_run(self, request: RunRequest) -> "RunHandle":
         """Start the run, or join it if it exists. Raises: ConfigurationError."""
         request = run_with_defaults(_a(RunRequest, request))
+        _check_rollout_fields(request)
         _check_agent(request.rollout)
         agent = request.rollout.get("agent", "mini_swe_agent")
         handle, joined = await self._start_run(request, str(agent))
@@ -229,6 +247,80 @@ class Perdure:
         told = await self._change_group(request, handle) if joined else []
         _tell_if(joined, handle)
         return GroupHandle(self, request.n_samples, handle, joined=joined, changes=told)
+
+    async def with_first_version(self, request: GroupRequest) -> GroupRequest:
+        """The request with the policy version and staleness with which its group was first started,
+        so that a loop whose policy has moved on joins it. Unchanged if the group is new."""
+        handle = self.client.get_workflow_handle(request.workflow_id)
+        try:
+            before = await self._first_request(handle, GroupRequest)
+        except RPCError as error:
+            if error.status is not RPCStatusCode.NOT_FOUND:
+                raise
+            return request
+        if before is None:
+            return request
+        kept = {name: getattr(before.rollout, name) for name in ("policy_version", "max_staleness")}
+        return request.model_copy(update={"rollout": request.rollout.model_copy(update=kept)})
+
+    async def batches(
+        self,
+        requests: Iterable[GroupRequest] | AsyncIterable[GroupRequest],
+        *,
+        groups_per_batch: int,
+        in_flight: int | None = None,
+        accept: Accept | None = None,
+        std_normalization: bool = True,
+        leftover: Leftover = "cancel",
+        store: "Store | GatewayEpisodes | None" = None,
+    ) -> "AsyncGenerator[Batch[NDArray[Any]], None]":
+        """Yield a batch as soon as `groups_per_batch` groups have finished, until `requests` end.
+        The last batch may be smaller.
+
+        Example:
+            async for batch in perdure.batches(requests(), groups_per_batch=32):
+                loss = step(batch.torch("cuda"))  # shapes and dtypes: see Batch
+
+        `requests`: one is taken when its group starts, so a generator can give each the policy
+        version of that moment. `in_flight`: by default a group starts only for the current batch,
+        so that all its tokens may have one version. A number keeps that many groups running, also
+        for later batches and while you train, which needs `max_staleness` of at least 1. A finished
+        group waits for its batch as references; only one batch of tokens is in memory.
+
+        A member without a reward has no row, as in the trainers' hooks. Each request says how long
+        to wait for members: `quorum`, `deadline_s`, `stragglers`. `accept`, such as `has_signal` or
+        `fresh(...)` of `batch_collection`, drops whole groups; others take their places.
+        `advantages` of the batch: see there; `std_normalization=False` does not divide by the
+        standard deviation.
+
+        After a crash, a second loop with the same run ids joins its groups with the policy versions
+        that they have: it yields finished groups again, without sampling. To skip groups that are
+        already trained, keep `batch.group_ids` in the checkpoint and leave their requests out. One
+        loop refuses two requests for one group, because they would train the same episodes twice:
+        give each epoch its own run id.
+
+        When the caller leaves the loop, open groups are cancelled; with `leftover="keep"` they
+        continue. Use `contextlib.aclosing` to leave at once and not when the generator is collected.
+
+        Raises: ConfigurationError for a bad or repeated request; NoResult if a group failed or was
+        terminated; ValueError for numbers below 1; the errors of `read_episodes`.
+        """
+        from perdure.episodes.training_batch import BatchBuilder  # imports numpy
+
+        check_positive(groups_per_batch=groups_per_batch)
+        collector = Collector(self, requests, in_flight=in_flight, accept=accept, store=store)
+        try:
+            while True:
+                builder, groups = BatchBuilder(std_normalization=std_normalization), 0
+                async for group in collector.groups(groups_per_batch, count=lambda _: 1):
+                    groups += 1
+                    for episode in group.episodes:
+                        builder.add(episode)
+                if not groups:
+                    return
+                yield builder.batch()
+        finally:
+            await collector.aclose(leftover)
 
     async def start_rollout(self, request: RolloutRequest) -> "RolloutHandle":
         """Start one rollout, or join it. Raises: ConfigurationError."""
@@ -465,13 +557,12 @@ class RunHandle:
                 return _reason(error)
         return ""
 
-    async def result(self) -> dict[str, Any]:
-        """Wait for the run's end, through restarts of the server. Returns the run's summary.
+    async def result(self) -> RunSummary:
+        """Wait for the run's end, through restarts of the server.
 
         Raises: Cancelled; NoResult if the run failed or was terminated; NotFound.
         """
-        summary: dict[str, Any] = await _result(self.handle, f"run '{self.run_id}'")
-        return summary
+        return RunSummary.model_validate(await _result(self.handle, f"run '{self.run_id}'"))
 
     async def pause(self) -> RunStatus:
         return RunStatus.model_validate(await self._update("pause"))
@@ -567,8 +658,22 @@ class GroupHandle:
         self.joined = joined
         self.changes = changes
 
-    async def episodes(self) -> AsyncIterator[EpisodeRef]:
-        """Yield episodes as they finish. Use one iterator per group."""
+    async def episodes(
+        self, store: "Store | GatewayEpisodes | None" = None
+    ) -> "AsyncGenerator[EpisodeSegments, None]":
+        """Yield episodes as they finish, with their tokens. `store`: as for `read_episodes`.
+
+        Raises: the errors of `read_episodes`.
+        """
+        from perdure.client.episode_reader import read_episodes  # imports pyarrow
+
+        async for ref in self.refs():
+            for episode in await read_episodes([ref], store):
+                yield episode
+
+    async def refs(self) -> AsyncGenerator[EpisodeRef, None]:
+        """Yield references to episodes as they finish, with rewards and counts. Use one iterator per
+        group."""
         cursor = 0
         while cursor < self.n_samples:
             described = await _durably(self.handle.describe)
@@ -680,6 +785,11 @@ def _tell_if(joined: bool, handle: WorkflowHandle[Any, Any]) -> None:
         logger.warning(
             "%s was started before; joining it. Use another run_id for new samples", handle.id
         )
+
+
+def _check_rollout_fields(request: RunRequest) -> None:
+    """Raises: ConfigurationError, which names the field of `rollout`."""
+    RolloutRequest(**{**request.rollout, "run_id": request.run_id, "instance": "any/instance"})
 
 
 def _check_agent(rollout: dict[str, Any]) -> None:

@@ -6,12 +6,14 @@ A background thread runs an event loop with the connection. Every call forwards 
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perdure.client import sdk
 from perdure.client.batch_collection import FinishedGroup, collect
 from perdure.client.rollout_listing import RolloutInfo
+from perdure.settings.settings_tree import Settings
+from perdure.storage.base import Store
 from perdure.types import (
     EpisodeRef,
     GroupRequest,
@@ -19,7 +21,14 @@ from perdure.types import (
     RolloutRequest,
     RunRequest,
     RunStatus,
+    RunSummary,
 )
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from perdure.episodes.episode import EpisodeSegments
+    from perdure.episodes.training_batch import Batch
 
 Result = TypeVar("Result")
 
@@ -34,13 +43,25 @@ class LoopThread:
     def do(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
+    def iterate(self, stream: AsyncGenerator[Result, None]) -> Iterator[Result]:
+        """Yield what `stream` yields, and close it when the caller leaves."""
+        try:
+            while (one := self.do(_next(stream))) is not None:
+                yield one
+        finally:
+            self.do(stream.aclose())
+
 
 class Perdure:
     """See `perdure.client.sdk.Perdure`."""
 
-    def __init__(self, address: str | None = None) -> None:
-        self._loop = LoopThread()
-        self._api = self._loop.do(sdk.Perdure.connect(address))
+    def __init__(self, loop: LoopThread, api: sdk.Perdure) -> None:
+        self._loop, self._api = loop, api
+
+    @classmethod
+    def connect(cls, address: str | None = None, *, settings: Settings | None = None) -> "Perdure":
+        loop = LoopThread()
+        return cls(loop, loop.do(sdk.Perdure.connect(address, settings=settings)))
 
     def start_run(self, request: RunRequest) -> "RunHandle":
         return RunHandle(self._loop, self._loop.do(self._api.start_run(request)))
@@ -61,12 +82,17 @@ class Perdure:
         self, requests: Iterable[GroupRequest], *, trainable_tokens: int, **options: Any
     ) -> Iterator[FinishedGroup]:
         """See `perdure.client.batch_collection.collect`."""
-        stream = collect(self._api, requests, trainable_tokens=trainable_tokens, **options)
-        try:
-            while (group := self._loop.do(_next(stream))) is not None:
-                yield group
-        finally:
-            self._loop.do(stream.aclose())
+        return self._loop.iterate(
+            collect(self._api, requests, trainable_tokens=trainable_tokens, **options)
+        )
+
+    def batches(
+        self, requests: Iterable[GroupRequest], *, groups_per_batch: int, **options: Any
+    ) -> "Iterator[Batch[NDArray[Any]]]":
+        """See `perdure.client.sdk.Perdure.batches`."""
+        return self._loop.iterate(
+            self._api.batches(requests, groups_per_batch=groups_per_batch, **options)
+        )
 
 
 class RunHandle:
@@ -78,7 +104,7 @@ class RunHandle:
     def progress(self) -> RunStatus:
         return self._loop.do(self._handle.progress())
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> RunSummary:
         return self._loop.do(self._handle.result())
 
     def rollouts(self) -> list[RolloutInfo]:
@@ -103,11 +129,13 @@ class GroupHandle:
     def __init__(self, loop: LoopThread, handle: sdk.GroupHandle) -> None:
         self._loop, self._handle = loop, handle
 
-    def episodes(self) -> Iterator[EpisodeRef]:
-        """Yield episodes as they finish."""
-        stream = self._handle.episodes()
-        while (episode := self._loop.do(_next(stream))) is not None:
-            yield episode
+    def episodes(self, store: Store | None = None) -> "Iterator[EpisodeSegments]":
+        """Yield episodes as they finish, with their tokens."""
+        return self._loop.iterate(self._handle.episodes(store))
+
+    def refs(self) -> Iterator[EpisodeRef]:
+        """Yield references to episodes as they finish."""
+        return self._loop.iterate(self._handle.refs())
 
     def result(self) -> GroupResult:
         return self._loop.do(self._handle.result())

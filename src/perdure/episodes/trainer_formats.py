@@ -10,16 +10,19 @@ this form: slime asserts `tokens - 1` rows (`prepare_routed_experts_for_routing_
 SkyRL place the rows at the start of the sequence and mask the rest.
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from statistics import fmean
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from perdure.episodes.episode import Episode, EpisodeSegments
 from perdure.types import ExpertRows, FinishReason, Outcome, Segment, SegmentKind
 
+T = TypeVar("T")
 Row = dict[str, Any]
 NO_VERSION = -1
+EPSILON = 1e-6
+"""The same as in slime's `_post_process_rewards` and verl's `compute_grpo_outcome_advantage`."""
 MASKED = Segment(
     kind=SegmentKind.FINAL,
     index=0,
@@ -177,7 +180,7 @@ def _skyrl_rows(
                 rows.append(_SkyrlRow(name, one, segment, reward if last else 0.0, last))
         elif not (step_wise and rewards):
             known = rewards.get(name["instance_id"])
-            rows.append(_SkyrlRow(name, one, MASKED, fmean(known) if known else 0.0))
+            rows.append(_SkyrlRow(name, one, MASKED, statistics.fmean(known) if known else 0.0))
     return rows
 
 
@@ -254,18 +257,28 @@ def _training_sample(
     }
 
 
-def group_advantages(episodes: Iterable[Episode]) -> dict[str, float]:
-    """`rollout_id` -> its reward minus the mean of its group's graded rollouts."""
-    groups: dict[str, list[Episode]] = {}
+def group_advantages(
+    episodes: Iterable[Episode], *, std_normalization: bool = False
+) -> dict[str, float]:
+    """`rollout_id` -> its advantage among its group's graded rollouts, by `normalized`."""
+    groups: dict[str, dict[str, float]] = {}
     for episode in episodes:
         if episode.reward is not None:
-            groups.setdefault(episode.group_id, []).append(episode)
+            groups.setdefault(episode.group_id, {})[episode.rollout_id] = episode.reward
     found: dict[str, float] = {}
-    for siblings in groups.values():
-        rewards = [episode.reward or 0.0 for episode in siblings]
-        mean = sum(rewards) / len(rewards)
-        found |= {e.rollout_id: r - mean for e, r in zip(siblings, rewards, strict=True)}
+    for rewards in groups.values():
+        found |= normalized(rewards, std_normalization=std_normalization)
     return found
+
+
+def normalized(rewards: Mapping[T, float], *, std_normalization: bool) -> dict[T, float]:
+    """Each rollout's reward minus the mean of its group. With `std_normalization`, it is divided by
+    the sample standard deviation + EPSILON: GRPO (arXiv 2402.03300, 4.1.2). Without, it is Dr. GRPO
+    (arXiv 2503.20783). Equal rewards give exact zeros."""
+    mean = statistics.mean(rewards.values())
+    spread = statistics.stdev(rewards.values()) if std_normalization and len(rewards) > 1 else 0.0
+    scale = spread + EPSILON if std_normalization else 1.0
+    return {rollout: (reward - mean) / scale for rollout, reward in rewards.items()}
 
 
 # --- verl ------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ takes one mean over all samples of the batch; `rewards` takes it over the rollou
 """
 
 import asyncio
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,15 +19,13 @@ from perdure.engines.clients.token_endpoint import experts_of_int32
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes.episode import EpisodeSegments
-from perdure.episodes.trainer_formats import slime_abort, slime_samples
+from perdure.episodes.trainer_formats import normalized, slime_abort, slime_samples
 from perdure.errors import ConfigurationError
 from perdure.integrations import trainer_engine, trainer_hooks, trainer_imports
 from perdure.types import FinishReason, RolloutRequest
 
 GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 DIVIDED_BY_STD = ("grpo", "gspo", "cispo")
-EPSILON = 1e-6
-"""The same as in slime's `_post_process_rewards`."""
 ABORTED = "aborted"
 STEP_POLL_S = 0.2
 """Seconds between checks whether a step is running."""
@@ -228,7 +225,7 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
     for sample in samples:
         if (reward := _verdict(sample)) is not None:
             groups.setdefault(sample.group_index, {})[_rollout(sample)] = reward
-    found = {group: _normalised(known, by_std=by_std) for group, known in groups.items()}
+    found = {group: normalized(known, std_normalization=by_std) for group, known in groups.items()}
     return raw, [found.get(one.group_index, {}).get(_rollout(one), 0.0) for one in samples]
 
 
@@ -236,13 +233,6 @@ def has_signal(args: Any, samples: Iterable[Any], **_: Any) -> bool:
     """Whether the graded rollouts of a group have different rewards (dynamic sampling)."""
     known = {_verdict(sample) for sample in _flat(samples)} - {None}
     return len(known) > 1
-
-
-def _normalised(group: dict[Any, float], *, by_std: bool) -> dict[Any, float]:
-    mean = statistics.fmean(group.values())
-    spread = statistics.stdev(group.values()) if by_std and len(group) > 1 else 0.0
-    scale = spread + EPSILON if by_std else 1.0
-    return {rollout: (reward - mean) / scale for rollout, reward in group.items()}
 
 
 def _verdict(sample: Any) -> float | None:

@@ -1,7 +1,10 @@
 """TRL: `GRPOTrainer` with Perdure's rollouts. A row's `prompt` is the reference of an instance.
 
+from perdure.integrations import trl as perdure_trl
+
 rows = Dataset.from_list([{"prompt": "first-steps/h11-0.14.0"}])
-GRPOTrainer(model, trl.reward, config, rows, rollout_func=trl.Rollouts(run_id="try-1")).train()
+rollouts = perdure_trl.Rollouts(run_id="try-1")
+GRPOTrainer(model, perdure_trl.reward, config, rows, rollout_func=rollouts).train()
 """
 
 import asyncio

@@ -197,23 +197,6 @@ class Page(Frozen):
     again: tuple[RolloutAgain, ...] = ()
 
 
-class RunSummary(Frozen):
-    """What RunWorkflow returns: totals. The manifest lists the episodes."""
-
-    run_id: str
-    uri: str
-    rollouts: int
-    """Planned rollouts: the sum of `by_status`."""
-    graded: int = 0
-    resolved: int = 0
-    mean_reward: float | None = None
-    by_status: dict[str, int] = Field(default_factory=dict)
-    by_outcome: dict[str, int] = Field(default_factory=dict)
-    stopped: str = ""
-    """Why the run ended before all its rollouts, in words; empty if it did not."""
-    stopped_by: EndedBy | None = None
-
-
 class Term(Frozen):
     """A host's term: the period in which its sandboxes are valid."""
 

@@ -14,14 +14,14 @@ from perdure.episodes.token_accounting import count
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration_record, instance_catalog
 from perdure.rollouts import retry_selection, run_identity, run_record
-from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun, RunSummary
+from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun
 from perdure.rollouts.request_models import check_models
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes import phase_specs
 from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.storage.store_preflight import check_store
-from perdure.types import RolloutStatus, RunRequest
+from perdure.types import RolloutStatus, RunRequest, RunSummary
 
 CHECKPOINTS, STAGES = ("sandbox.json", "agent.json", "patch.json"), ("agent", "capture", "grade")
 """The checkpoint files of stages, and for each the stage that follows."""

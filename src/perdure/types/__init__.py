@@ -60,6 +60,7 @@ from perdure.types.results import (
     Rewards,
     RolloutStatus,
     RunStatus,
+    RunSummary,
     TestStatus,
     Verification,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "RoutedExperts",
     "RunRequest",
     "RunStatus",
+    "RunSummary",
     "Sampling",
     "SamplingSpan",
     "Segment",

@@ -8,9 +8,10 @@ from perdure.client.batch_collection import FinishedGroup, fresh
 from perdure.client.instance_sampler import InstanceOrder
 from perdure.client.rollout_listing import RolloutInfo, summarize_rollouts
 from perdure.errors import ConfigurationError
-from perdure.types import EpisodeRef, RolloutStatus
+from perdure.types import EpisodeRef, GroupRequest, RolloutRequest, RolloutStatus
 
 REFS = [f"d/{n}" for n in range(5)]
+REQUEST = GroupRequest(rollout=RolloutRequest(run_id="r", instance="d/i"))
 
 
 def group(*versions: int | None) -> FinishedGroup:
@@ -27,7 +28,7 @@ def group(*versions: int | None) -> FinishedGroup:
         )
         for n, version in enumerate(versions)
     ]
-    return FinishedGroup("g", tuple(episodes))
+    return FinishedGroup(REQUEST, tuple(episodes))
 
 
 # --- staleness -------------------------------------------------------------------------------
@@ -51,10 +52,10 @@ def test_a_group_that_is_too_stale_is_refused() -> None:
 def test_a_withheld_reward_is_no_signal(rewards: tuple[float | None, ...], signal: bool) -> None:
     """A group whose other rewards are equal has no advantage to train on."""
     known = group(*(1 for _ in rewards))
-    pairs = zip(known.episodes, rewards, strict=True)
-    episodes = tuple(one.model_copy(update={"reward": reward}) for one, reward in pairs)
+    pairs = zip(known.refs, rewards, strict=True)
+    refs = tuple(one.model_copy(update={"reward": reward}) for one, reward in pairs)
 
-    assert FinishedGroup("g", episodes).has_signal is signal
+    assert FinishedGroup(REQUEST, refs).has_signal is signal
 
 
 # --- order -----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from perdure.types import (
     CalibrationState,
     Failure,
     Grade,
+    GroupRequest,
     Outcome,
     Purpose,
     Rewards,
@@ -385,7 +386,8 @@ def test_collected_batches_count_what_is_trained() -> None:
     failed = build_episode(parts(None, turns=turns), cut(turns)).ref("file:///x")
 
     assert (trained.tokens, trained.trained_tokens) == (3, 1)
-    assert FinishedGroup("g", (trained, failed)).trainable_tokens == 1
+    group = GroupRequest(rollout=RolloutRequest(run_id="r", instance="d/i"))
+    assert FinishedGroup(group, (trained, failed)).trainable_tokens == 1
 
 
 def test_the_grade_of_a_truncated_rollout_is_only_for_information() -> None:

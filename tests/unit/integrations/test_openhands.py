@@ -352,7 +352,7 @@ def test_a_wrong_call_is_told(path: str, body: Any, status: int, detail: str, ht
     assert (found, detail in said["detail"]) == (status, True)
 
 
-def test_the_docs_show_the_server(settings: Settings) -> None:
+def test_the_docs_show_the_server(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block that train.md prints names what the server takes."""
     processed: list[tuple[Any, ...]] = []
 
@@ -363,7 +363,8 @@ def test_the_docs_show_the_server(settings: Settings) -> None:
         def process(self, instance: Any, sampling_params: Any, job_id: Any = None, **_: Any) -> Any:
             processed.append((instance, sampling_params, job_id))
 
-    names = {"OpenHandsServer": partial(Shown, settings=settings), "row": ROW}
-    exec(docs_pages.block("train.md", "python openhands"), names)
+    shown = partial(Shown, settings=settings)
+    monkeypatch.setattr("perdure.integrations.openhands.OpenHandsServer", shown)
+    exec(docs_pages.block("train.md", "python openhands"), {"row": ROW})
 
     assert processed == [(), (ROW, {"temperature": 0.8, "max_iterations": 30}, "step-3-7")]

@@ -978,7 +978,7 @@ def test_every_name_of_the_page_can_be_imported(stack: Stack) -> None:
 
 async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None:
     """As printed, with SkyRL's own base of experiments."""
-    names: dict[str, Any] = {"BasePPOExp": object, "skyrl": skyrl}
+    names: dict[str, Any] = {"BasePPOExp": object}
     exec(docs_pages.block("train.md", "python skyrl"), names)
     config = SimpleNamespace(generator=SimpleNamespace(step_wise_trajectories=True))
     stack.ends[0] = (1.0, 1)
@@ -997,7 +997,7 @@ def test_the_pages_trl_example_gives_rows(
         made.update(reward=reward, rows=rows, rollouts=rollout_func)
         return SimpleNamespace(train=lambda: None)
 
-    names = {"Dataset": SimpleNamespace(from_list=list), "GRPOTrainer": trainer, "trl": trl}
+    names = {"Dataset": SimpleNamespace(from_list=list), "GRPOTrainer": trainer}
     exec(docs_pages.block("train.md", "python trl"), names | {"model": None, "config": None})
     stack.ends[0] = (1.0, 1)
     output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer(output=tmp_path))
