@@ -22,6 +22,7 @@ SANDBOXES = {
 }
 
 AGENTS = {
+    "acp": "perdure.agents.acp:Acp",
     "aider": "perdure.agents.aider:Aider",
     "base_suite": "perdure.agents.base_suite:BaseSuite",
     "claude_code": "perdure.agents.claude_code:ClaudeCode",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence
+from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence, install
 from perdure.episodes import trajectory_segments, turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
@@ -181,7 +181,7 @@ class Stand:
             link = await opened.enter_async_context(unix_socket(socket, gateway.url))
             key = await gateway.open("s-1", sampling=sampling)
             mounts = (
-                *await agent.install(self.tools, self.agents),
+                *await install(agent, self.tools, self.agents, options or {}),
                 Mount(self.tree / ".git", diff_capture.BASE_GIT),
             )
             spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from perdure.agents import tool_cache
+from perdure.agents.acp import Acp
+from perdure.agents.acp_servers import SERVERS
 from perdure.agents.base import Agent
 from perdure.agents.claude_code import ClaudeCode
 from perdure.agents.codex import Codex
@@ -84,9 +86,16 @@ CASES = [
         for client in ("litellm", "direct")
     ),
 ]
+CASES += [
+    Case(Acp(), case.run, options={"server": case.agent.name})
+    for case in CASES
+    if case.agent.name in SERVERS
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.agent.name)
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join((case.agent.name, *case.options.values()))
+)
 async def test_a_call_of_code_under_test_is_not_the_agents(stand: Stand, case: Case) -> None:
     """It is answered and recorded, in a chain of its own, and no token of it is trained. The command
     inherits neither key, address, nor header of the agent."""
@@ -99,7 +108,7 @@ async def test_a_call_of_code_under_test_is_not_the_agents(stand: Stand, case: C
         options=case.options,
     )
     stray = [turn for turn in run.turns if turn.purpose is Purpose.STRAY]
-    own = [turn for turn in run.turns if turn.purpose is not Purpose.STRAY]
+    own = [turn for turn in run.turns if turn.purpose not in (Purpose.STRAY, Purpose.SIDE)]
     told = " ".join(turn.new_messages for turn in own)
     seen = re.search(r"HIDDEN /\S+ (.*?) END", told)
 

@@ -76,6 +76,17 @@ class ChecksHost(Protocol):
         ...
 
 
+@runtime_checkable
+class InstallsChosen(Protocol):
+    """An agent whose options name programs, which are installed in addition to its own."""
+
+    async def install_chosen(
+        self, tools: Path, settings: AgentSettings, options: Mapping[str, JsonValue]
+    ) -> tuple[Mount, ...]:
+        """Install what the options name. Otherwise like `Agent.install`."""
+        ...
+
+
 class Agent(Protocol):
     """One coding-agent harness."""
 
@@ -101,3 +112,13 @@ class Agent(Protocol):
     def classify(self, evidence: Evidence) -> AgentEnd:
         """How the agent ended, judged by the agent's own exit codes and log."""
         ...
+
+
+async def install(
+    agent: Agent, tools: Path, settings: AgentSettings, options: Mapping[str, JsonValue]
+) -> tuple[Mount, ...]:
+    """Install the agent with what its options name. Raises: as `Agent.install`."""
+    mounts = await agent.install(tools, settings)
+    if isinstance(agent, InstallsChosen):
+        mounts += await agent.install_chosen(tools, settings, options)
+    return mounts

@@ -112,13 +112,14 @@ def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") ->
     """
     uv = str(find_uv())
     interpreter = interpreter or f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
-    _run([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
+    run_installer([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
     exact = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--compile-bytecode"]
     python = str(folder / "bin" / "python")
-    _run([uv, "pip", "install", "--quiet", "--python", python, *exact, "-r", str(lock)])
+    run_installer([uv, "pip", "install", "--quiet", "--python", python, *exact, "-r", str(lock)])
 
 
-def _run(argv: list[str]) -> None:
+def run_installer(argv: list[str]) -> None:
+    """Raises: AgentError with the end of what it wrote to stderr."""
     try:
         subprocess.run(
             argv,

@@ -25,6 +25,8 @@ AGENT_HEADER = "x-claude-code-agent-id"
 PARENT_HEADER = "x-claude-code-parent-agent-id"
 COMPACTION_START = "CRITICAL: Respond with TEXT ONLY"
 """The start of Claude Code's instruction to summarize. The request has no other mark."""
+TITLE_START = "<session>\n"
+"""The start of Claude Code's request for a session's title. It has no tools."""
 BILLING_START = "x-anthropic-billing-header"
 """A system block about the client that differs in each version. It is not shown to the model."""
 NOTHING_VISIBLE = "[no visible output]"
@@ -128,18 +130,20 @@ def _sampling(body: Fields) -> dict[str, Any]:
 def _purpose(body: Fields) -> Purpose:
     """Decided only by unambiguous marks, so that a step never counts as a side request."""
     output = body.object("output_config").object("format")
-    if body.get("tools") == [] and output.get("type") == "json_schema":
+    last = _last_user_text(body)
+    is_title = output.get("type") == "json_schema" or last.startswith(TITLE_START)
+    if body.get("tools") == [] and is_title:
         return Purpose.SIDE
-    return Purpose.COMPACTION if _asks_for_summary(body) else Purpose.STEP
+    return Purpose.COMPACTION if last.startswith(COMPACTION_START) else Purpose.STEP
 
 
-def _asks_for_summary(body: Fields) -> bool:
+def _last_user_text(body: Fields) -> str:
     last = next((m for m in reversed(body.get("messages")) if m["role"] == "user"), None)
     content = last["content"] if last else ""
     if isinstance(content, list):
         texts = [block.get("text") for block in content if block.get("type") == "text"]
-        content = (texts[-1] if texts else "") or ""
-    return bool(content.startswith(COMPACTION_START))
+        content = texts[-1] if texts else ""
+    return str(content or "")
 
 
 def _system(body: Fields) -> list[dict[str, Any]]:

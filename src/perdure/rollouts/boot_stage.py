@@ -7,6 +7,7 @@ from typing import Any
 import structlog
 from pydantic import JsonValue
 
+from perdure.agents.base import install
 from perdure.client.request_comparison import Identity
 from perdure.data_source_handlers import AgentHandler, runs_own_agent
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
@@ -192,7 +193,12 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     _says(job, f"the packages of {job.request.agent}; their first use fetches them")
     tools: tuple[Mount, ...] = ()
     if not runs_own_agent(handler_hooks.handler_of(job)):
-        tools = await job.agent.install(job.services.tools, job.services.settings.agents)
+        tools = await install(
+            job.agent,
+            job.services.tools,
+            job.services.settings.agents,
+            job.request.agent_options,
+        )
     spec = _spec(job, prepared, tools)
     _says(job, f"a sandbox of {plan.provider.name}")
     sandbox = await _create(job, spec)

@@ -263,7 +263,9 @@ class AgentSettings(Group):
     gemini_cli_tarball: Path | None = None
     """npm package of Gemini CLI."""
     node_tarball: Path | None = None
-    """Node, for Qwen Code, Gemini CLI, and a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
+    """Node, for Qwen Code, Gemini CLI, `acp`, and a Claude Code package that needs it: its npm package or `node-v*-linux-x64.tar.xz`."""
+    npm_tarball: Path | None = None
+    """npm package of npm, which installs packages for `acp`."""
     openhands_python: str = ""
     """Python 3.12 or later, for OpenHands. Empty = from uv, PATH or pyenv."""
 

@@ -229,6 +229,8 @@ def test_an_invalid_agent_id_is_refused() -> None:
     [
         ("x", {"tools": [TOOL]}, Purpose.STEP),
         ("x", {"tools": []}, Purpose.STEP),
+        ("<session>\nadd() subtracts\n</session>", {"tools": []}, Purpose.SIDE),
+        ("<session>\nadd() subtracts\n</session>", {"tools": [TOOL]}, Purpose.STEP),
         (
             "x",
             {"tools": [], "output_config": {"format": {"type": "json_schema"}}},
