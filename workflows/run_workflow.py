@@ -24,6 +24,7 @@ from temporalio.exceptions import (
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
     from perdure.client import temporal_names
+    from perdure.errors import ConfigurationError
     from perdure.rollouts.activity_messages import (
         PreparedRun,
         ShardRequest,
@@ -59,6 +60,7 @@ with workflow.unsafe.imports_passed_through():
         check_own_id,
         is_evicted_from_cache,
         parse,
+        refused,
         stop_if_cancelled,
         to_the_end,
     )
@@ -255,18 +257,18 @@ class RunWorkflow:
         return budget.used_up(counts.tokens, counts.dollars)
 
     def _has_more_to_play(self, began: RunRequest) -> bool:
-        """Whether a change came too late for instances that have fewer samples or that the old
-        budget stopped."""
+        """Whether a change added instances, or came too late for instances that have fewer samples or
+        that the old budget stopped."""
         now = self.request
         if now is None or now is began or self.state == "finishing" or self._is_truncated():
             return False
         was_stopped = self._starts_less() and not self._used_up()
-        return now.n_samples > began.n_samples or was_stopped
+        return _is_larger(now, began) or was_stopped
 
     def _rest(self, began: RunRequest) -> RunRequest:
         """The request of the next execution, which finds finished rollouts in the store."""
         now = self.request or began
-        return now.model_copy(update={"again": None}) if now.n_samples > began.n_samples else now
+        return now.model_copy(update={"again": None}) if _is_larger(now, began) else now
 
     def _leaves_rollouts_unstarted(self, began: RunRequest) -> bool:
         """Whether the rollouts that have not started would not end before the deadline."""
@@ -274,7 +276,7 @@ class RunWorkflow:
         if now is None or now.ends_at is None or self._is_truncated():
             return False
         is_later = began.ends_at is not None and now.ends_at > began.ends_at
-        if now.n_samples > began.n_samples or is_later:
+        if _is_larger(now, began) or is_later:
             return False  # a change that came too late for them: they start in the next execution
         return self._starts_less() and not self._used_up()
 
@@ -309,7 +311,8 @@ class RunWorkflow:
 
     @workflow.update
     async def change(self, fields: Any) -> RunStatus:
-        """Change samples, budget, concurrency, quorum or deadline: `fields` are of RunRequest."""
+        """Change samples, budget, concurrency, quorum or deadline: `fields` are of RunRequest. Added
+        instances start when the others have ended."""
         return await self._change(fields)
 
     async def _change(self, fields: Any) -> RunStatus:
@@ -323,7 +326,12 @@ class RunWorkflow:
             why = f"run {self.run_id} is ending: change it when it has ended"
             raise ApplicationError(why, type=temporal_names.ENDING, non_retryable=True)
         asked_at = max(workflow.time(), before.asked_at + LEAST_S)
-        self.request = self._with_deadline(changed(before, fields), asked_at)
+        after = changed(before, fields)
+        try:
+            before.check_keeps_instances(after)
+        except ConfigurationError as error:
+            raise refused(str(error)) from None
+        self.request = self._with_deadline(after, asked_at)
         if not before.changes_to(self.request):
             return self.status()
         self._follow(self.request)
@@ -575,6 +583,11 @@ class RunShardWorkflow:
             self.throttle.concurrency,
             self.throttle.attention,
         )
+
+
+def _is_larger(now: RunRequest, began: RunRequest) -> bool:
+    """Whether a change added samples or instances."""
+    return now.n_samples > began.n_samples or now.choice != began.choice
 
 
 def _shard_size(run: RunRequest) -> int:

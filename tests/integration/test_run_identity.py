@@ -1,6 +1,7 @@
 """What a run or a rollout is, and what may change in it, on a real stack."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,12 +11,15 @@ from temporalio.api.workflowservice.v1 import DeleteWorkflowExecutionRequest
 from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.cli.main import invoke
-from perdure.errors import ConfigurationError
+from perdure.errors import Cancelled, ConfigurationError
+from perdure.instances import instance_catalog
 from perdure.rollouts.run_record import changes_of, current_request
+from perdure.storage import store_keys
 from perdure.types import Budget, GroupRequest, RolloutRequest, RolloutStatus, RunRequest
+from tests.stack.gated_engine import TURNS
 from tests.stack.host_requirements import why_not_here
-from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE
-from tests.stack.running_stack import Stack, running
+from tests.stack.made_instances import INSTANCE, SLOW_INSTANCE, UNSOLVED_INSTANCE
+from tests.stack.running_stack import MET, Stack, running
 from tests.stack.wait_until import until
 
 pytestmark = [pytest.mark.temporal, pytest.mark.asyncio(loop_scope="module")]
@@ -51,15 +55,95 @@ async def test_a_run_continues_with_more_samples_and_keeps_a_record(
     assert first.episode is not None
     assert [r.episode.uri for r in again if r.episode] == [first.episode.uri]
 
-    monkeypatch.setenv("PERDURE_HOME", str(stack.home))
-    monkeypatch.setenv("PERDURE_STORE", stack.store.url)
-    monkeypatch.setenv("TEMPORAL_ADDRESS", stack.client.service_client.config.target_host)
-    monkeypatch.setenv("TEMPORAL_NAMESPACE", stack.client.namespace)
+    _use(stack, monkeypatch)
     await asyncio.to_thread(invoke, ["status", "more"])
     assert f"by {change.by}: n_samples: 1 -> 2\n" in capsys.readouterr().out
 
     joined = await stack.perdure.start_run(one.model_copy(update={"concurrency": 2}))
     assert joined.changes == []  # the samples that it does not give stay; it has ended
+
+
+async def test_a_run_that_has_ended_adds_instances(stack: Stack) -> None:
+    """It runs only those that it lacks, and its record and its list have them."""
+    one = RunRequest(run_id="grown", instances=(INSTANCE,), rollout={"agent": "oracle"})
+    await (await stack.perdure.start_run(one)).result()
+    (first,) = await stack.perdure.rollouts("grown")
+
+    two = one.model_copy(update={"instances": (UNSOLVED_INSTANCE, INSTANCE)})
+    more = await stack.perdure.start_run(two)
+    summary = await more.result()
+
+    assert more.changes == ["instances: 1 -> 2"]
+    assert (summary.rollouts, summary.graded) == (2, 2)
+    again = {r.instance: r.episode for r in await stack.perdure.rollouts("grown")}
+    assert again.keys() == {INSTANCE, UNSOLVED_INSTANCE}
+    assert again[INSTANCE] == first.episode
+    assert (await current_request(stack.store, "grown")).instances == two.instances
+    with pytest.raises(ConfigurationError, match="keeps its instances"):
+        await stack.perdure.start_run(one)
+
+
+async def test_the_same_command_runs_only_what_is_new(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A larger limit, and new rows of the dataset with an unchanged command, continue one run."""
+    _use(stack, monkeypatch)
+    row = await instance_catalog.load(stack.store, INSTANCE)
+
+    async def add(name: str) -> None:
+        named = row.model_copy(update={"dataset": "growing", "instance_id": name})
+        await instance_catalog.save(stack.store, named)
+
+    async def run(*more: str) -> tuple[str, list[str]]:
+        capsys.readouterr()
+        command = ["run", "growing", "-a", "oracle", "--json", *more]
+        assert await asyncio.to_thread(invoke, command) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["run_id"], [one["instance_id"] for one in found["rollouts"]]
+
+    for name in ("b", "c"):
+        await add(name)
+    run_id, first = await run("-l", "1")
+    request = RolloutRequest(run_id=run_id, instance="growing/b", agent="oracle")
+    sampled = await stack.store.get(store_keys.episode(request))
+    limited = await run("-l", "2")
+    await add("a")
+    await run()
+    await add("d")
+    (_, last) = await run()
+
+    assert (first, limited) == (["b"], (run_id, ["b", "c"]))
+    assert sorted(last) == ["a", "b", "c", "d"]
+    assert await stack.store.get(store_keys.episode(request)) == sampled, "b ran once"
+
+
+@pytest.mark.longer
+async def test_a_deleted_run_starts_from_nothing(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run id samples again: neither Temporal, the store nor the gateway has the old turns."""
+    request = stack.request("deleted")
+    shared = {"agent": request.agent, "agent_options": request.agent_options}
+    run = RunRequest(run_id="deleted", instances=(INSTANCE,), rollout=shared)
+    stack.engine.hold(MET)
+    cancelled = await stack.perdure.start_run(run)
+    await stack.held(request)
+    await cancelled.cancel()
+    with pytest.raises(Cancelled):
+        await cancelled.result()
+    stack.engine.let_go()
+    _use(stack, monkeypatch)
+    monkeypatch.setenv("PERDURE_GATEWAY__URL", stack.settings.gateway_base_url)
+
+    code = await asyncio.to_thread(invoke, ["runs", "delete", "deleted", "--yes"])
+    again = await stack.perdure.start_run(run)
+    summary = await again.result()
+
+    assert (code, again.joined, summary.resolved) == (0, False, 1)
+    sampled, session = stack.engine.times_sampled(), stack.identity(request, "agent")
+    times = [sampled[f"{session}-{turn}"] for turn in range(TURNS)]
+    assert times == [2] * (MET + 1) + [1] * (TURNS - MET - 1)
+    assert await changes_of(stack.store, "deleted") == []
 
 
 @pytest.mark.longer
@@ -104,6 +188,14 @@ async def test_what_temporal_forgot_answers_no_other_request(stack: Stack) -> No
         assert "policy_version: null -> 999" in episode.failure.message
     with pytest.raises(ConfigurationError, match="another run_id"):
         await stack.perdure.start_group(group)
+
+
+def _use(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands use this stack."""
+    monkeypatch.setenv("PERDURE_HOME", str(stack.home))
+    monkeypatch.setenv("PERDURE_STORE", stack.store.url)
+    monkeypatch.setenv("TEMPORAL_ADDRESS", stack.client.service_client.config.target_host)
+    monkeypatch.setenv("TEMPORAL_NAMESPACE", stack.client.namespace)
 
 
 async def _forget(stack: Stack, workflow_id: str) -> None:

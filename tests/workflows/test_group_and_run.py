@@ -327,6 +327,56 @@ async def test_more_samples_continue_a_run(client: Client, stages: Stages, is_op
     assert _played(stages) == [("add-0", 0), ("add-0", 1), ("add-1", 0), ("add-1", 1)]
 
 
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_added_instances_continue_a_run(
+    client: Client, stages: Stages, is_open: bool
+) -> None:
+    """A larger limit adds instances. An open run starts them after the others, and no ended rollout
+    runs again."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0",)
+    one = _run().model_copy(update={"limit": 1})
+    first = await Perdure(client).start_run(one)
+    if is_open:
+        await gate.until_running(1)
+    else:
+        gate.open.set()
+        await first.result()
+
+    stages.instances = ("toy/add-0", "toy/add-1")
+    changed = await Perdure(client).start_run(one.model_copy(update={"limit": 2}))
+    gate.open.set()
+    await changed.result()
+
+    assert changed.changes == ["limit: 1 -> 2"]
+    assert _played(stages) == [("add-0", 0), ("add-1", 0)]
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_run_keeps_its_instances(client: Client, stages: Stages, is_open: bool) -> None:
+    """Fewer instances, or those of another dataset, are refused with the reason, and the run is as it
+    was."""
+    gate = Gate()
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    two = _run().model_copy(update={"limit": 2})
+    run = await Perdure(client).start_run(two)
+    await gate.until_running(2)
+    if not is_open:
+        gate.open.set()
+        await run.result()
+
+    for fields, why in (({"limit": 1}, "limit: 2 -> 1"), ({"dataset": "b"}, "dataset: toy -> b")):
+        with pytest.raises(ConfigurationError, match=f"keeps its instances.*{why}"):
+            await Perdure(client).start_run(two.model_copy(update=fields))
+    if is_open:
+        with pytest.raises(ConfigurationError, match=r"keeps its instances.*limit: 2 -> 1"):
+            await run.change({"limit": 1})  # as Temporal's own command sends it
+    gate.open.set()
+    assert (await run.result()).rollouts == 2
+
+
 class Looking(Perdure):
     """Runs a callback each time it has looked at what it joins."""
 

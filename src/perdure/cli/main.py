@@ -65,6 +65,7 @@ COMMANDS = {
         "perdure.cli.commands.export:export",
         "Write a run's episodes for trainers and graders.",
     ),
+    "runs": ("perdure.cli.commands.runs:runs", "Name, tag, archive and delete runs."),
     "instances": (
         "perdure.cli.commands.instances:instances",
         "Build, import, list and show instances.",

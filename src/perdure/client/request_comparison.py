@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from perdure.errors import IdentityDiffers
 from perdure.types import Changeable, GroupRequest, RolloutRequest, RunRequest
@@ -21,8 +21,6 @@ PER_START_FIELDS = {
     *("expires_at", "heartbeat_timeout_s", "grading"),
 }
 """Fields of a rollout that do not affect its outcome."""
-CHOICE = ("instances", "dataset", "include", "exclude", "limit")
-"""Fields of a run that select its instances. Workers compare the instances themselves."""
 SHOWN = 12
 """Maximum number of differences in an error message."""
 
@@ -35,11 +33,7 @@ def outcome_fields(rollout: RolloutRequest) -> Identity:
 def request_identity(request: BaseModel) -> Identity:
     """The identity in a request, for the SDK, which sees neither instances nor engines."""
     if isinstance(request, RunRequest):
-        choice = request.model_dump(mode="json", include=set(CHOICE))
-        return {
-            **outcome_fields(request.rollout_request("any/instance")),
-            **{name: json.dumps(one) for name, one in choice.items()},
-        }
+        return outcome_fields(request.rollout_request("any/instance"))
     if isinstance(request, GroupRequest):
         how = request.model_dump(
             mode="json", exclude={"rollout", "schema_version", *request.CHANGEABLE}
@@ -49,9 +43,9 @@ def request_identity(request: BaseModel) -> Identity:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances,
-    agent options and mapped models: another version of Perdure has other fields, and an endpoint
-    may not say what it serves."""
+    """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances that
+    are left out, agent options and mapped models: another version of Perdure has other fields, and an
+    endpoint may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -61,15 +55,22 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             lines.append(f"{name}: {old} -> {new}")
         elif name.startswith(("agent_options.", "models.")):
             lines.append(f"{name}: {old or 'absent'} -> {new or 'absent'}")
-        elif name.startswith("instance."):
-            how = "new" if old is None else "left out"
-            lines.append(f"{name}: {how}, and a run's instances cannot change")
+        elif name.startswith("instance.") and new is None:
+            lines.append(f"{name}: left out, and a run keeps its instances")
     return lines
 
 
 def changes(old: Changeable, new: Changeable) -> list[str]:
     """The changeable fields of a run or a group that differ. Example: `n_samples: 2 -> 3`."""
-    return differences(*(dict(_flat("", one.changeable())) for one in (old, new)))
+    return differences(*(dict(_flat("", _told(one))) for one in (old, new)))
+
+
+def _told(request: Changeable) -> dict[str, JsonValue]:
+    """The changeable fields. A list of instances, which may be long, is told by its length."""
+    fields = request.changeable()
+    if isinstance(request, RunRequest):
+        fields["instances"] = len(request.instances)
+    return fields
 
 
 def refuse(what: str, changes: Sequence[str], fix: str) -> None:

@@ -65,6 +65,13 @@ async def of_run(client: Client, run_id: str) -> list[RolloutInfo]:
     )
 
 
+async def all_of_run(client: Client, run_id: str) -> list[WorkflowExecution]:
+    """All executions of the workflows of a run: itself, its shards, groups and rollouts."""
+    own = f"WorkflowId = 'run/{run_id}' OR WorkflowId STARTS_WITH 'run/{run_id}/shard/'"
+    query = f"{attributes.RUN.name} = '{run_id}' OR {own}"
+    return [one async for one in client.list_workflows(query, page_size=PAGE)]
+
+
 async def of_instance(client: Client, run_id: str, instance_id: str) -> list[RolloutInfo]:
     """The rollouts of one instance of a run, in any state."""
     here = f"WorkflowId STARTS_WITH 'rollout/{run_id}/{instance_id}/'"

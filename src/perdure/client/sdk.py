@@ -134,8 +134,11 @@ class Perdure:
         await check_namespace(client)
         return cls(client)
 
-    async def start_run(self, request: RunRequest) -> "RunHandle":
-        """Start the run, or join it if it exists. Raises: ConfigurationError."""
+    async def start_run(self, request: RunRequest, *, has_new_rows: bool = False) -> "RunHandle":
+        """Start the run, or join it if it exists. Raises: ConfigurationError.
+
+        `has_new_rows`: the dataset has instances that the run lacks. An ended run runs them.
+        """
         request = run_with_defaults(_a(RunRequest, request))
         _check_rollout_fields(request)
         _check_agent(request.rollout)
@@ -143,27 +146,30 @@ class Perdure:
         handle, joined = await self._start_run(request, str(agent))
         if not joined:
             return RunHandle(self, request.run_id, handle)
-        told, handle = await self._change_run(request, handle)
+        told, handle = await self._change_run(request, handle, has_new_rows)
         _tell_if(joined, handle)
         return RunHandle(self, request.run_id, handle, joined=True, changes=told)
 
     async def _change_run(
-        self, request: RunRequest, handle: WorkflowHandle[Any, Any]
+        self, request: RunRequest, handle: WorkflowHandle[Any, Any], has_new_rows: bool
     ) -> tuple[list[str], WorkflowHandle[Any, Any]]:
         """Apply the changeable fields in which the request differs from the run that it joins.
 
         An open run gets an update. An ended run starts again and runs the rollouts that the store
-        lacks. A run that its deadline ended starts again even without a change. If the run ends at
-        this moment, try again.
+        lacks. A run that its deadline ended, or that lacks instances, starts again even without a
+        change. If the run ends at this moment, try again.
         """
         began = time.monotonic()
         while True:
             current, asks, is_open = await self._changes(request, handle)
             fields = current.changes_to(asks)
-            continues = not is_open and await _was_ended_by_deadline(handle)
+            late = not is_open and await _was_ended_by_deadline(handle)
+            continues = late or (has_new_rows and not is_open)
             if not fields and not continues:
                 return [], handle
             fields["asked_by"] = _person()
+            more = current.changed(fields).model_copy(update={"again": None})
+            current.check_keeps_instances(more)
             try:
                 if is_open:
                     await RunHandle(self, request.run_id, handle).change(fields)
@@ -175,12 +181,12 @@ class Perdure:
                 continue
             if not (continues or fields.keys() - {"asked_by", "concurrency", "start_jitter_s"}):
                 return [], handle  # the run has ended, and these fields affect no ended rollout
-            more = current.changed(fields).model_copy(update={"again": None})
             handle, is_open = await self._start_run(
                 more, "changed", again=WorkflowIDReusePolicy.ALLOW_DUPLICATE
             )
             if not is_open:
-                told = ["deadline_s: counted from a new start"] if continues else []
+                told = ["deadline_s: counted from a new start"] if late else []
+                told += ["instances: with the dataset's new ones"] if has_new_rows else []
                 return [*request_comparison.changes(current, asks), *told], handle
 
     async def _change_group(
@@ -211,6 +217,7 @@ class Perdure:
             return request, request, is_open
         current = current.changed((await described.memo()).get(temporal_names.CHANGED, {}))
         given = request.model_fields_set.intersection(request.CHANGEABLE)
+        given |= set(RunRequest.CHOICE if isinstance(request, RunRequest) else ())
         asks = current.model_copy(update={name: getattr(request, name) for name in given})
         return current, asks, is_open
 

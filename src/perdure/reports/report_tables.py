@@ -44,6 +44,9 @@ def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> li
 def _figures(reports: Sequence[Report]) -> Section:
     ks = [k for k in SHOWN_K if any(k in one.pass_at_k for one in reports)]
     rows: list[tuple[str, Callable[[Report], str]]] = [
+        ("name", lambda one: one.name or NONE),
+        ("tags", lambda one: ", ".join(one.tags) or NONE),
+        ("note", lambda one: one.note or NONE),
         ("agent", lambda one: ", ".join(one.agents)),
         ("model", lambda one: ", ".join(one.models) or "none was called"),
         ("model, as requested", lambda one: ", ".join(one.asked_models) or NONE),

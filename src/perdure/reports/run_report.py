@@ -117,6 +117,9 @@ class Report:
     wall_seconds: float
     """Seconds from the first start to the last end."""
     unreadable: tuple[str, ...]
+    name: str = ""
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def sandbox_error_rate(self) -> float:

@@ -15,7 +15,7 @@ from importlib import resources
 from perdure.client.request_comparison import Identity, differences, outcome_fields, refuse
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
 from perdure.engines.reported_model import reported
-from perdure.errors import NotFound
+from perdure.errors import NotFound, PreconditionFailed, StoreUnavailable
 from perdure.rollouts.request_models import engine_of_roster
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
@@ -23,6 +23,8 @@ from perdure.storage.base import Store
 from perdure.types import RolloutRequest
 
 READS_AT_ONCE = 32
+INSTANCE = "instance."
+"""Prefix of the fields that are digests of rows."""
 FIX = "use --new or another --run-id to start another run"
 FIX_OF_ROLLOUT = "use another run_id for this request"
 WORKFLOW_RUN = "workflow_run_id"
@@ -54,18 +56,43 @@ async def identity_of(
     return found | (of_roster or await reported(settings, engine, request.model))
 
 
-async def keep(store: Store, run_id: str, identity: Identity) -> None:
-    """Store the identity of a run that starts. The first one stays. Raises: IdentityDiffers."""
+async def keep(store: Store, run_id: str, identity: Identity) -> dict[str, str]:
+    """Store the identity of a run that starts. The first one stays. Returns what `check` does.
+
+    Raises: IdentityDiffers.
+    """
     data = json.dumps(identity, indent=1).encode()
-    if not await store.put_if_absent(store_keys.run_identity(run_id), data):
-        await check(store, run_id, identity)
+    if await store.put_if_absent(store_keys.run_identity(run_id), data):
+        return {}
+    return await check(store, run_id, identity)
 
 
-async def check(store: Store, run_id: str, identity: Identity) -> None:
-    """Raises: IdentityDiffers if the run was started with another identity."""
+async def check(store: Store, run_id: str, identity: Identity) -> dict[str, str]:
+    """The instances that the run was started without, with their digests.
+
+    Raises: IdentityDiffers if the run was started with another identity.
+    """
     before = await _kept(store, store_keys.run_identity(run_id))
-    if before is not None:
-        refuse(f"run {run_id}", differences(before, identity), FIX)
+    if before is None:
+        return {}
+    refuse(f"run {run_id}", differences(before, identity), FIX)
+    added = (name for name in identity if name.startswith(INSTANCE) and name not in before)
+    return {name.removeprefix(INSTANCE): identity[name] for name in added}
+
+
+async def add_instances(store: Store, run_id: str, added: Mapping[str, str]) -> None:
+    """Add instances to the identity, after they are in the run's list: a try that is killed between
+    finds them as added again. Raises: StoreUnavailable, and the next try repeats it."""
+    if not added:
+        return
+    key = store_keys.run_identity(run_id)
+    stored = await store.get(key)
+    more = {f"{INSTANCE}{ref}": digest for ref, digest in added.items()}
+    data = json.dumps({**json.loads(stored.data), **more}, indent=1).encode()
+    try:
+        await store.put(key, data, if_match=stored.etag)
+    except PreconditionFailed as error:
+        raise StoreUnavailable(str(error)) from error
 
 
 async def keep_rollout(store: Store, request: RolloutRequest, play: str, now: Identity) -> None:
@@ -117,7 +144,7 @@ async def _instances(store: Store, refs: Sequence[str]) -> Identity:
         return hashlib.sha256(data).hexdigest()[:16]
 
     digests = await asyncio.gather(*(one(ref) for ref in refs))
-    return {f"instance.{ref}": digest for ref, digest in zip(refs, digests, strict=True)}
+    return {f"{INSTANCE}{ref}": digest for ref, digest in zip(refs, digests, strict=True)}
 
 
 def _agent_version(agent: str) -> str | None:

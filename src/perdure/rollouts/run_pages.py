@@ -13,7 +13,7 @@ from perdure.episodes.run_manifest import Counted, build_manifest, counted
 from perdure.episodes.token_accounting import count
 from perdure.errors import ConfigurationError, NotFound, PreconditionFailed, StoreUnavailable
 from perdure.instances import calibration_record, instance_catalog
-from perdure.rollouts import retry_selection, run_identity, run_record
+from perdure.rollouts import retry_selection, run_identity, run_label, run_record
 from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun
 from perdure.rollouts.request_models import check_models
 from perdure.rollouts.stage_services import Services
@@ -32,6 +32,7 @@ STILL_OPEN = "its host, its engine or the store did not answer in time; it ends 
 async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     """Raises: ConfigurationError, also for a store that has never worked; StoreUnavailable."""
     await check_store(services.settings, lambda: services.store)
+    await run_label.check_not_deleting(services.store, run.run_id)
     rollout = run.rollout_request("any/instance")
     check_options(rollout.agent, rollout.agent_options)
     phase_specs.check(rollout, None, services.provider)
@@ -45,12 +46,11 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
         return PreparedRun(total=len(chosen), uri=f"{store.url}/runs/{run.run_id}")
     sandbox = phase_specs.place(rollout, None, "grade").provider
     refs = await select(store, run, proved_in=sandbox)
-    await _keep_identity(services, run, refs)
+    added = await _keep_identity(services, run, refs)
     await run_record.record(store, run)
     await _goes_on(store, run.run_id)
-    key = store_keys.run_instances(run.run_id)
-    if not await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
-        refs = json.loads((await store.get(key)).data)  # the same instances, in the stored order
+    refs = await _keep_instances(store, run.run_id, refs, list(added))
+    await run_identity.add_instances(store, run.run_id, added)
     resolved = {
         "request": run.model_dump(mode="json"),
         "settings": services.settings.model_dump(mode="json"),
@@ -59,6 +59,27 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     await store.put_if_absent(store_keys.run(run.run_id), json.dumps(resolved, indent=1).encode())
     listed = await retry_selection.read_list(store, run.run_id, 0) if run.listed else refs
     return PreparedRun(total=len(listed), uri=f"{store.url}/runs/{run.run_id}")
+
+
+async def _keep_instances(
+    store: Store, run_id: str, refs: Sequence[str], added: Sequence[str]
+) -> list[str]:
+    """Store the run's list, or append what was added to it. Returns the list in its stored order.
+
+    Raises: StoreUnavailable if another try appended at the same time; Temporal retries.
+    """
+    key = store_keys.run_instances(run_id)
+    if await store.put_if_absent(key, json.dumps(refs, indent=0).encode()):
+        return list(refs)
+    stored = await store.get(key)
+    known: list[str] = json.loads(stored.data)
+    merged = list(dict.fromkeys((*known, *added)))
+    if merged != known:
+        try:
+            await store.put(key, json.dumps(merged, indent=0).encode(), if_match=stored.etag)
+        except PreconditionFailed as error:
+            raise StoreUnavailable(str(error)) from error
+    return merged
 
 
 async def _goes_on(store: Store, run_id: str) -> None:
@@ -72,8 +93,12 @@ async def _goes_on(store: Store, run_id: str) -> None:
             await store.put(key, data, if_match=found.etag)
 
 
-async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str]) -> None:
-    """Raises: ConfigurationError if the run was started with another identity, or names a model that no
+async def _keep_identity(
+    services: Services, run: RunRequest, refs: Sequence[str]
+) -> dict[str, str]:
+    """Returns the instances that the run did not have, with their digests.
+
+    Raises: ConfigurationError if the run was started with another identity, or names a model that no
     engine has."""
     settings = services.settings
     rollout = run.rollout_request("any/instance")
@@ -81,7 +106,7 @@ async def _keep_identity(services: Services, run: RunRequest, refs: Sequence[str
     if engine:
         await check_models(settings, services.store, rollout, engine)
     asked = await run_identity.identity_of(settings, services.store, rollout, refs, engine)
-    await run_identity.keep(services.store, run.run_id, asked)
+    return await run_identity.keep(services.store, run.run_id, asked)
 
 
 async def select(store: Store, run: RunRequest, *, proved_in: str = "") -> list[str]:

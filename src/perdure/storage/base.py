@@ -68,6 +68,10 @@ class Store(Protocol):
         """Keys that start with `prefix` and come after the key `after`, in lexical order."""
         ...
 
+    def sizes(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        """The keys that start with `prefix`, each with its bytes, in lexical order."""
+        ...
+
     async def delete(self, key: str) -> None:
         """Delete the object. Succeeds if the key does not exist."""
         ...

@@ -97,6 +97,11 @@ class LocalStore:
     async def delete_many(self, keys: Sequence[str]) -> None:
         await asyncio.to_thread(self._delete_many, keys)
 
+    async def sizes(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        async for key in self.list(prefix):
+            with suppress(FileNotFoundError):
+                yield key, self._path(key).stat().st_size
+
     async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
         keys = (key for key in self._walk(prefix, after) if key > after)
         while batch := await asyncio.to_thread(lambda: [*itertools.islice(keys, LIST_BATCH)]):
@@ -150,8 +155,15 @@ class LocalStore:
             for folder in {path.parent for path in paths} - {self.root}:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     _sync_folder(folder)
-                with suppress(OSError):  # the folder is not empty
-                    folder.rmdir()
+                self._remove_empty(folder)
+
+    def _remove_empty(self, folder: Path) -> None:
+        """Remove the folder and those above it, if they are empty. Folders of the root stay, because
+        other writers use them all the time."""
+        with suppress(OSError):  # a folder is not empty, or another process removed it
+            while len(folder.relative_to(self.root).parts) > 1:
+                folder.rmdir()
+                folder = folder.parent
 
     def _check_mounted(self) -> None:
         """Raises: StoreUnavailable if the whole folder is gone, so that an absent key proves

@@ -119,11 +119,15 @@ class S3Store:
             await self._calls.repeat(doing, partial(self._delete_page, names))
 
     async def list(self, prefix: str, *, after: str = "") -> AsyncIterator[str]:
+        async for key, _ in self.sizes(prefix, after=after):
+            yield key
+
+    async def sizes(self, prefix: str, *, after: str = "") -> AsyncIterator[tuple[str, int]]:
         start = {"StartAfter": self._prefix + after} if after else {}
         while True:
             page = await self._calls.repeat(f"list {prefix!r}", partial(self._page, prefix, start))
             for entry in page.get("Contents", ()):
-                yield entry["Key"].removeprefix(self._prefix)
+                yield entry["Key"].removeprefix(self._prefix), entry["Size"]
             if (following := page.get("NextContinuationToken")) is None:
                 return
             start = {"ContinuationToken": following}

@@ -9,6 +9,10 @@ JOURNAL = "journal/"
 remove."""
 
 
+RUN_LABELS = "run-labels/"
+"""Prefix of what users write on runs."""
+
+
 def instance(ref: str) -> str:
     """`first-steps/click-8.1.3` -> `instances/first-steps/click-8.1.3.json`."""
     return f"instances/{ref}.json"
@@ -80,6 +84,16 @@ def run_identity(run_id: str) -> str:
 def run_changes(run_id: str) -> str:
     """Prefix of the changes of a run since its first start, numbered in order."""
     return f"runs/{run_id}/changes/"
+
+
+def run_label(run_id: str) -> str:
+    """The run's name, note and tags."""
+    return f"{RUN_LABELS}{run_id}.json"
+
+
+def run_prefix(run_id: str) -> str:
+    """Prefix of everything that a run has, except its label, its sessions' journals and its job."""
+    return f"runs/{run_id}/"
 
 
 def rerun_lists_prefix(run_id: str) -> str:

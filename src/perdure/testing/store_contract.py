@@ -128,6 +128,13 @@ class StoreContract:
         assert [key async for key in store.list("a/", after="a/b.json")] == ["a/b/c", "a/b2/c"]
         assert [key async for key in store.list("a/", after="a/z")] == []
 
+    async def test_lists_sizes(self, store: Store) -> None:
+        """Each key with the prefix has its number of bytes."""
+        for key, data in (("a/b", b"123"), ("a/c/d", b""), ("b", b"1")):
+            await store.put(key, data)
+
+        assert [one async for one in store.sizes("a/")] == [("a/b", 3), ("a/c/d", 0)]
+
     async def test_lists_more_than_a_page(self, store: Store) -> None:
         """A listing longer than one page is complete."""
         keys = [f"many/{i:04}" for i in range(self.page + 1)]

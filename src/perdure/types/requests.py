@@ -1,6 +1,7 @@
 """The inputs of workflows, as `temporal workflow start --input` takes them."""
 
 import hashlib
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar, Literal, Self
@@ -356,12 +357,14 @@ class RunRequest(Changeable):
     """A set of instances x n samples under one config: the input of `RunWorkflow`.
 
     Give `instances` (a short list) or `dataset` (all of it, filtered by `include` / `exclude` globs
-    and limited to the first `limit`).
+    and limited to the first `limit`). A later start may choose more instances, not fewer.
     """
 
+    CHOICE: ClassVar = ("instances", "dataset", "include", "exclude", "limit")
+    """The fields that choose the instances."""
     CHANGEABLE = (
         *("n_samples", "concurrency", "budget", "start_jitter_s", "deadline_s", "stop_at"),
-        *("quorum", "group_deadline_s", "stragglers"),
+        *("quorum", "group_deadline_s", "stragglers", *CHOICE),
     )
 
     run_id: Slug
@@ -424,6 +427,32 @@ class RunRequest(Changeable):
     def rollouts_each(self) -> int:
         """Rollouts per entry of the run's list, which names instances or single rollouts."""
         return 1 if self.again or self.listed else self.n_samples
+
+    @property
+    def choice(self) -> dict[str, JsonValue]:
+        return self.model_dump(mode="json", include=set(self.CHOICE))
+
+    def check_keeps_instances(self, after: Self) -> None:
+        """Raises: ConfigurationError if the requests alone show that `after` leaves out an instance.
+        Workers compare the instances themselves."""
+        if lost := self._left_out(after):
+            raise ConfigurationError(
+                f"{self.workflow_id} keeps its instances, and this start leaves some out: {lost}; "
+                "give another run_id"
+            )
+
+    def _left_out(self, after: Self) -> str:
+        if self.listed and self.choice != after.choice:
+            return "the store has its list"
+        if gone := set(self.instances) - set(after.instances or self.instances):
+            return ", ".join(sorted(gone)[:3])
+        if self.dataset is None or after.dataset is None:
+            return ""
+        if self.dataset != after.dataset:
+            return f"dataset: {self.dataset} -> {after.dataset}"
+        if after.limit is not None and after.limit < (self.limit or math.inf):
+            return f"limit: {self.limit or 'none'} -> {after.limit}"
+        return ""
 
     def rollout_request(self, instance: str, sample_index: int = 0) -> RolloutRequest:
         """The request of one sample. Raises: pydantic.ValidationError for a bad `rollout` field."""

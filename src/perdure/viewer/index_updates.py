@@ -17,6 +17,7 @@ from perdure.errors import NotFound, PerdureError
 from perdure.reports import stored_rollout
 from perdure.reports.rollout_facts import RolloutFacts, parse_facts
 from perdure.reports.stored_rollout import RolloutName, StoredRollout
+from perdure.rollouts import run_label
 from perdure.storage import store_keys
 from perdure.storage.base import Store
 from perdure.viewer.conversation_view import turn_texts
@@ -130,7 +131,9 @@ class Readings:
     # -- runs ----------------------------------------------------------------------------------
 
     async def _read_runs(self) -> None:
-        there = [run async for run in run_ids(self.store)]
+        labels = await run_label.read_all(self.store)
+        hidden = {run for run, label in labels.items() if label.is_hidden}
+        there = [run async for run in run_ids(self.store) if run not in hidden]
         await asyncio.to_thread(self.index.forget_runs, there)
         for run in there:
             if await asyncio.to_thread(self.index.about, run) is None:

@@ -203,14 +203,16 @@ class Index:
 
     def forget_runs(self, there: Sequence[str]) -> None:
         """Drop the runs that are no longer in the store."""
-        with self._writing() as db:
+        with self._reading() as db:
             known = {run for (run,) in db.execute("SELECT run FROM runs")}
-            for run in known - set(there):
-                ids = [
-                    one for (one,) in db.execute("SELECT id FROM rollouts WHERE run = ?", (run,))
-                ]
-                self._drop(db, ids)
-                db.execute("DELETE FROM runs WHERE run = ?", (run,))
+        for run in known - set(there):
+            self.forget_run(run)
+
+    def forget_run(self, run: str) -> None:
+        with self._writing() as db:
+            ids = [one for (one,) in db.execute("SELECT id FROM rollouts WHERE run = ?", (run,))]
+            self._drop(db, ids)
+            db.execute("DELETE FROM runs WHERE run = ?", (run,))
 
     def totals(self, run: str = "") -> list[RunTotals]:
         """The totals of all runs, the latest first, or of one run."""

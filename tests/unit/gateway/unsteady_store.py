@@ -67,6 +67,10 @@ class UnsteadyStore:
         for key in [key for key in self.below(prefix) if key > after]:
             yield key
 
+    async def sizes(self, prefix: str) -> AsyncIterator[tuple[str, int]]:
+        async for key in self.list(prefix):
+            yield key, len(self.objects[key])
+
     async def delete(self, key: str) -> None:
         await self._call("delete")
         self.objects.pop(key, None)

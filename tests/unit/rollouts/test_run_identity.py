@@ -22,6 +22,7 @@ from perdure.rollouts.activity_messages import Attempt, Booted
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import boot, rollout_identity
 from perdure.rollouts.run_pages import prepare_run
+from perdure.rollouts.run_record import current_request
 from perdure.rollouts.stage_services import Services
 from perdure.settings.settings_tree import EngineSettings, Settings
 from perdure.stack.engine_presence import check_same_engine
@@ -191,6 +192,39 @@ async def test_a_start_by_any_program_is_compared(store: LocalStore, tmp_path: P
     assert (await prepare_run(services, asks)).total == 1
     with pytest.raises(ConfigurationError, match=r'verdict: "verified" -> "official"'):
         await prepare_run(services, changed)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_a_later_start_adds_instances_in_their_order(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """Those that the run has come first, also if a try is killed before it has recorded the others. A
+    start that leaves one out is refused."""
+    settings = Settings(home=tmp_path / "home", store=store.url)
+    home_folder.keep_private(settings)
+    services = Services(settings)
+    for name in ("b", "a0"):
+        await store.put(store_keys.instance(f"toy/{name}"), b"{}")
+    shared = {"run_id": "r", "rollout": {"agent": "nop", "sandbox": "bubblewrap"}}
+    first = RunRequest(**shared, instances=("toy/b",))
+    more = RunRequest(**shared, instances=("toy/a0", "toy/b"))
+    await prepare_run(services, first)
+    if is_killed:
+
+        async def killed(*_: Any) -> None:
+            raise RuntimeError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(run_identity, "add_instances", killed)
+            with pytest.raises(RuntimeError):
+                await prepare_run(services, more)
+
+    for _ in range(2):
+        assert (await prepare_run(services, more)).total == 2
+    assert json.loads((await store.get(store_keys.run_instances("r"))).data) == ["toy/b", "toy/a0"]
+    assert (await current_request(store, "r")).instances == more.instances
+    with pytest.raises(ConfigurationError, match=r"instance.toy/a0: left out"):
+        await prepare_run(services, first)
 
 
 def rollout(**fields: Any) -> RolloutRequest:

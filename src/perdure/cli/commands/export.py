@@ -124,6 +124,7 @@ def export(
     from perdure.episodes.demonstrations.rejection_sampling import Selection
     from perdure.episodes.output_file import is_standard_output
     from perdure.episodes.run_export import Rules, export_run
+    from perdure.rollouts.run_label import check_not_deleting
     from perdure.storage.store_url import store_to_read
 
     suffix = SUFFIXES[format_name]
@@ -131,6 +132,7 @@ def export(
     path = out or Path(f"{name}.{suffix}")
     rules = Rules(mode, reward_share, Selection(best, min_reward), keep_unused)
     store = store_to_read(settings)
+    asyncio.run(check_not_deleting(store, run_id))
     if push and format_name != "dataset":
         raise click.UsageError("--push needs -f dataset")
     if format_name == "dataset":

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import click
 
 from perdure.cli.commands import completion
 from perdure.cli.console import answer, json_option
-from perdure.errors import NotFound
+from perdure.errors import ConfigurationError, NotFound
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from perdure.client.bottlenecks import Engines
     from perdure.client.rollout_listing import RolloutInfo
     from perdure.client.sdk import Perdure
+    from perdure.rollouts.run_label import RunLabel
     from perdure.rollouts.run_record import RunChange
     from perdure.storage.base import Store
     from perdure.types import RunStatus
@@ -32,6 +34,9 @@ PATIENCE = timedelta(seconds=1)
 run's rollouts instead."""
 STORED = "in the store only"
 """The state of a run that Temporal does not know."""
+LISTED_RUNS = 50
+LABELS_S = 5.0
+"""Seconds for which a list of runs waits for the store. Without it, archived runs are shown."""
 STEP_PATIENCE = timedelta(seconds=0.5)
 """Timeout of one rollout's query."""
 
@@ -39,12 +44,20 @@ STEP_PATIENCE = timedelta(seconds=0.5)
 @click.command()
 @click.argument("run_id", metavar="[RUN]", required=False, shell_complete=completion.runs)
 @click.option("--stuck", is_flag=True, help="Only rollouts without progress, and what helps.")
+@click.option("--tag", metavar="T", help="Only runs with this tag, however old.")
+@click.option("--archived", is_flag=True, help="Only archived runs.")
 @json_option
-def status(run_id: str | None, stuck: bool, as_json: bool) -> None:
+def status(
+    *, run_id: str | None, stuck: bool, tag: str | None, archived: bool, as_json: bool
+) -> None:
     """Show the stack and its runs; with RUN, show its rollouts, open ones first."""
     settings = load_settings()
+    if run_id and (tag or archived):
+        raise click.UsageError("--tag and --archived choose runs: leave out RUN")
     if stuck:
         asyncio.run(_stuck(settings, run_id, as_json))
+    elif tag or archived:
+        asyncio.run(_labelled(settings, tag, archived, as_json))
     else:
         asyncio.run(_of_run(settings, run_id, as_json) if run_id else _of_stack(settings, as_json))
 
@@ -75,9 +88,11 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
     from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
+    labels = await _labels(settings)
     runs, engines = await asyncio.gather(
-        _all_runs(connection.perdure, settings), _engines_now(settings)
+        _all_runs(connection.perdure, settings, labels), _engines_now(settings)
     )
+    rests = [run_id for run_id, label in labels.items() if label.is_deleting]
     what_waits = await _what_waits(connection.perdure.client, engines)
     state = stack_lifecycle.running(settings)
     if as_json:
@@ -86,10 +101,12 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
                 "stack": None if state is None else _stack_document(state),
                 "waits": what_waits,
                 "runs": [_run_document(*run) for run in runs],
+                "half_deleted": rests,
             }
         )
         return
     from perdure.cli.runs.run_text import listed_line
+    from perdure.rollouts.run_label import half_deleted
 
     if state is not None:
         parts = ", ".join(
@@ -106,22 +123,80 @@ async def _of_stack(settings: Settings, as_json: bool) -> None:
         click.echo(f"Waits     {what_waits}")
     for run in runs:
         click.echo(listed_line(*run))
+    for run_id in rests:
+        click.echo(half_deleted(run_id))
     if not runs:
         click.echo("No runs yet: start one with `perdure run first-steps --agent oracle`")
 
 
-async def _all_runs(perdure: "Perdure", settings: Settings) -> "list[tuple[RunStatus, float, str]]":
-    """Progress, start in Unix seconds, and model of each run, the newest first."""
-    from perdure.client.rollout_listing import began_at
+async def _labelled(settings: Settings, tag: str | None, archived: bool, as_json: bool) -> None:
+    """The runs that the store has with this tag, or archived."""
+    from perdure.cli.runs.run_text import listed_line
+    from perdure.cli.temporal_connection import connect
 
-    found = await perdure.runs()
+    perdure = (await connect(settings)).perdure
+    labels = {
+        run_id: label
+        for run_id, label in (await _labels(settings)).items()
+        if label.archived is archived and (tag is None or tag in label.tags)
+        if not label.is_deleting
+    }
+    progress = await asyncio.gather(*(_known(perdure, settings, one) for one in labels))
+    runs = [
+        (one, await _began(perdure, one.run_id), await _model(settings, one.run_id), label)
+        for one, label in zip(progress, labels.values(), strict=True)
+        if one is not None
+    ]
+    runs.sort(key=lambda run: run[1] or 0.0, reverse=True)
+    if as_json:
+        return answer({"runs": [_run_document(*run) for run in runs]})
+    for run in runs:
+        click.echo(listed_line(*run))
+    if not runs:
+        click.echo("No such run: `perdure runs` tags and archives runs")
+
+
+async def _known(perdure: "Perdure", settings: Settings, run_id: str) -> "RunStatus | None":
+    """None for a label whose run is gone, for example by a rule of the bucket."""
+    with contextlib.suppress(NotFound):
+        return await _progress_of_run(perdure, settings, run_id)
+    return None
+
+
+async def _labels(settings: Settings) -> "Mapping[str, RunLabel]":
+    """Empty if the store cannot be read here: the runs' state comes from Temporal."""
+    from perdure.errors import PerdureError
+    from perdure.rollouts import run_label
+
+    with contextlib.suppress(PerdureError, TimeoutError):
+        if (store := _store(settings)) is not None:
+            async with asyncio.timeout(LABELS_S):
+                return await run_label.read_all(store)
+    return {}
+
+
+async def _all_runs(
+    perdure: "Perdure", settings: Settings, labels: "Mapping[str, RunLabel]"
+) -> "list[tuple[RunStatus, float, str, RunLabel]]":
+    """Progress, start in Unix seconds, model and label of each run, the newest first. Archived and
+    half deleted runs are left out."""
+    from perdure.client.rollout_listing import began_at
+    from perdure.rollouts.run_label import NONE
+
+    hidden = {run_id for run_id, label in labels.items() if label.is_hidden}
+    listed = await perdure.runs(LISTED_RUNS + len(hidden))
+    found = [one for one in listed if one.id.removeprefix("run/") not in hidden]
     progress = await _progress_of(perdure, found)
     models = await asyncio.gather(*(_model(settings, run.run_id) for run in progress))
-    return list(zip(progress, [await began_at(one) for one in found], models, strict=True))
+    marks = [labels.get(run.run_id, NONE) for run in progress]
+    return list(zip(progress, [await began_at(one) for one in found], models, marks, strict=True))
 
 
-def _run_document(progress: "RunStatus", began: float | None, model: str) -> dict[str, Any]:
-    return {**progress.model_dump(mode="json"), "started_at": began, "model": model or None}
+def _run_document(
+    progress: "RunStatus", began: float | None, model: str, label: "RunLabel"
+) -> dict[str, Any]:
+    found = {**progress.model_dump(mode="json"), "started_at": began, "model": model or None}
+    return {**found, "label": label.model_dump(mode="json")}
 
 
 async def _model(settings: Settings, run_id: str) -> str:
@@ -211,13 +286,17 @@ async def _progress_of(perdure: "Perdure", runs: "list[WorkflowExecution]") -> "
 
 async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
     from perdure.cli.temporal_connection import connect, viewer_link
+    from perdure.rollouts.run_label import half_deleted
 
+    label = await _label(settings, run_id)
+    if label.is_deleting:
+        raise ConfigurationError(half_deleted(run_id))
     connection = await connect(settings)
     progressing = _progress_of_run(connection.perdure, settings, run_id)
     if as_json:
         progress, all_of_it = await asyncio.gather(progressing, connection.perdure.rollouts(run_id))
         began = await _began(connection.perdure, run_id)
-        document = _run_document(progress, began, await _model(settings, run_id))
+        document = _run_document(progress, began, await _model(settings, run_id), label)
         changes = [one.model_dump(mode="json") for one in await _changes(settings, run_id)]
         return answer(
             {**document, "changes": changes, "rollouts": [_rollout_document(r) for r in all_of_it]}
@@ -235,7 +314,9 @@ async def _of_run(settings: Settings, run_id: str, as_json: bool) -> None:
         current_steps(client, run_id, STEP_PATIENCE),
     )
     began = await _began(connection.perdure, run_id)
-    click.echo(run_text.listed_line(progress, began, await _model(settings, run_id)))
+    click.echo(run_text.listed_line(progress, began, await _model(settings, run_id), label))
+    if label.note:
+        click.echo(f"Note      {label.note}")
     if left := run_text.time_left(progress):
         click.echo(f"Deadline  {left}")
     for change in await _changes(settings, run_id):
@@ -268,6 +349,17 @@ async def _began(perdure: "Perdure", run_id: str) -> float | None:
     with contextlib.suppress(NotFound):
         return await began_at(await (await perdure.run(run_id)).handle.describe())
     return None
+
+
+async def _label(settings: Settings, run_id: str) -> "RunLabel":
+    """Empty if the store cannot be read here."""
+    from perdure.errors import PerdureError
+    from perdure.rollouts import run_label
+
+    with contextlib.suppress(PerdureError):
+        if (store := _store(settings)) is not None:
+            return await run_label.read(store, run_id)
+    return run_label.NONE
 
 
 async def _changes(settings: Settings, run_id: str) -> "list[RunChange]":

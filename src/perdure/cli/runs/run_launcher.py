@@ -33,7 +33,7 @@ from perdure.instances.environment_builder import check_image
 from perdure.instances.image_preparation import missing_images
 from perdure.instances.rows.formats.harbor import PERMITS_NETWORK
 from perdure.instances.rows.row_choice import Choice
-from perdure.rollouts import run_identity
+from perdure.rollouts import run_identity, run_label
 from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
@@ -76,6 +76,8 @@ class CheckedRun:
     rollouts: int
     joins: bool
     """The store already has this run."""
+    added: int = 0
+    """Instances that this run lacks."""
     marks: Mapping[str, Mark] = field(default_factory=dict)
     """Calibration of `refs`, and of quarantined instances that are left out."""
     notes: Sequence[str] = ()
@@ -142,12 +144,15 @@ async def checked(
         notes += _network_notes(request, instances)
         notes += await _missing_image_notes(settings, request, instances, found.dataset)
         await row_interpreter.check(instances)
+    await run_label.check_not_deleting(store, request.run_id)
     await instance_selection.keep_list(store, request.run_id, found)
     joins = await store.exists(store_keys.run(request.run_id))
+    added: Mapping[str, str] = {}
     if joins:
-        await check_same(settings, store, request, refs)
+        added = await check_same(settings, store, request, refs)
         request = await _with_current(store, request)
-    return CheckedRun(request, refs, len(refs) * request.n_samples, joins, marked, notes)
+    rollouts = len(refs) * request.n_samples
+    return CheckedRun(request, refs, rollouts, joins, len(added), marked, notes)
 
 
 def _check_images(settings: Settings, request: RunRequest, instances: Sequence[Instance]) -> None:
@@ -203,9 +208,10 @@ async def _with_current(store: Store, request: RunRequest) -> RunRequest:
 
 async def check_same(
     settings: Settings, store: Store, request: RunRequest, refs: Sequence[str]
-) -> None:
+) -> Mapping[str, str]:
     """Refuse now a request that the run's first activity would refuse; a joined run never gets it.
 
+    Returns the instances that the run lacks, with their digests.
     Raises: ConfigurationError, which names the differences.
     """
     rollout = request.rollout_request("any/instance")
@@ -216,7 +222,7 @@ async def check_same(
         state = stack_lifecycle.running(settings)
         engine = state.engine_settings if state is not None else engine_settings(settings)
     asked = await run_identity.identity_of(settings, store, rollout, refs, engine)
-    await run_identity.check(store, request.run_id, asked)
+    return await run_identity.check(store, request.run_id, asked)
 
 
 def ensure_stack_ready(
@@ -272,9 +278,14 @@ async def _drive(
 ) -> int:
     connection = await connect(settings)
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
-        handle = await connection.perdure.start_run(planned.request)
+        handle = await connection.perdure.start_run(planned.request, has_new_rows=planned.added > 0)
     if handle.changes:
         say(f"Changed: {', '.join(handle.changes)}")
+    elif planned.added:
+        say(
+            f"{many(planned.added, 'new instance')} of the dataset: repeat the command when the run has"
+            " ended"
+        )
     if planned.joins:
         say(f"Joined: {run_text.progress_line(await handle.progress())}")
     else:

@@ -19,6 +19,7 @@ from perdure.reports.rollout_facts import RunFacts
 from perdure.reports.run_comparison import Comparison, compare
 from perdure.reports.run_report import Report, build_report
 from perdure.reports.token_prices import Prices, read_prices
+from perdure.rollouts import run_label
 from perdure.rollouts.retry_selection import planned
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
@@ -48,6 +49,8 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
     """Raises: NotFound for a run without episodes; ConfigurationError for bad prices."""
     store = store_to_read(settings)
     known = read_prices(prices) if prices is not None else None
+    for run_id in run_ids:
+        await run_label.check_not_deleting(store, run_id)
     runs = [await rollout_facts.read_facts(store, run_id) for run_id in run_ids]
     for run in runs:
         if not run.rollouts and not run.unreadable:
@@ -57,6 +60,7 @@ async def make(settings: Settings, run_ids: Sequence[str], prices: Path | None) 
                 " the runs"
             )
     made = [(run, await _report(store, run, runs, known)) for run in runs]
+    made = [(run, await _labelled(store, report)) for run, report in made]
     others = [run for run in runs[1:] if not calibration_bounds.gives_bounds(run, runs[0])]
     return RunReports(made, [compare(runs[0], run) for run in others])
 
@@ -112,6 +116,11 @@ async def _identity(store: Store, run_id: str) -> dict[str, str]:
         found: dict[str, str] = json.loads((await store.get(store_keys.run_identity(run_id))).data)
         return found
     return {}
+
+
+async def _labelled(store: Store, report: Report) -> Report:
+    label = await run_label.read(store, report.run_id)
+    return replace(report, name=label.name, tags=label.tags, note=label.note)
 
 
 async def _report(

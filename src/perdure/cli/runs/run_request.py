@@ -190,10 +190,10 @@ def _rollout(options: RunOptions) -> dict[str, JsonValue]:
 
 
 def _run_id(options: RunOptions, source: Selection) -> str:
-    """Made only from options that may not change, so that the same command joins the run. `--new`
-    adds the time."""
+    """Made without the options that may change, so that the same command with another --limit or -n
+    joins the run. `--new` adds the time."""
     asked = [
-        *(source.digest, options.agent, options.limit),
+        *(source.digest, options.agent),
         *(list(options.include), list(options.exclude), options.fields),
     ]
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]

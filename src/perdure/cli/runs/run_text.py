@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from perdure.rollouts.run_label import RunLabel
 from perdure.rollouts.run_record import RunChange
 from perdure.types import MISSING, EpisodeRef, RolloutStatus, RunStatus
 
@@ -24,11 +25,12 @@ def progress_line(progress: RunStatus) -> str:
     return f"{progress.run_id}: {counts}{f' · {found}' if found else ''} ({state}{attention})"
 
 
-def listed_line(progress: RunStatus, began: float | None, model: str) -> str:
-    """`2026-07-01 22:31  try-1: 24 done of 24 · resolved 7 (done) · qwen3`. `began`: Unix
-    seconds."""
+def listed_line(progress: RunStatus, began: float | None, model: str, label: RunLabel) -> str:
+    """`2026-07-01 22:31  try-1: 24 done of 24 · resolved 7 (done) · qwen3 · Baseline [paper]`.
+    `began`: Unix seconds."""
     at = _minute(began) if began is not None else ""
-    return f"{at:<18}{progress_line(progress)}{f' · {model}' if model else ''}".strip()
+    line = f"{at:<18}{progress_line(progress)}".strip()
+    return " · ".join(part for part in (line, model, label.heading) if part)
 
 
 UNFINISHED = (RolloutStatus.CANCELLED.value, RolloutStatus.TRUNCATED.value, MISSING, "running")
