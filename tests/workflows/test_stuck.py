@@ -266,6 +266,16 @@ async def test_the_command_names_each_with_a_link(
     assert {one["why"] for one in document["stuck"]} == {f"ControlPlaneError: {WHY}"}
 
 
+async def test_a_misspelt_run_has_no_stuck_rollouts_and_no_other(
+    client: Client, command: Callable[..., Awaitable[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused, where "none is stuck" would be believed."""
+    code = await command("status", "--stuck", "no-such-run")
+
+    assert code == 1
+    assert "no-such-run" in capsys.readouterr().err
+
+
 async def test_status_tells_why_runs_and_rollouts_failed(
     client: Client,
     stages: Stages,

@@ -67,7 +67,10 @@ async def _stuck(settings: Settings, run_id: str | None, as_json: bool) -> None:
     from perdure.cli.temporal_connection import connect
 
     connection = await connect(settings)
-    found = await stuck_rollouts.find(connection.perdure.client, _store(settings), run_id)
+    perdure = connection.perdure
+    found = await stuck_rollouts.find(perdure.client, _store(settings), run_id)
+    if run_id and not found.open and await perdure.standalone_rollouts_status(run_id) is None:
+        await perdure.run(run_id)  # raises NotFound for a misspelt id
     if as_json:
         return answer(stuck_text.document(found, connection.link))
     for line in stuck_text.lines(found, connection.link):
