@@ -37,10 +37,10 @@ sooner."""
 
 
 WATCH_PATIENCE = 85 / 30
-"""An agent may go without heartbeats for this many `heartbeat_timeout_s`: 85 s by default, so that a
-lost host's agents move within 90. Its worker's death is reported sooner (`workers.host.worker_deaths`)."""
+"""The heartbeat timeout of an agent's watch, in multiples of `heartbeat_timeout_s`. By default 85 s, so
+that the agents of a lost host move within 90 s. The host reports a dead worker sooner."""
 STOP_CALLS_S = 60.0
-"""After this time the agent's watcher learns of a stop by its next heartbeat."""
+"""Seconds for all tries. If they fail, the agent stops after its watcher's next heartbeat."""
 
 
 class ActivityOptions(TypedDict, total=False):

@@ -88,7 +88,7 @@ async def report_deaths(client: Client, settings: Settings) -> int:
     for folder in _parent(settings).glob("[0-9]*"):
         with _owned(folder) as is_dead:
             if is_dead:
-                for file in folder.glob("[!l]*"):
+                for file in [one for one in folder.iterdir() if one.name != LOCK]:
                     await _report(client, file.read_bytes())
                     file.unlink()
                     reported += 1
