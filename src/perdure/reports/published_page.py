@@ -9,6 +9,7 @@ from pydantic import BaseModel, JsonValue
 from perdure.reports.published_report import Estimate, PublishedReport, PublishedRollout, Score
 from perdure.reports.report_html import page
 from perdure.reports.report_tables import NONE, SHOWN_K, Section
+from perdure.reports.reproducing_command import dotted
 
 
 def published_page(report: PublishedReport) -> str:
@@ -26,7 +27,7 @@ def published_page(report: PublishedReport) -> str:
         ),
         _facts("Integrity: number of rollouts", _texts(report.integrity)),
         _facts("Sampling", {name: _text(one) for name, one in report.sampling.items()}),
-        _facts("Settings and limits", dict(_flat("", report.settings))),
+        _facts("Settings and limits", _settings(report)),
         _instances(report),
     ]
     shown = [section for section in sections if section.rows]
@@ -100,12 +101,8 @@ def _texts(model: BaseModel) -> dict[str, str]:
     return {name.replace("_", " "): str(one) for name, one in model.model_dump().items()}
 
 
-def _flat(prefix: str, value: JsonValue) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, one in value.items():
-            yield from _flat(f"{prefix}.{name}" if prefix else name, one)
-    elif value is not None:
-        yield prefix, _text(value)
+def _settings(report: PublishedReport) -> dict[str, str]:
+    return {name: _text(one) for name, one in dotted(report.settings) if one is not None}
 
 
 def _text(value: JsonValue) -> str:

@@ -35,8 +35,8 @@ def reproducing_command(request: RunRequest, model: str) -> str:
             str(request.n_samples),
         ]
         words += _of_run(request)
-    for name, value in _flat("", redacted(fields)):
-        words += ["--set", f"{name}={value}"]
+    for name, value in dotted(redacted(fields)):
+        words += ["--set", f"{name}={_as_option(value)}"]
     is_named = not model or "model" in fields
     before = "" if is_named else f"PERDURE_ENGINE__MODEL={shlex.quote(redacted(model))} "
     return before + shlex.join([*words, "--new"])
@@ -68,14 +68,18 @@ def _of_run(request: RunRequest) -> list[str]:
     return words
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """`{"sampling": {"seed": 7}}` -> `("sampling.seed", "7")`. A text stays as it is, unless it reads
-    as JSON."""
-    if isinstance(value, Mapping) and value:
-        for name in sorted(value):
-            yield from _flat(f"{prefix}.{name}" if prefix else name, value[name])
-    else:
-        yield prefix, value if isinstance(value, str) and not _is_json(value) else json.dumps(value)
+def dotted(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"sampling": {"seed": 7}}` -> `("sampling.seed", 7)`, sorted."""
+    for name, value in sorted(fields.items()):
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _as_option(value: Any) -> str:
+    """A text stays as it is, unless it reads as JSON."""
+    return value if isinstance(value, str) and not _is_json(value) else json.dumps(value)
 
 
 def _is_json(text: str) -> bool:
