@@ -100,6 +100,17 @@ async def test_a_run_whose_workers_have_gone_says_so(
     impatient = await run.progress(patience=timedelta(milliseconds=300))
     assert impatient.running == 1
 
+    await run.handle.terminate()
+    (rollout,) = await perdure.rollouts(RUN.run_id)
+    await client.get_workflow_handle(rollout.workflow_id).terminate()
+
+    async def closed() -> bool:
+        return (await run.progress()).running == 0
+
+    assert await until(closed, "the server lists both as terminated")
+    ended = await run.progress()
+    assert (ended.state, ended.started, ended.done) == ("terminated", 1, 0)
+
 
 async def test_episodes_of_a_finished_group_wait_for_a_worker(
     client: Client, perdure: Perdure, hurried: Hurried

@@ -386,13 +386,12 @@ class Perdure:
         return await rollout_listing.of_run(self.client, run_id)
 
     async def _counted(self, run_id: str, state: str) -> RunStatus:
-        """Counts of a run's rollouts, which the server knows without a worker."""
+        """Counts of a run's rollouts, which the server knows without a worker. A terminated rollout
+        is not done."""
         by_state = await rollout_listing.count(self.client, run_id)
-        running = by_state.get("Running", 0)
-        started = sum(by_state.values())
-        return RunStatus(
-            run_id=run_id, state=state, started=started, running=running, done=started - running
-        )
+        started, running = sum(by_state.values()), by_state.get("Running", 0)
+        done = started - running - by_state.get("Terminated", 0)
+        return RunStatus(run_id=run_id, state=state, started=started, running=running, done=done)
 
     async def _start_run(
         self,
@@ -539,13 +538,13 @@ class RunHandle:
         )
 
     async def _broken_off(self, status: WorkflowExecutionStatus | None) -> RunStatus:
-        """The progress of a closed run without a result, if a worker can still answer."""
+        """The progress of a closed run without a result. The server's counts if no worker answers."""
         state = (
             "cancelled"
             if status is WorkflowExecutionStatus.CANCELED
             else execution_name(status).lower()
         )
-        known = {"run_id": self.run_id, "state": state, "attention": await self._why(status)}
+        known = {"state": state, "attention": await self._why(status)}
         for _ in range(QUERY_TRIES):
             try:
                 answer = await self.handle.query("status", result_type=dict)
@@ -553,7 +552,8 @@ class RunHandle:
                 await asyncio.sleep(0.5)
                 continue
             return RunStatus.model_validate(answer).model_copy(update={**known, "running": 0})
-        return RunStatus.model_validate(known)
+        counted = await self.perdure._counted(self.run_id, state)
+        return counted.model_copy(update=known)
 
     async def _why(self, status: WorkflowExecutionStatus | None) -> str:
         """The reason of a failed run; empty for a cancelled or terminated one."""

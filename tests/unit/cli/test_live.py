@@ -6,6 +6,7 @@ import pytest
 
 from perdure.cli import console
 from perdure.cli.runs.run_tables import View, bar_style
+from perdure.cli.runs.run_text import progress_line
 from perdure.cli.temporal_connection import failed_link
 from perdure.types import RunStatus
 from tests.stack.wait_until import PATIENCE_S
@@ -29,6 +30,15 @@ def test_the_bar_is_coloured_by_how_the_run_is(
     progress = RunStatus(run_id="r", state=state, total=9, by_status=by_status)
 
     assert bar_style(View(progress, [], 1.0)) == style
+
+
+def test_no_rollout_of_a_closed_run_is_called_waiting() -> None:
+    """Nothing will start the rest, so it is unfinished."""
+    seen = RunStatus(run_id="r", state="running", total=9, done=2, running=3)
+    ended = RunStatus(run_id="r", state="terminated", total=9, done=2)
+
+    assert progress_line(seen) == "r: 2 done, 3 running, 4 waiting of 9 (running)"
+    assert progress_line(ended) == "r: 2 done, 7 unfinished of 9 (terminated)"
 
 
 def test_a_long_step_is_not_silent(

@@ -15,9 +15,11 @@ ENDED = ("done", "cancelled", "failed", "terminated")
 
 def progress_line(progress: RunStatus) -> str:
     """`try-1: 12 done, 4 running, 8 waiting of 24 · resolved 7, unresolved 5 (running)`."""
-    waiting = max(progress.total - progress.done - progress.running, 0)
-    counts = f"{progress.done} done, {progress.running} running"
-    counts += f", {waiting} waiting" if waiting else ""
+    rest = max(progress.total - progress.done - progress.running, 0)
+    has_ended = progress.state in ENDED
+    counts = f"{progress.done} done"
+    counts += "" if has_ended and not progress.running else f", {progress.running} running"
+    counts += f", {rest} {'unfinished' if has_ended else 'waiting'}" if rest else ""
     counts += f" of {progress.total}" if progress.total else ""
     found = _counts(progress)
     attention = f": {progress.attention}" if progress.attention else ""
