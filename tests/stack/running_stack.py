@@ -240,7 +240,11 @@ class Stack:
 
     async def episode(self, request: RolloutRequest) -> Episode:
         """The rollout's episode, when its workflow is over, however it ended."""
-        await until(lambda: self.is_over(request), f"{request.workflow_id} is over")
+        try:
+            await until(lambda: self.is_over(request), f"{request.workflow_id} is over")
+        except AssertionError as error:
+            stands = f"{error}; {await self.pending(request)}"
+            raise AssertionError(f"{stands}{self.last_words()}") from None
         episode = await read_episode(self.store, request)
         assert episode is not None, f"{request.workflow_id} has no episode{self.last_words()}"
         return episode
