@@ -164,6 +164,13 @@ def main() -> None:
         help="only grade the gold patch of each row of first-steps this often, with twins",
     )
     parser.add_argument(
+        "--rows",
+        type=lambda text: text.split(","),
+        default=[""],
+        metavar="NAME,...",
+        help="with --gold: only rows whose instance id starts like this",
+    )
+    parser.add_argument(
         "--fixes",
         type=int,
         default=0,
@@ -173,7 +180,7 @@ def main() -> None:
     add_output(parser)
     options = parser.parse_args()
     if options.gold:
-        _write(options, gold := asyncio.run(gold_results.measure(options.gold)))
+        _write(options, gold := asyncio.run(gold_results.measure(options.gold, options.rows)))
         print(f"\n{gold_results.table(gold)}")
         return
     with scratch_folder("pd-", keep=options.keep) as folder:

@@ -2,6 +2,7 @@
 chance."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from benchmarks.gradings.forger_results import DATASET, open_home
 from perdure.instances import instance_catalog
@@ -12,11 +13,14 @@ Found = dict[str, Counter[str]]
 with twins), and how many of those are `verified`, `weak` or `unverified`."""
 
 
-async def measure(times: int) -> Found:
-    """The rows are those of this home's store: `perdure instances build first-steps`."""
+async def measure(times: int, names: Sequence[str]) -> Found:
+    """The rows are those of this home's store: `perdure instances build first-steps`. `names`: the
+    start of their instance ids."""
     bench, environments, store = open_home()
     found: Found = {}
     for ref in await instance_catalog.refs(store, DATASET):
+        if not ref.removeprefix(f"{DATASET}/").startswith(tuple(names)):
+            continue
         row = await instance_catalog.load(store, ref)
         at = await environments.prepare(row)
         counts = found[ref] = Counter(tried=times)
