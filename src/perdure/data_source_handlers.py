@@ -27,6 +27,7 @@ from typing import Any, Literal, cast
 from perdure import variant_registry
 from perdure.errors import ConfigurationError, InstanceError, PerdureError
 from perdure.graders.base import Graded, Grader
+from perdure.graders.named_rewards import main_reward, parse_named_rewards
 from perdure.instances.rows.formats import swebench
 from perdure.instances.rows.row_fields import Row
 from perdure.sandboxes.base import Sandbox
@@ -123,9 +124,10 @@ class AgentHandler(ABC):
     ) -> Graded | Mapping[str, Any]:
         """Grade `job_details.run_results["git_patch"]`.
 
-        Returns a `Graded`, or an object with `score` (0.0 to 1.0; 1.0 is resolved) or `resolved`.
-        {"report": ...} is unwrapped. `allow_skip`: the hook may skip the tests if the diff is
-        empty.
+        Returns a `Graded`, or an object with `score` (0.0 to 1.0; 1.0 is resolved), `resolved` or
+        `rewards`, numbers by name, of which `reward` (or else their mean) is the score.
+        {"report": ...} is unwrapped. The instance's artifacts are already in the sandbox.
+        `allow_skip`: the hook may skip the tests if the diff is empty.
         Raises: SandboxLost, RetryHere (graded again in a new sandbox); InstanceError.
         """
 
@@ -260,11 +262,13 @@ def parse_verdict(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> 
     if isinstance(answer, Graded):
         return answer
     report = answer.get("report", answer) if isinstance(answer, Mapping) else {}
+    named = _named_rewards(handler, report)
     found = report.get("score", report.get("resolved")) if isinstance(report, Mapping) else None
+    found = main_reward(named) if found is None and named else found
     if not isinstance(found, (bool, int, float)) or not 0 <= found <= 1:
         raise InstanceError(
             f"`eval` of the handler {handler.name!r} must return a Graded, or an object with `score` "
-            "from 0 to 1 or `resolved`"
+            "from 0 to 1, `resolved` or `rewards`"
         )
     resolved = found == 1
     return Graded(
@@ -272,7 +276,18 @@ def parse_verdict(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> 
             outcome=Outcome.RESOLVED if resolved else Outcome.UNRESOLVED,
             reason="" if resolved else f"score {float(found):g}",
             rewards=Rewards(binary=float(resolved), partial=float(found)),
+            named_rewards=named,
             grader=handler.name,
         ),
         b"",
     )
+
+
+def _named_rewards(handler: AgentHandler, report: object) -> dict[str, float]:
+    if not isinstance(report, Mapping) or "rewards" not in report:
+        return {}
+    try:
+        return parse_named_rewards(report["rewards"])
+    except ValueError as error:
+        said = f"`eval` of the handler {handler.name!r} returned bad `rewards`: {error}"
+        raise InstanceError(said) from error

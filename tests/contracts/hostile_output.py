@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from perdure.agents.base import Agent, Evidence
 from perdure.errors import InstanceError
+from perdure.graders.artifact_transfer import outside_artifacts
 from perdure.graders.diff import diff_capture, git_diff_parser
 from perdure.graders.diff.git_diff_parser import MalformedDiff
 from perdure.graders.diff.patch_filter import filter_patch
@@ -19,7 +20,7 @@ from perdure.graders.forged_results import instrument_command
 from perdure.graders.gold_and_base_check import parse_passed_tests
 from perdure.graders.hidden_test_run import TestRun
 from perdure.graders.protocols import status_map, test_lists
-from perdure.graders.protocols.reward_file import reward_of
+from perdure.graders.protocols.reward_file import parse_reward_file
 from perdure.graders.protocols.test_lists import SuiteRun
 from perdure.graders.reports import junit_statuses
 from perdure.graders.reports.junit_statuses import UnusableJunit
@@ -60,7 +61,8 @@ def readers() -> dict[str, Reader]:
         "verdict by a map of statuses": lambda data: status_map.judge(
             _suite(data), {"test_add": "PASSED", "t[a": "FAILED"}
         ),
-        "reward file": reward_of,
+        "reward file": parse_reward_file,
+        "diff next to artifacts": lambda data: outside_artifacts(data, "/testbed", ["/testbed/b"]),
         "last line of the tests": lambda data: last_line(TestRun(_EXITED, data)),
         "last words of git": lambda data: TestRun(_EXITED, data).refusal_text,
         "last line of the agent": lambda data: agent_output.detail(

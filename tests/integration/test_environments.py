@@ -111,6 +111,15 @@ async def _all(home: Home) -> list[str]:
     return [info.identity for info in await home.provider.list()]
 
 
+async def test_without_isolation_there_are_no_artifacts(home: Home) -> None:
+    """Their absolute paths would be those of the host's own files."""
+    provider = LocalProvider(Settings(home=home.folder))
+    instance = (await home.instance()).model_copy(update={"artifacts": {"/etc": ()}})
+
+    with pytest.raises(ConfigurationError, match="use --sandbox bubblewrap"):
+        await Environments(home.folder / "e", home.store, provider).prepare(instance)
+
+
 @pytest.mark.longer
 async def test_two_processes_build_once(home: Home) -> None:
     """While one process builds, another waits with a free event loop and then shares the result."""

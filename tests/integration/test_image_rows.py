@@ -1,10 +1,12 @@
 """Rows whose tree is in an image, in their publishers' layouts: gold is 1, the base is 0, and the agent's
 sandbox shows neither tests nor fix."""
 
+import base64
 import hashlib
 import json
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +93,49 @@ def write_r2e(root: Path) -> None:
     python.chmod(0o755)
 
 
+DRAW = """\
+import struct, zlib
+
+
+def part(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def drawn(color):
+    size = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(b"\\0" + bytes(color))
+    return b"\\x89PNG\\r\\n\\x1a\\n" + part(b"IHDR", size) + part(b"IDAT", pixels) + part(b"IEND", b"")
+
+
+def line():
+    return drawn((255, 0, 0))
+"""
+BLUE = "return drawn((0, 0, 255))"
+SPEC = """\
+from pathlib import Path
+
+import draw
+
+tests = {"draws a line": draw.line() == Path("fixtures/line.png").read_bytes()}
+tests["makes a PNG"] = draw.line()[1:4] == b"PNG"
+for name, passes in tests.items():
+    if not passes:
+        print(f"Chrome 120.0.0.0 (Linux x86_64) {name} FAILED")
+print(f"Executed {len(tests)} of {len(tests)}")
+raise SystemExit(not all(tests.values()))
+"""
+
+
+def write_chart(root: Path) -> None:
+    """/chart: a clone that draws its line red. Its next commit has the fix and the spec."""
+    tree = root / "chart"
+    tree.mkdir()
+    git(tree, "init", "-q", "-b", "main")
+    (tree / "draw.py").write_text(DRAW)
+    git(tree, "add", "-A")
+    git(tree, "commit", "-q", "-m", "base")
+
+
 def write_task(root: Path) -> None:
     """/task: no repository, as in images of Harbor's tasks."""
     (root / "task").mkdir()
@@ -109,6 +154,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
     small_image.write_root(root)
     write_r2e(root)
     write_task(root)
+    write_chart(root)
     return (root, *write_pro(root))
 
 
@@ -147,6 +193,44 @@ def pro(image: tuple[Path, str, str], tmp_path: Path) -> Instance:
 @pytest.fixture
 def r2e(image: tuple[Path, str, str]) -> Instance:
     return to_instance(r2e_row(docker_image=str(image[0])), "r2e", 1)
+
+
+def added(path: str, text: str) -> str:
+    head = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n"
+    lines = text.splitlines(keepends=True)
+    return f"{head}@@ -0,0 +1,{len(lines)} @@\n" + "".join(f"+{line}" for line in lines)
+
+
+@pytest.fixture
+def chart(image: tuple[Path, str, str], tmp_path: Path) -> Instance:
+    """A row of SWE-bench Multimodal whose test compares a picture with the row's own."""
+    fixed = tmp_path / "chart"
+    shutil.copytree(image[0] / "chart", fixed)
+    text = DRAW.replace("return drawn((255, 0, 0))", BLUE)
+    (fixed / "draw.py").write_text(text)
+    picture = subprocess.check_output(
+        [sys.executable, "-c", "import sys, draw; sys.stdout.buffer.write(draw.line())"], cwd=fixed
+    )
+    content = base64.b64encode(picture).decode()
+    row: dict[str, Any] = {
+        "instance_id": "chartjs__Chart.js-1",
+        "repo": "chartjs/Chart.js",
+        "version": "4.0",
+        "base_commit": git(fixed, "rev-parse", "HEAD"),
+        "problem_statement": "The line is red.",
+        "patch": git(fixed, "diff", "--", "draw.py") + "\n",
+        "test_patch": added("spec.py", SPEC),
+        "image_assets": {"test_patch": [{"path": "fixtures/line.png", "content": content}]},
+        "FAIL_TO_PASS": ["draws a line "],
+        "PASS_TO_PASS": ["makes a PNG "],
+        "image": str(image[0]),
+        "workdir": "/chart",
+        "log_parser": "parse_log_chart_js",
+        "eval_type": "fail_only",
+        "eval_script": "#!/bin/bash\nset -uxo pipefail\ncd /chart\n: '>>>>> Start Test Output'\n"
+        "python3 spec.py\n: '>>>>> End Test Output'\n",
+    }
+    return to_instance(row, "mm", 1)
 
 
 @pytest.fixture
@@ -231,6 +315,23 @@ async def test_an_r2e_row_is_graded(services: Services, r2e: Instance) -> None:
     assert gold.dropped_paths == ("Makefile",)
     assert (nop.outcome, nop.rewards.binary) == ("unresolved", 0.0)
     assert nop.rewards.partial == pytest.approx(2 / 3)
+
+
+async def test_a_multimodal_row_is_graded(services: Services, chart: Instance) -> None:
+    """Its test reads the picture that came with the row, also if the agent draws one of its own
+    there. A browser that does not start is no success, though no test failed."""
+    own = added("fixtures/line.png", "mine\n").encode()
+    dead = added("pathlib.py", "raise SystemExit\n").encode()
+    gold = await graded(services, chart, chart.gold_patch, 0)
+    nop = await graded(services, chart, b"", 1)
+    drawn = await graded(services, chart, own, 2)
+    quiet = await graded(services, chart, dead, 3)
+
+    assert (gold.outcome, gold.reward, gold.reason) == ("resolved", 1.0, "")
+    assert (nop.outcome, nop.fail_to_pass) == ("unresolved", {"draws a line ": "FAILED"})
+    assert nop.rewards.p2p_fraction == 1.0
+    assert drawn.outcome == "unresolved"
+    assert quiet.outcome == "unresolved"
 
 
 @pytest.mark.longer

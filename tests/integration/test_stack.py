@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import select
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -275,6 +277,23 @@ def test_a_data_source_from_outside(home: Home) -> None:
     store = Path(home.settings.store_url.removeprefix("file://"))
     booted = json.loads((store / "runs" / episode / "attempts/1/sandbox.json").read_bytes())
     assert booted["metadata"]["python"].startswith("Python 3.")
+
+
+def test_a_task_without_a_repository(home: Home) -> None:
+    """The row that docs/extend.md prints: its result is a folder, which no diff contains."""
+    rows = home.outside / "research.jsonl"
+    rows.write_text(docs_pages.block("extend.md", "json task"))
+
+    oracle = home.json("run", str(rows), "--agent", "oracle", "--wait")
+    nop = home.json("run", "research/primes-1", "--agent", "nop", "--wait")
+    packed = subprocess.run(
+        [sys.executable, "-m", "perdure.cli.main", "show", f"{oracle['run_id']}/primes-1", "--artifacts"],
+        env=home.env, check=True, capture_output=True,
+    ).stdout  # fmt: skip
+
+    assert [r["rollouts"][0]["outcome"] for r in (oracle, nop)] == ["resolved", "unresolved"]
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        assert tar.extractfile("work/out/count").read() == b"168\n"  # type: ignore[union-attr]  # a file
 
 
 def rows_of(home: Home, source: str) -> str:

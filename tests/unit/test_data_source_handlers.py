@@ -119,6 +119,25 @@ def test_a_report_becomes_a_grade(
     assert grade.reward == float(outcome is Outcome.RESOLVED)
 
 
+def test_rewards_by_name_are_kept() -> None:
+    """`reward` is the score. Without it the mean is, and `score` or `resolved` replaces both."""
+    named = {"reward": 1, "tidy": -2.5}
+    grade = parse_verdict(Mine(), {"rewards": named}).grade
+    mean = parse_verdict(Mine(), {"report": {"rewards": {"right": 1, "tidy": 0}}}).grade
+    scored = parse_verdict(Mine(), {"score": 0.25, "rewards": {"speed": 9}}).grade
+
+    assert (grade.outcome, grade.named_rewards) == (Outcome.RESOLVED, named)
+    assert (mean.outcome, mean.rewards.partial) == (Outcome.UNRESOLVED, 0.5)
+    assert (scored.rewards.partial, scored.named_rewards) == (0.25, {"speed": 9})
+
+
+@pytest.mark.parametrize("rewards", [{}, [1], {"a": "1"}, {"a": float("nan")}])
+def test_rewards_that_are_no_numbers_are_refused(rewards: Any) -> None:
+    """The error says what is wrong with them."""
+    with pytest.raises(InstanceError, match="'mine' returned bad `rewards`: "):
+        parse_verdict(Mine(), {"resolved": True, "rewards": rewards})
+
+
 @pytest.mark.parametrize("answer", [{}, {"score": "1"}, {"score": 2}, {"report": 1}, None])
 def test_a_report_without_a_verdict_is_refused(answer: Any) -> None:
     """A malformed answer is the handler's mistake, not a reward of 0."""

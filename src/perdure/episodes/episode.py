@@ -5,6 +5,7 @@ This imports no pyarrow, so `perdure show` starts fast. `episode_store` writes a
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,7 @@ class Episode(Frozen):
     outcome: Outcome | None = None
     reward: float | None = None
     rewards: Rewards | None = None
+    named_rewards: dict[str, float] = Field(default_factory=dict)
     agent_end: AgentEnd | None = None
     failure: Failure | None = None
     stopped_in: str = ""
@@ -311,6 +313,7 @@ class Episode(Frozen):
             "verification": self.verification or "",
             "signals": "; ".join(self.signals),
             "withheld": self.withheld,
+            "named_rewards": json.dumps(self.named_rewards) if self.named_rewards else "",
         }
 
     @property
@@ -476,6 +479,7 @@ def _verdict(parts: EpisodeParts, segments: Sequence[Segment]) -> dict[str, Any]
         "outcome": grade.outcome,
         "reward": grade.reward,
         "rewards": None if grade.withheld else grade.rewards,
+        "named_rewards": {} if grade.withheld else grade.named_rewards,
         "trainable": bool(segments) and all(turn.trainable for turn in steps),
     }
 

@@ -33,6 +33,7 @@ class Counted:
     calibration: str | None
     """The calibration state of its row in that kind of sandbox; None: not graded."""
     reward: float | None
+    named_rewards: Mapping[str, float]
     agent_end: AgentEnd | None
     failure: Failure | None
     stopped_in: str
@@ -138,6 +139,7 @@ def _entry(episode: Counted) -> dict[str, Any]:
         "status": episode.status.value,
         "outcome": episode.outcome.value if episode.outcome else None,
         "reward": episode.reward,
+        **({"named_rewards": episode.named_rewards} if episode.named_rewards else {}),
         "failure": episode.failure.model_dump(mode="json") if episode.failure else None,
         "sampled_tokens": episode.sampled_tokens,
         "seconds": episode.seconds,

@@ -418,6 +418,7 @@ def _episode_facts(episode: Episode) -> Row:
         "agent_end": episode.agent_end.value if episode.agent_end else None,
         "failure": episode.failure.message if episode.failure else None,
         **episode.audit(),
+        "named_rewards": episode.named_rewards,
     }
 
 

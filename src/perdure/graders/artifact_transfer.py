@@ -1,14 +1,16 @@
-"""Moves an instance's artifacts from the agent's sandbox to the sandbox of a separate verifier.
+"""Moves an instance's artifacts from the agent's sandbox to the sandbox of the tests.
 
 They are a tar from a sandbox in which hostile code was root, so the host stores it and never reads
-it.
+it. Only members below the artifacts' own paths are unpacked.
 """
 
+import posixpath
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
+from perdure.graders.diff.git_diff_parser import MalformedDiff, parse
 from perdure.sandboxes.base import ExecResult, ExecState, Sandbox
 
 TRANSFER_TIMEOUT_S = 300.0
@@ -23,10 +25,10 @@ class PackedArtifacts:
 
 
 async def pack_artifacts(
-    sandbox: Sandbox, artifacts: Mapping[str, tuple[str, ...]]
+    sandbox: Sandbox, artifacts: Mapping[str, tuple[str, ...]], *, output_mb: int
 ) -> PackedArtifacts:
-    """Pack the artifacts that exist. Absent ones are left out, as in Harbor. Raises: SandboxLost,
-    RetryHere."""
+    """Pack the artifacts that exist. Absent ones are left out, as in Harbor. `output_mb`: the limit
+    of the sandbox. Raises: SandboxLost, RetryHere."""
     lines = []
     for path, left_out in artifacts.items():
         options = shlex.join(f"--exclude={pattern}" for pattern in left_out)
@@ -36,7 +38,11 @@ async def pack_artifacts(
         sandbox, await sandbox.exec("\n".join(lines), timeout=TRANSFER_TIMEOUT_S)
     )
     if done.status.cause == "output":
-        return PackedArtifacts(b"", "artifacts_too_large: more than limits.output_mb")
+        return PackedArtifacts(
+            b"",
+            f"artifacts_too_large: more than {output_mb} MB, the agent's limit for one output: set "
+            "phases.agent.limits.output_mb",
+        )
     if not done.status.ok:
         said = done.stderr[-200:].decode("utf-8", "replace").strip()
         return PackedArtifacts(b"", f"the artifacts cannot be packed: {said or done.status}")
@@ -46,8 +52,8 @@ async def pack_artifacts(
 async def unpack_artifacts(
     sandbox: Sandbox, artifacts: Mapping[str, tuple[str, ...]], packed: bytes
 ) -> str:
-    """Replace the sandbox's files at the paths of the packed artifacts. Returns why the tar cannot
-    be unpacked; empty if it was unpacked.
+    """Replace the sandbox's files at the paths of the packed artifacts, but not the repository of
+    its workdir. Returns why the tar cannot be unpacked; empty if it was unpacked.
 
     Raises: InstanceError if the image has no tar; SandboxLost, RetryHere.
     """
@@ -56,10 +62,29 @@ async def unpack_artifacts(
         raise InstanceError("the image of the tests lacks GNU tar, which unpacks the artifacts")
     archive = f"{sandbox.tmp}/.perdure-artifacts.tar"
     await sandbox.put(archive, packed)
-    argv = ["bash", "-c", _UNPACK_SCRIPT, archive, *(path.strip("/") for path in artifacts)]
+    paths = (path.strip("/") for path in artifacts)
+    argv = ["bash", "-c", _UNPACK_SCRIPT, archive, sandbox.workdir, *paths]
     done = _check_finished(sandbox, await sandbox.exec(argv, timeout=TRANSFER_TIMEOUT_S))
     said = done.stderr[-200:].decode("utf-8", "replace").strip()
     return "" if done.status.ok else f"the artifacts cannot be unpacked: {said or done.status}"
+
+
+def outside_artifacts(patch: bytes, workdir: str, artifacts: Iterable[str]) -> bytes:
+    """The diff without files at the artifacts' paths, which are already in the sandbox. Call this
+    through `limited_process.read`. A malformed diff is returned whole, for the grader to refuse."""
+    inside = [posixpath.relpath(path, workdir).encode() for path in artifacts]
+    contains_workdir = any(set(path.split(b"/")) <= {b".", b".."} for path in inside)
+    try:
+        files = parse(patch)
+    except MalformedDiff:
+        return patch
+    if contains_workdir:
+        return b""
+    return b"".join(
+        file.raw
+        for file in files
+        if not any((file.new_path + b"/").startswith(path + b"/") for path in inside)
+    )
 
 
 def _check_finished(sandbox: Sandbox, done: ExecResult) -> ExecResult:
@@ -74,11 +99,26 @@ def _check_finished(sandbox: Sandbox, done: ExecResult) -> ExecResult:
     return done
 
 
-# GNU tar creates links that lead out of a folder last, so it writes no member through one.
+# GNU tar creates links that lead out of a folder last, so it writes no member through one. The
+# archive is read from an open file, because an artifact may be the folder that contains it. The
+# repository of the workdir is moved away, because git would run what a hostile one configures.
 _UNPACK_SCRIPT = r"""
 cd / || exit 1
+archive=/proc/self/fd/9 workdir=$1 git= found=()
+exec 9<"$0" && rm -f -- "$0" || exit 1
+shift
+tar --ignore-zeros -tf "$archive" >/dev/null || exit 1
 for path in "$@"; do
-  if tar --ignore-zeros -tf "$0" -- "$path" >/dev/null 2>&1; then rm -rf -- "$path" || exit 1; fi
+  tar --ignore-zeros -tf "$archive" -- "$path" >/dev/null 2>&1 || continue
+  found+=("$path")
+  case "$workdir/" in "/$path/"*) [ ! -d "$workdir/.git" ] || git=$0.git ;; esac
 done
-tar --ignore-zeros --no-same-owner -xf "$0" && rm -f -- "$0"
+[ -z "$git" ] || mv -- "$workdir/.git" "$git" || exit 1
+for path in "${found[@]}"; do
+  rm -rf -- "$path" 2>/dev/null  # a mount point stays, empty
+  [ ! -e "$path" ] || [ -z "$(ls -A -- "$path")" ] || exit 1
+done
+[ "${#found[@]}" = 0 ] || tar --ignore-zeros --no-same-owner -xf "$archive" -- "${found[@]}" || exit 1
+[ -n "$git" ] || exit 0
+mkdir -p -- "$workdir" && rm -rf -- "$workdir/.git" && mv -- "$git" "$workdir/.git"
 """

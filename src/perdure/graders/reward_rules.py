@@ -9,7 +9,7 @@ def apply_reward_rules(grade: Grade, request: RolloutRequest) -> Grade:
     """The same verdict with the request's rewards. A withheld reward is None, never 0."""
     if grade.outcome is Outcome.TAMPERED:
         price = Rewards(**dict.fromkeys(Rewards.model_fields, request.tampered_reward))
-        grade = grade.model_copy(update={"rewards": price})
+        grade = grade.model_copy(update={"rewards": price, "named_rewards": {}})
     return grade.model_copy(update={"withheld": _why_withheld(grade, request)})
 
 

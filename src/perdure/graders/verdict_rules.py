@@ -8,7 +8,7 @@ not apply, or the provider killed the tests.
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from perdure.graders.base import Grader
@@ -129,6 +129,7 @@ class Verdict:
     reason: str = ""
     rewards: Rewards = ZERO
     score: Score | None = None
+    named_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
@@ -193,6 +194,7 @@ def make_grade(
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=verdict.rewards,
+        named_rewards=dict(verdict.named_rewards),
         fail_to_pass=score.fail_to_pass if score else {},
         pass_to_pass=score.pass_to_pass if score else {},
         exit_code=run.status.code if run else None,

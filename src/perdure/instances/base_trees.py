@@ -39,6 +39,8 @@ async def fetch(source: Source, tree: Path, store: Store) -> None:
     elif source.kind is SourceKind.BLOB:
         archive = (await store.get(_given(source, "key"))).data
         await asyncio.to_thread(unpack, archive, tree)
+    elif source.kind is SourceKind.EMPTY:
+        tree.mkdir(parents=True, exist_ok=True)
     elif source.kind is SourceKind.DIRECTORY:
         await asyncio.to_thread(_copy, Path(_given(source, "path")), tree)
     elif source.kind is SourceKind.GIT:

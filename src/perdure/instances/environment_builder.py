@@ -107,6 +107,11 @@ class Environments:
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
         sandbox cannot build it); any error of making a sandbox.
         """
+        if instance.artifacts and not self._runs_on.isolated:
+            raise ConfigurationError(
+                f"{instance.ref} has artifacts, which --sandbox {self._runs_on.name} would take from "
+                "this host's own files: use --sandbox bubblewrap"
+            )
         if instance.source.kind is SourceKind.IMAGE:
             prepared = _from_image(instance, self._runs_on)
             if instance.environment.build is not None:

@@ -171,6 +171,7 @@ def _metrics(episode: Episode) -> dict[str, float]:
         "perdure_attempts": float(len(episode.attempts)),
         "perdure_engine_s": episode.engine_seconds,
         "perdure_environment_s": episode.environment_seconds,
+        **{f"perdure_reward_{name}": value for name, value in episode.named_rewards.items()},
     }
 
 

@@ -34,6 +34,7 @@ def points(run: RunFacts) -> Iterator[Point]:
             values["run/resolved_share"] = resolved / graded
         if one.reward is not None:
             values["rollout/reward"] = one.reward
+        values |= {f"rollout/rewards/{name}": value for name, value in one.named_rewards.items()}
         if one.version_max is not None:
             values["rollout/policy_version"] = float(one.version_max)
         yield Point(step, one.finished_at, values)

@@ -32,6 +32,7 @@ def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> li
     for report in reports:
         of = f" of {report.run_id}" if len(reports) > 1 else ""
         found += [
+            _named_rewards(report, of),
             _unverified(report, of),
             _signals(report, of),
             _failures(report, of),
@@ -113,6 +114,21 @@ def _stages(reports: Sequence[Report]) -> Section:
         for stage, spread in one.stage_seconds.items()
     )
     return Section("Seconds by stage", ("", "mean", "median", "p90", "most"), rows)
+
+
+def _named_rewards(report: Report, of: str) -> Section:
+    rows = tuple(
+        (
+            name,
+            str(one.rollouts),
+            *map(_number, (one.mean, one.least, one.most)),
+            f"{one.groups_that_differ} of {one.groups}" if one.groups else NONE,
+            _number(one.group_deviation if one.groups else None),
+        )
+        for name, one in report.named_rewards.items()
+    )
+    columns = ("", "rollouts", "mean", "least", "most", "groups that differ", "group deviation")
+    return Section(f"Named rewards{of}", columns, rows)
 
 
 def _unverified(report: Report, of: str) -> Section:

@@ -5,7 +5,7 @@ It keeps only the fields below, so that a run of many thousand rollouts fits in 
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import Field
 
@@ -68,6 +68,7 @@ class _Episode(Frozen):
     status: RolloutStatus
     outcome: str | None = None
     reward: float | None = None
+    named_rewards: dict[str, float] = Field(default_factory=dict)
     agent_end: str | None = None
     failure: Failure | None = None
     turns: int = 0
@@ -147,6 +148,7 @@ class RolloutFacts:
     signals: tuple[str, ...]
     withheld: str
     """Why its reward is withheld; empty if it is not."""
+    named_rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -220,6 +222,7 @@ def parse_facts(data: bytes) -> RolloutFacts:
         status=episode.status,
         outcome=episode.outcome,
         reward=episode.reward,
+        named_rewards=episode.named_rewards,
         agent_end=episode.agent_end,
         failure=episode.failure,
         turns=episode.turns,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from perdure.reports.calibration_bounds import Bounds
 from perdure.reports.failure_groups import FailureGroup, failure_groups
+from perdure.reports.named_reward_statistics import NamedReward, named_reward_statistics
 from perdure.reports.report_statistics import NO_INTERVAL, Interval, pass_curve, quantile
 from perdure.reports.rollout_facts import RESOLVED, RolloutFacts, RunFacts
 from perdure.reports.run_comparison import first_resolved_samples, resolved_samples
@@ -85,6 +86,7 @@ class Report:
     discarded_sampled_tokens: int
     """Tokens of attempts that no longer count, because they were lost or retried."""
     mean_reward: float | None
+    named_rewards: dict[str, NamedReward]
     bounds: Bounds
     outcomes: dict[str, int]
     """Number of rollouts by outcome, or by status if they have none."""
@@ -176,6 +178,7 @@ def build_report(
         discarded_prompt_tokens=sum(one.prompt_tokens for one in discarded),
         discarded_sampled_tokens=sum(one.sampled_tokens for one in discarded),
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
+        named_rewards=named_reward_statistics(graded),
         bounds=bounds or Bounds(),
         outcomes=_counted(one.ending for one in rollouts),
         agent_ends=_counted(one.agent_end for one in rollouts if one.agent_end),

@@ -69,6 +69,7 @@ async def _take(job: Job) -> PatchRef:
         too_large=captured.too_large,
         dropped=captured.dropped,
         refused=captured.refused,
+        artifacts_size=len(artifacts),
         artifacts_sha256=hashlib.sha256(artifacts).hexdigest() if artifacts else "",
         artifacts_refused=refused,
     )
@@ -79,7 +80,8 @@ async def _artifacts(job: Job, sandbox: Sandbox) -> tuple[bytes, str]:
     stays."""
     if not job.instance.artifacts:
         return b"", ""
-    packed = await pack_artifacts(sandbox, job.instance.artifacts)
+    output_mb = job.agent_sandbox.placement.limits.output_mb
+    packed = await pack_artifacts(sandbox, job.instance.artifacts, output_mb=output_mb)
     key, store = job.key(ARTIFACTS), job.services.store
     if packed.data and not await store.put_if_absent(key, packed.data):
         return (await store.get(key)).data, ""

@@ -1,5 +1,6 @@
 """The grade stage: run the hidden tests in a fresh sandbox that no agent has touched."""
 
+import contextlib
 import hashlib
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from perdure.errors import (
     RetryHere,
     SandboxLost,
 )
-from perdure.graders.artifact_transfer import unpack_artifacts
+from perdure.graders.artifact_transfer import outside_artifacts, unpack_artifacts
 from perdure.graders.base import Graded
 from perdure.graders.diff.signal_search import signals_of
 from perdure.graders.hidden_test_run import LostDuringTests, SilentDuringTests
@@ -27,6 +28,7 @@ from perdure.graders.reward_rules import apply_reward_rules
 from perdure.graders.twins.paired_runs import verified
 from perdure.graders.twins.twin_verdict import follow_official_verdict
 from perdure.graders.verdict_rules import failing
+from perdure.limited_process import Unparsable, read
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import GradedPatch
 from perdure.rollouts.admission.permit_rules import PAUSE_S
@@ -77,15 +79,17 @@ def checkpoint(workflow_run_id: str) -> str:
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
     """Whether the verdict needs a sandbox."""
+    if patch.artifacts_refused:
+        return False
     if job.instance.grading.verifier is not None:  # its tests see the artifacts and no diff
-        return not patch.artifacts_refused
+        return True
     if patch.refused or patch.too_large or patch.unapplied:
         return False
     if not patch.empty:
         return True
     if job.request.grade_empty_patch is not None:
         return job.request.grade_empty_patch
-    return bool(getattr(job.agent, "grade_empty_patch", False))
+    return bool(job.instance.artifacts) or bool(getattr(job.agent, "grade_empty_patch", False))
 
 
 def without_hidden_tests(instance: Instance) -> Instance:
@@ -204,8 +208,8 @@ async def _run_once(
     is_first: bool,
     artifacts: bytes = b"",
 ) -> Graded:
-    """Run the tests in a fresh sandbox: on the diff, or on the artifacts if they have an environment
-    of their own. Raises: SandboxLost; RateLimited in the first run."""
+    """Run the tests in a fresh sandbox: on the diff and the artifacts, or only on the artifacts if
+    the tests have an environment of their own. Raises: SandboxLost; RateLimited in the first run."""
     plan = job.grade_sandbox
     timeout_s = job.request.grade_timeout_s or instance.grading.timeout_s
     if (verifier := instance.grading.verifier) is not None:
@@ -216,12 +220,15 @@ async def _run_once(
     sandbox = await _created(job, spec, identity, is_first=is_first)
     async with kill_on_exit(job.activity_attempt, sandbox):
         await plan.admission.started()
-        if artifacts and (bad := await unpack_artifacts(sandbox, instance.artifacts, artifacts)):
-            zero = Rewards(binary=0.0)
-            return Graded(Grade(outcome=Outcome.APPLY_FAILED, reason=bad, rewards=zero), b"")
         if spec.tree is None:  # the code under test could also search later commits for the fix
             instance = await with_committed_tests(sandbox, instance)
             await set_up_image(sandbox, instance)
+        if artifacts:
+            if bad := await unpack_artifacts(sandbox, instance.artifacts, artifacts):
+                zero = Rewards(binary=0.0)
+                return Graded(Grade(outcome=Outcome.APPLY_FAILED, reason=bad, rewards=zero), b"")
+            with contextlib.suppress(Unparsable):  # the grader refuses it
+                patch = await read(outside_artifacts, patch, spec.workdir, [*instance.artifacts])
         handler = job.services.handler(instance.data_source)
         details = JobDetails(
             job_id=job.request.workflow_id,
@@ -231,7 +238,7 @@ async def _run_once(
             run_results={"git_patch": patch, **(await handler_hooks.results_of(job) or {})},
             timeout_s=timeout_s,
         )
-        skips = not job.request.grade_empty_patch
+        skips = not (job.request.grade_empty_patch or instance.artifacts)
         with (
             tracing.span("run tests", {"perdure.handler": handler.name}),
             wrap_hook_call(handler, "eval", sandbox),
@@ -328,7 +335,7 @@ async def _control(job: Job, identity: str) -> Outcome | None:
 
 def _without_tests(job: Job, patch: PatchRef) -> Grade:
     outcome, reason = Outcome.EMPTY_PATCH, "the agent changed nothing"
-    if job.instance.grading.verifier is not None:
+    if patch.artifacts_refused:
         outcome, reason = Outcome.CAPTURE_FAILED, patch.artifacts_refused
     elif patch.refused:
         outcome, reason = Outcome.CAPTURE_FAILED, patch.refused

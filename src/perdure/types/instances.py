@@ -20,6 +20,8 @@ class SourceKind(StrEnum):
     """`path` names a tree on the worker's host (laptop and tests only)."""
     GIT = "git"
     """The `commit` of the repository `url`, which may be a path on the worker's host."""
+    EMPTY = "empty"
+    """The agent starts in an empty folder: the task has no repository."""
     IMAGE = "image"
     """The tree is already in the environment's image, at `workdir`."""
 
@@ -206,8 +208,7 @@ class Instance(Frozen):
     """For tasks whose reference solution is a script: `solve.sh` and the files in its folder."""
     artifacts: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Absolute path of a file or folder that is kept in addition to the diff -> tar patterns of
-    what to leave out below it. The paths are the same in the environment of a
-    `grading.verifier`."""
+    what to leave out below it. The grader's sandbox gets them at the same paths."""
     phases: Phases = Phases()
     """Requirements of this instance's sandboxes. A request overrides them."""
     created_at: str | None = None

@@ -115,6 +115,9 @@ class Grade(Frozen):
     """None if the official verdict is not `resolved`, so that there is nothing to verify."""
     reason: str = ""
     rewards: Rewards
+    named_rewards: dict[str, float] = Field(default_factory=dict)
+    """The verifier's or the handler's own rewards by name, of any range, if it gave more than one
+    number. `reward` decides the outcome; without it, their mean does."""
     fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     pass_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     exit_code: int | None = None
@@ -162,6 +165,8 @@ class PatchRef(Frozen):
     """Why a prediction does not apply to the base tree. Its bytes are then those of its file."""
     artifacts_sha256: str = ""
     """Digest of `artifacts.tar` in the same folder; empty if the agent left no artifacts."""
+    artifacts_size: int = 0
+    """Bytes of that file."""
     artifacts_refused: str = ""
     """Why the artifacts were not kept."""
 

@@ -296,6 +296,7 @@ def _listed(run: str, manifest: bytes) -> list[Row]:
                     boundary=failure.get("boundary", ""),
                     failure=failure.get("message", ""),
                     reward=one.get("reward"),
+                    named_rewards=json.dumps(one.get("named_rewards", {})),
                     sampled=one.get("sampled_tokens"),
                     seconds=one.get("seconds"),
                     attempts=one.get("attempts"),
@@ -331,6 +332,7 @@ def _of_facts(run: str, facts: RolloutFacts) -> Row:
         version_min=facts.version_min,
         version_max=facts.version_max,
         finished=facts.finished_at,
+        named_rewards=json.dumps(facts.named_rewards),
     )
 
 

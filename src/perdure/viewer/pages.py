@@ -7,9 +7,10 @@ import asyncio
 import contextlib
 import json
 import re
+import statistics
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, get_args
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, get_args
 from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -178,7 +179,7 @@ class Pages:
         goes_on = any(not row.ending for row in mine)
         return self._page(
             "group.html", title=instance, run=run, instance=instance, rows=mine,
-            live=LIVE_S if goes_on else 0,
+            named_rewards=_named_rewards(mine), live=LIVE_S if goes_on else 0,
         )  # fmt: skip
 
     async def _group(self, run: str, instance: str, wait: float = WAIT_S) -> list[Row]:
@@ -418,6 +419,25 @@ def long_time(seconds: float | None) -> str:
 
 def stamp(at: float | None) -> str:
     return "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(at))
+
+
+class _NamedReward(NamedTuple):
+    name: str
+    samples: list[float | None]
+    mean: float
+    deviation: float | None
+    """The sample standard deviation; None for one value."""
+
+
+def _named_rewards(rows: Sequence[Row]) -> list[_NamedReward]:
+    found = [json.loads(row.named_rewards) for row in rows]
+    made = []
+    for name in dict.fromkeys(name for one in found for name in one):
+        values = [one.get(name) for one in found]
+        known = [value for value in values if value is not None]
+        deviation = statistics.stdev(known) if len(known) > 1 else None
+        made.append(_NamedReward(name, values, statistics.fmean(known), deviation))
+    return made
 
 
 def _name(request: Request, part: str) -> str:

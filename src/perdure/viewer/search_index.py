@@ -18,7 +18,7 @@ from typing import Literal
 
 from perdure.viewer.safe_text import readable
 
-VERSION = 2
+VERSION = 3
 SCHEMA = """
 CREATE TABLE runs (run TEXT PRIMARY KEY, manifest TEXT, about TEXT NOT NULL DEFAULT '{}');
 CREATE TABLE rollouts (
@@ -28,6 +28,7 @@ CREATE TABLE rollouts (
   agent_end TEXT NOT NULL DEFAULT '', boundary TEXT NOT NULL DEFAULT '',
   failure TEXT NOT NULL DEFAULT '', reward REAL, turns INTEGER, sampled INTEGER, seconds REAL,
   attempts INTEGER, version_min INTEGER, version_max INTEGER, finished REAL,
+  named_rewards TEXT NOT NULL DEFAULT '{}',
   UNIQUE (run, instance, sample));
 CREATE INDEX by_ending ON rollouts (run, ending);
 CREATE VIRTUAL TABLE texts USING fts5 (body, tokenize = "unicode61 tokenchars '_'");
@@ -77,6 +78,8 @@ class Row:
     version_min: int | None = None
     version_max: int | None = None
     finished: float | None = None
+    named_rewards: str = "{}"
+    """JSON, by name."""
 
 
 COLUMNS = tuple(Row.__dataclass_fields__)

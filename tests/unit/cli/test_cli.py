@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -566,6 +567,18 @@ def test_signals_and_withheld_rewards_are_shown_and_counted(
     assert exported == (
         "1 written to out.jsonl; in the run: 1 with signals, 1 with a withheld reward\n"
     )
+
+
+def test_named_rewards_are_shown_and_exported(tmp_path: Path, perdure: Perdure) -> None:
+    """`show` and `report` print each by name; the dataset for the hub has them as text."""
+    store, named = LocalStore(tmp_path / "home/store"), {"right": 1.0, "tidy": 0.5}
+    asyncio.run(write_rollout(store, "many", resolved=True, graded={"named_rewards": named}))
+
+    assert "rewards   right 1, tidy 0.5\n" in perdure("show", "many/h11-0.14.0").stdout
+    assert re.search(r"tidy +1 +0\.500 ", perdure("report", "many").stdout)
+    perdure("export", "many", "--format", "dataset", "--out", "hub")
+    line = json.loads((Path("hub") / "data/rollouts.jsonl").read_text())
+    assert json.loads(line["named_rewards"]) == named
 
 
 def test_show_counts_stray_calls(tmp_path: Path, perdure: Perdure) -> None:

@@ -147,6 +147,7 @@ async def test_sft_has_the_recorded_conversation(run: Run) -> None:
             "verification": "",
             "signals": "",
             "withheld": "",
+            "named_rewards": "",
             "chain": "main",
             "messages": [SYSTEM, USER, call("a1"), result("a1", "x.py"), said("Done 20.")],
             "tools": [],

@@ -562,6 +562,28 @@ async def test_a_withheld_reward_is_left_out_and_counted(
     assert (report.exposed, report.with_signals, report.withheld_rewards) == (1, 1, 1)
 
 
+async def test_named_rewards_reach_every_trainer(run: Run) -> None:
+    """Next to the reward, as numbers by name; a withheld reward hides them too."""
+    named = {"right": 1.0, "tidy": -0.5}
+    found = await run.add(1.0, named_rewards=named)
+    withheld = await run.add(1.0, TWO_BRANCHES, 1, named_rewards=named, withheld="exposed: t")
+    verl = trainer_formats.verl_outputs(found)
+    skyrl = trainer_formats.skyrl_output([found])
+    titan = trainer_formats.torchtitan_samples(found, group_id=0, advantage=0.0)
+    slime = trainer_formats.slime_samples(found, index=0, group_index=0)
+    trl = trainer_formats.trl_output([found])
+    facts = [
+        *(one["extra_fields"] for one in verl),
+        *skyrl["env_metrics"],
+        *(one["metadata"] for one in (*titan, *slime)),
+        *trl["perdure_metadata"],
+    ]
+
+    assert len(facts) == 2 * 4 + 1
+    assert [one["named_rewards"] for one in facts] == [named] * len(facts)
+    assert withheld.episode.named_rewards == {}
+
+
 async def test_a_withheld_reward_is_not_in_a_baseline(run: Run) -> None:
     """A group without its withheld members has the mean of the others."""
     withheld = "exposed: the twin of t passed"

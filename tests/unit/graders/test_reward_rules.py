@@ -36,10 +36,11 @@ def test_tampering_has_the_price_of_the_request_in_every_form() -> None:
     lost = Grade(outcome=Outcome.UNRESOLVED, rewards=Rewards(binary=0.0, partial=0.5))
     asked = request(tampered_reward=-0.5)
 
-    priced = apply_reward_rules(EXPOSED, asked)
+    priced = apply_reward_rules(EXPOSED.model_copy(update={"named_rewards": {"tidy": 1.0}}), asked)
 
     assert priced.reward == -0.5
     assert set(priced.rewards.model_dump().values()) == {-0.5}
+    assert priced.named_rewards == {}
     assert apply_reward_rules(lost, asked) == lost
     assert apply_reward_rules(EXPOSED, request()).reward == 0.0
 

@@ -29,6 +29,7 @@ SWEBENCH: dict[str, Any] = {
         ({"prompt": "p", "metadata": {"image": "i"}}, "slime"),
         ({**SWEBENCH, "metadata": {"eval_cmd": "make test"}}, "slime"),
         ({**SWEBENCH, "metadata": {"seen": 3}}, "swebench"),
+        ({"instance_id": "a", "problem_statement": "p", "eval_cmd": "true"}, "swebench"),
     ],
 )
 def test_a_row_is_recognised_by_its_fields(fields: dict[str, Any], name: str) -> None:

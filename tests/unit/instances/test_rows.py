@@ -43,6 +43,31 @@ def read(row: dict[str, Any], **changes: Any) -> Instance:
     return to_instance({**row, **changes}, "d", 17)
 
 
+OWN: dict[str, Any] = {
+    "instance_id": "a-1",
+    "problem_statement": "Write out/a.",
+    "source": {"kind": "empty"},
+    "eval_cmd": "test -s out/a",
+}
+
+
+def test_a_row_whose_result_is_files() -> None:
+    """It needs no `patch`; a row without artifacts does. The oracle runs its `solution`."""
+    instance = read(OWN, artifacts=["/testbed/out"], solution="touch out/a")
+
+    assert instance.artifacts == {"/testbed/out": ()}
+    assert instance.gold_script == {"solve.sh": b"touch out/a"}
+    with pytest.raises(InstanceError, match="row 17 lacks `patch`"):
+        read(OWN)
+
+
+@pytest.mark.parametrize("path", ["out", "/", "/testbed/../etc"])
+def test_an_artifact_that_is_no_absolute_path_is_refused(path: str) -> None:
+    """It would be looked for somewhere else in the grader's sandbox."""
+    with pytest.raises(InstanceError, match="row 17 has a bad `artifacts`: write absolute paths"):
+        read(OWN, artifacts=[path])
+
+
 def test_sdist_row() -> None:
     """A row with a source keeps everything that its tree and environment need."""
     instance = read(ROW)

@@ -8,7 +8,7 @@ import pytest
 from perdure.agents.base import AgentTask
 from perdure.agents.oracle import Oracle
 from perdure.errors import InstanceError
-from perdure.graders.protocols.reward_file import RewardFileGrader, reward_of
+from perdure.graders.protocols.reward_file import RewardFileGrader, parse_reward_file
 from perdure.instances import base_trees, build_contexts, instance_catalog
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
@@ -277,22 +277,40 @@ async def test_a_build_context_that_is_too_large_is_a_bad_row(
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"),
+    ("text", "rewards"),
     [
-        (b"1\n", 1.0),
-        (b"0.25", 0.25),
-        (b'{"reward": 0.5, "style": 1}', 0.5),
-        (b'{"score": 1}', 1.0),
-        (b'{"a": 1, "b": 1}', None),
-        (b"-1", None),
-        (b"NaN", None),
-        (b"true", None),
-        (b"", None),
+        (b"1\n", {"reward": 1.0}),
+        (b".5", {"reward": 0.5}),
+        (b'{"reward": 0.5, "style": -3}', {"reward": 0.5, "style": -3.0}),
+        (b'{"passed": true}', {"passed": 1.0}),
     ],
 )
-def test_rewards(text: bytes, reward: float | None) -> None:
-    """A number from 0 to 1, an object's `reward` or its only value; any other content is no reward."""
-    assert reward_of(text) == reward
+def test_rewards(text: bytes, rewards: dict[str, float]) -> None:
+    """Any finite numbers by name, or one number, as Harbor reads them."""
+    assert parse_reward_file(text) == (rewards, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "wrote no reward"),
+        (b"NaN", "not a finite number"),
+        (b'{"a": 1e999}', "'a' is not a finite number"),
+        (b'{"a": "1"}', "'a' is not a finite number"),
+        (b'{"a\\u001b[2J": 1}', "printable characters"),
+        (b"{}", "at least one reward"),
+        (b'{"a": 1', "unreadable"),
+        (json.dumps(dict.fromkeys(map(str, range(33)), 1)).encode(), "at most 32 are allowed"),
+        (b"9" * 400, "not a finite number"),
+        (b'{"a": %s}' % (b"9" * 400), "not a finite number"),
+    ],
+)
+def test_what_is_no_reward_is_told(text: bytes, said: str) -> None:
+    """The verdict's reason says what is wrong with the file."""
+    found = parse_reward_file(text)
+
+    assert found.rewards == {}
+    assert said in found.problem
 
 
 async def test_plain_folders(tmp_path: Path) -> None:

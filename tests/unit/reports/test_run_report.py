@@ -47,6 +47,17 @@ def test_a_failed_rollout_is_no_zero() -> None:
     assert found.mixed == ("a 1/2",)
 
 
+def test_named_rewards_have_a_mean_and_the_differences_in_groups() -> None:
+    """Only rollouts that have a reward count for it. Equal samples give GRPO no advantage."""
+    tidy = {("a", 0): 0.0, ("a", 1): 1.0, ("b", 0): 0.5, ("b", 1): 0.5, ("c", 0): 0.75}
+    rollouts = [rollout(name, n, named_rewards={"tidy": v}) for (name, n), v in tidy.items()]
+    report = build_report(RunFacts("r", (*rollouts, rollout("d"))))
+    (table,) = (one for one in sections([report], []) if one.title == "Named rewards")
+
+    assert table.rows == (("tidy", "5", "0.550", "0.000", "1.000", "1 of 2", "0.354"),)
+    assert document([report], [])["runs"][0]["named_rewards"]["tidy"]["mean"] == 0.55
+
+
 def test_what_was_not_checked_is_counted_with_its_reason() -> None:
     """Resolved grades without twins keep their reward; the report has their number and the reasons.
     A forgery that twins exposed is officially resolved."""

@@ -141,6 +141,18 @@ async def test_tests_say_why_a_reward_is_withheld(store: LocalStore, show: Show)
     assert "reward withheld: unverified, has signals" in page
 
 
+async def test_named_rewards(store: LocalStore, show: Show) -> None:
+    """A rollout has each by name; its group has mean, standard deviation and each sample's."""
+    for sample, value in enumerate((0.25, 0.75)):
+        named = {"tidy <b>": value}
+        await write_rollout(store, "many", sample=sample, graded={"named_rewards": named})
+    await write_rollout(store, "many", sample=2)
+    row = '<td>tidy &lt;b&gt;</td><td class="n">0.5</td><td class="n">0.354</td><td class="n">0.25</td><td class="n">0.75</td><td class="n"></td>'
+
+    assert "<span>tidy &lt;b&gt; 0.25</span>" in await show("/runs/many/rollouts/h11-0.14.0/0")
+    assert row in await show("/runs/many/rollouts/h11-0.14.0")
+
+
 @pytest.mark.usefixtures("run")
 async def test_two_samples_side_by_side(show: Show) -> None:
     """The page pairs the turns and compares the patches."""

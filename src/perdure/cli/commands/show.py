@@ -24,6 +24,7 @@ TESTS_SHOWN = 20
 @click.argument("rollout")
 @click.option("--patch", is_flag=True, help="Print only the captured diff, byte for byte.")
 @click.option("--log", is_flag=True, help="Print only the hidden tests' output, byte for byte.")
+@click.option("--artifacts", is_flag=True, help="Print only the tar of kept files and folders.")
 @click.option("--turns", is_flag=True, help="Show chains, turns, and which tokens are trained.")
 @click.option(
     "--attempt",
@@ -38,6 +39,7 @@ def show(
     rollout: str,
     patch: bool,
     log: bool,
+    artifacts: bool,
     turns: bool,
     attempt: int | None,
     full: bool,
@@ -48,8 +50,10 @@ def show(
     ROLLOUT is a workflow id (rollout/RUN/INSTANCE/SAMPLE), RUN/INSTANCE[/SAMPLE], or the beginning
     of an instance id. Exit code 1: one of its files is unreadable; stderr names the file.
     """
-    only_one_of(patch=patch, log=log, turns=turns)
-    only_one_of(patch=patch, log=log, json=as_json)
+    parts = {"patch": patch, "log": log, "artifacts": artifacts}
+    only_one_of(**parts, turns=turns)
+    only_one_of(**parts, json=as_json)
+    part = next((name for name, is_wanted in parts.items() if is_wanted), "")
     if (attempt or full) and not turns:
         raise click.UsageError(f"{'--attempt' if attempt else '--full'} needs --turns")
     settings = load_settings()
@@ -64,13 +68,13 @@ def show(
         except stored_rollout.Ambiguous:
             raise
         except NotFound:
-            if patch or log or turns or not await _show_open(settings, rollout, as_json):
+            if part or turns or not await _show_open(settings, rollout, as_json):
                 raise
             return False
         for line in found.damaged:
             click.echo(f"error: {line}", err=True)
-        if patch or log:
-            sys.stdout.buffer.write(await _raw(store, found, "patch" if patch else "log"))
+        if part:
+            sys.stdout.buffer.write(await _raw(store, found, part))
         elif turns:
             await _turns(settings, store, found, attempt=attempt, full=full, as_json=as_json)
         elif as_json:
@@ -102,17 +106,20 @@ async def _turns(
         show_turns.show(found, turns, full=full)
 
 
-async def _raw(store: "Store", found: "StoredRollout", which: str) -> bytes:
+async def _raw(store: "Store", found: "StoredRollout", part: str) -> bytes:
     from perdure.errors import NotFound
 
     last = found.last
     key = ""
-    if last is not None and which == "patch" and last.patch:
+    if last is not None and part == "patch" and last.patch:
         key = last.patch["key"]
-    if last is not None and which == "log" and last.grade and last.grade.log_key:
+    if last is not None and part == "log" and last.grade and last.grade.log_key:
         key = last.grade.log_key
+    if last is not None and part == "artifacts":
+        key = next((one for one in last.evidence if one.endswith("/artifacts.tar")), "")
     if not key:
-        raise NotFound(f"{found.name} has no {'patch' if which == 'patch' else 'test log'} (yet)")
+        what = "test log" if part == "log" else part
+        raise NotFound(f"{found.name} has no {what} (yet)")
     return (await store.get(key)).data
 
 
@@ -184,6 +191,8 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     withheld = (episode.get("grade") or {}).get("withheld", "")
     why = f", withheld: {withheld}" if withheld and outcome else ""
     lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
+    if named := episode["named_rewards"]:
+        lines.append(("rewards", ", ".join(f"{name} {value:g}" for name, value in named.items())))
     lines.append(("model", ", ".join(episode["models"]) or "none was called"))
     if stray := episode["trajectory"]["untrained_turns"].get("stray"):
         lines.append(("stray", f"{many(stray, 'call')} that the agent did not make; not trained"))
@@ -217,6 +226,8 @@ def _steps(attempt: "StoredAttempt") -> str:
     if attempt.patch:
         size, files = many(attempt.patch["size"], "byte"), many(attempt.patch["files"], "file")
         steps.append(f"patch {size}, {files}")
+        if kept := attempt.patch.get("artifacts_size"):
+            steps.append(f"artifacts {many(kept, 'byte')} (--artifacts prints the tar)")
     if attempt.grade:
         grade = attempt.grade
         reason = f" ({grade.reason})" if grade.reason else ""

@@ -1,4 +1,5 @@
-"""Grades as Harbor does: `/tests/test.sh` writes a number into `/logs/verifier/reward.txt`.
+"""Grades as Harbor does: `/tests/test.sh` writes an object of numbers into
+`/logs/verifier/reward.json`, as rewardkit does, or a number into `reward.txt`.
 
 Harbor tests the sandbox in which the agent worked. Perdure tests a fresh one with the agent's diff,
 so changes outside the repository do not count. Code under test can write the reward file too: like
@@ -6,12 +7,12 @@ so changes outside the repository do not count. Code under test can write the re
 """
 
 import json
-import math
 import shlex
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from perdure.errors import InstanceError
 from perdure.graders.hidden_test_run import Command, TestRun
+from perdure.graders.named_rewards import MAIN, main_reward, parse_named_rewards
 from perdure.graders.protocols.grading_protocol import Plan, ProtocolGrader
 from perdure.graders.verdict_rules import Verdict, last_line
 from perdure.instances.rows.formats.harbor import FOLDER
@@ -22,11 +23,12 @@ from perdure.types import Instance, Outcome, Rewards, Verifier
 SCRIPT = f"{FOLDER}/test.sh"
 """`grading.files` has the tests below FOLDER; the command moves them to /tests."""
 LOGS = "/logs/verifier"
+MAX_BYTES = 16 << 10
 
 
 class RewardFileGrader(ProtocolGrader):
     name: ClassVar[str] = "reward_file"
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def validate(self, instance: Instance) -> None:
         """Raises: InstanceError."""
@@ -76,30 +78,50 @@ def _command(instance: Instance, scratch: str) -> Command:
     steps += [f"cd {shlex.quote(verifier.cwd)}"] if verifier is not None else []
     run = " && ".join([*steps, "bash /tests/test.sh"])
     return Command(
-        f"{run}\ncat {LOGS}/reward.json {LOGS}/reward.txt 2>/dev/null | head -c 4096 >{reward}",
+        f"{run}\n{{ cat {LOGS}/reward.json || cat {LOGS}/reward.txt; }} 2>/dev/null "
+        f"| head -c {MAX_BYTES} >{reward}",
         {},
         junit_path=f"{scratch}/reward",
     )
 
 
 async def _judged(run: TestRun) -> Verdict:
-    reward = await read(reward_of, run.junit or b"")
-    if reward is None:
-        return Verdict(Outcome.UNRESOLVED, f"test.sh wrote no reward from 0 to 1: {last_line(run)}")
+    found = await read(parse_reward_file, run.junit or b"")
+    if found.problem:
+        return Verdict(Outcome.UNRESOLVED, f"{found.problem}: {last_line(run)}")
+    reward, named = main_reward(found.rewards), found.rewards
+    named = {} if list(named) == [MAIN] else named
+    if not 0 <= reward <= 1:
+        reason = f"the reward {reward:g} is not from 0 to 1"
+        return Verdict(Outcome.UNRESOLVED, reason, named_rewards=named)
+    outcome = Outcome.RESOLVED if reward == 1 else Outcome.UNRESOLVED
+    reason = "" if reward == 1 else f"reward {reward:g}"
     rewards = Rewards(binary=float(reward == 1), partial=reward)
-    if reward == 1:
-        return Verdict(Outcome.RESOLVED, rewards=rewards)
-    return Verdict(Outcome.UNRESOLVED, f"reward {reward:g}", rewards)
+    return Verdict(outcome, reason, rewards, named_rewards=named)
 
 
-def reward_of(text: bytes) -> float | None:
-    """A JSON number, or an object's `reward` or only value. Call this through `read`."""
+class RewardFile(NamedTuple):
+    """The content of the reward file."""
+
+    rewards: dict[str, float]
+    problem: str = ""
+    """Why there are none."""
+
+
+def parse_reward_file(text: bytes) -> RewardFile:
+    """An object of numbers, or one number, which is the reward MAIN. Call this through `read`."""
+    if not text:
+        return RewardFile({}, "test.sh wrote no reward")
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(found, dict):
-        found = found.get("reward", next(iter(found.values())) if len(found) == 1 else None)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        return None
-    return float(found) if 0 <= found <= 1 else None
+        found = _number_or_json(text)
+        return RewardFile(parse_named_rewards(found if isinstance(found, dict) else {MAIN: found}))
+    except (ValueError, RecursionError) as error:
+        return RewardFile({}, f"the reward file is unreadable ({error})"[:300])
+
+
+def _number_or_json(text: bytes) -> object:
+    """Harbor reads `reward.txt` as Python does, so `.5` is a number. Raises: ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        return json.loads(text)

@@ -147,7 +147,10 @@ def _rows_in(value: object) -> str:
 
 
 def _nearest(row: Row) -> str:
-    """The unmarked format with the largest share of its fields present, at least half."""
+    """The unmarked format with the largest share of its fields present, at least half. A row with
+    its own `eval_cmd` needs no lists of tests."""
+    if all(map(row.has, ("instance_id", "problem_statement", "eval_cmd"))):
+        return "swebench"
 
     def share(name: str) -> float:
         needs = FORMATS[name].needs

@@ -42,7 +42,8 @@ def rollout_of(
         for position, turn in enumerate(order)
     ]
     rewards = found.episode.rewards
-    taken[-1].env_rewards = rewards.model_dump() if rewards else {}
+    own = rewards.model_dump() if rewards else {}
+    taken[-1].env_rewards = {**found.episode.named_rewards, **own}
     taken[0].metrics = facts(found.episode)
     return Rollout(
         group_id=group_id, rollout_id=rollout_id, turns=taken, status=_status(found.episode, order)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from perdure.instances.rows.formats.swebench import is_artifact_path
 from perdure.instances.rows.row_fields import Row
 from perdure.sandboxes.image_builds import DOCKERFILE
 from perdure.types import (
@@ -174,7 +175,7 @@ def _image_problems(
     for path, artifact in _artifacts(task).items():
         if artifact.get("service", "main") != "main":
             problems.append(f"`artifacts`: {path} is in another container")
-        if not path.startswith("/") or not path.strip("/"):
+        if not is_artifact_path(path):
             problems.append(f"`artifacts`: {path!r} is not an absolute path below /")
     return problems
 

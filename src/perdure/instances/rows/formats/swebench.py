@@ -19,6 +19,7 @@ NEEDED_BY_KIND = {
     SourceKind.DIRECTORY: "path",
     SourceKind.GIT: "url",
 }
+PATCH_FIX = "add the reference solution, as a unified diff"
 
 
 def to_instance(row: Row, dataset: str) -> Instance:
@@ -35,7 +36,11 @@ def to_instance(row: Row, dataset: str) -> Instance:
         source=source_of(row, image_of),
         environment=environment_of(row, image_of),
         grading=eval_cmd_grading(row) if row.has("eval_cmd") else lists_grading(row),
-        gold_patch=row.patch("patch", "add the reference solution, as a unified diff"),
+        gold_patch=row.patch("patch", None if row.has("artifacts") else PATCH_FIX),
+        gold_script={"solve.sh": row.optional_text("solution").encode()}
+        if row.has("solution")
+        else {},
+        artifacts=dict.fromkeys(artifact_paths(row), ()),
         created_at=row.optional_text("created_at") or None,
         metadata=row.kept("version", "difficulty", "environment_setup_commit"),
     )
@@ -61,6 +66,19 @@ def source_of(row: Row, image_of: Rule) -> Source:
         pinned = f"pin {source.requirement!r}: write name==version"
         raise row.wrong("source.requirement", pinned)
     return source
+
+
+def artifact_paths(row: Row) -> tuple[str, ...]:
+    """Files and folders that the agent makes, in addition to or instead of a diff."""
+    paths = row.lines("artifacts")
+    for path in paths:
+        if not is_artifact_path(path):
+            raise row.wrong("artifacts", f"write absolute paths below /, not {path!r}")
+    return paths
+
+
+def is_artifact_path(path: str) -> bool:
+    return path.startswith("/") and bool(path.strip("/")) and ".." not in path.split("/")
 
 
 def environment_of(row: Row, image_of: Rule) -> Environment:
