@@ -96,6 +96,8 @@ class AttemptSummary(Frozen):
     """If the attempt was discarded: its sampled calls that no later attempt replayed."""
     turns_sha256: str = ""
     """Digest of its `turns.parquet`, as the gateway wrote it."""
+    watched_again: bool = False
+    """Whether another worker, or another try, took over the watch of its running agent."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """By stage: boot, agent, ..."""
     evidence: tuple[str, ...] = ()

@@ -101,6 +101,9 @@ class AgentRun(Frozen):
     stopped: bool = False
     """Whether the run's budget, deadline or `stop_at`, or a cancellation, stopped the agent. If the
     rollout continues later, another attempt replays its turns."""
+    watched_again: bool = False
+    """Whether the agent was running when the last try of `run_agent` began, for example because the
+    worker of an earlier try died."""
 
     @property
     def broke(self) -> str:

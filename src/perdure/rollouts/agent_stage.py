@@ -64,7 +64,8 @@ async def _run(job: Job) -> AgentRun:
                 span.set({"process.exit.code": status.code})
         if not status.done:
             return await _stopped(job, session, sandbox)
-        return await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
+        run = await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
+        return run.model_copy(update={"watched_again": is_started})
     except asyncio.CancelledError:
         if job.activity_attempt.is_cancelled_on_purpose():
             await asyncio.shield(_abort(job, session, sandbox))

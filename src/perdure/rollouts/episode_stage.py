@@ -199,6 +199,7 @@ async def _attempt(store: Store, ending: Ending, number: int, damaged: list[str]
         model=run.model if run else "",
         turns_sha256=run.turns_sha256 if run else "",
         agent_detail=run.detail if run else "",
+        watched_again=run.watched_again if run else False,
         seconds={name: round(seconds, 3) for name, seconds in timed if seconds},
         evidence=tuple([key async for key in store.list(f"{folder}/")]),
     )

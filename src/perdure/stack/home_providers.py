@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from perdure import home_folder, variant_registry
 from perdure.errors import ConfigurationError, MissingDependency, PerdureError
-from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.settings.settings_tree import Settings
 
 LOOK_S = 5.0
@@ -54,14 +54,23 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
 
 async def has_live_sandboxes(settings: Settings) -> bool:
     """Whether a sandbox that is bound to this host is alive. Providers that do not answer are skipped."""
+    return any(box.alive for box in await _on_host(settings, {}))
+
+
+async def count_sandboxes(settings: Settings, labels: Mapping[str, str]) -> int:
+    """Sandboxes on this host with these labels, in any state. Providers that do not answer are skipped."""
+    return len(await _on_host(settings, labels))
+
+
+async def _on_host(settings: Settings, labels: Mapping[str, str]) -> list[SandboxInfo]:
+    boxes: list[SandboxInfo] = []
     for name in home_folder.list_recorded_providers(settings.home.absolute()):
         with contextlib.suppress(PerdureError, TimeoutError):
             found = provider(settings, name)
             if found.host_bound:
                 async with asyncio.timeout(LOOK_S):
-                    if any(box.alive for box in await found.list()):
-                        return True
-    return False
+                    boxes += await found.list(labels)
+    return boxes
 
 
 async def _kill(found: SandboxProvider) -> int:

@@ -244,6 +244,8 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         {},
         r"--engine scripted:no.json: file .*no.json does not exist",
     ),
+    ("demo --break", {"TEMPORAL_ADDRESS": "127.0.0.1:9"}, r"kills Temporal, .*unset TEMPORAL_ADDR"),
+    ("demo --break --keep-running", {}, r"leave out --keep-running"),
 ]
 
 

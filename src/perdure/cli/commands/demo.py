@@ -1,16 +1,12 @@
 """`perdure demo`: runs three agents on real instances, prints one table, stops its own stack."""
 
 import asyncio
-import base64
 import contextlib
-import gzip
-import json
 import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -24,6 +20,7 @@ from perdure.cli.console import (
     print_when_silent,
     say,
 )
+from perdure.cli.demo import scripted_agents
 from perdure.errors import InstanceError
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
@@ -32,25 +29,36 @@ from perdure.types import EpisodeRef, Instance
 
 DATASET = "first-steps"
 AGENTS = ("oracle", "nop", "mini_swe_agent")
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 @click.command()
 @click.option("--keep-running", is_flag=True, help="Keep the stack running at the end.")
+@click.option(
+    "--break",
+    "breaks",
+    is_flag=True,
+    help="Kill and refuse each part of a stack while agents work, and print what that cost.",
+)
 @json_option
-def demo(keep_running: bool, as_json: bool) -> None:
+def demo(keep_running: bool, breaks: bool, as_json: bool) -> None:
     """Build real instances from PyPI, run three agents on them and print one table.
 
     oracle applies the known fix, nop does nothing, and mini_swe_agent works in a sandbox. It calls
     your model if OPENAI_BASE_URL or ANTHROPIC_BASE_URL is set. Otherwise it calls a scripted policy
     that solves one instance, fails one and gives up on one.
+
+    With --break it kills an agent's sandbox, a worker, the gateway, the engine and Temporal, answers
+    401 and 504, and fills a file system of its own. The model is always scripted. Exit code 1: a
+    rollout was graded wrong, too much was paid twice, or something was left behind.
     """
     settings = load_settings()
     stack_lifecycle.require_service()
     started = time.monotonic()
-    with print_when_silent("still building from PyPI"):
-        instances = signal_cleanup.run(_instances(settings))
-    engine = "" if _has_endpoint(settings) else f"scripted:{_write_scripts(settings, instances)}"
+    if breaks:
+        _break(settings, keep_running=keep_running, as_json=as_json)
+        return
+    instances = _build(settings)
+    engine = "" if _has_endpoint(settings) else f"scripted:{_write_policy(settings, instances)}"
     with print_when_silent("still starting"):
         state, ours = stack_lifecycle.ensure_up(settings, engine, say)
     say(f"Web UI: {state.ui_url}")
@@ -67,6 +75,27 @@ def demo(keep_running: bool, as_json: bool) -> None:
         answer(run_results.document("demo", episodes))
         return
     _show(settings, episodes, state.ui_url, time.monotonic() - started)
+
+
+def _break(settings: Settings, *, keep_running: bool, as_json: bool) -> None:
+    from perdure.cli.demo import broken_run
+
+    if keep_running:
+        raise click.UsageError(
+            "--break stops its stack, which needs its engine: leave out --keep-running"
+        )
+    broken_run.check(settings)
+    instances = _build(settings)
+    signal_cleanup.run(broken_run.play(settings, instances, as_json=as_json))
+
+
+def _write_policy(settings: Settings, instances: Sequence[Instance]) -> Path:
+    return scripted_agents.write(settings, scripted_agents.policy(instances))
+
+
+def _build(settings: Settings) -> list[Instance]:
+    with print_when_silent("still building from PyPI"):
+        return signal_cleanup.run(_instances(settings))
 
 
 async def _instances(settings: Settings) -> list[Instance]:
@@ -131,60 +160,3 @@ def _show(settings: Settings, episodes: Sequence[EpisodeRef], ui_url: str, secon
     click.echo(
         f"          {invoked_command()} run {DATASET}/{last.instance_id} --agent oracle -n 4"
     )
-
-
-def _write_scripts(settings: Settings, instances: Sequence[Instance]) -> Path:
-    """Write the scripted policy: the model's turns for each instance."""
-    path = settings.home.absolute() / "run" / "demo-policy.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(scripts(instances), indent=1))
-    return path
-
-
-def scripts(instances: Sequence[Instance]) -> dict[str, Any]:
-    """A policy that solves the smallest instance, fails the next one and gives up on the largest."""
-    tries = (_solves, _misses, _gives_up)
-    by_size = sorted(instances, key=lambda instance: len(instance.gold_patch))
-    return {
-        "scripts": [
-            {"match": _opening(instance), "turns": tries[index % len(tries)](instance)}
-            for index, instance in enumerate(by_size)
-        ]
-    }
-
-
-def _opening(instance: Instance) -> str:
-    """Text that only this instance's prompt contains."""
-    return instance.problem_statement.splitlines()[0]
-
-
-def _solves(instance: Instance) -> list[dict[str, Any]]:
-    packed = base64.b64encode(gzip.compress(instance.gold_patch, mtime=0)).decode()
-    return [
-        _bash("I look around first.", "git log --oneline | head -3 && ls"),
-        _bash("I see the defect and fix it.", f"echo {packed} | base64 -d | gunzip | git apply"),
-        _bash("I check what I changed.", "git diff --stat"),
-        _bash("That is the fix.", SUBMIT),
-    ]
-
-
-def _misses(instance: Instance) -> list[dict[str, Any]]:
-    changed = re.search(rb"^\+\+\+ b/(\S+)", instance.gold_patch, re.MULTILINE)
-    file = changed.group(1).decode("utf-8", "replace") if changed else "README"
-    return [
-        _bash("I look around first.", "git log --oneline | head -3 && ls"),
-        _bash("I leave a note where it goes wrong.", f"echo '# TODO: look here' >> '{file}'"),
-        _bash("Good enough.", SUBMIT),
-    ]
-
-
-def _gives_up(instance: Instance) -> list[dict[str, Any]]:
-    return [
-        _bash("I look around first.", "ls"),
-        _bash("This is beyond me; I submit nothing.", SUBMIT),
-    ]
-
-
-def _bash(thought: str, command: str) -> dict[str, Any]:
-    call = {"name": "bash", "arguments": {"command": command}}
-    return {"content": thought, "tool_calls": [call]}

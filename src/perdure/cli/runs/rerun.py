@@ -126,14 +126,14 @@ async def _drive(
     if not wait:
         run_launcher.print_watch_command(connection, handle.run_id, as_json)
         return 0
-    episodes, stopped = await run_launcher.follow_run(settings, handle, notify=notify)
+    episodes, stopped, interrupted = await run_launcher.follow_run(settings, handle, notify=notify)
     asked = {(one.instance, one.sample_index) for one in chosen}
     ended = [one for one in await handle.rollouts() if (one.instance, one.sample_index) in asked]
     without = [one.episode for one in ended if one.episode and not _graded(one.episode)]
     if as_json:
-        answer(run_results.document(handle.run_id, episodes, stopped))
+        answer(run_results.document(handle.run_id, episodes, stopped, (), interrupted))
     else:
-        run_launcher.show_results(settings, connection, handle.run_id, episodes)
+        run_launcher.show_results(settings, connection, handle.run_id, episodes, interrupted)
         if stopped:
             say(stopped)
         say(f"{len(ended) - len(without)} of {len(chosen)} have a new verdict")

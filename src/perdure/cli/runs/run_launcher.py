@@ -40,7 +40,7 @@ from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
 from perdure.sandboxes.image_builds import ImageBuilder
 from perdure.settings.settings_tree import Settings
-from perdure.stack import stack_lifecycle
+from perdure.stack import home_providers, stack_lifecycle
 from perdure.stack.engine_presence import (
     check_engine,
     check_same_engine,
@@ -301,12 +301,12 @@ async def watch_run(
     settings: Settings, connection: Connection, handle: RunHandle, *, as_json: bool, notify: str
 ) -> int:
     """Follow a run and print its results; return the exit code of `perdure run` and `watch`."""
-    episodes, stopped = await follow_run(settings, handle, notify=notify)
+    episodes, stopped, interrupted = await follow_run(settings, handle, notify=notify)
     left = await run_results.read_unfinished(open_store(settings), handle.run_id) if stopped else []
     if as_json:
-        answer(run_results.document(handle.run_id, episodes, stopped, left))
+        answer(run_results.document(handle.run_id, episodes, stopped, left, interrupted))
     else:
-        show_results(settings, connection, handle.run_id, episodes)
+        show_results(settings, connection, handle.run_id, episodes, interrupted)
         for line in run_text.unfinished_lines(left):
             say(f"unfinished  {line}")
         if stopped:
@@ -315,10 +315,12 @@ async def watch_run(
 
 
 class RunEnd(NamedTuple):
-    """A run's episodes. `stopped`: a sentence if its budget, deadline or `stop_at` ended it."""
+    """A run's episodes. `stopped`: a sentence if its budget, deadline or `stop_at` ended it.
+    `interrupted`: a sentence if something interrupted its rollouts."""
 
     episodes: list[EpisodeRef]
     stopped: str = ""
+    interrupted: str = ""
 
 
 async def follow_run(settings: Settings, handle: RunHandle, *, notify: str = "") -> RunEnd:
@@ -338,14 +340,31 @@ async def follow_run(settings: Settings, handle: RunHandle, *, notify: str = "")
         raise
     await run_completion_command(notify, handle.run_id, run_text.progress_line(progress))
     stopped = run_text.stopped(progress)
-    return RunEnd(await run_results.episodes(open_store(settings), handle.run_id), stopped)
+    episodes, found = await run_results.episodes_and_interruptions(
+        open_store(settings), handle.run_id
+    )
+    left = await _left_behind(settings, handle.run_id) if found else None
+    return RunEnd(episodes, stopped, found.line(left))
+
+
+async def _left_behind(settings: Settings, run_id: str) -> int | None:
+    """The run's sandboxes on this host; None if its workers run on other machines."""
+    if configured_address(settings) is not None:
+        return None
+    return await home_providers.count_sandboxes(settings, {"run": run_id})
 
 
 def show_results(
-    settings: Settings, connection: Connection, run_id: str, episodes: Sequence[EpisodeRef]
+    settings: Settings,
+    connection: Connection,
+    run_id: str,
+    episodes: Sequence[EpisodeRef],
+    interrupted: str = "",
 ) -> None:
     """Print the results, why rollouts failed, where the files are and what to do next."""
     print_table(run_tables.results(episodes))
+    if interrupted:
+        say(interrupted)
     for line in (*run_text.differences(episodes), *run_text.failures(episodes)):
         say(f"no reward  {line}")
     without = any(e.status is RolloutStatus.FAILED for e in episodes)

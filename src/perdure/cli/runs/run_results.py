@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from perdure.cli.runs.interruptions import Interruptions
 from perdure.episodes.episode_store import scan_run_as
 from perdure.errors import NotFound
 from perdure.storage import store_keys
@@ -18,7 +19,21 @@ async def episodes(store: Store, run_id: str) -> list[EpisodeRef]:
 
     Prints unreadable episodes on stderr.
     """
-    found, unreadable = await scan_run_as(store, run_id, lambda episode: episode.ref(store.url))
+    return [ref for ref, _ in await _episodes(store, run_id)]
+
+
+async def episodes_and_interruptions(
+    store: Store, run_id: str
+) -> tuple[list[EpisodeRef], Interruptions]:
+    """The same, and what interrupted the rollouts."""
+    found = await _episodes(store, run_id)
+    return [ref for ref, _ in found], Interruptions.total(one for _, one in found)
+
+
+async def _episodes(store: Store, run_id: str) -> list[tuple[EpisodeRef, Interruptions]]:
+    found, unreadable = await scan_run_as(
+        store, run_id, lambda episode: (episode.ref(store.url), Interruptions.of(episode))
+    )
     for one in unreadable:
         click.echo(f"error: {one}", err=True)
     return found
@@ -39,9 +54,11 @@ def document(
     episodes: Sequence[EpisodeRef],
     stopped: str = "",
     unfinished: Sequence[Mapping[str, Any]] = (),
+    interrupted: str = "",
 ) -> dict[str, Any]:
     """The document that `perdure run --wait --json` prints."""
-    more: dict[str, Any] = {"stopped": stopped} if stopped else {}
+    told = {"stopped": stopped, "interrupted": interrupted}
+    more: dict[str, Any] = {name: text for name, text in told.items() if text}
     if unfinished:
         more["unfinished"] = list(unfinished)
     return {"run_id": run_id, "rollouts": [_row(episode) for episode in episodes], **more}

@@ -1,0 +1,1 @@
+"""`perdure demo`: its scripted agents, and the faults of `--break`."""
