@@ -11,3 +11,9 @@ def block(page: str, kind: str) -> str:
     (found,) = re.findall(rf"^```{kind}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     code: str = found
     return code
+
+
+def agent_rows() -> dict[str, str]:
+    """The rows of the table of docs/agents.md, by agent."""
+    text = (ROOT / "docs" / "agents.md").read_text()
+    return {row[1]: row[0] for row in re.finditer(r"^\|`(\w+)`\|.*\|$", text, re.MULTILINE)}

@@ -17,10 +17,10 @@ import httpx
 from perdure.episodes import turns_parquet
 from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.testing.scripted_policy import Policy
 from perdure.types import Turn
-from tests.local_gateway import LocalGateway, turns_key_of
 
 SENT_HEADERS = (
     "x-claude-code-session-id",

@@ -35,6 +35,7 @@ AGENTS = {
     "oracle": "perdure.agents.oracle:Oracle",
     "predictions": "perdure.agents.predictions_agent:Predictions",
     "qwen_code": "perdure.agents.qwen_code:QwenCode",
+    "smolagents": "perdure.agents.smolagents:Smolagents",
 }
 
 GRADERS = {

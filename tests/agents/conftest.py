@@ -6,7 +6,7 @@ import pytest
 
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
-from tests.agents.agent_stand import Stand
+from perdure.testing.agent_stand import Stand
 from tests.stack.running_stack import TOOLS
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from perdure.agents.acp import Acp
+from perdure.testing.agent_stand import Run, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Sampling
 from tests.agents import (
     test_claude_code,
@@ -18,7 +19,6 @@ from tests.agents import (
     test_qwen_code,
     tiny_acp_server,
 )
-from tests.agents.agent_stand import Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

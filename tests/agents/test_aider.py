@@ -3,8 +3,8 @@
 import pytest
 
 from perdure.agents.aider import Aider
+from perdure.testing.agent_stand import Stand
 from perdure.types import AgentEnd, Outcome
-from tests.agents.agent_stand import Stand
 
 pytestmark = pytest.mark.registry
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from perdure.agents.claude_code import ClaudeCode
+from perdure.testing.agent_stand import FILE, Run, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Purpose, Sampling
-from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

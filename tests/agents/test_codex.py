@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from perdure.agents.codex import LAST_MESSAGE, Codex
+from perdure.testing.agent_stand import Run, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Sampling
-from tests.agents.agent_stand import Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

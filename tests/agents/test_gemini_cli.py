@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from perdure.agents.gemini_cli import GeminiCli
+from perdure.testing.agent_stand import FILE, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Sampling
-from tests.agents.agent_stand import FILE, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

@@ -9,8 +9,8 @@ import pytest
 
 from perdure.agents.base import AgentTask, Launch
 from perdure.agents.opencode import TITLE, Opencode
+from perdure.testing.agent_stand import FILE, Run, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Purpose, Sampling
-from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

@@ -8,8 +8,8 @@ import pytest
 from perdure.agents import tool_cache
 from perdure.agents.openhands import PYTHON, Openhands
 from perdure.errors import MissingDependency
+from perdure.testing.agent_stand import FILE, Stand, call, script
 from perdure.types import AgentEnd, Outcome
-from tests.agents.agent_stand import FILE, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

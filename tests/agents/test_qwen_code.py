@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from perdure.agents.qwen_code import QwenCode
+from perdure.testing.agent_stand import FILE, Run, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Purpose
-from tests.agents.agent_stand import FILE, Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

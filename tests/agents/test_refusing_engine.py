@@ -17,6 +17,7 @@ from perdure.agents.openhands import PYTHON, Openhands
 from perdure.agents.qwen_code import QwenCode
 from perdure.agents.tool_cache import find_python
 from perdure.errors import MissingDependency
+from perdure.testing.agent_stand import Run, Stand, call, script
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Outcome
 from tests.agents import (
@@ -27,7 +28,6 @@ from tests.agents import (
     test_openhands,
     test_qwen_code,
 )
-from tests.agents.agent_stand import Run, Stand, call, script
 
 pytestmark = pytest.mark.registry
 

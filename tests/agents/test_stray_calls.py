@@ -20,8 +20,8 @@ from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import PYTHON, Openhands
 from perdure.agents.qwen_code import QwenCode
 from perdure.errors import MissingDependency
+from perdure.testing.agent_stand import Stand, call, script
 from perdure.types import AgentEnd, Purpose
-from tests.agents.agent_stand import Stand, call, script
 
 pytestmark = pytest.mark.registry
 

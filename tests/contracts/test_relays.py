@@ -26,9 +26,9 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.relay import host_relay as relay_module
 from perdure.sandboxes.relay.host_relay import Relay, exec_id_of
 from perdure.settings.settings_tree import Settings
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
-from tests.local_gateway import LocalGateway
 
 SESSION = "s-1"
 IDENTITY = "p-test-relay-1"

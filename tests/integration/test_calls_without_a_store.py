@@ -14,9 +14,9 @@ from perdure.gateway.base import SessionSummary
 from perdure.rollouts.activity_messages import AgentRun
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.gateway_session.gateway_session import AgentSession
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd
-from tests.local_gateway import LocalGateway
 from tests.stack.wait_until import until
 from tests.unit.gateway.unsteady_store import UnsteadyStore
 

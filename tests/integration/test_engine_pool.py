@@ -18,6 +18,7 @@ from perdure.engines.pool.completion_call import GenerateCall
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import GatewayUnavailable
 from perdure.gateway.base import control_token
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 from tests.integration.engine_calls import (
     LONG,
@@ -31,7 +32,6 @@ from tests.integration.engine_calls import (
     undisturbed,
     until,
 )
-from tests.local_gateway import LocalGateway, turns_key_of
 
 HANG_S = 2.0
 """Short, for tests that wait until a stopped engine is noticed; elsewhere long, so that no live engine counts as hung."""

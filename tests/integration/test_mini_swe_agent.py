@@ -26,10 +26,10 @@ from perdure.sandboxes.base import Exec, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import AgentSettings, Settings
 from perdure.stack.command_server import serving
+from perdure.testing.agent_stand import unix_socket
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import AgentEnd, Instance, Sampling, Source, SourceKind, Turn
-from tests.agents.agent_stand import unix_socket
-from tests.local_gateway import LocalGateway, turns_key_of
 from tests.stack.running_stack import TOOLS
 
 ISSUE = "Say \N{BUG}\u2028 hello, {workdir}: 'politely'"

@@ -8,8 +8,8 @@ import pytest
 
 from perdure.engines.clients import hosted_requests
 from perdure.engines.pool.completion_call import GenerateCall
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
-from tests.local_gateway import LocalGateway
 
 SCRIPTS = {"default": {"turns": [{"content": "Hello."}]}}
 STATUSES = [status for status in range(301, 600) if status != 304]

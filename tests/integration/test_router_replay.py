@@ -17,6 +17,7 @@ from perdure.engines.pool.engine_pool import EnginePool
 from perdure.episodes.segment_experts import segment_experts
 from perdure.episodes.trajectory_segments import cut
 from perdure.episodes.turns_parquet import decode
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Experts, ScriptedEngine, routed_experts
 from perdure.types import ExpertRows, Turn
 from tests.doubles.scripted_sglang import ScriptedSglang
@@ -30,7 +31,6 @@ from tests.integration.engine_calls import (
     sampling,
     until,
 )
-from tests.local_gateway import LocalGateway, turns_key_of
 
 SHAPE = Experts(layers=3, top_k=2, total=300)
 WIDE = Experts(layers=5, top_k=4, total=128)

@@ -8,8 +8,8 @@ import pytest
 from perdure.episodes.trajectory_segments import cut
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
+from perdure.testing.agent_stand import FILE, Stand, call, script
 from perdure.types import AgentEnd, Outcome, Purpose
-from tests.agents.agent_stand import FILE, Stand, call, script
 from tests.loop_agent import LoopAgent
 from tests.stack.running_stack import TOOLS
 

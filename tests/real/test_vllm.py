@@ -56,6 +56,7 @@ from perdure.instances import instance_catalog
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.types import (
     FinishReason,
@@ -67,7 +68,6 @@ from perdure.types import (
     Turn,
     VersionSpan,
 )
-from tests.local_gateway import LocalGateway, turns_key_of
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".perdure/vllm"

@@ -74,6 +74,10 @@ COMMANDS = {
         "perdure.cli.commands.images:images",
         "Pull or build a dataset's images before a run; remove unused ones.",
     ),
+    "agents": (
+        "perdure.cli.commands.agents:agents",
+        "Check that an agent's real program works, without a model.",
+    ),
     "engines": (
         "perdure.cli.commands.engines.engine_commands:engines",
         "Start engines on Ray; list, add, drain, remove.",

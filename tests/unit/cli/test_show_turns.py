@@ -13,9 +13,9 @@ from perdure.episodes import turns_parquet
 from perdure.errors import NotFound
 from perdure.reports import readable_trajectory, stored_rollout
 from perdure.sandboxes.base import identity_of
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Purpose, Turn
-from tests.local_gateway import LocalGateway
 
 ATTEMPT = "runs/r/rollouts/click-1/0/attempts/1"
 Show = Callable[..., str]

@@ -11,10 +11,10 @@ import pytest
 
 from perdure.dialects import anthropic as dialect
 from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
 from tests.checkout_paths import ROOT
-from tests.local_gateway import LocalGateway
 
 if TYPE_CHECKING:
     from anthropic import AsyncAnthropic  # takes a second, so it is imported once per process

@@ -9,9 +9,9 @@ import pytest
 
 from perdure.dialects import openai_responses as dialect
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
-from tests.local_gateway import LocalGateway
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -23,9 +23,9 @@ from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.turns.sampling_params import chat_request
 from perdure.home_folder import load_secret
 from perdure.settings.settings_tree import Settings
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling
-from tests.local_gateway import LocalGateway, turns_key_of
 
 SCRIPTS = {
     "default": {

@@ -17,9 +17,9 @@ from perdure.engines.pool.engine_capacity import Capacity
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.home_folder import load_secrets
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests import held_ports
-from tests.local_gateway import LocalGateway
 
 SCRIPTS = {"default": {"turns": [{"content": "Done."}]}}
 

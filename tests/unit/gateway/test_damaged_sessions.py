@@ -13,9 +13,9 @@ import pytest
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSpec, SessionSummary
 from perdure.storage.local_store import LocalStore
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
-from tests.local_gateway import LocalGateway
 
 TURNS = 6
 Message = dict[str, Any]

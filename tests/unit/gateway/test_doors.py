@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from perdure.gateway.http.listening_sockets import bind_unix
 from perdure.gateway.rate_limits import Ceilings, Pace
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import ScriptedEngine
-from tests.local_gateway import LocalGateway
 
 ANNOUNCED = (
     "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\nauthorization: Bearer {}\r\n"

@@ -15,6 +15,7 @@ from perdure.errors import ConfigurationError, GatewayUnavailable, NotFound
 from perdure.gateway.base import control_token
 from perdure.home_folder import episodes_token
 from perdure.storage import store_keys
+from perdure.testing.local_gateway import LocalGateway
 from perdure.types import (
     EpisodeRef,
     Grade,
@@ -24,7 +25,6 @@ from perdure.types import (
     RolloutStatus,
     Turn,
 )
-from tests.local_gateway import LocalGateway
 from tests.stored_episodes import store_episode
 
 REQUEST = RolloutRequest(run_id="r", instance="d/i-1")

@@ -17,9 +17,9 @@ import pytest
 
 from perdure.dialects import anthropic, gemini, openai_chat, openai_responses
 from perdure.dialects.base import Dialect, Refused
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.checkout_paths import ROOT
-from tests.local_gateway import LocalGateway
 
 REQUESTS = int(os.environ.get("PERDURE_TEST_FUZZ_REQUESTS", "2000"))
 THROUGH_THE_APP = max(REQUESTS // 20, 1)

@@ -17,9 +17,9 @@ from perdure.errors import ConfigurationError, NotFound
 from perdure.gateway.base import SessionSpec, control_token
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.sandboxes.relay.host_relay import RELAYED
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
-from tests.local_gateway import LocalGateway, turns_key_of
 
 TOOLS = [
     {

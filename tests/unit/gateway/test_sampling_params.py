@@ -17,9 +17,9 @@ from perdure.episodes.turns_parquet import decode
 from perdure.gateway.rendering.message_format import Format, load_format
 from perdure.gateway.rendering.tool_call_parsers.format_detection import TOOL_CALL_PARSERS
 from perdure.gateway.turns.output_constraints import constraints
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine
 from perdure.types import Sampling, Turn
-from tests.local_gateway import LocalGateway, turns_key_of
 
 CALL = {"name": "bash", "arguments": {"command": "ls"}}
 SCRIPTS = {

@@ -21,9 +21,9 @@ from perdure.engines.weights.weight_update import WeightCanary
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import ConfigurationError, GatewayUnavailable
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import ScriptedEngine, logprob
 from perdure.types import Turn
-from tests.local_gateway import LocalGateway, turns_key_of
 from tests.unit.gateway.families import FAMILIES
 
 QWEN3 = ModelFormat(tokenizer="qwen3")

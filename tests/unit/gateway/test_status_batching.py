@@ -10,7 +10,7 @@ from perdure.errors import GatewayUnavailable, NotFound
 from perdure.gateway import status_batching
 from perdure.gateway.base import SessionSummary
 from perdure.gateway.status_batching import SummaryBatcher
-from tests.local_gateway import LocalGateway
+from perdure.testing.local_gateway import LocalGateway
 
 
 class Gateway:

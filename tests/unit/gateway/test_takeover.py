@@ -12,9 +12,9 @@ import pytest
 from perdure.engines.engine_state import EngineState
 from perdure.gateway.base import control_token
 from perdure.storage.local_store import LocalStore
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
 from tests.gateway_pool import scripts
-from tests.local_gateway import LocalGateway
 
 
 @pytest.fixture

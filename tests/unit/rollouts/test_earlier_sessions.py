@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from perdure.rollouts.gateway_session.replayed_attempt import find_longest_recording
+from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import ScriptedEngine
-from tests.local_gateway import LocalGateway
 
 
 @pytest.fixture

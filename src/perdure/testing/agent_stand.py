@@ -1,6 +1,6 @@
-"""Where a real agent meets a real gateway: sandbox, scripted engine, capture, a second sandbox.
+"""Runs an agent's real program against a real gateway: sandbox, scripted engine, capture, grading.
 
-Owns the way through; each test file brings the scripts in its own agent's tools.
+It starts everything in this process. A test brings the scripts in its own agent's tools.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from perdure.graders.diff import diff_capture
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
 from perdure.sandboxes.base import Exec, ExecStatus, Mount, Sandbox, SandboxSpec
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
-from perdure.settings.settings_tree import Settings
+from perdure.settings.settings_tree import AgentSettings, Settings
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from perdure.testing.scripted_policy import Policy
 from perdure.types import (
@@ -38,7 +39,6 @@ from perdure.types import (
     SourceKind,
     Turn,
 )
-from tests.local_gateway import LocalGateway, turns_key_of
 
 WORKDIR = "/testbed"
 FILE = f"{WORKDIR}/calc.py"
@@ -141,13 +141,39 @@ class Asked(Policy):
         return super().complete(prompt_ids)
 
 
-class Stand:
-    """Runs one agent after the other, each in a fresh sandbox with a session of its own."""
+@dataclass(frozen=True)
+class Start:
+    """What an agent is started with."""
 
-    def __init__(self, folder: Path, tools: Path) -> None:
+    instance: Instance = INSTANCE
+    sampling: Sampling = SAMPLING
+    budget_s: float = BUDGET_S
+    model: str = "policy"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Engines, and a gateway that sandboxes reach by a socket."""
+
+    engines: Sequence[ScriptedEngine]
+    gateway: LocalGateway
+    link: "Link"
+
+
+class Stand:
+    """Runs one agent after the other, each in a fresh sandbox with a session of its own.
+
+    Example:
+        run = await Stand(tmp_path, tmp_path / "tools").run(MyAgent(), script({"content": "Done."}))
+        assert run.end is AgentEnd.FINISHED, run.said
+    """
+
+    def __init__(self, folder: Path, tools: Path, agents: AgentSettings | None = None) -> None:
+        """`tools`: the cache of installed agents. `agents`: settings that name programs."""
         self.folder, self.tools = folder, tools
         settings = Settings(home=folder / "boxes")
-        self.agents = settings.agents
+        self.agents = agents or settings.agents
         self.provider = BubblewrapProvider(settings)
         self.tree = folder / "tree"
         _make_repository(self.tree)
@@ -168,56 +194,79 @@ class Stand:
     ) -> Run:
         """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it. `sampled` is
         called whenever an engine is about to sample a turn."""
+
+        def policy(engine: ScriptedEngine) -> Policy:
+            return Asked({"scripts": list(scripts)}, asked or {}, partial(sampled, engine))
+
+        start = Start(instance, sampling, budget_s, model, options or {})
+        async with self.served(policy, engines) as served:
+            return await self.attempt(served, agent, start)
+
+    @asynccontextmanager
+    async def served(
+        self, policy: Callable[[ScriptedEngine], Policy], engines: int = 1
+    ) -> AsyncIterator[Served]:
+        """Engines that sample from a policy each, and a gateway before them."""
         self._runs += 1
         home = self.folder / f"home-{self._runs}"
         async with AsyncExitStack() as opened:
-            served = [await opened.enter_async_context(ScriptedEngine()) for _ in range(engines)]
-            for one in served:
-                hears = partial(sampled, one)
-                one.policy = Asked({"scripts": list(scripts)}, asked or {}, hears)
-            engine = {"url": ",".join(one.url for one in served), "kind": "vllm"}
+            started = [await opened.enter_async_context(ScriptedEngine()) for _ in range(engines)]
+            for one in started:
+                one.policy = policy(one)
+            engine = {"url": ",".join(one.url for one in started), "kind": "vllm"}
             gateway = await opened.enter_async_context(LocalGateway(home, engine=engine))
             socket = self.folder / f"gw-{self._runs}.sock"
             link = await opened.enter_async_context(unix_socket(socket, gateway.url))
-            key = await gateway.open("s-1", sampling=sampling)
-            mounts = (
-                *await install(agent, self.tools, self.agents, options or {}),
-                Mount(self.tree / ".git", diff_capture.BASE_GIT),
+            yield Served(started, gateway, link)
+
+    async def attempt(self, served: Served, agent: Agent, start: Start, number: int = 1) -> Run:
+        """Start the agent in a new sandbox. Each attempt after the first replays the one before."""
+        session = f"s-{number}"
+        key = await served.gateway.open(
+            session,
+            sampling=start.sampling,
+            labels={"rollout": "s"},
+            replay_of=f"s-{number - 1}" if number > 1 else None,
+        )
+        mounts = (
+            *await install(agent, self.tools, self.agents, start.options),
+            Mount(self.tree / ".git", diff_capture.BASE_GIT),
+        )
+        spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=served.link.path)
+        name = f"{self._runs}-{number}"
+        async with await self.provider.create(spec, f"p-agent-{name}") as sandbox:
+            task = AgentTask(
+                instance=start.instance,
+                workdir=sandbox.workdir,
+                gateway_url=sandbox.gateway_url,
+                session_key=key,
+                model=start.model,
+                sampling=start.sampling,
+                budget_s=start.budget_s,
+                options=dict(start.options),
             )
-            spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=link.path)
-            async with await self.provider.create(spec, f"p-agent-{self._runs}") as sandbox:
-                task = AgentTask(
-                    instance=instance,
-                    workdir=sandbox.workdir,
-                    gateway_url=sandbox.gateway_url,
-                    session_key=key,
-                    model=model,
-                    sampling=sampling,
-                    budget_s=budget_s,
-                    options=dict(options or {}),
-                )
-                started = time.monotonic()
-                status = await _to_the_end(agent, task, sandbox)
-                summary = await gateway.control.close("s-1")
-                evidence = Evidence(
-                    status,
-                    await sandbox.output(EXEC_ID, "stdout"),
-                    await sandbox.output(EXEC_ID, "stderr"),
-                    await _artifacts(agent, sandbox),
-                    summary.turns,
-                )
-                captured = await diff_capture.capture(sandbox, diff_capture.BASE_GIT)
-            recorded = turns_parquet.decode((await gateway.store.get(turns_key_of("s-1"))).data)
-            return Run(
-                end=agent.classify(evidence),
-                evidence=evidence,
-                summary=summary,
-                turns=recorded,
-                calls=[call for one in served for call in one.calls],
-                diff=captured.data,
-                grade=await self._grade(instance, captured.data),
-                first_request_s=(link.first_at or started) - started,
+            started = time.monotonic()
+            status = await _to_the_end(agent, task, sandbox)
+            summary = await served.gateway.control.close(session)
+            evidence = Evidence(
+                status,
+                await sandbox.output(EXEC_ID, "stdout"),
+                await sandbox.output(EXEC_ID, "stderr"),
+                await _artifacts(agent, sandbox),
+                summary.turns,
             )
+            captured = await diff_capture.capture(sandbox, diff_capture.BASE_GIT)
+        recorded = await served.gateway.store.get(turns_key_of(session))
+        return Run(
+            end=agent.classify(evidence),
+            evidence=evidence,
+            summary=summary,
+            turns=turns_parquet.decode(recorded.data),
+            calls=[call for one in served.engines for call in one.calls],
+            diff=captured.data,
+            grade=await self._grade(start.instance, captured.data, f"p-grade-{name}"),
+            first_request_s=(served.link.first_at or started) - started,
+        )
 
     async def run_until_out_of_time(self, agent: Agent, *scripts: Mapping[str, Any]) -> Run:
         """A run whose scripts end in a command that outlasts every budget. On a busy host the first
@@ -228,9 +277,9 @@ class Stand:
                 break
         return run
 
-    async def _grade(self, instance: Instance, diff: bytes) -> Grade:
+    async def _grade(self, instance: Instance, diff: bytes, name: str) -> Grade:
         spec = SandboxSpec(WORKDIR, tree=self.tree)
-        async with await self.provider.create(spec, f"p-grade-{self._runs}") as sandbox:
+        async with await self.provider.create(spec, name) as sandbox:
             graded = await EvalCmdGrader().grade(sandbox, instance, diff, timeout_s=60.0)
         return graded.grade
 
@@ -265,6 +314,8 @@ class Link:
 
     path: Path
     first_at: float | None = None
+    streams: int = 0
+    """How many answers were streams."""
 
 
 @asynccontextmanager
@@ -278,6 +329,7 @@ async def unix_socket(path: Path, url: str) -> AsyncIterator[Link]:
             while data := await reader.read(1 << 16):
                 if link.first_at is None and b"POST " in data:
                     link.first_at = time.monotonic()
+                link.streams += b"content-type: text/event-stream" in data
                 writer.write(data)
                 await writer.drain()
         writer.close()
