@@ -14,10 +14,10 @@ import pytest
 from perdure.dialects.base import MAIN, Answer, ContextExhausted, ModelRequest, Refused
 from perdure.dialects.gemini import Gemini, ParsedRequest, dialect_of_url
 from perdure.gateway.http.http_app import Patience, create_app
+from perdure.testing import local_gateway
 from perdure.testing.local_gateway import LocalGateway
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import Purpose, Sampling
-from tests import local_gateway
 
 MODEL = "/v1beta/models/policy"
 TOOL = {"name": "ls", "description": "List.", "parametersJsonSchema": {"type": "object"}}

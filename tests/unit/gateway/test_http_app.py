@@ -17,11 +17,11 @@ from starlette.routing import Route
 from perdure.engines.clients.anthropic_hosted import to_messages
 from perdure.episodes.turns_parquet import decode
 from perdure.gateway.http.http_app import MAX_HEADERS, Patience, create_app
+from perdure.testing import local_gateway
 from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.testing.local_server import served
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
 from perdure.types import AGENT_HEADER, Purpose, Turn
-from tests import local_gateway
 
 DIALECTS = ["/v1/messages", "/v1/chat/completions", "/v1/responses"]
 PINGS = dict(zip(DIALECTS, ["event: ping", ": ping", "event: keepalive"], strict=True))
