@@ -62,7 +62,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 600.0
 CLEANING = ("destroy_sandbox", "emit_episode")
 WORK_PRESERVING = ("run_agent", "capture_diff")
 """Activities that continue if the workflow is cancelled after the run's time is over."""
-BEFORE_AGENT = ("starting", "waiting", "boot")
+BEFORE_AGENT = ("starting", "waiting", "parked", "boot")
+SHORTEST_PARK_S = 1.0
+"""Seconds, in case the clocks of this server and of the gateway's host differ."""
 EMIT_AGAIN = timedelta(minutes=10)
 """Pause before the next try to write an episode, if writing one without evidence failed too."""
 
@@ -81,6 +83,8 @@ class RolloutWorkflow:
         """Set once the run's time is over."""
         self.grade = ""
         self.stopped_in = ""
+        self.has_parked = False
+        """Whether the current attempt waited for a quota before its boot."""
         self.lost: Failure | None = None
         """Why the last attempt ended."""
         self.grading_end_task: asyncio.Task[None] | None = None
@@ -184,6 +188,8 @@ class RolloutWorkflow:
             message = f"{cause} stopped its agent after {turns}{waited}"
         elif self.stopped_in == "grade":
             message = f"{cause} was reached before its grading; its patch is kept"
+        elif self.stopped_in == "parked":
+            message = f"{cause} was reached before the quota of its model: {self.page.reason}"
         elif self.lost is not None:
             last = self.lost.message
             message = f"{cause} was reached before its next attempt; the last one: {last}"
@@ -222,6 +228,8 @@ class RolloutWorkflow:
                 return RolloutStatus.FAILED, failure
             if failure.type == CALL_UNANSWERED:
                 self.page.lost(self.attempt, failure)
+                if self.has_parked:  # the wait for a quota has no limit
+                    self.has_parked, pause_s, gives_up_at = False, FIRST_PAUSE_S, math.inf
                 gives_up_at = min(gives_up_at, workflow.time() + LONGEST_WAIT_S)
                 if workflow.time() + pause_s > gives_up_at:
                     return RolloutStatus.FAILED, failure
@@ -254,6 +262,9 @@ class RolloutWorkflow:
             if booted.done is not None or booted.expired:
                 clean = True
                 return booted.done or (RolloutStatus.EXPIRED, None)
+            if booted.resets_at:
+                clean = True
+                return RolloutStatus.CANCELLED, None
             host, is_booted = booted.host, True
             self.attempt = booted.attempt or self.attempt
             attempt = Attempt(request=rollout, attempt=self.attempt)
@@ -346,7 +357,8 @@ class RolloutWorkflow:
         return True
 
     async def _boot(self, attempt: Attempt) -> Booted:
-        """Boot the sandbox. The activity waits in the boot queue until a host has a free seat."""
+        """Boot the sandbox. The activity waits in the boot queue until a host has a free seat. There is
+        none if the run's budget is used up before the quota of the model account resets."""
         summary = f"{attempt.request.sandbox} · attempt {attempt.attempt}"
         while True:
             options = activity_options.described(
@@ -360,12 +372,30 @@ class RolloutWorkflow:
                 if not is_schedule_to_start_timeout(error):
                     raise
                 return Booted(expired=True)
+            if booted.resets_at:
+                await self._park(booted, attempt.request.expires_at)
+                if not self.is_spent:
+                    continue
             if not booted.waits_for:
                 return booted
             self._stop_if_cancelled()
             granted = await self._granted(booted.waits_for, attempt.request.expires_at)
             permit = booted.waits_for if granted else ""
             attempt = attempt.model_copy(update={"permit": permit})
+
+    async def _park(self, booted: Booted, expires_at: float | None) -> None:
+        """Wait without a sandbox until the quota of the model account resets, the rollout expires, or
+        the run's budget is used up."""
+        self.has_parked = True
+        self.page.parked(self.attempt, booted.reason)
+        ends_at = booted.resets_at if expires_at is None else min(booted.resets_at, expires_at + 1)
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: self.is_spent,
+                timeout=timedelta(seconds=max(SHORTEST_PARK_S, ends_at - workflow.time())),
+                timeout_summary="until the quota of the model account resets",
+            )
+        self.page.stage("waiting", self.attempt)
 
     async def _granted(self, step: str, expires_at: float | None = None) -> bool:
         """Wait for a permit of a metered account. False if the wait timed out: ask again."""

@@ -73,6 +73,8 @@ class RolloutPage:
         self.number = 0
         self.evidence = ""
         self.requested_version: int | None = None
+        self.reason = ""
+        """Why the rollout is parked."""
         self.found = ""
         """The verdict, on one line."""
         self._run: AgentRun | None = None
@@ -117,6 +119,11 @@ class RolloutPage:
     def waits(self, step: str) -> None:
         attempt, _, purpose = step.partition("-")
         self._add(f"waits for a permit of the sandbox account (attempt {attempt}, {purpose})")
+
+    def parked(self, attempt: int, reason: str) -> None:
+        self.reason = reason
+        self._add(f"parked without a sandbox: {web_ui_markdown.quoted(reason, SENTENCE)}")
+        self.stage("parked", attempt)
 
     def booted(self, booted: Booted) -> None:
         self.evidence = booted.uri

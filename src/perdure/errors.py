@@ -6,7 +6,8 @@ PerdureError
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
 │   ├── StoreUnavailable     the store could not be reached, or refused temporarily
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
-│       └── CallsRefused         engines answer, and none has served yet: often a wrong setting
+│       ├── CallsRefused         engines answer, and none has served yet: often a wrong setting
+│       └── QuotaExhausted       a model account takes no calls before `resets_at`
 ├── OutcomeUnknown       the request may have been carried out: check by identity, then repeat
 ├── SandboxLost          the sandbox is gone or unusable: boot a new attempt
 │   ├── DiskFull             code in the sandbox has filled the sandbox's disk
@@ -110,6 +111,16 @@ class CallsRefused(GatewayUnavailable):
     """The engine refused calls from the start, so the message names the setting to check."""
 
     boundary = Boundary.ENGINE
+
+
+class QuotaExhausted(GatewayUnavailable):
+    """A model account takes no calls before `resets_at`, Unix seconds, as its provider says."""
+
+    boundary = Boundary.ENGINE
+
+    def __init__(self, message: str, resets_at: float) -> None:
+        super().__init__(message)
+        self.resets_at = resets_at
 
 
 class OutcomeUnknown(PerdureError):

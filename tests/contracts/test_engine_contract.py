@@ -38,7 +38,7 @@ TOKEN_ENGINES: dict[str, MakeToken] = {
         InMemoryRoster(), client, [EngineSpec(url)], PoolOptions(patience_s=patience)
     ),
 }
-HOSTED = {"api_key": "sk-secret-value", "key_source": "SOME_API_KEY"}
+HOSTED: dict[str, Any] = {"api_key": "sk-secret-value", "key_source": "SOME_API_KEY"}
 CHAT_ENGINES: dict[str, MakeChat] = {
     "openai": lambda url, client, patience: OpenAIHosted(
         url, "m", client, **HOSTED, patience_s=patience

@@ -86,6 +86,7 @@ class Stack:
     wire: Wire | None = None
     """The connection from the gateway to the engine, if a test may break it."""
     beat_s: float = BEAT_S
+    engine_kind: str = "vllm"
     builds: tuple[str, ...] = ("",)
     """Build ids whose workers `recover` keeps up."""
     processes: list[Process] = field(default_factory=list)
@@ -149,7 +150,7 @@ class Stack:
         if spec.name == "temporal":
             return env
         ours = {k: v for k, v in spec.env.items() if k.startswith(("PERDURE_", "TEMPORAL_"))}
-        ours |= {"PERDURE_CONFIG": os.devnull, "PERDURE_ENGINE__KIND": "vllm"}
+        ours |= {"PERDURE_CONFIG": os.devnull, "PERDURE_ENGINE__KIND": self.engine_kind}
         return env | ours | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PYTHONUNBUFFERED": "1"}
 
     async def start_temporal(self) -> Process:
@@ -478,17 +479,20 @@ async def running(
     wired: bool = False,
     named: bool = True,
     beat_s: float = BEAT_S,
+    hosted: HeldEngine | None = None,
+    **engine_settings: Any,
 ) -> AsyncIterator[Stack]:
     """A stack that is up, with the toy instances in its store; nothing of it remains afterwards.
 
     `store`: a folder, or `s3://bucket` at `s3_url`. `wired`: the engine is reached through a `Wire`.
-    `named`: the settings name the engine; otherwise gateways take those of the roster.
+    `named`: the settings name the engine; otherwise gateways take those of the roster. `hosted`: an
+    engine that is used as a hosted API.
     """
     home.mkdir(parents=True, exist_ok=True)
     TOOLS.mkdir(parents=True, exist_ok=True)
     if not (home / "tools").exists():
         (home / "tools").symlink_to(TOOLS)
-    engine = HeldEngine(turns)
+    engine = hosted or HeldEngine(turns)
     with held_ports.held(3) as (temporal_port, ui_port, gateway_port):
         async with AsyncExitStack() as parts:
             await parts.enter_async_context(engine)
@@ -507,12 +511,13 @@ async def running(
                 home=home,
                 store=str(store or home / "store"),
                 gateway={"port": addresses.gateway_port},
-                engine={"url": url if named else ""},
+                engine={"url": url if named else "", **engine_settings},
                 s3_endpoint_url=s3_url,
             )
             plan = Plan(settings, ROOT, addresses, engine=url if named else "")
             # Lazy: this client outlives every restart of the server.
             stack = Stack(home, plan, engine, client=None, wire=wire, beat_s=beat_s)  # type: ignore[arg-type]  # set below
+            stack.engine_kind = "openai" if hosted else "vllm"
             try:
                 await stack.start_temporal()
                 stack.client = await temporal_setup.wait_for_temporal(address, settings)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -272,6 +273,19 @@ async def sharded(client: Client, stages: Stages) -> Handle:
     return handle
 
 
+async def parked(client: Client, stages: Stages) -> Handle:
+    """The quota of the model account is exhausted before the boot, and resets."""
+    resets_at = time.time() + 1.0
+
+    async def boot(_: Any) -> Booted:
+        if time.time() < resets_at:
+            return Booted(uri="file:///x", resets_at=resets_at, reason="answered 429")
+        return Booted(uri="file:///x", attempt=1)
+
+    stages.override["boot_sandbox"] = boot
+    return (await Perdure(client).start_rollout(ROLLOUT)).handle
+
+
 async def queued(client: Client, stages: Stages) -> Handle:
     """The rollout asks the account again after a refusal, and the account grants both sandboxes."""
     permits = 0
@@ -349,6 +363,7 @@ SCENARIOS = (
         cancelled,
         cancelled_in_boot,
         queued,
+        parked,
     ),
     *(group, run, samples, played_again, sharded, account, calibration),
 )

@@ -402,6 +402,76 @@ async def test_an_agent_is_stopped_without_a_heartbeat(
     assert stages.names().count("run_agent") == 1
 
 
+def _parked(resets_at: float) -> Booted:
+    return Booted(resets_at=resets_at, reason="the quota resets tonight: answered 429")
+
+
+async def test_a_rollout_waits_for_its_quota_without_a_sandbox(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It boots after the reset, and neither its attempts nor its time without answers are used up."""
+    monkeypatch.setattr(rollout_workflow, "FIRST_PAUSE_S", 0.01)
+    resets_at, booted_at = 0.0, [0.0]
+
+    async def boot(_: Attempt) -> Booted:
+        if time.time() < resets_at:
+            return _parked(resets_at)
+        booted_at.append(time.time())
+        return Booted(uri="file:///x")
+
+    async def exhaust(attempt: Attempt) -> AgentRun:
+        nonlocal resets_at
+        if attempt.attempt < 4:
+            resets_at = time.time() + 1.5
+            monkeypatch.setattr(rollout_workflow, "LONGEST_WAIT_S", 1.0)
+            return AgentRun(end=AgentEnd.LIMIT, turns=3, unanswered="answered 429")
+        return AgentRun(end=AgentEnd.FINISHED, turns=4)
+
+    stages.override |= {"boot_sandbox": boot, "run_agent": exhaust}
+    episode = await _played(client, {**REQUEST, "max_attempts": 1})
+
+    assert (episode.status, episode.attempts) == (RolloutStatus.GRADED, 4)
+    assert stages.names().count("run_agent") == 4
+    assert booted_at[-1] >= resets_at
+
+
+@pytest.mark.parametrize(
+    ("cause", "status"),
+    [("truncate", "truncated"), ("spent", "cancelled"), ("cancel", "cancelled")],
+)
+async def test_a_parked_rollout_ends_with_its_run(
+    client: Client, stages: Stages, cause: str, status: str
+) -> None:
+    """The run's deadline, its budget and a user end the wait at once, before any boot."""
+
+    async def boot(_: Attempt) -> Booted:
+        return _parked(time.time() + 86400)
+
+    stages.override["boot_sandbox"] = boot
+    rollout = await _start(client, REQUEST)
+
+    async def is_parked() -> bool:
+        return bool((await rollout.query("state"))["stage"] == "parked")
+
+    await until(is_parked, "the rollout is parked", PATIENCE_S)
+    story = (await rollout.query("state"))["story"]
+    now = Truncation(by="deadline", cause="the run's deadline", ends_at=time.time())
+    if cause == "cancel":
+        await rollout.cancel()
+    else:
+        await rollout.signal(cause, *([now] if cause == "truncate" else []))
+    with contextlib.suppress(WorkflowFailureError):
+        async with asyncio.timeout(PATIENCE_S):
+            await rollout.result()
+
+    (ending,) = stages.endings
+    assert ending.status.value == status
+    assert stages.names().count("boot_sandbox") == 1
+    assert "the quota resets tonight" in story[-1]
+    if ending.failure is not None:
+        assert "the quota resets tonight" in ending.failure.message
+
+
 async def test_a_truncation_between_attempts_names_the_last_failure(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

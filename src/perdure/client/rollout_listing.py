@@ -23,6 +23,8 @@ FEW = 50
 counting thousands 10 ms."""
 WAITING = "waiting"
 """The stage of a rollout before its boot begins."""
+PARKED = "parked"
+"""The stage of a rollout that waits without a sandbox for the quota of its model account."""
 INSTANT = timedelta(milliseconds=1)
 FAILS_AFTER = 3
 """Tries of a workflow task after which its failure does not count as transient."""
@@ -223,10 +225,13 @@ async def _few_before(
 
 async def count_open(client: Client, run_id: str | None, *stages: str) -> int:
     """The open rollouts of one run or of all, in these stages or in any."""
-    named = ", ".join(f"'{stage}'" for stage in stages)
-    within = f" AND {attributes.STAGE.name} IN ({named})" if stages else ""
-    query = f"{_query(run_id)} AND ExecutionStatus = 'Running'{within}"
-    return (await client.count_workflows(query)).count
+    return (await client.count_workflows(_open_query(run_id, *stages))).count
+
+
+async def any_open(client: Client, stage: str) -> str:
+    """The workflow id of an open rollout in this stage; empty if there is none."""
+    listed = client.list_workflows(_open_query(None, stage), page_size=1, limit=1)
+    return "".join([one.id async for one in listed])
 
 
 async def count(client: Client, run_id: str) -> dict[str, int]:
@@ -268,6 +273,12 @@ def execution_name(status: WorkflowExecutionStatus | None) -> str:
 def _query(run_id: str | None) -> str:
     rollouts = f"WorkflowType = '{temporal_names.ROLLOUT}'"
     return rollouts if run_id is None else f"{rollouts} AND {attributes.RUN.name} = '{run_id}'"
+
+
+def _open_query(run_id: str | None, *stages: str) -> str:
+    named = ", ".join(f"'{stage}'" for stage in stages)
+    within = f" AND {attributes.STAGE.name} IN ({named})" if stages else ""
+    return f"{_query(run_id)} AND ExecutionStatus = 'Running'{within}"
 
 
 def _before(query: str, time: datetime) -> str:

@@ -30,6 +30,8 @@ class Wait(Frozen):
     """Unix seconds."""
     reason: str
     """Why no engine can take the call, as text for people."""
+    until: float = 0.0
+    """Unix seconds at which an exhausted quota resets; 0 if nothing says when the wait ends."""
 
 
 class Completion(NamedTuple):

@@ -156,7 +156,14 @@ class ConfiguredEngine:
         hosted = OpenAIHosted if kind == "openai" else AnthropicHosted
         key_source = key_variable(self._settings, kind)
         api_key = process_environment.named(key_source)
-        chat = hosted(url, model, self._client, api_key=api_key, key_source=key_source)
+        chat = hosted(
+            url,
+            model,
+            self._client,
+            api_key=api_key,
+            key_source=key_source,
+            park_after_s=self._settings.engine.park_after_s,
+        )
         return HostedEngine(chat.name, chat)
 
 

@@ -106,6 +106,10 @@ class SessionSummary(Frozen):
     waits: Wait | None = None
     """What a call waits for now. Only the gateway process that has the call knows this."""
 
+    def waits_for_quota(self, now: float) -> bool:
+        """Whether a call cannot be answered before a quota resets. `now`: Unix seconds."""
+        return self.waits is not None and self.waits.until > now
+
     @property
     def is_hopeless(self) -> bool:
         """Whether the engine refuses every call. Some agents keep calling for minutes all the same."""

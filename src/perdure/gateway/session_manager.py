@@ -20,6 +20,7 @@ import structlog
 from perdure import tracing
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
+from perdure.engines.quota_resets import QuotaReset, QuotaResets
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import (
     Boundary,
@@ -28,6 +29,7 @@ from perdure.errors import (
     GatewayUnavailable,
     NotFound,
     PerdureError,
+    QuotaExhausted,
     RetryHere,
 )
 from perdure.gateway.base import SESSION_ID, SessionSpec, SessionSummary
@@ -98,9 +100,12 @@ class Sessions:
         metrics: Metrics,
         *,
         secret: bytes,
+        engine_url: str = "",
         ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
-        """`secret`: marks the ids of tool calls; all processes of a home share it."""
+        """`secret`: marks the ids of tool calls; all processes of a home share it. `engine_url`: the
+        endpoint that the settings name, whose quotas are noted."""
+        self._resets = QuotaResets(store, secret, engine_url)
         self._ceilings = ceilings
         self._journal = Journal(store)
         self._store = store
@@ -249,7 +254,7 @@ class Sessions:
         """Journal it, so that every process reports it until an answer clears it."""
         record = {"kind": UNANSWERED, "chain": chain, **wait.model_dump()}
         try:
-            await self._note(session, record, lambda: chain in session.unanswered)
+            await self._note(session, record, lambda: _is_noted(session, chain, wait))
         except RetryHere:
             raise
         except PerdureError as error:
@@ -612,6 +617,10 @@ class Sessions:
             if refused.code in ENGINE_REFUSAL_HINTS:
                 await self._note_refused(session, f"{refused}{ENGINE_REFUSAL_HINTS[refused.code]}")
             raise
+        except QuotaExhausted as error:
+            reset = QuotaReset(resets_at=error.resets_at, reason=str(error))
+            await self._resets.note(pending.model.name, reset)
+            raise
         except CallsRefused as error:
             await self._note_refused(session, str(error))
             if not session.totals.turns:
@@ -637,7 +646,9 @@ class Sessions:
             return
         chain = chain_of(request.chain, request.purpose)
         earlier = session.unanswered.get(chain)
-        wait = Wait(since=earlier.since if earlier else since, reason=_reason(error))
+        until = error.resets_at if isinstance(error, QuotaExhausted) else 0.0
+        began = earlier.since if earlier else since
+        wait = Wait(since=began, reason=_reason(error), until=until)
         await self._note_unanswered(session, chain, wait)
         session.unanswered[chain] = wait
 
@@ -737,6 +748,12 @@ class Sessions:
             metrics.placeholders.inc()
         if node.parent is not None and node.parent.children > 1:
             metrics.forks.inc()
+
+
+def _is_noted(session: Session, chain: str, wait: Wait) -> bool:
+    """Whether the journal says that the chain waits, and until when."""
+    known = session.unanswered.get(chain)
+    return known is not None and known.until == wait.until
 
 
 def _reason(error: Exception) -> str:

@@ -197,7 +197,8 @@ class Session:
         elif record["kind"] == REFUSED:
             self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
-            wait = Wait(since=record["since"], reason=record["reason"])
+            until = record.get("until", 0.0)
+            wait = Wait(since=record["since"], reason=record["reason"], until=until)
             self.unanswered[record.get("chain", MAIN)] = wait
 
     def answered(self, chain: str, purpose: Purpose) -> None:
@@ -236,7 +237,10 @@ class Session:
 
     @property
     def longest_unanswered(self) -> Wait | None:
-        return min(self.unanswered.values(), key=lambda wait: wait.since, default=None)
+        """One that waits for a quota's reset, otherwise the oldest one."""
+        return min(
+            self.unanswered.values(), key=lambda wait: (not wait.until, wait.since), default=None
+        )
 
     def summary(self) -> SessionSummary:
         totals, unanswered = self.totals, self.longest_unanswered

@@ -78,6 +78,11 @@ class Booted(Frozen):
     expired: bool = False
     waits_for: str = ""
     """The step that waits for a permit of the account. No sandbox exists yet."""
+    resets_at: float = 0.0
+    """Unix seconds at which the quota of the model account resets. No sandbox exists until then; 0
+    if the account takes calls."""
+    reason: str = ""
+    """Why the account takes no calls, and until when."""
 
 
 LONGEST_WAIT_S = 6 * 3600.0

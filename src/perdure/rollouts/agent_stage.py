@@ -191,7 +191,8 @@ async def _watch(
             if summary.waiting_seconds > waited:
                 waited = summary.waiting_seconds
                 await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
-            if summary.too_stale or summary.is_hopeless or summary.capped:  # no answer can follow
+            is_refused = summary.too_stale or summary.is_hopeless or summary.capped
+            if is_refused or summary.waits_for_quota(time.time()):  # no answer can follow soon
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
                 break

@@ -11,6 +11,7 @@ from perdure.agents.base import install
 from perdure.client.request_comparison import Identity
 from perdure.data_source_handlers import AgentHandler, runs_own_agent
 from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
+from perdure.engines.quota_resets import QuotaReset
 from perdure.engines.reported_model import engine_settings
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import AttemptDamaged, InstanceError, NotFound, RateLimited, SandboxLost
@@ -27,7 +28,7 @@ from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.storage import store_keys
-from perdure.types import EpisodeRef, Frozen, RolloutStatus
+from perdure.types import DEFAULT_MODEL, EpisodeRef, Frozen, RolloutStatus
 
 CHECKPOINT = "sandbox.json"
 
@@ -86,6 +87,9 @@ async def boot(job: Job) -> Booted:
         # An attempt whose sandbox is gone and that left no diff is only evidence. This also skips
         # the attempts of earlier workflows of this rollout that were cancelled or terminated.
         job = job.next_attempt()
+    if (reset := await _quota_reset(job)) is not None:
+        await job.agent_sandbox.admission.release()
+        return Booted(uri=uri, resets_at=reset.resets_at, reason=reset.reason)
     record = await _boot_sandbox(job, asked)
     if record is None:
         return Booted(uri=uri, waits_for=job.agent_step)
@@ -156,6 +160,16 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
     except (NotFound, SandboxLost):
         return False
     return True
+
+
+async def _quota_reset(job: Job) -> QuotaReset | None:
+    """The reset that the rollout's models wait for; None if their accounts take calls."""
+    if not job.agent.needs_model:
+        return None
+    default = job.services.settings.engine.model or DEFAULT_MODEL
+    named = (job.request.model, *job.request.models.values())
+    models = {default if name == DEFAULT_MODEL else name for name in named}
+    return await job.services.quota_resets.last(models, job.activity_attempt.now())
 
 
 async def rollout_identity(job: Job) -> Identity:

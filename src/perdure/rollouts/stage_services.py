@@ -11,12 +11,13 @@ from pathlib import Path
 from perdure import data_source_handlers, home_folder, variant_registry
 from perdure.agents.base import Agent
 from perdure.data_source_handlers import AgentHandler
-from perdure.engines.reported_model import engine_settings, reported
+from perdure.engines.quota_resets import QuotaResets
+from perdure.engines.reported_model import engine_settings, named_engine, reported
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.control_client import FailoverTransport, GatewayControl
 from perdure.gateway.gateway_addresses import Gateways
 from perdure.graders.diff.signal_rules import read_signal_rules
-from perdure.home_folder import host_of, load_secrets
+from perdure.home_folder import host_of, load_secret, load_secrets
 from perdure.instances.environment_builder import Environments
 from perdure.rollouts.admission.host_seats import Seats
 from perdure.rollouts.sandbox.host_term import HostTerm
@@ -74,6 +75,11 @@ class Services:
     @functools.cached_property
     def gateways(self) -> Gateways:
         return Gateways(self.settings, self.store, load_secrets(self.settings))
+
+    @functools.cached_property
+    def quota_resets(self) -> QuotaResets:
+        url = named_engine(self.settings).url
+        return QuotaResets(self.store, load_secret(self.settings), url)
 
     def provider(self, name: str) -> SandboxProvider:
         """Raises: ConfigurationError for an unknown name."""

@@ -119,6 +119,8 @@ class EngineSettings(Group):
     """Most agents per `vllm` or `sglang` engine. Others wait, and that wait is not engine time. A hosted API has no such limit."""
     hang_s: float = Field(120.0, gt=0)
     """If an engine with waiting calls produces no token for this many seconds, its calls move."""
+    park_after_s: float = Field(300.0, gt=0)
+    """If the quota of a hosted API resets in more seconds than this, its rollouts wait without sandboxes."""
 
 
 class SlotSettings(Group):

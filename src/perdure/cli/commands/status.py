@@ -228,15 +228,17 @@ async def _what_waits(client: "Client", engines: "list[Engines]") -> str:
     """What waits for hosts or engines, and what to add. Empty: nothing waits, or no answer came."""
     from temporalio.service import RPCError
 
+    from perdure.cli.runs.rollout_progress import parked_rollouts
     from perdure.client import bottlenecks
     from perdure.client.deployment_routing import explain_build_routing
 
-    queues = []
+    queues, parked = [], ""
     with contextlib.suppress(RPCError):
         if wrong_build := await explain_build_routing(client):
             return wrong_build
+        parked = await parked_rollouts(client)
         queues = await bottlenecks.backlogs(client)
-    return bottlenecks.sentence(queues, engines)
+    return "; ".join(filter(None, [parked, bottlenecks.sentence(queues, engines)]))
 
 
 async def _engines_now(settings: Settings) -> "list[Engines]":

@@ -14,7 +14,14 @@ from temporalio.service import RPCError
 
 from perdure.cli.console import many
 from perdure.cli.runs.run_text import clock
-from perdure.client.rollout_listing import heartbeat_of, is_not_taken, oldest_open
+from perdure.client.rollout_listing import (
+    PARKED,
+    any_open,
+    count_open,
+    heartbeat_of,
+    is_not_taken,
+    oldest_open,
+)
 from perdure.client.sdk import CODE_FAILS, FAILING
 
 QUIET = timedelta(seconds=1)
@@ -54,6 +61,14 @@ async def current_step(client: Client, workflow_id: str, quiet: timedelta = QUIE
         return "no worker answers: see `perdure status`"
     last = state["story"][-1:] or [state["stage"]]
     return str(last[0])
+
+
+async def parked_rollouts(client: Client) -> str:
+    """How many rollouts are parked, and what one of them says; empty if none is. Raises: RPCError."""
+    if not (one := await any_open(client, PARKED)):
+        return ""
+    count = many(await count_open(client, None, PARKED), "rollout")
+    return f"{count} {await current_step(client, one)}"
 
 
 async def _failure(client: Client, step: PendingActivityInfo) -> str:

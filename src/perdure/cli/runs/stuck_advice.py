@@ -32,6 +32,7 @@ STARTS = {
 CODE_FAILS = "start the build that began the run, or `perdure cancel` it"
 NO_ENGINE = "`perdure engines list` says why no engine answers"
 NO_PERMIT = "raise the limits of the provider's account, or end its other sandboxes"
+PARKED = "it continues at that time; `perdure cancel` ends it"
 SLOW = "nothing has failed: `perdure show` says what it does, `perdure cancel` ends it"
 
 

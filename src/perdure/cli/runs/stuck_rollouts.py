@@ -27,6 +27,7 @@ from perdure.cli.runs.stage_bounds import Bound, StageBounds
 from perdure.client import temporal_names
 from perdure.client.rollout_listing import (
     FAILS_AFTER,
+    PARKED,
     RolloutInfo,
     count_open,
     heartbeat_of,
@@ -194,6 +195,8 @@ class _Search:
         return StuckRollout(one, temporal_names.ROLLOUT, seconds, tries, reason) if reason else None
 
     async def _pause(self, one: RolloutInfo) -> Reason | None:
+        if one.stage == PARKED:
+            return Reason(await self._last_event(one.workflow_id), stuck_advice.PARKED)
         if one.attempt >= LOST_ATTEMPTS:
             return Reason(await self._last_event(one.workflow_id), stuck_advice.NO_ENGINE)
         if self._seats_taken or one.seconds <= UNTAKEN_S:

@@ -10,6 +10,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -19,9 +20,16 @@ from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.base import Wait
 from perdure.engines.clients.engine_errors import content_refusal, excerpt, is_transient, trouble
+from perdure.engines.clients.rate_limit_headers import reset_in_s
 from perdure.engines.hosted_sampling import check_hosted_sampling
 from perdure.engines.waiting_calls import Waits
-from perdure.errors import Boundary, CallsRefused, ConfigurationError, GatewayUnavailable
+from perdure.errors import (
+    Boundary,
+    CallsRefused,
+    ConfigurationError,
+    GatewayUnavailable,
+    QuotaExhausted,
+)
 from perdure.types import Sampling
 
 PATIENCE_S = 120.0
@@ -31,6 +39,8 @@ FIRST_PATIENCE_S = 20.0
 reported."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
+PARK_AFTER_S = 300.0
+"""Default of `engine.park_after_s`."""
 READ_TIMEOUT_S = 900.0
 """Seconds for a long completion under load. Agents' own clients give up after 600 to 900 s."""
 UNREADABLE = (
@@ -68,9 +78,10 @@ class HostedApi(ABC):
         api_key: str,
         key_source: str,
         patience_s: float = PATIENCE_S,
+        park_after_s: float = PARK_AFTER_S,
     ) -> None:
         """`base_url`: with or without `/v1`. `key_source`: the environment variable of the key. Errors name
-        it and never show the key."""
+        it and never show the key. `park_after_s`: a call does not wait for a later reset of a quota."""
         root = base_url.rstrip("/")
         self._root = root if urlsplit(root).path else f"{root}/v1"
         self.model = model
@@ -78,6 +89,7 @@ class HostedApi(ABC):
         self._headers = {"content-type": "application/json", **self._headers_of(api_key)}
         self._key_source = key_source
         self._patience_s = patience_s
+        self._park_after_s = park_after_s
         self._refused_since: float | None = None
         """`time.monotonic()` of its first refusal since it last served a call."""
         self._has_served = False
@@ -106,7 +118,8 @@ class HostedApi(ABC):
         answer, the request is repeated, unless its content caused the answer.
 
         Raises: GatewayUnavailable after `patience_s` without a usable answer; CallsRefused sooner if
-        the API has refused every call of this process; Refused if it refuses the request's content.
+        the API has refused every call of this process; QuotaExhausted at once; Refused if the API
+        refuses the request's content.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience_s
@@ -115,6 +128,8 @@ class HostedApi(ABC):
             while True:
                 try:
                     return await self._once(path, content, read)
+                except QuotaExhausted:
+                    raise
                 except GatewayUnavailable as failure:
                     wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
                     if time.monotonic() + wait > deadline or self._gives_up(failure):
@@ -160,7 +175,10 @@ class HostedApi(ABC):
             self._refused_since, self._has_served = None, True
             return refused
         told = trouble(self.name, status, text, self._key_source)
-        wait = retry_after(response.headers)
+        now = time.time()
+        wait = reset_in_s(response.headers, now)
+        if wait is not None and wait > self._park_after_s:
+            return QuotaExhausted(f"the quota resets at {_utc(now + wait)}: {told}", now + wait)
         if is_transient(status, text):
             return GatewayUnavailable(told, retry_after=wait, boundary=Boundary.ENGINE)
         self._refused_since = self._refused_since or time.monotonic()
@@ -174,8 +192,6 @@ class HostedApi(ABC):
         )
 
 
-def retry_after(headers: Mapping[str, str]) -> float | None:
-    try:
-        return float(headers.get("retry-after", ""))
-    except ValueError:
-        return None
+def _utc(unix_s: float) -> str:
+    """`2026-11-28 04:00 UTC`."""
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

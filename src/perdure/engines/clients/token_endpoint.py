@@ -7,6 +7,7 @@ read the events, and the pool handles a broken stream.
 import base64
 import io
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,7 +22,8 @@ from perdure import tracing
 from perdure.dialects.base import Refused
 from perdure.engines.clients.engine_connections import Answer, Connections, target
 from perdure.engines.clients.engine_errors import content_refusal, trouble
-from perdure.engines.clients.hosted_requests import UNREADABLE, retry_after
+from perdure.engines.clients.hosted_requests import UNREADABLE
+from perdure.engines.clients.rate_limit_headers import reset_in_s
 from perdure.engines.clients.sampled_tokens import ImpossibleTokens, check_ids, check_logprobs
 from perdure.engines.clients.vllm_control import version_number
 from perdure.engines.engine_state import root_of
@@ -153,7 +155,7 @@ class TokenServer:
         text = answer.content.decode("utf-8", "replace")
         if answer.status == httpx.codes.NOT_FOUND and fence and fence in text:
             raise StreamBroken(BreakKind.FENCED, f"it no longer serves {fence}")
-        raise self._refusal(answer.status, text, retry_after(answer.headers))
+        raise self._refusal(answer.status, text, reset_in_s(answer.headers, time.time()))
 
     def _refusal(self, status: int, text: str, wait: float | None = None) -> Exception:
         """The exception for an answer without a completion: Refused, or StreamBroken."""

@@ -27,6 +27,7 @@ from perdure.engines.clients.hosted_requests import new_client
 from perdure.engines.configured_engine import ConfiguredEngine, check_engine_settings
 from perdure.engines.engine_roster import StoredRoster, roster_key
 from perdure.engines.pool.pool_metrics import pool_metrics
+from perdure.engines.reported_model import named_engine
 from perdure.errors import (
     ConfigurationError,
     NotFound,
@@ -129,6 +130,7 @@ def create_app(
                 store,
                 metrics,
                 secret=secrets.oldest,
+                engine_url=named_engine(settings).url,
                 ceilings=ceilings,
             )
             app.state.gateway = Gateway(
@@ -329,7 +331,8 @@ async def _summary(gateway: Gateway, session_id: str) -> SessionSummary:
     summary = await gateway.sessions.get(session_id)
     if waits := gateway.waits(session_id):
         if summary.waits is not None:  # a retry: the wait began with an earlier call
-            waits = waits.model_copy(update={"since": min(summary.waits.since, waits.since)})
+            since = min(summary.waits.since, waits.since)
+            waits = waits.model_copy(update={"since": since, "until": summary.waits.until})
         summary = summary.model_copy(update={"waits": waits})
     if summary.waits is not None:
         waited = summary.waiting_seconds + max(0.0, time.time() - summary.waits.since)
