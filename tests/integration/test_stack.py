@@ -253,6 +253,57 @@ def test_a_run_generates_first_and_is_graded_later(home: Home, tmp_path: Path) -
     assert pages[0] == pages[1]
 
 
+async def _save_theirs(home: Home) -> None:
+    store = open_store(home.settings)
+    known = await instance_catalog.load(store, "sums/add")
+    for name in ("good", "bad", "graded", "sampled"):
+        update = {"instance_id": name, "dataset": "theirs"}
+        await instance_catalog.save(store, known.model_copy(update=update))
+
+
+def test_another_programs_results_are_completed(home: Home, tmp_path: Path) -> None:
+    """Its verdicts stay its own and out of our score. A patch without one is graded, an attempt that
+    infrastructure ended is sampled. `retry` replaces a verdict by ours."""
+    asyncio.run(_save_theirs(home))
+    folder, broken = tmp_path / "out", {"exit_status": "APIError", "submission": ""}
+    (folder / "sampled").mkdir(parents=True)
+    (folder / "sampled" / "sampled.traj.json").write_text(json.dumps({"info": broken}))
+    entry = {"model_name_or_path": "their-model", "model_patch": GOLD.decode()}
+    names = ("good", "bad", "graded")
+    (folder / "preds.json").write_text(json.dumps(dict.fromkeys(names, entry)))
+    report = {"resolved_ids": ["good"], "unresolved_ids": ["bad"], "error_ids": ["graded"]}
+    (folder / "m.night.json").write_text(json.dumps(report))
+    command = ("adopt", str(folder), "--dataset", "theirs", "--run", "adopts", "-a", "oracle")
+
+    done = home.json(*command)
+    first = published(home, "adopts", tmp_path / "first")
+    again = home.perdure(*command)
+    replaced = home.json("retry", "adopts", "--outcome", "adopted")
+    (folder / "m.night.json").write_text(json.dumps({**report, "unresolved_ids": []}))
+    changed = home.perdure(*command)
+
+    assert {r["instance_id"]: (r["status"], r["outcome"]) for r in done["rollouts"]} == {
+        "good": ("adopted", None),
+        "bad": ("adopted", None),
+        "graded": ("graded", "resolved"),
+        "sampled": ("graded", "resolved"),
+    }
+    agents = {r["instance_id"]: (r["agent"], r["model"]) for r in done["rollouts"]}
+    assert agents["sampled"] == ("oracle", "")
+    assert agents["graded"] == agents["good"] == ("mini-swe-agent", "their-model")
+    assert (first["is_complete"], first["score"]["with_verdict"]) == (False, 2)
+    assert first["headline"].startswith("Incomplete: 2 of 4 rollouts have a verdict")
+    assert first["headline"].endswith(
+        "(2 of SWE-bench): pass@1 75.0 % over 4 instances, 4 of 4 rollouts"
+    )
+    assert "verdicts kept: 2 of SWE-bench; patches to grade: 1; to sample: 1" in again.stderr
+    assert "no verdict: 1 attempt: APIError" in again.stderr
+    assert again.returncode == 0
+    assert {r["outcome"] for r in replaced["rollouts"]} == {"resolved"}
+    assert changed.returncode == 2
+    assert "adopted_sha256" in changed.stderr
+
+
 def published(home: Home, run_id: str, folder: Path) -> Any:
     """The published report. Its files name nothing of this machine."""
     done = home.perdure("report", run_id, "--publish", str(folder))

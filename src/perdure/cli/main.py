@@ -53,6 +53,10 @@ COMMANDS = {
         "perdure.cli.commands.grade:grade",
         "Grade patches that another program made.",
     ),
+    "adopt": (
+        "perdure.cli.commands.adopt:adopt",
+        "Complete the results of Harbor, Inspect, mini-swe-agent or SWE-bench.",
+    ),
     "report": (
         "perdure.cli.commands.report:report",
         "Report and compare the results of runs: text, JSON, HTML.",

@@ -21,6 +21,7 @@ from perdure.installation import version
 from perdure.storage import store_keys, stored_json
 from perdure.types import (
     DEFAULT_MODEL,
+    Adopted,
     AgentEnd,
     EpisodeRef,
     ExpertRows,
@@ -229,6 +230,8 @@ class Episode(Frozen):
     """For a truncated rollout, the grade is only for information: it gives no outcome and no
     reward."""
     patch: PatchRef | None = None
+    adopted: Adopted | None = None
+    """What it keeps of another program's work. That program's verdict is never its outcome."""
     turns_key: str | None = None
     damaged: tuple[str, ...] = ()
     """Stored files that were unreadable when this episode was made; it lacks their content."""
@@ -250,6 +253,7 @@ class Episode(Frozen):
     def models(self) -> tuple[str, ...]:
         """The models that answered, or that are said to have written a given patch."""
         given = self.attempts[-1].model if self.attempts else ""
+        given = self.adopted.model if self.adopted else given
         return models_of(self.turns, [one.model for one in self.usage], given)
 
     @property
@@ -272,6 +276,11 @@ class Episode(Frozen):
     def ending(self) -> str:
         """Its outcome; its status if it has none."""
         return self.outcome.value if self.outcome else self.status.value
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it stays as it is when its run continues."""
+        return self.has_final_patch or self.status is RolloutStatus.ADOPTED
 
     @property
     def has_final_patch(self) -> bool:
@@ -304,6 +313,8 @@ class Episode(Frozen):
         """Empty if it has one."""
         if self.reward is not None:
             return ""
+        if self.adopted is not None and self.status is RolloutStatus.ADOPTED:
+            return f"not graded here: {self.adopted.origin} gave {self.adopted.reward:g}"
         if self.withheld:
             return f"its reward is withheld: {self.withheld}"
         return f"not graded ({self.status.value}): its reward is unknown, not 0"
@@ -381,6 +392,7 @@ class EpisodeParts:
     agent_end: AgentEnd | None = None
     patch: PatchRef | None = None
     grade: Grade | None = None
+    adopted: Adopted | None = None
     failure: Failure | None = None
     stopped_in: str = ""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -440,6 +452,7 @@ COPIED = (
     "evictions",
     "grade",
     "patch",
+    "adopted",
     "turns_key",
 )
 """Fields that `EpisodeParts` and `Episode` share."""
@@ -512,8 +525,8 @@ def _provenance(parts: EpisodeParts) -> Provenance:
     digest = hashlib.sha256(instance.model_dump_json().encode()).hexdigest() if instance else ""
     return Provenance(
         perdure_version=version(),
-        agent=request.agent,
-        agent_version=locked_version(request.agent),
+        agent=_agent(parts),
+        agent_version="" if parts.adopted else locked_version(request.agent),
         agent_options=request.agent_options,
         sandbox=request.sandbox,
         model=request.model,
@@ -525,6 +538,13 @@ def _provenance(parts: EpisodeParts) -> Provenance:
         workflow_run_id=parts.workflow_run_id,
         request=request.model_dump(mode="json", exclude_unset=True),
     )
+
+
+def _agent(parts: EpisodeParts) -> str:
+    """The agent that wrote the patch."""
+    if parts.adopted is None:
+        return parts.request.agent
+    return parts.adopted.agent or parts.adopted.origin
 
 
 def _summary(segment: Segment, routed_experts: bool) -> SegmentSummary:

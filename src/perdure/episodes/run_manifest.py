@@ -9,7 +9,7 @@ from typing import Any
 
 from perdure.episodes.episode import Episode
 from perdure.episodes.token_accounting import count
-from perdure.types import AgentEnd, Failure, Outcome, RolloutStatus
+from perdure.types import Adopted, AgentEnd, Failure, Outcome, RolloutStatus
 
 NOT_CALIBRATED = "not_calibrated"
 
@@ -36,6 +36,7 @@ class Counted:
     named_rewards: Mapping[str, float]
     agent_end: AgentEnd | None
     failure: Failure | None
+    adopted: Adopted | None
     stopped_in: str
     """For a truncated rollout: the stage in which it was stopped."""
     attempts: int
@@ -143,6 +144,7 @@ def _entry(episode: Counted) -> dict[str, Any]:
         "failure": episode.failure.model_dump(mode="json") if episode.failure else None,
         "sampled_tokens": episode.sampled_tokens,
         "seconds": episode.seconds,
+        **({"adopted": episode.adopted.model_dump(mode="json")} if episode.adopted else {}),
         **({"official": episode.official.value} if episode.official else {}),
         **({"verification": episode.verification} if episode.verification else {}),
         **({"signals": episode.signals} if episode.signals else {}),

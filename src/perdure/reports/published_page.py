@@ -17,6 +17,7 @@ def published_page(report: PublishedReport) -> str:
     title = " · ".join(", ".join(one) for one in names if one)
     sections = [
         _score(report.score),
+        _facts("Verdicts of other programs, not checked by Perdure", dict(_adopted(report))),
         _facts("Identity", dict(_identity(report))),
         Section("Command", ("",), ((report.command,),), texts=True),
         Section(
@@ -50,6 +51,14 @@ def _score(score: Score) -> Section:
     rows += [(name, f"{100 * one:.1f} %") for name, one in shares.items() if one is not None]
     note = f"{score.confidence:.0%} intervals: {score.interval}"
     return Section("Score", ("", ""), tuple(rows), note, texts=True)
+
+
+def _adopted(report: PublishedReport) -> Iterator[tuple[str, str]]:
+    if (adopted := report.adopted) is None:
+        return
+    yield from ((origin, f"{count} rollouts") for origin, count in adopted.verdicts.items())
+    yield "resolved", str(adopted.resolved)
+    yield "pass@1 with them", _estimate(adopted.pass_at_1_with_them, report.score)
 
 
 def _estimate(one: Estimate, score: Score) -> str:

@@ -16,7 +16,7 @@ from perdure.reports.report_statistics import CONFIDENCE, INTERVAL_METHOD
 from perdure.reports.reproducing_command import reproducing_command
 from perdure.reports.rollout_facts import RolloutFacts, RunFacts
 from perdure.reports.run_report import Report
-from perdure.types import Frozen, Instance, Outcome, RolloutRequest, RunRequest
+from perdure.types import Adopted, Frozen, Instance, Outcome, RolloutRequest, RunRequest
 
 PER_ROLLOUT = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
@@ -55,6 +55,19 @@ class Score(Frozen):
     upper_bound_gold: float | None = None
     upper_bound_base_suite: float | None = None
     lower_bound_no_patch: float | None = None
+
+
+class AdoptedVerdicts(Frozen):
+    """Verdicts of other programs, which `perdure adopt` kept. Perdure has not checked them, and
+    `Score` leaves them out."""
+
+    verdicts: dict[str, int]
+    """Program -> rollouts."""
+    resolved: int
+    pass_at_1_with_them: Estimate
+    pass_at_1_if_rest_unresolved: float | None = None
+    pass_at_1_if_rest_resolved: float | None = None
+    """Both: over all planned rollouts, if the verdicts of all programs count."""
 
 
 class FailureCount(Frozen):
@@ -122,6 +135,8 @@ class PublishedRollout(Frozen):
     prompt_tokens: int
     sampled_tokens: int
     patch_sha256: str
+    adopted: Adopted | None = None
+    """The other program that made the patch, and its verdict if that is kept."""
 
 
 class PublishedReport(Frozen):
@@ -135,6 +150,7 @@ class PublishedReport(Frozen):
     stopped: str
     """Why the run ended before its rollouts; empty if it did not."""
     score: Score
+    adopted: AdoptedVerdicts | None = None
     outcomes: dict[str, int]
     failures: tuple[FailureCount, ...]
     integrity: Integrity
@@ -161,13 +177,14 @@ def published(
 ) -> PublishedReport:
     """`identity`: that of the run, `{}` if it has none. `rows`: the planned instances, by reference."""
     rollout = request.rollout_request("any/instance")
-    score = _score(report)
+    score, adopted = _score(report), _adopted(report)
     return PublishedReport(
         run_id=run.run_id,
-        headline=headline(score),
+        headline=headline(score, adopted),
         is_complete=score.with_verdict == score.planned,
         stopped=report.stopped,
         score=score,
+        adopted=adopted,
         outcomes=dict(sorted(report.outcomes.items())),
         failures=_failures(run),
         integrity=_integrity(report),
@@ -188,8 +205,11 @@ def published(
     )
 
 
-def headline(score: Score) -> str:
-    """One sentence. A score without all verdicts opens with its incompleteness."""
+def headline(score: Score, adopted: AdoptedVerdicts | None = None) -> str:
+    """A score without all verdicts opens with its incompleteness. Verdicts of other programs have a
+    sentence of their own."""
+    if adopted is not None:
+        return f"{headline(score)}. {_with_adopted(score, adopted)}"
     coverage = f"{score.with_verdict} of {score.planned} rollouts have a verdict"
     one = score.pass_at_k.get(1)
     if one is None:
@@ -201,6 +221,30 @@ def headline(score: Score) -> str:
         return f"{found}; {coverage}"
     rest = f"{100 * low:.1f} % if none of the rest resolves, {100 * high:.1f} % if all do"
     return f"Incomplete: {coverage}. Of these, {found}; over all, {rest}"
+
+
+def _with_adopted(score: Score, adopted: AdoptedVerdicts) -> str:
+    count = sum(adopted.verdicts.values())
+    named = ", ".join(f"{n} of {origin}" for origin, n in adopted.verdicts.items())
+    share = adopted.pass_at_1_with_them
+    whole = f"{score.with_verdict + count} of {score.planned} rollouts"
+    return (
+        f"With verdicts that Perdure has not checked ({named}): pass@1 {100 * share.mean:.1f} % "
+        f"over {share.instances} instances, {whole}"
+    )
+
+
+def _adopted(report: Report) -> AdoptedVerdicts | None:
+    if report.adopted is None:
+        return None
+    low, high = report.adopted.bounds or (None, None)
+    return AdoptedVerdicts(
+        verdicts=report.adopted.verdicts,
+        resolved=report.adopted.resolved,
+        pass_at_1_with_them=Estimate(**report.adopted.share._asdict()),
+        pass_at_1_if_rest_unresolved=low,
+        pass_at_1_if_rest_resolved=high,
+    )
 
 
 def _score(report: Report) -> Score:
@@ -302,6 +346,9 @@ def _line(one: RolloutFacts) -> PublishedRollout:
         prompt_tokens=one.prompt_tokens,
         sampled_tokens=one.sampled_tokens,
         patch_sha256=one.patch_sha256,
+        adopted=one.adopted.model_copy(update=redacted(one.adopted.model_dump()))
+        if one.adopted
+        else None,
     )
 
 

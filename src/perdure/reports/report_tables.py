@@ -63,6 +63,8 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("rewards withheld", lambda one: _count(one.withheld)),
         *((f"pass@{k}", _pass_at(k)) for k in ks),
         ("pass@1, without a verdict as 0, as 1", _verdict_bounds),
+        ("verdicts of other programs, resolved ones", _adopted),
+        ("pass@1 with these verdicts", _with_adopted),
         ("retried after a verdict", _played_again),
         ("upper bound (gold)", lambda one: _percent(one.bounds.upper)),
         ("upper bound (the base's own suite)", lambda one: _percent(one.bounds.base_suite)),
@@ -202,8 +204,29 @@ def _pass_at(k: int) -> Callable[[Report], str]:
 def _verdict_bounds(report: Report) -> str:
     if report.verdict_bounds is None:
         return NONE
-    low, high = report.verdict_bounds
-    return f"{100 * low:.1f} %, {100 * high:.1f} % ({report.planned - report.graded} without)"
+    return f"{_low_high(report.verdict_bounds)} ({report.planned - report.graded} without)"
+
+
+def _low_high(bounds: tuple[float, float]) -> str:
+    return f"{100 * bounds[0]:.1f} %, {100 * bounds[1]:.1f} %"
+
+
+def _adopted(report: Report) -> str:
+    if report.adopted is None:
+        return NONE
+    named = ", ".join(f"{origin}: {n}" for origin, n in report.adopted.verdicts.items())
+    return f"{named}, {report.adopted.resolved}"
+
+
+def _with_adopted(report: Report) -> str:
+    if report.adopted is None:
+        return NONE
+    rest = (
+        f"; the rest as 0, as 1: {_low_high(report.adopted.bounds)}"
+        if report.adopted.bounds
+        else ""
+    )
+    return f"{_share(report.adopted.share)}{rest}"
 
 
 def _count(number: int) -> str:

@@ -12,6 +12,7 @@ DEFAULT_AGENT = RolloutRequest.model_fields["agent"].default
 NOT_SAMPLED = ("agent", "grading")
 """Fields with an option of their own, or that change no result."""
 PREDICTIONS = "predictions.json"
+ADOPTED = "adopted-folder"
 
 
 def reproducing_command(request: RunRequest, model: str) -> str:
@@ -25,15 +26,10 @@ def reproducing_command(request: RunRequest, model: str) -> str:
         fields = {name: one for name, one in fields.items() if name != "agent_options"}
         words = ["perdure", "grade", *_source(request), "-p", PREDICTIONS]
     else:
-        words = [
-            "perdure",
-            "run",
-            *_source(request),
-            "--agent",
-            agent,
-            "-n",
-            str(request.n_samples),
-        ]
+        words = ["perdure", "run"]
+        if fields.pop("adopted_sha256", ""):
+            words = ["perdure", "adopt", ADOPTED, "--dataset"]
+        words += [*_source(request), "--agent", agent, "-n", str(request.n_samples)]
         words += _of_run(request)
     for name, value in dotted(redacted(fields)):
         words += ["--set", f"{name}={_as_option(value)}"]

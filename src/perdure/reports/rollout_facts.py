@@ -13,7 +13,7 @@ from perdure.episodes.episode import ModelUsage, models_of
 from perdure.episodes.episode_store import episode_keys
 from perdure.storage import stored_json
 from perdure.storage.base import Store
-from perdure.types import DEFAULT_MODEL, Failure, Frozen, RolloutStatus
+from perdure.types import DEFAULT_MODEL, Adopted, Failure, Frozen, RolloutStatus
 
 AT_ONCE = 32
 """Episodes to read at a time."""
@@ -88,6 +88,7 @@ class _Episode(Frozen):
     attempts: tuple[_Attempt, ...] = ()
     earlier: tuple[_Earlier, ...] = ()
     grade: _Grade | None = None
+    adopted: Adopted | None = None
     provenance: _Provenance
 
 
@@ -148,6 +149,8 @@ class RolloutFacts:
     signals: tuple[str, ...]
     withheld: str
     """Why its reward is withheld; empty if it is not."""
+    adopted: Adopted | None = None
+    """What it keeps of another program's work."""
     named_rewards: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -157,6 +160,10 @@ class RolloutFacts:
     @property
     def graded(self) -> bool:
         return self.status is RolloutStatus.GRADED
+
+    @property
+    def has_foreign_verdict(self) -> bool:
+        return self.status is RolloutStatus.ADOPTED
 
     @property
     def truncated(self) -> bool:
@@ -249,6 +256,7 @@ def parse_facts(data: bytes) -> RolloutFacts:
         exposed=grade.verification is not None and grade.verification.state == "exposed",
         signals=grade.signals,
         withheld=grade.withheld,
+        adopted=episode.adopted,
     )
 
 
@@ -261,6 +269,8 @@ def _asked(episode: _Episode, answered: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _given(episode: _Episode) -> str:
+    if episode.adopted is not None:
+        return episode.adopted.model
     return episode.attempts[-1].model if episode.attempts else ""
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from perdure.reports.calibration_bounds import Bounds
 from perdure.reports.failure_groups import FailureGroup, failure_groups
@@ -12,6 +12,7 @@ from perdure.reports.report_statistics import NO_INTERVAL, Interval, pass_curve,
 from perdure.reports.rollout_facts import RESOLVED, RolloutFacts, RunFacts
 from perdure.reports.run_comparison import first_resolved_samples, resolved_samples
 from perdure.reports.token_prices import Prices
+from perdure.types import Outcome, RolloutStatus
 
 SLOWEST = 10
 LISTED = 20
@@ -40,6 +41,20 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class AdoptedScore:
+    """The score if other programs' verdicts, which Perdure has not checked, count like its own."""
+
+    verdicts: dict[str, int]
+    """Program -> the rollouts whose verdict is its own."""
+    resolved: int
+    """Of these rollouts."""
+    share: Interval
+    """pass@1 over the verdicts of all programs."""
+    bounds: tuple[float, float] | None
+    """pass@1 if none and if all rollouts without any verdict were resolved; None if each has one."""
+
+
+@dataclass(frozen=True)
 class Report:
     """The figures of a run. Shares cover graded rollouts; failed ones do not count as 0."""
 
@@ -56,6 +71,8 @@ class Report:
     verdict_bounds: tuple[float, float] | None
     """pass@1 if none and if all planned rollouts without a verdict were resolved; None if each has
     one."""
+    adopted: "AdoptedScore | None"
+    """None if the run keeps no other program's verdict."""
     instances: int
     planned_instances: int
     planned: int
@@ -137,8 +154,8 @@ def build_report(
     stopped: str = "",
 ) -> Report:
     """`planned`: instance reference and sample of each planned rollout; empty if unknown."""
-    rollouts = run.rollouts
-    names = {*planned, *((one.instance, one.sample_index) for one in rollouts)}
+    rollouts = tuple(one for one in run.rollouts if not one.has_foreign_verdict)
+    names = {*planned, *((one.instance, one.sample_index) for one in run.rollouts)}
     graded = [one for one in rollouts if one.graded]
     engine = math.fsum(one.engine_seconds for one in rollouts)
     environment = math.fsum(one.environment_seconds for one in rollouts)
@@ -155,10 +172,11 @@ def build_report(
         stopped=stopped,
         truncated=sum(one.truncated for one in rollouts),
         verdict_bounds=_verdict_bounds(graded, names),
-        instances=len({one.instance for one in rollouts}),
+        adopted=_adopted(run, names),
+        instances=len({one.instance for one in run.rollouts}),
         planned_instances=len({instance for instance, _ in names}),
         planned=len(names),
-        rollouts=len(rollouts),
+        rollouts=len(run.rollouts),
         graded=len(graded),
         resolved=sum(one.resolved for one in graded),
         officially_resolved=sum(one.official == RESOLVED for one in graded),
@@ -180,7 +198,7 @@ def build_report(
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
         named_rewards=named_reward_statistics(graded),
         bounds=bounds or Bounds(),
-        outcomes=_counted(one.ending for one in rollouts),
+        outcomes=_counted(one.ending for one in run.rollouts),
         agent_ends=_counted(one.agent_end for one in rollouts if one.agent_end),
         failures=tuple(failure_groups(rollouts)),
         not_calibrated=sum(one.calibration is None for one in graded),
@@ -204,6 +222,28 @@ def build_report(
         wall_seconds=_wall(rollouts),
         unreadable=run.unreadable,
     )
+
+
+def _adopted(run: RunFacts, names: Collection[tuple[str, int]]) -> AdoptedScore | None:
+    kept = [one for one in run.rollouts if one.has_foreign_verdict]
+    if not kept:
+        return None
+    judged = [one for one in run.rollouts if one.graded or one.has_foreign_verdict]
+    counted = replace(run, rollouts=tuple(map(_by_any_program, judged)))
+    return AdoptedScore(
+        verdicts=_counted(one.adopted.origin for one in kept if one.adopted),
+        resolved=sum(one.adopted.resolved for one in kept if one.adopted),
+        share=pass_curve(resolved_samples(counted)).get(1, NO_INTERVAL),
+        bounds=_verdict_bounds(counted.rollouts, names),
+    )
+
+
+def _by_any_program(one: RolloutFacts) -> RolloutFacts:
+    """With the other program's verdict as its outcome."""
+    if not one.has_foreign_verdict or one.adopted is None:
+        return one
+    outcome = RESOLVED if one.adopted.resolved else Outcome.UNRESOLVED.value
+    return replace(one, status=RolloutStatus.GRADED, outcome=outcome)
 
 
 def _verdict_bounds(

@@ -17,11 +17,11 @@ from perdure.rollouts.boot_stage import attach
 from perdure.rollouts.cleanup_stage import destroy
 from perdure.rollouts.gateway_session.gateway_check import GatewayRoute, reached
 from perdure.rollouts.gateway_session.gateway_session import AgentSession, session_of
-from perdure.rollouts.prediction_application import apply_prediction
+from perdure.rollouts.prediction_application import apply_prediction, has_given_patch
 from perdure.rollouts.sandbox.pristine_control import sandboxes_work
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, shown_shortage
 from perdure.telemetry import metrics
-from perdure.types import GIVEN_PATCHES, AgentEnd
+from perdure.types import AgentEnd
 
 CHECKPOINT = "agent.json"
 
@@ -41,7 +41,7 @@ async def run_agent(job: Job) -> AgentRun:
 async def _run(job: Job) -> AgentRun:
     sandbox = await attach(job)
     job.services.seats.take(sandbox.identity)
-    if job.request.agent == GIVEN_PATCHES:
+    if await has_given_patch(job):
         return await apply_prediction(job, sandbox)
     session = session_of(job)
     if job.stop:

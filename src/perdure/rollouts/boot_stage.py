@@ -113,14 +113,14 @@ def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
-    """The episode, if the rollout was graded in this round, or is ungraded and may stay so. Failed
-    and cancelled ones may rerun."""
+    """The episode, if the rollout was graded or adopted in this round, or is ungraded and may stay so.
+    Failed and cancelled ones may rerun."""
     try:
         episode = await read_episode(job.services.store, job.request)
     except ValueError as error:  # damaged: grade its patch again and write a new episode
         log.warning("ignoring a damaged episode", error=str(error))
         return None
-    if episode is None or not episode.has_final_patch:
+    if episode is None or not episode.is_final:
         return None
     if episode.status is RolloutStatus.UNGRADED and job.request.grades_now:
         return None

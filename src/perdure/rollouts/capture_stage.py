@@ -11,10 +11,10 @@ from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
 from perdure.rollouts.grade_stage import ARTIFACTS, needs_tests
-from perdure.rollouts.prediction_application import IGNORED
+from perdure.rollouts.prediction_application import IGNORED, has_given_patch
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.sandboxes.base import Sandbox
-from perdure.types import GIVEN_PATCHES, PatchRef
+from perdure.types import PatchRef
 
 CHECKPOINT = "patch.json"
 
@@ -53,7 +53,7 @@ async def _take(job: Job) -> PatchRef:
         captured = _given(results["git_patch"], job.services.settings.diff_max_bytes)
     else:
         with tracing.span("take diff"):
-            forced = IGNORED if job.request.agent == GIVEN_PATCHES else ""
+            forced = IGNORED if await has_given_patch(job) else ""
             captured = await _captured(job, sandbox, boot.base_git if boot else None, forced)
     key, store = job.key("patch.diff"), job.services.store
     if not await store.put_if_absent(key, captured.data):

@@ -26,7 +26,7 @@ from perdure.sandboxes.base import identity_of
 from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Store
 from perdure.telemetry import metrics
-from perdure.types import EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
+from perdure.types import Adopted, EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
 INTERRUPTED = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
 """Statuses of a rerun that ended without a result."""
@@ -67,7 +67,7 @@ def _keeps(earlier: Episode, ending: Ending) -> bool:
     evidence stays if the rerun ended before a new attempt."""
     if earlier.status is RolloutStatus.TRUNCATED and ending.status in INTERRUPTED:
         return ending.attempts < len(earlier.attempts)
-    kept = (RolloutStatus.GRADED, RolloutStatus.UNGRADED)
+    kept = (RolloutStatus.GRADED, RolloutStatus.UNGRADED, RolloutStatus.ADOPTED)
     if earlier.status not in kept or ending.status is RolloutStatus.GRADED:
         return False
     return ending.status in INTERRUPTED or ending.request.start_at == "grade"
@@ -146,6 +146,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         agent_end=last.agent_end if last else None,
         patch=patch,
         grade=grade,
+        adopted=await _adopted(store, ending, damaged),
         failure=ending.failure,
         stopped_in=ending.stopped_in,
         stage_seconds=stages,
@@ -153,6 +154,14 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         workflow_run_id=ending.workflow_run_id,
         damaged=damaged,
     )
+
+
+async def _adopted(store: Store, ending: Ending, damaged: list[str]) -> Adopted | None:
+    """None if this rollout's own agent made its patch."""
+    if not ending.request.adopted_sha256:
+        return None
+    found = await _evidence(store, store_keys.adopted(ending.request), Adopted, damaged)
+    return found if found is not None and found.patch_sha256 else None
 
 
 async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:

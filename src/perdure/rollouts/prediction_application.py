@@ -15,7 +15,7 @@ from perdure.rollouts.activity_messages import AgentRun
 from perdure.rollouts.attempt_job import Job
 from perdure.sandboxes.base import Exec, ExecState, Sandbox, shown_shortage
 from perdure.storage import store_keys
-from perdure.types import AgentEnd, PatchRef, SourceKind
+from perdure.types import GIVEN_PATCHES, AgentEnd, PatchRef, SourceKind
 
 COMMANDS = (
     "git apply --verbose",
@@ -58,6 +58,14 @@ for command; do
 done
 applies "$last" || exit $code
 """
+
+
+async def has_given_patch(job: Job) -> bool:
+    """Whether another program made the rollout's patch, so that no agent starts."""
+    if job.request.agent == GIVEN_PATCHES:
+        return True
+    key = store_keys.prediction(job.request)
+    return bool(job.request.adopted_sha256) and await job.services.store.exists(key)
 
 
 async def apply_prediction(job: Job, sandbox: Sandbox) -> AgentRun:
@@ -119,4 +127,5 @@ async def _unapplied(job: Job, patch: bytes, why: str) -> AgentRun:
 
 def _run(job: Job, end: AgentEnd, detail: str, seconds: float | None = None) -> AgentRun:
     taken = round(seconds or 0.0, 3)
-    return AgentRun(end=end, detail=detail, model=job.request.model, seconds=taken)
+    model = job.request.model if job.request.agent == GIVEN_PATCHES else ""
+    return AgentRun(end=end, detail=detail, model=model, seconds=taken)

@@ -24,6 +24,10 @@ LISTS = ("preds.json", "all_preds.jsonl", "preds.jsonl")
 """Names of prediction files. If a folder has one, its trajectories are not read."""
 
 
+class BadJson(ConfigurationError):
+    """A file, or a line of it, is not JSON. It may have been cut off while it was written."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """One patch for one instance. Several patches for an instance are its samples, in order."""
@@ -41,7 +45,7 @@ def read_predictions(path: Path, model: str = "") -> list[Prediction]:
     Raises: ConfigurationError naming the entry, its field and the fix, or the models of a file that
     has several.
     """
-    entries = list(_of_folder(path) if path.is_dir() else _of_file(path))
+    entries = list(_of_folder(path) if path.is_dir() else entries_of_file(path))
     if not entries:
         raise ConfigurationError(f"{path} has no predictions")
     if not any("model_patch" in entry or "patch" in entry for _, entry in entries):
@@ -49,7 +53,7 @@ def read_predictions(path: Path, model: str = "") -> list[Prediction]:
             f"{entries[0][0]} lacks `model_patch`, and so does every entry: give the diff there, "
             "or null for no change"
         )
-    models = dict.fromkeys(_model(entry) for _, entry in entries)
+    models = dict.fromkeys(model_of(entry) for _, entry in entries)
     named = ", ".join(models)
     if model and model not in models:
         raise ConfigurationError(f"{path} has no prediction of the model {model!r}, only {named}")
@@ -61,20 +65,20 @@ def read_predictions(path: Path, model: str = "") -> list[Prediction]:
     samples: Counter[str] = Counter()
     found = []
     for where, entry in entries:
-        if model and _model(entry) != model:
+        if model and model_of(entry) != model:
             continue
-        instance_id = _text(where, entry, "instance_id")
-        patch = _patch(where, entry)
-        found.append(Prediction(instance_id, samples[instance_id], patch, _model(entry)))
+        instance_id = text_of(where, entry, "instance_id")
+        patch = patch_of(where, entry)
+        found.append(Prediction(instance_id, samples[instance_id], patch, model_of(entry)))
         samples[instance_id] += 1
     return found
 
 
-def _model(entry: Mapping[str, Any]) -> str:
+def model_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("model_name_or_path") or "predictions")
 
 
-def _patch(where: str, entry: Mapping[str, Any]) -> bytes:
+def patch_of(where: str, entry: Mapping[str, Any]) -> bytes:
     patch = entry.get("model_patch", entry.get("patch"))
     if patch is not None and not isinstance(patch, str):
         raise ConfigurationError(f"{where}: `model_patch` must be text or null")
@@ -115,7 +119,8 @@ async def place(
         await retry_selection.keep_list(store, run.run_id, 0, entries)
 
 
-def _of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def entries_of_file(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each entry with its place in the file. Raises: BadJson; ConfigurationError."""
     text = _read(path)
     if path.suffix == ".jsonl":
         # Not `splitlines`: JSON text may hold other line separators, such as U+2028.
@@ -156,6 +161,7 @@ def _of_trajectory(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "instance_id": named,
         "model_patch": info.get("submission"),
+        "exit_status": info.get("exit_status"),
         "model_name_or_path": name if isinstance(name, str) else None,
     }
 
@@ -163,7 +169,7 @@ def _of_trajectory(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
 def _of_folder(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name in LISTS:
         if (path / name).is_file():
-            yield from _of_file(path / name)
+            yield from entries_of_file(path / name)
             return
     files = sorted(path.glob(TRAJECTORIES))
     if not files:
@@ -171,10 +177,10 @@ def _of_folder(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             f"{path} has neither {' nor '.join(LISTS)} nor a {TRAJECTORIES}: name the file"
         )
     for file in files:
-        yield from _of_file(file)
+        yield from entries_of_file(file)
 
 
-def _text(where: str, entry: Mapping[str, Any], name: str) -> str:
+def text_of(where: str, entry: Mapping[str, Any], name: str) -> str:
     value = entry.get(name)
     if not isinstance(value, str) or not value:
         raise ConfigurationError(f"{where} lacks `{name}`: it names the instance")
@@ -185,7 +191,7 @@ def _json(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{where} is not valid JSON: {error}") from error
+        raise BadJson(f"{where} is not valid JSON: {error}") from error
 
 
 def _read(path: Path) -> str:

@@ -104,7 +104,8 @@ async def planned(store: Store, run: RunRequest) -> list[tuple[str, int]]:
 
 
 def _has_verdict(episode: Episode | None) -> bool:
-    return episode is not None and episode.status is RolloutStatus.GRADED
+    verdicts = RolloutStatus.GRADED, RolloutStatus.ADOPTED
+    return episode is not None and episode.status in verdicts
 
 
 def _wanted(again: PlayAgain, name: str, ending: str) -> bool:

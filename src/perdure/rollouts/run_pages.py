@@ -229,7 +229,10 @@ async def _stopped(store: Store, run_id: str, episodes: Sequence[Counted]) -> st
     except NotFound:  # the run was refused before it had an instance list
         return ""
     planned = await retry_selection.planned_rollouts(store, run) or 0
-    whole = (RolloutStatus.GRADED, RolloutStatus.UNGRADED, RolloutStatus.FAILED)
+    whole = (
+        *(RolloutStatus.GRADED, RolloutStatus.UNGRADED),
+        *(RolloutStatus.ADOPTED, RolloutStatus.FAILED),
+    )
     ended = [one for one in episodes if one.status in whole]
     if len(ended) >= planned:
         return ""

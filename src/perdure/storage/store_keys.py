@@ -130,6 +130,11 @@ def prediction(request: RolloutRequest) -> str:
     return f"{rollout_of(request)}/prediction.diff"
 
 
+def adopted(request: RolloutRequest) -> str:
+    """What the rollout keeps of another program's work."""
+    return f"{rollout_of(request)}/adopted.json"
+
+
 def rollout_identity(request: RolloutRequest) -> str:
     """The rollout's identity. Stored checkpoints and episodes are reused only if a request matches
     it."""

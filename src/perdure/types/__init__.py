@@ -48,6 +48,7 @@ from perdure.types.resource_limits import (
     Phases,
 )
 from perdure.types.results import (
+    Adopted,
     AgentEnd,
     CalibrationState,
     EndedBy,
@@ -90,6 +91,7 @@ __all__ = [
     "NO_VERDICT",
     "SLUG",
     "AccountCaps",
+    "Adopted",
     "AgentEnd",
     "Budget",
     "Build",

@@ -210,6 +210,9 @@ class RolloutRequest(Request):
     """A rollout that was graded in an earlier round runs again. In the same round it is done."""
     start_at: StartAt = "boot"
     """`grade`: grade the patch of the last attempt, without running an agent."""
+    adopted_sha256: str = ""
+    """Digest of another program's results, which `perdure adopt` has stored for the run. A rollout
+    with a patch among them applies it and starts no agent."""
     grading: Literal["now", "later"] = "now"
     """`later`: only generate. The rollout ends as `ungraded` once its patch is captured, and
     `perdure grade RUN` grades it."""
@@ -321,7 +324,11 @@ MISSING = "missing"
 """Used instead of an outcome if a rollout has no episode, for example because its run was
 cancelled."""
 NO_VERDICT = (
-    *(status.value for status in RolloutStatus if status is not RolloutStatus.GRADED),
+    *(
+        one.value
+        for one in RolloutStatus
+        if one not in (RolloutStatus.GRADED, RolloutStatus.ADOPTED)
+    ),
     MISSING,
 )
 
@@ -346,7 +353,7 @@ class PlayAgain(Request):
     @field_validator("outcomes")
     @classmethod
     def _known(cls, outcomes: tuple[str, ...]) -> tuple[str, ...]:
-        known = [*(outcome.value for outcome in Outcome), *NO_VERDICT]
+        known = [*(outcome.value for outcome in Outcome), *NO_VERDICT, RolloutStatus.ADOPTED.value]
         for outcome in outcomes:
             if outcome not in known:
                 raise ValueError(f"no outcome {outcome!r}: use one of {', '.join(known)}")

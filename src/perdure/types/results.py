@@ -19,6 +19,8 @@ class RolloutStatus(StrEnum):
     there was time. The run continues it when it is started again."""
     UNGRADED = "ungraded"
     """Its patch is captured, and its request leaves grading to `perdure grade RUN`."""
+    ADOPTED = "adopted"
+    """`perdure adopt` keeps the verdict that another program gave. It has no reward here."""
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
@@ -169,6 +171,32 @@ class PatchRef(Frozen):
     """Bytes of that file."""
     artifacts_refused: str = ""
     """Why the artifacts were not kept."""
+
+
+class Adopted(Frozen):
+    """Work of another program that a rollout keeps: a verdict, or a patch that Perdure grades.
+
+    Example:
+        {"origin": "Harbor 0.26.0", "file": "fix-1__a8K2x/result.json", "agent": "claude-code",
+         "model": "anthropic/claude-opus-5", "score": "reward", "reward": 1.0}
+    """
+
+    origin: str
+    """The program that wrote the file, with the version of its package that read it."""
+    file: str
+    """Its path in the folder that was adopted."""
+    agent: str = ""
+    model: str = ""
+    score: str = ""
+    """The name of `reward` in the file; empty if there is none."""
+    reward: float | None = None
+    """That program's own reward. None: it gave no verdict, so Perdure grades the patch."""
+    patch_sha256: str = ""
+    """Digest of the patch; empty if the file has none."""
+
+    @property
+    def resolved(self) -> bool:
+        return self.reward is not None and self.reward >= 1
 
 
 VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+|(?:/[\w.@+-]+)+|'[^']*'|\"[^\"]*\"|`[^`]*`")

@@ -191,6 +191,10 @@ def _ending(found: "StoredRollout") -> list[tuple[str, str]]:
     withheld = (episode.get("grade") or {}).get("withheld", "")
     why = f", withheld: {withheld}" if withheld and outcome else ""
     lines.append(("reward", "none" + why if reward is None else f"{reward:g}"))
+    if adopted := episode.get("adopted"):
+        verdict = adopted["reward"]
+        gave = "" if verdict is None else f": {adopted['score']} {verdict:g}"
+        lines.append(("adopted", f"{adopted['origin']}, {adopted['file']}{gave}"))
     if named := episode["named_rewards"]:
         lines.append(("rewards", ", ".join(f"{name} {value:g}" for name, value in named.items())))
     lines.append(("model", ", ".join(episode["models"]) or "none was called"))

@@ -25,6 +25,7 @@ OUTCOME_STYLES = {
     "capture_failed": "bold red",
     "sandbox_destroyed": "bold red",
     "ungraded": "cyan",
+    "adopted": "cyan",
     "failed": "bold red",
     "truncated": "magenta",
     "cancelled": "dim",

@@ -1,0 +1,1 @@
+"""Programs that run where Harbor or Inspect is installed."""
