@@ -9,8 +9,8 @@ import pytest
 
 from perdure.cli.runs import stuck_rollouts
 from perdure.cli.runs.rollout_progress import parked_rollouts
+from perdure.testing.local_gateway import LocalGateway
 from perdure.types import Outcome, RolloutRequest
-from tests.local_gateway import LocalGateway
 from tests.stack.gated_engine import TURNS
 from tests.stack.quota_engine import QuotaEngine
 from tests.stack.running_stack import Stack, running
