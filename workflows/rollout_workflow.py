@@ -557,6 +557,8 @@ def _was_stopped(error: BaseException) -> bool:
 def _agent_failure(run: AgentRun) -> Failure:
     if run.refused:
         return Failure(boundary=Boundary.ENGINE, type="EngineRefused", message=run.broke)
+    if run.mcp_failed:
+        return Failure(boundary=Boundary.TOOL, type=CALL_UNANSWERED, message=run.broke)
     if run.unanswered:
         return Failure(boundary=Boundary.ENGINE, type=CALL_UNANSWERED, message=run.broke)
     message = f"{run.broke}: {run.detail}" if run.detail else run.broke

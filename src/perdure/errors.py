@@ -43,6 +43,8 @@ class Boundary(StrEnum):
     AGENT = "agent"
     GATEWAY = "gateway"
     ENGINE = "engine"
+    TOOL = "tool"
+    """An MCP server."""
     GRADER = "grader"
     STORE = "store"
     WORKER = "worker"

@@ -247,17 +247,18 @@ async def test_an_agent_cannot_discard_its_episode_by_dying(
     assert ("grade_in_fresh_sandbox" in stages.names()) == (status is RolloutStatus.GRADED)
 
 
+@pytest.mark.parametrize("field", ["unanswered", "mcp_failed"])
 @pytest.mark.parametrize("end", AgentEnd)
 async def test_an_agent_without_an_answer_is_tried_again_until_it_has_one(
-    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, end: AgentEnd
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch, end: AgentEnd, field: str
 ) -> None:
-    """However the agent ended after a call that the gateway could not answer, there is no verdict.
+    """However the agent ended after a call that nothing could answer, there is no verdict.
     Such attempts do not count: even more of them than `max_attempts` lead to a grade."""
     monkeypatch.setattr(rollout_workflow, "FIRST_PAUSE_S", 0.01)
 
     async def unanswered(attempt: Any) -> AgentRun:
         if attempt.attempt < 5:
-            return AgentRun(end=end, turns=3, unanswered="the engine answered 401: no")
+            return AgentRun.model_validate({"end": end, "turns": 3, field: "it answered 401"})
         return AgentRun(end=AgentEnd.FINISHED, turns=4)
 
     stages.override["run_agent"] = unanswered
@@ -291,6 +292,21 @@ async def test_a_rollout_without_answers_ends_without_a_reward(
     assert episode.failure is not None
     assert (episode.failure.boundary.value, episode.failure.type) == ("engine", "CallUnanswered")
     assert "the engine answered 520" in episode.failure.message
+
+
+async def test_a_dead_mcp_server_is_a_failure_of_the_tool(client: Client, stages: Stages) -> None:
+    """Its rollout has no reward, and says which server could not answer."""
+
+    async def failed(_: Any) -> AgentRun:
+        return AgentRun(end=AgentEnd.FINISHED, turns=3, mcp_failed="MCP server 'docs' is dead")
+
+    stages.override["run_agent"] = failed
+    episode = await _played(client, {**REQUEST, "retry_on": []})
+
+    assert (episode.status, episode.reward) == (RolloutStatus.FAILED, None)
+    assert episode.failure is not None
+    assert (episode.failure.boundary.value, episode.failure.type) == ("tool", "CallUnanswered")
+    assert "MCP server 'docs' is dead" in episode.failure.message
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator
 from perdure.agents import (
     agent_options,
     headless_cli,
+    mcp_config,
     npm_install,
     npm_packages,
     prompt_template,
@@ -27,7 +28,7 @@ from perdure.agents.in_sandbox import acp_client
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/acp-client"
 NODE = "/opt/node"
@@ -76,6 +77,7 @@ class AcpOptions(headless_cli.HeadlessOptions):
 class Acp:
     name: ClassVar[str] = "acp"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -107,7 +109,7 @@ class Acp:
             files={
                 **server.files,
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                SETTINGS: json.dumps(_settings(chosen, server.argv)).encode(),
+                SETTINGS: json.dumps(_settings(task, chosen, server.argv)).encode(),
             },
         )
 
@@ -154,16 +156,28 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
     }
 
 
-def _settings(chosen: AcpOptions, command: tuple[str, ...]) -> dict[str, Any]:
-    """Input of `acp_client.py`. It contains no key, because files are kept as evidence."""
+def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> dict[str, Any]:
+    """Input of `acp_client.py`, which is not kept as evidence."""
     server = SERVERS.get(chosen.server)
+    servers = {} if server and server.configures_mcp else task.mcp_servers
     return {
         "command": [*(chosen.command or command), *chosen.extra_args],
         "packages": PACKAGES,
         "node": f"{NODE}/bin/node",
         "session_meta": server.session_meta if server else {},
         "failure": server.failure if server else "",
+        "mcp_servers": [_mcp_server(task, *one) for one in servers.items()],
         "turns": chosen.turns,
         "permissions": chosen.permissions,
         "turn_s": chosen.turn_s,
     }
+
+
+def _mcp_server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    """A server as `session/new` takes it."""
+    if server.type == "http":
+        key = {"name": "Authorization", "value": f"Bearer {task.session_key}"}
+        url = mcp_config.url(task, name)
+        return {"type": "http", "name": name, "url": url, "headers": [key]}
+    env = [{"name": variable, "value": value} for variable, value in server.env.items()]
+    return {"name": name, "command": server.command, "args": server.args, "env": env}

@@ -25,7 +25,8 @@ PACKAGES = "/opt/acp-server"
 class AcpServer:
     """`files`: more settings files. `command` may contain `{model}`. `lock`: the npm package of an adapter that starts the agent's own
     program, if it needs one. `session_meta`: the field `_meta` of `session/new`. `failure`: part of an update
-    that says that the turn failed, if the server then ends the turn as whole."""
+    that says that the turn failed, if the server then ends the turn as whole. `configures_mcp`: its settings
+    file names the MCP servers, and not `session/new`."""
 
     agent: str
     command: tuple[str, ...]
@@ -34,6 +35,7 @@ class AcpServer:
     files: Mapping[str, bytes] = field(default_factory=dict)
     session_meta: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
+    configures_mcp: bool = False
 
     @property
     def harness(self) -> Agent:
@@ -55,7 +57,8 @@ class AcpServer:
 
         Raises: ConfigurationError naming an option that the agent does not have.
         """
-        own = self.harness.launch(replace(task, options=options))
+        servers = task.mcp_servers if self.configures_mcp else {}
+        own = self.harness.launch(replace(task, options=options, mcp_servers=servers))
         files = {path: content for path, content in own.files.items() if path != PROMPT}
         files |= self.files
         argv = tuple(part.replace("{model}", task.model) for part in self.command)
@@ -93,6 +96,7 @@ SERVERS = {
                 "NO_BROWSER": "1",
             },
             failure='"threadStatus": {"type": "systemError"',
+            configures_mcp=True,  # a turn would not wait for servers of `session/new`
         ),
         AcpServer(
             "gemini_cli",

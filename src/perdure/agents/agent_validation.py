@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from perdure import variant_registry
+from perdure.agents import mcp_config
 from perdure.agents.base import Agent, AgentTask
-from perdure.types import Grading, Instance, Sampling, Source, SourceKind
+from perdure.types import Grading, Instance, McpServers, Sampling, Source, SourceKind
 
 NOWHERE = "http://127.0.0.1:1"
 NO_INSTANCE = Instance(
@@ -21,9 +22,13 @@ NO_INSTANCE = Instance(
 )
 
 
-def check_options(name: str, options: Mapping[str, JsonValue]) -> None:
-    """Raises: ConfigurationError naming the agent, or the option that is unknown or wrong."""
+def check_options(
+    name: str, options: Mapping[str, JsonValue], mcp_servers: McpServers | None = None
+) -> None:
+    """Raises: ConfigurationError naming the agent, the option that is unknown or wrong, or MCP servers
+    that the agent cannot use."""
     agent: Agent = variant_registry.load("agent", variant_registry.AGENTS, name)()
+    mcp_config.check(name, agent, mcp_servers or {})
     agent.launch(
         AgentTask(
             instance=NO_INSTANCE,

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from perdure.sandboxes.base import ExecStatus, Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AGENT_HEADER, AgentEnd, Instance, Sampling
+from perdure.types import AGENT_HEADER, AgentEnd, Instance, McpServers, Sampling
 
 EXEC_ID = "agent"
 HOME = "/home/agent"
@@ -35,6 +35,8 @@ class AgentTask:
     model: str
     sampling: Sampling
     budget_s: float
+    mcp_servers: McpServers = field(default_factory=dict)
+    """Servers whose tools the agent may call, for `UsesMcpServers`."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
 
     @property
@@ -85,6 +87,13 @@ class InstallsChosen(Protocol):
     ) -> tuple[Mount, ...]:
         """Install what the options name. Otherwise like `Agent.install`."""
         ...
+
+
+@runtime_checkable
+class UsesMcpServers(Protocol):
+    """An agent whose `launch` configures the task's MCP servers. Runs with servers refuse others."""
+
+    uses_mcp_servers: ClassVar[bool]
 
 
 class Agent(Protocol):

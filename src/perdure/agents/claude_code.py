@@ -12,7 +12,14 @@ from typing import Any, ClassVar
 
 from pydantic import Field, JsonValue
 
-from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template, tool_cache
+from perdure.agents import (
+    agent_options,
+    headless_cli,
+    mcp_config,
+    npm_packages,
+    prompt_template,
+    tool_cache,
+)
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.errors import MissingDependency, PerdureError
@@ -28,6 +35,7 @@ exec {NODE}/bin/node {PACKAGE}/cli.js "$@"
 """The program `claude` for an npm package that runs on Node."""
 COMMAND_ENV = f"{HOME}/command-env.sh"
 """Claude Code sources this file before each command of its Bash tool."""
+MCP_CONFIG = f"{HOME}/mcp.json"
 TOOLS = ("Bash", "Read", "Edit", "Write", "Grep", "Glob", "Agent")
 """Without WebFetch and WebSearch, because sandboxes reach no web hosts."""
 LIMITS = {"max_turns", "budget_exhausted", "prompt_too_long", "blocking_limit"}
@@ -51,6 +59,7 @@ class ClaudeCodeOptions(headless_cli.HeadlessOptions):
 class ClaudeCode:
     name: ClassVar[str] = "claude_code"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -87,6 +96,7 @@ class ClaudeCode:
             env=env,
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
+                MCP_CONFIG: json.dumps({"mcpServers": _servers(task)}).encode(),
                 COMMAND_ENV: f"unset {' '.join(fixed)}\n".encode(),
             },
         )
@@ -120,6 +130,7 @@ def _flags(task: AgentTask, chosen: ClaudeCodeOptions) -> tuple[str, ...]:
         "--dangerously-skip-permissions",
         *("--session-id", _session_id(task)),
         *("--tools", ",".join(chosen.tools)),
+        *("--mcp-config", MCP_CONFIG),
         *turns,
         *agents,
         *alone,
@@ -152,6 +163,16 @@ def _connection(gateway_url: str, task: AgentTask, chosen: ClaudeCodeOptions) ->
     }
 
 
+def _servers(task: AgentTask) -> dict[str, Any]:
+    key = {"Authorization": f"Bearer {task.session_key}"}  # it expands no variable of a credential
+    return {
+        name: {"type": "http", "url": mcp_config.url(task, name), "headers": key}
+        if server.type == "http"
+        else {"command": server.command, "args": server.args, "env": server.env}
+        for name, server in task.mcp_servers.items()
+    }
+
+
 def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
     switched_on = (
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
@@ -163,8 +184,11 @@ def _behaviour(task: AgentTask, chosen: ClaudeCodeOptions) -> Mapping[str, str]:
         "DISABLE_PROMPT_CACHING",  # its cache marks would change the history at each turn
         "IS_SANDBOX",  # it would refuse to run as root, and images have only root
     )
+    waits = (1000 * mcp_config.wait_s(server) for server in task.mcp_servers.values())
+    longest = str(int(max(waits, default=0)))
     return {
         **dict.fromkeys(switched_on, "1"),
+        **(dict.fromkeys(("MCP_TIMEOUT", "MCP_TOOL_TIMEOUT"), longest) if task.mcp_servers else {}),
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # it adds a system text that differs per chain
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(chosen.answer(task)),
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(chosen.window(task)),

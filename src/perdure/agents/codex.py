@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
+from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
 from perdure.agents.base import EVIDENCE, HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.errors import AgentError
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/codex"
 CONFIG = f"{HOME}/.codex/config.toml"
@@ -28,6 +28,7 @@ CONTEXT_WORDS = ("context_length_exceeded", "context window")
 class Codex:
     name: ClassVar[str] = "codex"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = (LAST_MESSAGE,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -87,7 +88,24 @@ def _configuration(
             "stream_idle_timeout_ms": int(task.budget_s * 1000) + 1000,  # the budget ends it
         },
         "model_providers.perdure.http_headers": task.headers,
+        **{
+            f"mcp_servers.{name}": _server(task, name, server)
+            for name, server in task.mcp_servers.items()
+        },
+        **{
+            f"mcp_servers.{name}.env": server.env
+            for name, server in task.mcp_servers.items()
+            if server.env
+        },
     }
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    waits_s = int(mcp_config.wait_s(server))
+    times = {"startup_timeout_sec": waits_s, "tool_timeout_sec": waits_s, "required": True}
+    if server.type == "http":
+        return {"url": mcp_config.url(task, name), "bearer_token_env_var": KEY, **times}
+    return {"command": server.command, "args": server.args, **times}
 
 
 def _toml(settings: dict[str, Any]) -> bytes:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
+from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/gemini-cli"
 NODE = "/opt/node"
@@ -51,6 +51,7 @@ class GeminiCliOptions(headless_cli.HeadlessOptions):
 class GeminiCli:
     name: ClassVar[str] = "gemini_cli"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -118,9 +119,20 @@ def _settings(task: AgentTask, chosen: GeminiCliOptions) -> dict[str, Any]:
                 }
             ]
         },
+        "mcpServers": {
+            name: _server(task, name, server) for name, server in task.mcp_servers.items()
+        },
         "tools": {"exclude": ["google_web_search", "web_fetch"]},  # sandboxes reach no web hosts
         "advanced": {"ignoreLocalEnv": True},  # a repository's .env could name another endpoint
     }
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    common = {"timeout": int(1000 * mcp_config.wait_s(server)), "trust": True}
+    if server.type == "http":
+        key = {"Authorization": "Bearer ${GEMINI_API_KEY}"}
+        return {"httpUrl": mcp_config.url(task, name), "headers": key, **common}
+    return {"command": server.command, "args": server.args, "env": server.env, **common}
 
 
 def _experiments(task: AgentTask) -> dict[str, Any]:

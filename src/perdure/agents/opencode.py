@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
+from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/opencode"
 CONFIG = f"{HOME}/opencode.json"
@@ -38,6 +38,7 @@ class OpencodeOptions(headless_cli.HeadlessOptions):
 class Opencode:
     name: ClassVar[str] = "opencode"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = (CONFIG,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -117,6 +118,7 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -
                 "models": {task.model: {"name": task.model, "limit": limits}},
             }
         },
+        "mcp": {name: _server(task, name, server) for name, server in task.mcp_servers.items()},
         "agent": {"build": steps},
         "permission": {"*": "allow", "webfetch": "deny", "websearch": "deny"},
         "autoupdate": False,
@@ -126,6 +128,16 @@ def _configuration(gateway_url: str, task: AgentTask, chosen: OpencodeOptions) -
         "lsp": False,
         "formatter": False,
     }
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    timeout = {"timeout": int(1000 * mcp_config.wait_s(server))}
+    if server.type == "http":
+        key = {"Authorization": f"Bearer {{file:{KEY}}}"}
+        remote = {"type": "remote", "url": mcp_config.url(task, name), "oauth": False}
+        return {**remote, "headers": key, **timeout}
+    command = [server.command, *server.args]
+    return {"type": "local", "command": command, "environment": server.env, **timeout}
 
 
 def _behaviour() -> dict[str, str]:

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, prompt_template, tool_cache
+from perdure.agents import agent_options, headless_cli, mcp_config, prompt_template, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/openhands"
 SETTINGS = f"{HOME}/openhands.json"
@@ -39,6 +39,7 @@ class OpenhandsOptions(headless_cli.HeadlessOptions):
 class Openhands:
     name: ClassVar[str] = "openhands"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -114,6 +115,16 @@ def _settings(gateway_url: str, task: AgentTask, chosen: OpenhandsOptions) -> di
             "input_cost_per_token": 0.0,  # otherwise it looks up the price and warns
             "output_cost_per_token": 0.0,
         },
+        "mcp_servers": {
+            name: _server(task, name, server) for name, server in task.mcp_servers.items()
+        },
         "persistence_dir": f"{HOME}/conversations",
         "max_steps": chosen.max_steps,
     }
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    timeout = {"timeout": mcp_config.wait_s(server)}
+    if server.type == "http":
+        return {"transport": "http", "url": mcp_config.url(task, name), **timeout}
+    return {"command": server.command, "args": server.args, "env": server.env, **timeout}

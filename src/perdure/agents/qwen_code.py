@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, npm_packages, prompt_template
+from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 
 MOUNT = "/opt/qwen-code"
 NODE = "/opt/node"
@@ -34,6 +34,7 @@ class QwenCodeOptions(headless_cli.HeadlessOptions):
 class QwenCode:
     name: ClassVar[str] = "qwen_code"
     needs_model: ClassVar[bool] = True
+    uses_mcp_servers: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -100,5 +101,16 @@ def _settings(gateway_url: str, task: AgentTask, chosen: QwenCodeOptions) -> dic
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
         "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False},
+        "mcpServers": {
+            name: _server(task, name, server) for name, server in task.mcp_servers.items()
+        },
         "tools": {"exclude": ["web_fetch"]},  # sandboxes reach no web hosts
     }
+
+
+def _server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:
+    common = {"timeout": int(1000 * mcp_config.wait_s(server)), "trust": True}
+    if server.type == "http":
+        key = {"Authorization": f"Bearer {task.session_key}"}
+        return {"httpUrl": mcp_config.url(task, name), "headers": key, **common}
+    return {"command": server.command, "args": server.args, "env": server.env, **common}

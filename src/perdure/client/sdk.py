@@ -804,7 +804,7 @@ def _check_agent(rollout: dict[str, Any]) -> None:
     which may exist only on workers."""
     agent = rollout.get("agent", RolloutRequest.model_fields["agent"].default)
     if ":" not in agent:
-        check_options(agent, rollout.get("agent_options", {}))
+        check_options(agent, rollout.get("agent_options", {}), rollout.get("mcp_servers", {}))
 
 
 def is_transient(error: RPCError) -> bool:

@@ -15,6 +15,7 @@ worker can derive it again. Control calls need the control token; a session key 
     POST /v1/chat/completions, /v1/responses           or x-goog-api-key: the session key)
     POST /v1beta/models/{model}:generateContent, :streamGenerateContent?alt=sse, :countTokens
     GET  /v1/models, /v1beta/models
+    POST, DELETE /v1/mcp/{name}                       an MCP server of the session (session key)
     GET  /engines ...                                 list and change engines: `engine_routes`
     GET  /episodes/{key}                              files of episodes: `episode_routes`
     GET  /healthz, GET /metrics
@@ -27,7 +28,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints, TypeAdapter
 
 from perdure.engines.base import Wait
-from perdure.types import DEFAULT_MODEL, Caps, Frozen, Sampling
+from perdure.types import DEFAULT_MODEL, Caps, Frozen, McpServers, Sampling
 
 STORE_UNAVAILABLE_CODE = "store_unavailable"
 """Error code: the gateway runs, but it cannot reach the store."""
@@ -55,6 +56,8 @@ class SessionSpec(Frozen):
     caps: Caps = Caps()
     sample: str = ""
     """The instance and the sample's index. Seeds are derived from it, so that samples differ."""
+    mcp_servers: McpServers = Field(default_factory=dict)
+    """Servers that the gateway calls for the agent, by the name in the path."""
     turns_key: str
     """Store key of the turns (parquet, `perdure.episodes.turns_parquet`), written at close."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -95,6 +98,8 @@ class SessionSummary(Frozen):
     unanswered: str = ""
     """Why the gateway could not answer a call. The next answer on the same chain clears it. A refusal of
     the request's content counts as an answer."""
+    mcp_failed: str = ""
+    """Why an MCP server could not answer a call. The attempt must then end without a verdict."""
     turns_sha256: str = ""
     """Digest of the turns file that closing wrote. Empty while the session is open."""
     damaged: str = ""

@@ -12,7 +12,7 @@ import hashlib
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 import structlog
@@ -51,6 +51,17 @@ from perdure.gateway.journal.turn_record import (
     to_journal,
     turn_records,
 )
+from perdure.gateway.mcp.mcp_calls import (
+    MCP_CALL,
+    MCP_ENDED,
+    MCP_FAILED,
+    RECORDED,
+    McpCall,
+    call_record,
+    calls_file,
+    calls_key,
+    without_content,
+)
 from perdure.gateway.rate_limits import DEFAULT_CEILINGS, Ceilings, Pace
 from perdure.gateway.session_model import ModelLoader, RecordedModels, SessionModels
 from perdure.gateway.session_state import Awake, CallKey, Session, chain_of
@@ -61,7 +72,7 @@ from perdure.gateway.turns.tool_call_ids import CallIds
 from perdure.gateway.turns.turn_chains import Location, Node
 from perdure.gateway.turns.turn_maker import PendingTurn, TurnMaker, await_unless_closed, replayed
 from perdure.storage.base import Store
-from perdure.types import Purpose
+from perdure.types import McpServer, Purpose
 
 ENGINE_REFUSAL_HINTS = {
     "engine_refused": "",
@@ -203,6 +214,8 @@ class Sessions:
         records = await self._journal.read(session_id)
         turns = await asyncio.to_thread(turns_file, records)
         await self._store.put(session.spec.turns_key, turns)
+        if calls := calls_file(records):
+            await self._store.put(calls_key(session.spec.turns_key), calls)
         digest = hashlib.sha256(turns).hexdigest()
         await self._mark(session, {"kind": CLOSED, "turns_sha256": digest})
         session.sleep()
@@ -451,6 +464,48 @@ class Sessions:
             if waiting is not None and await is_retry(caller, tuple(waiting)):
                 return number
             number += 1
+
+    # --- MCP servers ---------------------------------------------------------------------------
+
+    async def mcp_server(self, session_id: str, name: str) -> McpServer:
+        """The session's server of this name, when its rate limit allows another call.
+
+        Raises: Refused, also if the session has no such server; NotFound.
+        """
+        async with self._using(session_id) as session:
+            session.check_open()
+            server = session.spec.mcp_servers.get(name)
+            if server is None:
+                raise Refused(404, "no_mcp_server", f"this session has no MCP server {name!r}")
+            await session.pace.turn()
+            return server
+
+    async def mcp_ended(self, session_id: str) -> Collection[str]:
+        """The sessions at MCP servers that the agent has ended, in any process. Raises: NotFound."""
+        async with self._using(session_id) as session:
+            await self._refresh(session)
+            return session.mcp_ended
+
+    async def note_mcp_call(self, session_id: str, call: McpCall) -> None:
+        """Journal a call; it is durable on return. Raises: NotFound."""
+        await self._note_mcp(session_id, call_record(call))
+
+    async def note_mcp_failed(self, session_id: str, reason: str) -> None:
+        """Journal that a server could not answer, which ends the attempt. Raises: NotFound."""
+        await self._note_mcp(session_id, {"kind": MCP_FAILED, "message": reason})
+
+    async def note_mcp_ended(self, session_id: str, held: str) -> None:
+        """Journal that the agent ended its session at a server. Raises: NotFound."""
+        await self._note_mcp(session_id, {"kind": MCP_ENDED, "session": held})
+
+    async def _note_mcp(self, session_id: str, record: Record) -> None:
+        async def note(_: Wait | None) -> None:
+            async with self._using(session_id) as session:
+                full = record["kind"] == MCP_CALL and session.mcp_recorded > RECORDED
+                kept = without_content(record) if full else record
+                await self._write(session, lambda: None if session.sealed else kept)
+
+        await self._outlasting(session_id, note)
 
     async def model_of(self, session_id: str) -> str:
         """The name of the session's model. Raises: NotFound."""

@@ -28,6 +28,7 @@ from perdure.gateway.journal.turn_record import (
     TurnRecord,
     usage_of,
 )
+from perdure.gateway.mcp.mcp_calls import MCP_CALL, MCP_ENDED, MCP_FAILED, content_size
 from perdure.gateway.rate_limits import Pace
 from perdure.gateway.session_model import SessionModels
 from perdure.gateway.turns.attempt_replay import Recording
@@ -123,6 +124,12 @@ class Session:
     """Which cap is reached; empty until a call is refused for it."""
     stopped: bool = False
     """Whether its rollout has been stopped, so that it takes no more calls."""
+    mcp_failed: str = ""
+    """Why its first MCP server that could not answer a call did not."""
+    mcp_ended: set[str] = field(default_factory=set)
+    """The sessions at MCP servers that the agent has ended."""
+    mcp_recorded: int = 0
+    """Characters recorded of calls of MCP servers."""
     unreadable: bool = False
     """Whether its journal cannot be read. Nothing is then added to it."""
     unanswered: dict[str, Wait] = field(default_factory=dict)
@@ -167,7 +174,7 @@ class Session:
 
     def wake(self, tool_digests: ToolDigests, records: Sequence[dict[str, Any]]) -> "Awake":
         """Rebuild its tree from all its journal records."""
-        self.totals, self.position = Totals(), 0
+        self.totals, self.position, self.mcp_recorded = Totals(), 0, 0
         awake = Awake(self, Tree(tool_digests))
         for record in records:
             awake.replay(record)
@@ -194,6 +201,12 @@ class Session:
             self.capped = record["message"]
         elif record["kind"] == STOPPED:
             self.stopped = True
+        elif record["kind"] == MCP_CALL:
+            self.mcp_recorded += content_size(record)
+        elif record["kind"] == MCP_FAILED:
+            self.mcp_failed = self.mcp_failed or record["message"]
+        elif record["kind"] == MCP_ENDED:
+            self.mcp_ended.add(record["session"])
         elif record["kind"] == REFUSED:
             self.refused = record["message"]
         elif record["kind"] == UNANSWERED:
@@ -267,6 +280,7 @@ class Session:
             replayed_tokens=totals.replayed_tokens,
             waits=None if self.sealed else unanswered,
             unanswered=unanswered.reason if unanswered else "",
+            mcp_failed=self.mcp_failed,
         )
 
 

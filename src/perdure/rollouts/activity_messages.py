@@ -99,6 +99,8 @@ class AgentRun(Frozen):
     detail: str = ""
     unanswered: str = ""
     """Why the last call of a chain got no answer. Empty if every chain's last call was answered."""
+    mcp_failed: str = ""
+    """Why an MCP server could not answer the agent."""
     model: str = ""
     """For a patch imported as a prediction: the model that its file names."""
     refused: str = ""
@@ -114,12 +116,14 @@ class AgentRun(Frozen):
     def broke(self) -> str:
         """Why there is no verdict; empty if the agent's work is graded.
 
-        The policy never causes a call that the gateway could not answer, so no end after one is a
-        verdict. If its calls were answered, the agent is responsible for every other end, a crash
+        The policy never causes a call that the gateway or an MCP server could not answer, so no end
+        after one is a verdict. If its calls were answered, the agent is responsible for every other end, a crash
         included: otherwise a policy could discard an episode that it does not like.
         """
         if self.refused:
             return f"the first model call was refused: {self.refused}"
+        if self.mcp_failed:
+            return f"a tool call got no answer: {self.mcp_failed}"
         if self.unanswered:
             return f"the agent ended after an unanswered model call: {self.unanswered}"
         if self.end is AgentEnd.NEVER_CALLED_MODEL:

@@ -8,7 +8,14 @@ import time
 from perdure import tracing
 from perdure.agents.base import EXEC_ID
 from perdure.data_source_handlers import runs_own_agent
-from perdure.errors import NotFound, PerdureError, PolicyTooStale, RetryHere, SandboxLost
+from perdure.errors import (
+    InstanceError,
+    NotFound,
+    PerdureError,
+    PolicyTooStale,
+    RetryHere,
+    SandboxLost,
+)
 from perdure.gateway.base import STOPPED_OUTSIDE, SessionSummary
 from perdure.rollouts import agent_output, handler_hooks
 from perdure.rollouts.activity_messages import LONGEST_WAIT_S, AgentRun
@@ -112,6 +119,7 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
+        mcp_failed=summary.mcp_failed[:REASON_LIMIT] if summary else "",
         stopped=capped == STOPPED_OUTSIDE,
         seconds=round(time.monotonic() - started, 3),
     )
@@ -153,6 +161,7 @@ async def stop_calls(job: Job) -> None:
 
 
 async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: str | None) -> None:
+    await _check_mcp_programs(job, sandbox)
     launch = job.agent.launch(job.task(gateway_url=url, session_key=session.key if session else ""))
     for path, content in launch.files.items():  # they may contain the key
         await sandbox.put(path, content, mode=0o600)
@@ -165,6 +174,18 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
             timeout_s=job.request.agent_budget_s,
         ),
     )
+
+
+async def _check_mcp_programs(job: Job, sandbox: Sandbox) -> None:
+    """Agents start without a server whose program is absent. Raises: InstanceError."""
+    for name, server in job.mcp_servers.items():
+        if server.type == "stdio" and job.agent.needs_model:
+            found = await sandbox.exec(["sh", "-c", 'command -v "$0"', server.command])
+            if not found.status.ok:
+                raise InstanceError(
+                    f"MCP server {name!r} needs the program {server.command!r}, which the sandbox does "
+                    "not have: add it to the image, or serve it over HTTP"
+                )
 
 
 async def _watch(
@@ -192,7 +213,8 @@ async def _watch(
                 waited = summary.waiting_seconds
                 await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
             is_refused = summary.too_stale or summary.is_hopeless or summary.capped
-            if is_refused or summary.waits_for_quota(time.time()):  # no answer can follow soon
+            no_answer = is_refused or summary.waits_for_quota(time.time())
+            if no_answer or summary.mcp_failed:
                 await sandbox.signal(EXEC_ID, signal.SIGKILL)
                 status = await sandbox.wait(EXEC_ID, KILLED_S)
                 break
@@ -237,6 +259,7 @@ async def _conclude(
         tokens=summary.tokens if summary else 0,
         unanswered=summary.unanswered[:REASON_LIMIT] if summary else "",
         refused=summary.refused if summary and not summary.turns else "",
+        mcp_failed=summary.mcp_failed[:REASON_LIMIT] if summary else "",
         stopped=capped == STOPPED_OUTSIDE,
         seconds=round(status.seconds or 0.0, 3),
         detail=capped or agent_output.detail(end, found),
@@ -249,7 +272,7 @@ async def _unless_host_failed(job: Job, run: AgentRun) -> AgentRun:
     The check is skipped for a metered account, whose sandboxes run on other hosts.
     Raises: SandboxLost if the control sandbox fails.
     """
-    never_called = not (run.turns or run.refused or run.unanswered)
+    never_called = not (run.turns or run.refused or run.unanswered or run.mcp_failed)
     has_control = never_called and run.broke and not job.agent_sandbox.admission.metered
     if has_control and not await sandboxes_work(job):
         raise SandboxLost(f"{run.broke}, and the control fails too: {run.detail}")

@@ -23,7 +23,7 @@ from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import SandboxProvider, identity_of
 from perdure.sandboxes.phase_specs import PhasePlacement
 from perdure.storage import store_keys
-from perdure.types import CalibrationState, Instance, PhaseName, RolloutRequest
+from perdure.types import CalibrationState, Instance, McpServers, PhaseName, RolloutRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -230,6 +230,11 @@ class Job:
                 instance or self.instance, limits=build.limits, network=build.network
             )
 
+    @property
+    def mcp_servers(self) -> McpServers:
+        """The servers of the instance, replaced and joined by those of the request."""
+        return {**self.instance.mcp_servers, **self.request.mcp_servers}
+
     def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
         request, instance = self.request, self.instance
         return AgentTask(
@@ -240,6 +245,7 @@ class Job:
             model=request.model,
             sampling=request.sampling,
             budget_s=request.agent_budget_s,
+            mcp_servers=self.mcp_servers,
             options=request.agent_options,
         )
 

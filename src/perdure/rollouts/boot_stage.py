@@ -3,10 +3,12 @@
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from pydantic import JsonValue
 
+from perdure.agents import mcp_config
 from perdure.agents.base import install
 from perdure.client.request_comparison import Identity
 from perdure.data_source_handlers import AgentHandler, runs_own_agent
@@ -14,7 +16,14 @@ from perdure.engines.hosted_sampling import check_hosted_sampling, hosted_kind
 from perdure.engines.quota_resets import QuotaReset
 from perdure.engines.reported_model import engine_settings
 from perdure.episodes.episode_store import read_episode
-from perdure.errors import AttemptDamaged, InstanceError, NotFound, RateLimited, SandboxLost
+from perdure.errors import (
+    AttemptDamaged,
+    ConfigurationError,
+    InstanceError,
+    NotFound,
+    RateLimited,
+    SandboxLost,
+)
 from perdure.graders.diff.diff_capture import BASE_GIT, prepare_capture
 from perdure.graders.image.image_setup import set_up_image
 from perdure.instances.environment_builder import Prepared
@@ -299,7 +308,23 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     services.handler(instance.data_source).validate(instance)
     phase_specs.check(job.request, instance, services.provider)
     services.reach(job.agent_sandbox.placement.provider)
+    mcp_config.check(job.request.agent, job.agent, job.mcp_servers)
+    _check_mcp_hosts(job)
     job.agent.launch(job.task(gateway_url="http://127.0.0.1", session_key=""))
+
+
+def _check_mcp_hosts(job: Job) -> None:
+    """A row must not choose what the gateway's host calls. Raises: ConfigurationError."""
+    allowed = job.services.settings.gateway.mcp_hosts.lower().replace(",", " ").split()
+    if not job.agent.needs_model:
+        return
+    for name, server in job.mcp_servers.items():
+        host = urlsplit(server.url).netloc.lower()
+        if host and name not in job.request.mcp_servers and host not in allowed:
+            raise ConfigurationError(
+                f"{job.request.instance} names the MCP server {name!r} at {host}: allow the host with "
+                f"PERDURE_GATEWAY__MCP_HOSTS={host}, or name another server {name!r} with --mcp FILE"
+            )
 
 
 def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:

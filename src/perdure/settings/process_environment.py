@@ -41,6 +41,7 @@ FOREIGN = (
         ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_MODEL"),
         "the same, if OpenAI's are not set",
     ),
+    Foreign("MCP servers", ("MCP_*",), "values of `${...}` in their headers, for gateways"),
     Foreign("Docker", ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"), "which engine to use"),
     Foreign(
         "Podman",

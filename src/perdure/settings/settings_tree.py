@@ -93,6 +93,8 @@ class GatewaySettings(Group):
     """Model calls per minute that one session may start in one gateway process. Further calls wait."""
     tokens_per_minute: int = Field(400_000, ge=1)
     """Tokens per minute that one session may sample in one gateway process. Further calls wait."""
+    mcp_hosts: str = ""
+    """Hosts of MCP servers that dataset rows may name, as in the URL: `HOST:PORT,HOST`."""
 
     @field_validator("url")
     @classmethod

@@ -5,6 +5,7 @@ It starts everything in this process. A test brings the scripts in its own agent
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence, install
 from perdure.episodes import trajectory_segments, turns_parquet
 from perdure.errors import NotFound
 from perdure.gateway.base import SessionSummary
+from perdure.gateway.mcp.mcp_calls import calls_key
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.graders.diff import diff_capture
 from perdure.graders.protocols.eval_cmd import EvalCmdGrader
@@ -33,6 +35,7 @@ from perdure.types import (
     Grade,
     Grading,
     Instance,
+    McpServer,
     Purpose,
     Sampling,
     Source,
@@ -150,6 +153,8 @@ class Start:
     budget_s: float = BUDGET_S
     model: str = "policy"
     options: Mapping[str, Any] = field(default_factory=dict)
+    mcp_servers: Mapping[str, McpServer] = field(default_factory=dict)
+    mounts: Sequence[Mount] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,8 @@ class Stand:
         self.tree = folder / "tree"
         _make_repository(self.tree)
         self._runs = 0
+        self.mcp_calls: list[dict[str, Any]] = []
+        """What the gateway recorded of MCP servers in the newest run."""
 
     async def run(
         self,
@@ -191,6 +198,8 @@ class Stand:
         model: str = "policy",
         engines: int = 1,
         sampled: Sampled = _goes_on,
+        mcp_servers: Mapping[str, McpServer] | None = None,
+        mounted: Sequence[Mount] = (),
     ) -> Run:
         """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it. `sampled` is
         called whenever an engine is about to sample a turn."""
@@ -198,7 +207,8 @@ class Stand:
         def policy(engine: ScriptedEngine) -> Policy:
             return Asked({"scripts": list(scripts)}, asked or {}, partial(sampled, engine))
 
-        start = Start(instance, sampling, budget_s, model, options or {})
+        servers = mcp_servers or {}
+        start = Start(instance, sampling, budget_s, model, options or {}, servers, mounted)
         async with self.served(policy, engines) as served:
             return await self.attempt(served, agent, start)
 
@@ -226,11 +236,13 @@ class Stand:
             session,
             sampling=start.sampling,
             labels={"rollout": "s"},
+            mcp_servers={k: one for k, one in start.mcp_servers.items() if one.type == "http"},
             replay_of=f"s-{number - 1}" if number > 1 else None,
         )
         mounts = (
             *await install(agent, self.tools, self.agents, start.options),
             Mount(self.tree / ".git", diff_capture.BASE_GIT),
+            *start.mounts,
         )
         spec = SandboxSpec(WORKDIR, tree=self.tree, mounts=mounts, gateway=served.link.path)
         name = f"{self._runs}-{number}"
@@ -243,6 +255,7 @@ class Stand:
                 model=start.model,
                 sampling=start.sampling,
                 budget_s=start.budget_s,
+                mcp_servers=dict(start.mcp_servers),
                 options=dict(start.options),
             )
             started = time.monotonic()
@@ -257,6 +270,9 @@ class Stand:
             )
             captured = await diff_capture.capture(sandbox, diff_capture.BASE_GIT)
         recorded = await served.gateway.store.get(turns_key_of(session))
+        with contextlib.suppress(NotFound):
+            calls = await served.gateway.store.get(calls_key(turns_key_of(session)))
+            self.mcp_calls = [json.loads(line) for line in calls.data.splitlines()]
         return Run(
             end=agent.classify(evidence),
             evidence=evidence,

@@ -20,6 +20,7 @@ from perdure.types.instances import (
     Verifier,
     distinct_twins,
 )
+from perdure.types.mcp_servers import McpName, McpServer, McpServers
 from perdure.types.requests import (
     DEFAULT_MODEL,
     GIVEN_PATCHES,
@@ -117,6 +118,9 @@ __all__ = [
     "InstanceRef",
     "LimitChanges",
     "Limits",
+    "McpName",
+    "McpServer",
+    "McpServers",
     "Outcome",
     "OutputParser",
     "PatchRef",

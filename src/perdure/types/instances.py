@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen
 from perdure.types.identifier_patterns import Slug
+from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
 
 
@@ -211,6 +212,9 @@ class Instance(Frozen):
     what to leave out below it. The grader's sandbox gets them at the same paths."""
     phases: Phases = Phases()
     """Requirements of this instance's sandboxes. A request overrides them."""
+    mcp_servers: McpServers = Field(default_factory=dict)
+    """Servers whose tools the agent may call. The worker's settings must allow the hosts of those
+    that are not in the sandbox."""
     created_at: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 

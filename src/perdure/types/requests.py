@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from perdure.errors import ConfigurationError
 from perdure.types.base import Request
 from perdure.types.identifier_patterns import InstanceRef, Slug
+from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
 
@@ -32,8 +33,8 @@ FailureType = Literal[
     "ActivityTimeout",
     "UnexpectedError",
 ]
-"""Failure types that a new attempt may avoid. `CallUnanswered`: the agent ended after a model call
-that the gateway could not answer. `AgentError`: the agent ended before any model call was
+"""Failure types that a new attempt may avoid. `CallUnanswered`: the gateway could not answer a model
+call, after which the agent ended, or an MCP server could not answer a call. `AgentError`: the agent ended before any model call was
 answered."""
 
 
@@ -149,6 +150,8 @@ class RolloutRequest(Request):
     agent_options: dict[str, JsonValue] = Field(default_factory=dict)
     sandbox: str = "bubblewrap"
     """A name of the sandbox registry, or a dotted path."""
+    mcp_servers: McpServers = Field(default_factory=dict)
+    """Servers whose tools the agent may call. One replaces the instance's server of the same name."""
     model: str = DEFAULT_MODEL
     """The model that answers the agent's calls, whatever name the agent asks for: one that an
     engine serves (`perdure engines list`)."""

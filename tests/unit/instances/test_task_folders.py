@@ -13,7 +13,7 @@ from perdure.instances import base_trees, build_contexts, instance_catalog
 from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
-from perdure.types import Build, Instance, LimitChanges, Sampling, SourceKind
+from perdure.types import Build, Instance, LimitChanges, McpServer, Sampling, SourceKind
 from tests.unit.instances.made_rows import write_harbor
 
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
@@ -116,6 +116,40 @@ def test_empty_values_and_other_names_of_the_default_pass(tmp_path: Path) -> Non
     (folder / "task.toml").write_text("artifacts = []\n" + task.replace("[verifier]", modes))
 
     assert read(folder) == plain
+
+
+SERVERS = """
+[[environment.mcp_servers]]
+name = "docs"
+transport = "streamable-http"
+url = "http://docs:8000/mcp"
+headers = {Authorization = "Bearer ${DOCS}"}
+
+[[environment.mcp_servers]]
+name = "calc"
+transport = "stdio"
+command = "calculator"
+args = ["--exact"]
+"""
+
+
+def test_mcp_servers_are_read(tmp_path: Path) -> None:
+    docs = {"url": "http://docs:8000/mcp", "headers": {"Authorization": "Bearer ${DOCS}"}}
+    calc = {"command": "calculator", "args": ["--exact"]}
+    instance = read(write_harbor(tmp_path / "add", "img:1", more=SERVERS))
+
+    assert instance.mcp_servers == {
+        "docs": McpServer.model_validate(docs),
+        "calc": McpServer.model_validate(calc),
+    }
+
+
+def test_a_server_with_the_deprecated_transport_is_refused(tmp_path: Path) -> None:
+    """It is Harbor's default."""
+    more = SERVERS.replace('transport = "streamable-http"', "")
+
+    with pytest.raises(InstanceError, match=r"environment.mcp_servers.*docs.*`sse` is deprecated"):
+        read(write_harbor(tmp_path / "add", "img:1", more=more))
 
 
 def separate(folder: Path, artifacts: str, more: str = "") -> Path:

@@ -132,10 +132,22 @@ def argv_of(command: list[str], packages: str, node: str) -> list[str]:
     return [*([node] if on_node else []), os.path.realpath(program), *command[1:]]
 
 
+def mcp_server(settings: dict[str, Any]) -> Any:
+    from acp.schema import (  # type: ignore[import-not-found]
+        HttpMcpServer,
+        McpServerStdio,
+    )
+
+    if "url" in settings:
+        return HttpMcpServer.model_validate(settings)
+    path = shutil.which(settings["command"]) or settings["command"]
+    return McpServerStdio.model_validate({**settings, "command": path})
+
+
 async def converse(settings: dict[str, Any], prompt: str) -> int:
     """Run all turns and return the exit code. Raises: as `Session.turn`, and OSError."""
     import acp
-    from acp.schema import (  # type: ignore[import-not-found]
+    from acp.schema import (
         ClientCapabilities,
         Implementation,
     )
@@ -153,7 +165,9 @@ async def converse(settings: dict[str, Any], prompt: str) -> int:
             client_info=Implementation(name="perdure", version="1"),
         )
         opened = await connection.new_session(
-            cwd=os.getcwd(), mcp_servers=[], **settings["session_meta"]
+            cwd=os.getcwd(),
+            mcp_servers=[mcp_server(one) for one in settings["mcp_servers"]],
+            **settings["session_meta"],
         )
         session = Session(connection, client, opened.session_id, settings["turn_s"])
         for number, text in enumerate((prompt, *settings["turns"]), 1):

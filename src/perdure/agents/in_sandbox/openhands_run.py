@@ -18,9 +18,12 @@ def main(settings: dict[str, Any], prompt: str) -> None:
         get_default_agent,
     )
 
-    llm = LLM(api_key=os.environ.pop("PERDURE_SESSION_KEY"), **settings["llm"])
+    key = os.environ.pop("PERDURE_SESSION_KEY")
+    agent = get_default_agent(llm=LLM(api_key=key, **settings["llm"]), cli_mode=True)
+    if servers := settings["mcp_servers"]:
+        agent = agent.model_copy(update={"mcp_config": mcp_config(servers, key)})
     conversation = Conversation(
-        agent=get_default_agent(llm=llm, cli_mode=True),
+        agent=agent,
         workspace=os.getcwd(),
         callbacks=[lambda event: tell(json.loads(event.model_dump_json()))],
         persistence_dir=settings["persistence_dir"],
@@ -35,6 +38,17 @@ def main(settings: dict[str, Any], prompt: str) -> None:
         error = f"{type(raised).__name__}: {raised}"
     tell({"kind": "perdure_end", "status": conversation.state.execution_status, "error": error})
     conversation.close()
+
+
+def mcp_config(servers: dict[str, Any], key: str) -> dict[str, Any]:
+    """`key`: the session key, which the gateway's routes to servers ask for."""
+    from openhands.sdk.mcp.config import MCPServer  # type: ignore[import-not-found]
+
+    headers = {"headers": {"Authorization": f"Bearer {key}"}}
+    return {
+        name: MCPServer.model_validate({**server, **(headers if "url" in server else {})})
+        for name, server in servers.items()
+    }
 
 
 def tell(event: dict[str, Any]) -> None:

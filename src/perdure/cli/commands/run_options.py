@@ -125,6 +125,12 @@ OPTIONS = (
         metavar="SECONDS",
         help="Time limit of each agent.",
     ),
+    click.option(
+        *("--mcp", "mcp"),
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="MCP servers whose tools agents may call, as in .mcp.json.",
+    ),
     SET,
     click.option(
         "--no-grade",
@@ -237,6 +243,7 @@ def read(
     policy_version: int | None,
     max_staleness: int | None,
     budget: float | None,
+    mcp: Path | None,
     no_grade: bool,
     max_tokens: int | None,
     max_cost: float | None,
@@ -258,6 +265,7 @@ def read(
     **options: Any,
 ) -> "tuple[Settings, RunOptions, LaunchOptions]":
     """Turn the command line into settings, run options and launch options. Raises: ConfigurationError."""
+    from perdure.cli.runs import mcp_file
     from perdure.cli.runs.run_request import RunOptions, budget_of, caps_of, fields_of, retried
     from perdure.client.slime_variables import defaults_for
     from perdure.data_source_handlers import import_handlers
@@ -271,6 +279,7 @@ def read(
         "agent_budget_s": budget,
         "retry_on": retried(retry_on, no_retry_on),
         "grading": "later" if no_grade else None,
+        "mcp_servers": mcp_file.read(mcp) if mcp is not None else None,
     }
     settings = load_settings()
     limits = {

@@ -39,6 +39,13 @@ from perdure.gateway.base import STORE_UNAVAILABLE_CODE, SUMMARIES, SessionSpec,
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.http import engine_routes, episode_routes
 from perdure.gateway.http.api_keys import may_control, session_of
+from perdure.gateway.mcp import mcp_proxy
+from perdure.gateway.mcp.mcp_proxy import (
+    LARGEST_REQUEST,
+    McpProxy,
+    McpRequest,
+    check_variables,
+)
 from perdure.gateway.rate_limits import Ceilings
 from perdure.gateway.rendering.message_format import load_format
 from perdure.gateway.session_manager import Sessions
@@ -91,6 +98,7 @@ class Gateway:
     metrics: Metrics
     patience: Patience
     store: Store
+    mcp: McpProxy
 
     def waits(self, session_id: str) -> Wait | None:
         """What a call of the session waits for: an engine, or the journal."""
@@ -113,7 +121,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with new_client() as client:
+        async with new_client() as client, mcp_proxy.new_client() as mcp_client:
             roster, keys = (
                 StoredRoster(store, roster_key(secrets.oldest)),
                 engine_keys(secrets.oldest),
@@ -134,7 +142,8 @@ def create_app(
                 ceilings=ceilings,
             )
             app.state.gateway = Gateway(
-                settings, secrets, sessions, engine, metrics, patience, store
+                *(settings, secrets, sessions, engine, metrics, patience, store),
+                McpProxy(sessions, secrets, mcp_client),
             )
             following = asyncio.create_task(engine.follow())
             try:
@@ -150,6 +159,7 @@ def create_app(
             *(Route(path, _agent(_count_tokens), methods=["POST"]) for path in COUNT_PATHS),
             Route("/v1/models", _agent(_models)),
             Route("/v1beta/models", _agent(_models)),
+            Route("/v1/mcp/{name}", _agent(_mcp), methods=["POST", "DELETE"]),
             Route("/", _hello, methods=["HEAD"]),
             Route("/api/hello", _hello, methods=["HEAD"]),
             Route("/sessions", _control(_get_many), methods=["POST"]),
@@ -246,6 +256,20 @@ async def _models(request: Request) -> Response:
     return Response(_dialect_of(request).models([model]), media_type="application/json")
 
 
+async def _mcp(request: Request) -> Response:
+    """Without GET, which the protocol lets a server refuse: streams that only wait cost connections."""
+    session_id = _session_of(request)
+    asked = McpRequest(
+        session_id=session_id,
+        name=request.path_params["name"],
+        method=request.method,
+        headers=request.headers,
+        body=await _body(request, LARGEST_REQUEST),
+        has_hung_up=request.is_disconnected,
+    )
+    return await _gateway(request).mcp.answer(asked)
+
+
 async def _hello(request: Request) -> Response:
     """Claude Code probes this route without a key to see whether the server answers."""
     return Response()
@@ -306,6 +330,7 @@ async def _open(request: Request) -> Response:
         raise Refused(400, "invalid_value", f"'{field}': {first['msg']}") from None
     if spec.session_id != request.path_params["session_id"]:
         raise Refused(400, "invalid_value", "'session_id' differs from the one in the path")
+    check_variables(spec.mcp_servers)
     summary = await _gateway(request).sessions.open(spec)
     return Response(summary.model_dump_json(), media_type="application/json")
 

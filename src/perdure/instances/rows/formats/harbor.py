@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from perdure.instances.rows.formats.swebench import is_artifact_path
 from perdure.instances.rows.row_fields import Row
 from perdure.sandboxes.image_builds import DOCKERFILE
@@ -25,6 +27,8 @@ from perdure.types import (
     Grading,
     Instance,
     LimitChanges,
+    McpServer,
+    McpServers,
     Phase,
     Phases,
     Source,
@@ -32,6 +36,7 @@ from perdure.types import (
     Verifier,
     slugify,
 )
+from perdure.types.validation_errors import faults
 
 FOLDER = ".perdure-tests"
 """The folder of the tests in `grading.files`; the grader `reward_file` moves them to /tests."""
@@ -53,6 +58,9 @@ ENVIRONMENT_KEYS = (
     "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
     "storage_mb storage allow_internet network_mode gpus"
 )
+AGENT_KEYS = "mcp_servers"
+"""Keys of `environment` that a separate verifier's does not have."""
+SERVERS = TypeAdapter(McpServers)
 SUPPORTED_KEYS: Mapping[str, str] = {
     "": (
         "version schema_version task metadata source multi_step_reward_strategy artifacts "
@@ -60,7 +68,7 @@ SUPPORTED_KEYS: Mapping[str, str] = {
     ),
     "verifier": "timeout_sec env environment_mode environment network_mode user",
     "agent": "timeout_sec network_mode user",
-    "environment": ENVIRONMENT_KEYS,
+    "environment": f"{ENVIRONMENT_KEYS} {AGENT_KEYS}",
     "verifier.environment": ENVIRONMENT_KEYS,
     "solution": "env",
 }
@@ -101,6 +109,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         gold_patch=_gold(folder),
         gold_script=_gold_script(folder, tables["solution"]),
         artifacts=kept,
+        mcp_servers=_mcp_servers(tables["environment"])[0],
         phases=_phases(tables),
         metadata={
             "agent_timeout_s": tables["agent"].get("timeout_sec"),
@@ -154,6 +163,7 @@ def _unsupported(
         for key, value in _env(table).items()
         if "${" in value
     ]
+    problems += _mcp_servers(tables["environment"])[1]
     for name in ("environment", "tests"):
         if any((folder / name).glob("docker-compose.y*ml")):
             problems.append(f"its {name} folder has several containers; Perdure runs only one")
@@ -214,6 +224,19 @@ def _environment(
         workdir=table.get("workdir") or _workdir(folder) or workdir,
         env=_env(table),
     )
+
+
+def _mcp_servers(table: Mapping[str, Any]) -> tuple[dict[str, McpServer], list[str]]:
+    """The servers by name, and what is wrong with others. As in Harbor, the default is `sse`."""
+    servers, problems = {}, []
+    for entry in table.get("mcp_servers", []):
+        given = {"transport": "sse", **entry}
+        name, kind = given.pop("name", ""), given.pop("transport")
+        try:
+            servers.update(SERVERS.validate_python({name: {**given, "type": kind}}))
+        except ValidationError as error:
+            problems.append(f"`environment.mcp_servers`: {faults(error)}")
+    return servers, problems
 
 
 def _lower(value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Calls of MCP servers: forwarded with the server's credentials, bounded, and recorded."""

@@ -1,0 +1,386 @@
+"""Forwards an agent's calls to the MCP servers of its session, which a sandbox cannot reach itself.
+
+The gateway chooses the address and adds the credentials, so a sandbox has neither. Only headers of
+the protocol pass. A call is bounded in time and size; then the agent gets an error, as from the tool.
+A server that cannot be reached is a failure of the infrastructure: it ends the attempt.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import structlog
+from starlette.responses import Response, StreamingResponse
+
+from perdure.dialects.base import Refused
+from perdure.gateway.mcp.mcp_calls import HANDSHAKE, Ended, McpCall, shown
+from perdure.gateway.session_manager import Sessions
+from perdure.home_folder import Secrets
+from perdure.settings import process_environment
+from perdure.types import McpServer, McpServers
+
+LARGEST_REQUEST = 4 << 20
+LARGEST_ANSWER = 8 << 20
+"""Bytes of one answer with all its events."""
+PATIENCE_S = 60.0
+"""Seconds in which a server that refuses connections, or answers 429 or 503, may come back."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
+CONNECT_S = 5.0
+KEEPALIVE_S = 1.0
+"""Seconds after which an idle connection is not used again: servers close theirs later."""
+PROBE_S = 10.0
+"""Seconds in which a server answers anything at all after a call that took too long."""
+SESSION = "mcp-session-id"
+TOOL_ERROR, NO_METHOD = -32000, -32601
+"""JSON-RPC error codes of what the gateway answers in the server's place."""
+LISTEN = "subscriptions/listen"
+"""A request whose answer never ends. Like the GET of earlier versions, a server may lack it."""
+
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+log = structlog.get_logger()
+
+
+class ServerDead(Exception):
+    """The server could not answer, through no fault of the agent. The message says why."""
+
+
+class AnswerTooLarge(Exception):
+    """The answer exceeds LARGEST_ANSWER."""
+
+
+@dataclass(frozen=True)
+class McpRequest:
+    """One HTTP request of an agent to `/v1/mcp/{name}`."""
+
+    session_id: str
+    name: str
+    method: str
+    headers: Mapping[str, str]
+    body: bytes
+    has_hung_up: Callable[[], Awaitable[bool]]
+
+
+@dataclass
+class _Call:
+    """A request on its way to the server."""
+
+    asked: McpRequest
+    server: McpServer
+    message: dict[str, Any]
+    """The JSON-RPC message; empty for a DELETE."""
+    held: str
+    """The id of the agent's session at the server; empty if it has none."""
+    started_at: float = field(default_factory=time.time)
+    size: int = 0
+    """Bytes of the answer so far."""
+    content: bytes | None = None
+    """The whole answer, once it is read."""
+    is_recorded: bool = False
+
+    def __post_init__(self) -> None:
+        self.ends_at = asyncio.get_running_loop().time() + self.server.timeout_s
+
+    @property
+    def id(self) -> str | int | None:
+        """None if the message needs no answer."""
+        found = self.message.get("id") if "method" in self.message else None
+        return found if isinstance(found, str | int) else None
+
+    @property
+    def place(self) -> str:
+        """For messages to people: the name and the host, without path and credentials."""
+        return f"MCP server {self.asked.name!r} at {urlsplit(self.server.url).netloc}"
+
+
+def new_client() -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S)
+    return httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_S), limits=limits)
+
+
+def check_variables(servers: McpServers) -> None:
+    """Raises: Refused (409), which names a variable that the headers need and the gateway lacks."""
+    for name, server in servers.items():
+        for variable in server.variables:
+            if not process_environment.named(variable):
+                problem = (
+                    f"MCP server {name!r} needs the variable {variable}: set it in the gateway"
+                )
+                raise Refused(409, "conflict", problem)
+
+
+class McpProxy:
+    """Answers the calls of all sessions of a gateway process."""
+
+    def __init__(self, sessions: Sessions, secrets: Secrets, client: httpx.AsyncClient) -> None:
+        self._sessions = sessions
+        self._secrets = secrets
+        self._client = client
+
+    async def answer(self, asked: McpRequest) -> Response:
+        """Raises: Refused; NotFound; RetryHere."""
+        server = await self._sessions.mcp_server(asked.session_id, asked.name)
+        message = _message(asked.body) if asked.method == "POST" else {}
+        call = _Call(asked, server, message, self._held(asked))
+        if message.get("method") == LISTEN:
+            refusal = _error(call, NO_METHOD, "the gateway keeps no streams open")
+            return Response(json.dumps(refusal), media_type="application/json")
+        if asked.method == "DELETE":
+            await self._sessions.note_mcp_ended(asked.session_id, call.held)
+        try:
+            response = await self._sent(call)
+            if _is_stream(response):
+                headers = {**self._headers_back(call, response), "cache-control": "no-cache"}
+                return StreamingResponse(self._events(call, response), headers=headers)
+            content = await self._whole(call, response)
+            await self._record(call, _json(content), "answered")
+            return Response(content, response.status_code, self._headers_back(call, response))
+        except (ServerDead, TimeoutError, AnswerTooLarge) as error:
+            answer = await self._explained(call, error)
+            return Response(json.dumps(answer), media_type="application/json")
+
+    # --- the agent's session at a server ---------------------------------------------------------
+
+    def _held(self, asked: McpRequest) -> str:
+        """The server's own id of the agent's session. Its last part proves that this gateway session
+        got it, so that no agent can enter the session of another one. Raises: Refused (404)."""
+        given = asked.headers.get(SESSION, "")
+        held, _, proof = given.rpartition(".")
+        secrets = self._secrets.accepted
+        if given and not any([hmac.compare_digest(proof, _proof(s, asked, held)) for s in secrets]):
+            raise Refused(404, "no_mcp_session", "this session at the MCP server does not exist")
+        return held
+
+    def _headers_back(self, call: _Call, response: httpx.Response) -> dict[str, str]:
+        kept = {n: v for n, v in response.headers.items() if n == "content-type" or _is_mcp(n)}
+        if held := kept.get(SESSION):
+            kept[SESSION] = f"{held}.{_proof(self._secrets.newest, call.asked, held)}"
+        return kept
+
+    # --- to the server ---------------------------------------------------------------------------
+
+    async def _sent(self, call: _Call) -> httpx.Response:
+        """The server's answer, of which only the head is read. A request that the server has not
+        taken is repeated. Raises: ServerDead, TimeoutError."""
+        loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
+        until = loop.time() + (PATIENCE_S if call.message else 0)
+        while True:
+            response = None
+            call.ends_at = loop.time() + call.server.timeout_s
+            try:
+                async with asyncio.timeout_at(call.ends_at):
+                    response = await self._client.send(self._request(call), stream=True)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                reason = f"{call.place} cannot be reached: {error or type(error).__name__}"
+            except httpx.TransportError as error:
+                raise ServerDead(
+                    f"{call.place} broke off a call: {type(error).__name__}"
+                ) from error
+            else:
+                if response.status_code not in (429, 503):
+                    return await self._usable(call, response)
+                reason = f"{call.place} answered {response.status_code}"
+            if loop.time() > until or await call.asked.has_hung_up():
+                if response is not None and response.status_code == 429:
+                    return response  # the agent's own calls may be the reason
+                raise ServerDead(reason)
+            if response is not None:
+                await response.aclose()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _request(self, call: _Call) -> httpx.Request:
+        asked, server = call.asked, call.server
+        passed = {n: v for n, v in asked.headers.items() if n in ("accept", "content-type")}
+        passed |= {n: v for n, v in asked.headers.items() if _is_mcp(n) and n != SESSION}
+        if call.held:
+            passed[SESSION] = call.held
+        return httpx.Request(
+            asked.method,
+            server.url,
+            headers={**passed, "accept-encoding": "identity", **_own_headers(server)},
+            content=asked.body,
+            extensions={"timeout": self._client.timeout.as_dict()},
+        )
+
+    async def _usable(self, call: _Call, response: httpx.Response) -> httpx.Response:
+        """The response, unless its status says that the server or its address is wrong.
+
+        Raises: ServerDead.
+        """
+        status, problem = response.status_code, ""
+        if response.is_redirect:
+            problem = f"redirects to {response.headers.get('location')}: name that address"
+        elif status == httpx.codes.UNAUTHORIZED:
+            problem = "refuses the gateway's credentials"
+        elif status in (httpx.codes.BAD_GATEWAY, httpx.codes.GATEWAY_TIMEOUT):
+            problem = f"answered {status}"
+        elif status == httpx.codes.NOT_FOUND and call.asked.method == "POST":
+            content = await self._whole(call, response)
+            ended = await self._sessions.mcp_ended(call.asked.session_id)
+            if not _is_answer(call, _json(content)) and call.held not in ended:
+                problem = "lost the agent's session" if call.held else "has no such path (404)"
+        if problem:
+            await response.aclose()
+            raise ServerDead(f"{call.place} {problem}")
+        return response
+
+    async def _is_alive(self, server: McpServer) -> bool:
+        """Whether it answers anything at all."""
+        with contextlib.suppress(httpx.TransportError, TimeoutError):
+            async with asyncio.timeout(PROBE_S):
+                probe = httpx.Request("GET", server.url, headers=_own_headers(server))
+                probe.extensions["timeout"] = self._client.timeout.as_dict()
+                await (await self._client.send(probe, stream=True)).aclose()
+                return True
+        return False
+
+    # --- back to the agent -----------------------------------------------------------------------
+
+    async def _whole(self, call: _Call, response: httpx.Response) -> bytes:
+        """Raises: ServerDead, TimeoutError, AnswerTooLarge."""
+        if call.content is None:
+            call.content = b"".join([chunk async for chunk in self._chunks(call, response)])
+        return call.content
+
+    async def _chunks(self, call: _Call, response: httpx.Response) -> AsyncIterator[bytes]:
+        """Raises: ServerDead, TimeoutError, AnswerTooLarge."""
+        chunks = response.aiter_bytes()
+        try:
+            while True:
+                async with asyncio.timeout_at(call.ends_at):
+                    chunk = await anext(chunks, b"")
+                if not chunk:
+                    return
+                call.size += len(chunk)
+                if call.size > LARGEST_ANSWER:
+                    raise AnswerTooLarge
+                yield chunk
+        except httpx.TransportError as error:
+            raise ServerDead(f"{call.place} broke off an answer: {type(error).__name__}") from error
+        finally:
+            await response.aclose()
+
+    async def _events(self, call: _Call, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The events as they come. The answer among them is recorded before the agent gets it."""
+        rest = b""
+        try:
+            async for chunk in self._chunks(call, response):
+                *events, rest = _split(rest + chunk)
+                for event in events:
+                    if _is_answer(call, message := _message_of(event)):
+                        await self._record(call, message, "answered")
+                    yield event
+            if call.id is not None and not call.is_recorded:
+                raise ServerDead(f"{call.place} ended a call without an answer")
+        except (ServerDead, TimeoutError, AnswerTooLarge) as error:
+            answer = await self._explained(call, error)
+            yield b"event: message\ndata: " + json.dumps(answer).encode() + b"\n\n"
+
+    async def _explained(self, call: _Call, error: Exception) -> dict[str, Any]:
+        """The JSON-RPC error that the agent gets in place of an answer. A dead server is noted in the
+        session, whose attempt ends then."""
+        ended: Ended = "unanswered"
+        if isinstance(error, AnswerTooLarge):
+            ended, text = "too large", f"the answer exceeds {LARGEST_ANSWER >> 20} MiB"
+        elif isinstance(error, TimeoutError) and await self._is_alive(call.server):
+            ended, text = "took too long", f"the call took more than {call.server.timeout_s:g} s"
+        elif isinstance(error, TimeoutError):
+            text = f"{call.place} no longer answers"
+        else:
+            text = str(error)
+        answer = _error(call, TOOL_ERROR, text)
+        await self._record(call, answer, ended)
+        if ended == "unanswered" and call.message:
+            log.warning("an MCP server failed", session_id=call.asked.session_id, reason=text)
+            await self._sessions.note_mcp_failed(call.asked.session_id, text)
+        return answer
+
+    async def _record(self, call: _Call, answer: dict[str, Any], ended: Ended) -> None:
+        call.is_recorded = True
+        method = str(call.message.get("method"))
+        if call.id is None or method in HANDSHAKE:
+            return
+        params = call.message.get("params")
+        named = params if isinstance(params, dict) else {}
+        result = answer.get("result")
+        is_tool_error = isinstance(result, dict) and result.get("isError") is True
+        await self._sessions.note_mcp_call(
+            call.asked.session_id,
+            McpCall(
+                server=call.asked.name,
+                method=method[:100],
+                tool=str(named.get("name") or named.get("uri") or "")[:200],
+                params=shown(params),
+                answer=shown(answer.get("error", result)),
+                is_error="error" in answer or is_tool_error,
+                ended=ended,
+                started_at=call.started_at,
+                seconds=round(time.time() - call.started_at, 6),
+                request_bytes=len(call.asked.body),
+                answer_bytes=call.size,
+            ),
+        )
+
+
+def _error(call: _Call, code: int, text: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": call.id, "error": {"code": code, "message": text}}
+
+
+def _proof(secret: bytes, asked: McpRequest, held: str) -> str:
+    text = f"mcp:{asked.session_id}:{asked.name}:{held}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def _own_headers(server: McpServer) -> dict[str, str]:
+    return server.filled({name: process_environment.named(name) for name in server.variables})
+
+
+def _is_mcp(header: str) -> bool:
+    return header.startswith("mcp-")
+
+
+def _is_stream(response: httpx.Response) -> bool:
+    kind = response.headers.get("content-type", "")
+    return response.is_success and kind.startswith("text/event-stream")
+
+
+def _message(body: bytes) -> dict[str, Any]:
+    """Raises: Refused (400)."""
+    message = _json(body)
+    if not message:
+        raise Refused(400, "invalid_json", "the body is not one JSON-RPC message")
+    return message
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    """Empty if it is not a JSON object."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_answer(call: _Call, message: dict[str, Any]) -> bool:
+    return call.id is not None and "method" not in message and message.get("id") == call.id
+
+
+def _split(data: bytes) -> list[bytes]:
+    """The whole events in the data, each with its end, and last what follows them."""
+    ends = [0, *(found.end() for found in _EVENT_END.finditer(data))]
+    return [data[a:b] for a, b in zip(ends, [*ends[1:], len(data)], strict=True)]
+
+
+def _message_of(event: bytes) -> dict[str, Any]:
+    lines = (line for line in event.splitlines() if line.startswith(b"data:"))
+    return _json(b"\n".join(line[5:].lstrip() for line in lines))

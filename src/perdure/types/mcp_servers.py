@@ -1,0 +1,112 @@
+"""Servers of the Model Context Protocol (MCP), whose tools an agent may call.
+
+`http` ones run elsewhere: an agent reaches them through the gateway, which adds their credentials.
+`stdio` ones are programs of the sandbox, which the agent's own program starts there.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, StringConstraints, field_validator, model_validator
+
+from perdure.types.base import Request
+
+McpName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
+"""A server's name. It becomes part of the names of its tools, which are at most 64 characters."""
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""In a header: a value that the gateway takes from its environment."""
+SECRET_HEADER = re.compile(r"authorization|cookie|key|token|secret|password", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
+HTTP_NAMES = ("http", "streamable-http", "streamableHttp")
+MOST_SERVERS = 16
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}")
+
+
+class McpServer(Request):
+    """One server, in the form of Claude Code's `.mcp.json`: `url` or `command`.
+
+    Example:
+        {"type": "http", "url": "https://docs.example/mcp",
+         "headers": {"Authorization": "Bearer ${DOCS_TOKEN}"}}
+        {"command": "python3", "args": ["-m", "calculator"]}
+    """
+
+    type: Literal["http", "stdio"]
+    url: str = ""
+    """Address of an `http` server, as the gateway reaches it. It has no credentials."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Headers that the gateway adds. `${NAME}` is the gateway's variable `MCP_NAME`."""
+    command: str = ""
+    """Program of a `stdio` server, in the sandbox."""
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    """More variables of the program; no secrets."""
+    timeout_s: float = Field(300.0, gt=0, le=3600)
+    """Seconds of one call. A longer one ends with an error that the agent sees."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_type(cls, given: Any) -> Any:
+        """Take the other names of `http`, and take the type from `url` or `command` if absent."""
+        if not isinstance(given, Mapping):
+            return given
+        kind = given.get("type") or ("http" if given.get("url") else "stdio")
+        if kind == "sse":
+            raise ValueError("the transport `sse` is deprecated: serve streamable HTTP instead")
+        return {**given, "type": "http" if kind in HTTP_NAMES else kind}
+
+    @model_validator(mode="after")
+    def _has_what_its_type_needs(self) -> "McpServer":
+        needed, other = ("url", "command") if self.type == "http" else ("command", "url")
+        if not getattr(self, needed) or getattr(self, other):
+            raise ValueError(f"a server of type {self.type} has a `{needed}` and no `{other}`")
+        return self
+
+    @field_validator("url")
+    @classmethod
+    def _is_public(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if url and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("write http://HOST/PATH or https://HOST/PATH")
+        if parts.username or parts.password:
+            raise ValueError("requests are stored: move the credentials to a header, as ${NAME}")
+        return url
+
+    @field_validator("headers")
+    @classmethod
+    def _have_no_secrets(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if not _HEADER_NAME.fullmatch(name) or not value.isprintable():
+                raise ValueError(f"{name!r} is not a header")
+            if "${" in VARIABLE.sub("", value):
+                raise ValueError(f"write the variable of {name} as ${{NAME}}, without a default")
+            if SECRET_HEADER.search(name) and not VARIABLE.search(value):
+                raise ValueError(f"requests are stored: write the secret of {name} as ${{NAME}}")
+        return headers
+
+    @field_validator("env")
+    @classmethod
+    def _has_no_secrets(cls, env: dict[str, str]) -> dict[str, str]:
+        if secret := next(filter(SECRET_VARIABLE.search, env), None):
+            raise ValueError(f"requests are stored, and a sandbox gets no secrets: remove {secret}")
+        return env
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The gateway's variables that its headers need."""
+        names = (name for value in self.headers.values() for name in VARIABLE.findall(value))
+        return tuple(dict.fromkeys(f"MCP_{name}" for name in names))
+
+    def filled(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Its headers with the values of `variables`."""
+        return {
+            name: VARIABLE.sub(lambda found: values[f"MCP_{found[1]}"], value)
+            for name, value in self.headers.items()
+        }
+
+
+McpServers = Annotated[dict[McpName, McpServer], Field(max_length=MOST_SERVERS)]
+"""Name -> server."""

@@ -1,0 +1,76 @@
+"""Installs and runs the MCP server of `calculator_program.py`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.agents import tool_cache
+from perdure.python_interpreters import find_uv
+from perdure.sandboxes.base import Mount
+from perdure.types import McpServer
+
+SDK = "mcp==2.3.0"
+TOKEN = "only-the-gateway-knows-it"
+MOUNT = "/opt/calculator"
+PROGRAM = Path(__file__).with_name("calculator_program.py")
+
+
+async def installed(tools: Path) -> Path:
+    """A Python with the SDK."""
+    recipe = f"{SDK} {tool_cache.python_identity()}"
+    return await tool_cache.built(tools, "mcp", recipe, _build)
+
+
+def _build(folder: Path) -> None:
+    uv, python = str(find_uv()), f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
+    tool_cache.run_installer([uv, "venv", "-q", "--relocatable", "--python", python, str(folder)])
+    own = str(folder / "bin" / "python")
+    tool_cache.run_installer([uv, "pip", "install", "-q", "--python", own, SDK])
+
+
+def mounts(sdk: Path) -> tuple[Mount, ...]:
+    return (Mount(sdk, MOUNT), Mount(PROGRAM.parent, f"{MOUNT}-program"))
+
+
+def on_stdio() -> McpServer:
+    program = f"{MOUNT}-program/{PROGRAM.name}"
+    return McpServer.model_validate({"command": f"{MOUNT}/bin/python", "args": ["-I", program]})
+
+
+@dataclass
+class Calculator:
+    """A running server."""
+
+    process: "subprocess.Popen[str]"
+    port: int
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}/mcp"
+
+    def as_server(self, **fields: object) -> McpServer:
+        headers = {"Authorization": "Bearer ${CALCULATOR}"}
+        return McpServer.model_validate({"url": self.address, "headers": headers, **fields})
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def served(sdk: Path, *, port: int = 0) -> Iterator[Calculator]:
+    """A server on HTTP, on a free port if `port` is 0. It wants `TOKEN`."""
+    argv = [str(sdk / "bin" / "python"), "-I", str(PROGRAM), "http", TOKEN]
+    env = {**os.environ, "PORT": str(port)}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    with process.stdout:
+        server = Calculator(process, int(process.stdout.readline()))
+        try:
+            yield server
+        finally:
+            server.end()
