@@ -59,6 +59,7 @@ def start_ray():
 class Trainer(FullyAsyncTrainerSim):
     async def _run_training(self, training_input):
         stepped.append(training_input)
+        self.dispatch.get_timing_metrics = dict  # SkyRL 0.4.0's simulated one has none
         return await super()._run_training(training_input)
 
 
