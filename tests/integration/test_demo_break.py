@@ -20,7 +20,10 @@ from perdure.storage.store_url import open_store
 from tests.checkout_paths import ROOT
 from tests.stack.running_stack import TOOLS
 
-pytestmark = [pytest.mark.temporal, pytest.mark.registry, pytest.mark.longer]
+pytestmark = [
+    *(pytest.mark.temporal, pytest.mark.registry, pytest.mark.longer),
+    pytest.mark.timeout(1200),  # a quiet host needs three minutes
+]
 
 KILLED = {f"kill -9 {part}" for part in ("sandbox", "worker", "gateway", "engine", "Temporal")}
 REFUSED = {"401 for 5 s", "504 for 5 s"}
