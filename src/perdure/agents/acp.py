@@ -100,6 +100,7 @@ class Acp:
 
     def launch(self, task: AgentTask) -> Launch:
         chosen = agent_options.parse(self.name, AcpOptions, task.options)
+        _refuse_hanging_servers(task, chosen)
         server = _server(task, chosen)
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the client's imports.
         program = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{CLIENT.name}", SETTINGS)
@@ -171,6 +172,16 @@ def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> 
         "permissions": chosen.permissions,
         "turn_s": chosen.turn_s,
     }
+
+
+def _refuse_hanging_servers(task: AgentTask, chosen: AcpOptions) -> None:
+    """Raises: ConfigurationError."""
+    for name, server in task.mcp_servers.items():
+        if chosen.server == "opencode" and server.type == "stdio":
+            raise ConfigurationError(
+                f"MCP server {name!r}: as an Agent Client Protocol server, opencode hangs with servers "
+                "on stdio; use agent opencode, or serve it over HTTP"
+            )
 
 
 def _mcp_server(task: AgentTask, name: str, server: McpServer) -> dict[str, Any]:

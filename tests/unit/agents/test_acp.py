@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from perdure.agents.nop import Nop
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
-from perdure.types import AgentEnd
+from perdure.types import AgentEnd, McpServer
 from tests.unit.agents.headless_task import TASK, ended, with_options
 
 COMMAND = ["goose", "acp"]
@@ -150,3 +151,12 @@ def test_a_servers_error_decides_the_end(error: str, end: AgentEnd) -> None:
 def test_a_foreign_exit_code_is_a_crash(code: int) -> None:
     """Only the client's own codes count."""
     assert Acp().classify(ended(b"", code)) is AgentEnd.CRASHED
+
+
+def test_opencode_as_a_server_refuses_mcp_servers_on_stdio() -> None:
+    """It would hang until its budget ends."""
+    servers = {"calc": McpServer.model_validate({"command": "calculator"})}
+    task = replace(with_options(server="opencode"), mcp_servers=servers)
+
+    with pytest.raises(ConfigurationError, match=r"'calc'.*use agent opencode"):
+        Acp().launch(task)
