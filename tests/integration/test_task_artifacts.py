@@ -3,6 +3,7 @@ rewards in the episode."""
 
 import io
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.storage import store_keys
 from perdure.types import Limits, RolloutRequest, RolloutStatus
-from tests import small_image
+from tests import held_ports, small_image
 from tests.doubles.apptainer_cli import write_program
 from tests.unit.instances.made_rows import OLD, write_harbor
 
@@ -53,13 +54,18 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def services(tmp_path: Path) -> Services:
+def services(tmp_path: Path) -> Iterator[Services]:
+    """No gateway runs at its port, not even one of another stack."""
     program = write_program(tmp_path / "bin")
-    return Services(
-        Settings(
-            home=tmp_path / "home", store=str(tmp_path / "store"), apptainer={"program": program}
+    with held_ports.held(1) as (port,):
+        yield Services(
+            Settings(
+                home=tmp_path / "home",
+                store=str(tmp_path / "store"),
+                apptainer={"program": program},
+                gateway={"url": f"http://127.0.0.1:{port}"},
+            )
         )
-    )
 
 
 async def imported(services: Services, root: Path, folder: Path, artifacts: str) -> str:

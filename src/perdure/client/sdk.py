@@ -370,7 +370,9 @@ class Perdure:
         if not re.fullmatch(SLUG, run_id):
             return None
         counted = await self._counted(run_id, BY_HAND)
-        return counted.model_copy(update={"total": counted.started}) if counted.started else None
+        closed = counted.started - counted.running  # nothing starts a terminated one again
+        update = {"total": counted.started, "done": closed}
+        return counted.model_copy(update=update) if counted.started else None
 
     def rollout(self, workflow_id: str) -> "RolloutHandle":
         return RolloutHandle(self, self.client.get_workflow_handle(workflow_id))

@@ -84,6 +84,7 @@ async def test_a_session_keeps_the_rollouts_rules() -> None:
         attempt=1,
         agent_identity="s",
         key=str,
+        mcp_servers={},
         labels=lambda _: {"run": "r"},
         services=SimpleNamespace(gateway=Gateway(is_open=False)),
     )
