@@ -59,7 +59,9 @@ def start_ray():
 class Trainer(FullyAsyncTrainerSim):
     async def _run_training(self, training_input):
         stepped.append(training_input)
-        self.dispatch.get_timing_metrics = dict  # SkyRL 0.4.0's simulated one has none
+        # SkyRL 0.4.0's trainer calls both, but its simulated dispatch has neither.
+        self.dispatch.get_timing_metrics = dict
+        self.dispatch.finalize_pending_saves = lambda model: None
         return await super()._run_training(training_input)
 
 
