@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from tests import docs_pages
 from tests.real import trainers_here
-from tests.workflows.made_episodes import LOGPROBS
+from tests.workflows.made_turns import LOGPROBS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,7 +19,9 @@ from perdure.episodes.episode import EpisodeParts, EpisodeSegments, build_episod
 from perdure.episodes.training_batch import BatchBuilder
 from perdure.episodes.trajectory_segments import cut
 from perdure.types import Grade, Outcome, Rewards, RolloutRequest, RolloutStatus
-from tests.workflows.made_episodes import turns
+
+sys.path.append(str(Path(__file__).parents[2] / "workflows"))  # a trainer's `tests` hides ours
+from made_turns import turns
 
 VOCABULARY = 64
 

@@ -29,6 +29,7 @@ from perdure.episodes.segment_experts import segment_experts
 from perdure.episodes.trajectory_segments import cut
 from perdure.episodes.turns_parquet import decode
 from perdure.gateway.rendering.tokenizers import load_tokenizer
+from perdure.testing.local_gateway import LocalGateway, turns_key_of
 from perdure.types import FinishReason, Grade, Outcome, Rewards, RolloutRequest, RolloutStatus
 
 LAYERS, TOP_K, EXPERTS, WIDTH = 3, 2, 8, 16
@@ -92,9 +93,6 @@ def sampler(model):
 
 async def conversation(folder: Path, model):
     """The turns of a session, as the gateway stores them."""
-    sys.path.append(str(Path(__file__).parents[2]))  # a trainer's package `tests` hides ours
-    from local_gateway import LocalGateway, turns_key_of
-
     async with (
         ServedFunction(sampler(model), accepts=ACCEPTED) as engine,
         LocalGateway(folder, engine={"url": engine.url, "kind": "vllm"}) as gateway,
