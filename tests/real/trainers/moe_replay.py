@@ -86,7 +86,8 @@ def sampler(model):
             ids.append(WORDS[word])
             logprobs.append(float(found[word]))
         sampled = ids[len(ask.prompt_ids) :]
-        return Sampled(sampled, logprobs, FinishReason.LENGTH, 1, rows.numpy().astype("uint8"))
+        taken = rows.numpy().astype("uint8")
+        return Sampled(sampled, logprobs, FinishReason.LENGTH, 1, routed_experts=taken)
 
     return sample
 
