@@ -44,7 +44,7 @@ def generator_output(
 
 
 def _takes_arrays() -> bool:
-    """SkyRL 0.3.0 reads experts as nested lists; its main branch refuses them and reads arrays."""
+    """SkyRL 0.3.0 reads experts as nested lists; 0.4.0 refuses them and reads arrays."""
     output = trainer_imports.find(BASE, "GeneratorOutput")
     return output is None or "ndarray" in str(output.__annotations__["rollout_expert_indices"])
 

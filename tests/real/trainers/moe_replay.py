@@ -148,11 +148,12 @@ def by_skyrl(found: EpisodeSegments):
     out = skyrl.generator_output([found])
     names = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs")
     given = [out[name] for name in names]
-    tokenizer = SimpleNamespace(pad_token_id=0)
+    pad_token_id = 0
     made = convert_prompts_responses_to_batch_tensors(
-        tokenizer, *given, out["rollout_expert_indices"]
+        pad_token_id, *given, out["rollout_expert_indices"]
     )
-    return made[-1][0]
+    *_, experts, _support = made
+    return experts[0]
 
 
 def by_verifiers(found: EpisodeSegments, turns):
