@@ -64,7 +64,7 @@ class Openhands:
         fixed = {KEY: task.session_key, "HOME": HOME}
         return Launch(
             argv=headless_cli.with_prompt((*command, *chosen.extra_args)),
-            env=headless_cli.environment(BEHAVIOUR, fixed, chosen.extra_env),
+            env=headless_cli.environment(BEHAVIOR, fixed, chosen.extra_env),
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
@@ -85,7 +85,7 @@ class Openhands:
         return AgentEnd.FINISHED if finished else AgentEnd.CRASHED
 
 
-BEHAVIOUR: Mapping[str, str] = {
+BEHAVIOR: Mapping[str, str] = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it downloads prices
     "ALLOW_SHORT_CONTEXT_WINDOWS": "true",  # otherwise it refuses windows below 16,384 tokens
     "LOG_LEVEL": "WARNING",

@@ -23,7 +23,7 @@ SETTINGS = f"{HOME}/.qwen/settings.json"
 TOO_MANY_TURNS = 53
 """Its exit code at `--max-session-turns`."""
 API_ERROR, CONTEXT = "[API Error:", "maximum context length"
-_BEHAVIOUR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # otherwise it restarts itself with more memory
+_BEHAVIOR = {"QWEN_CODE_NO_RELAUNCH": "true"}  # otherwise it restarts itself with more memory
 
 
 class QwenCodeOptions(headless_cli.HeadlessOptions):
@@ -51,7 +51,7 @@ class QwenCode:
             argv=headless_cli.with_prompt(
                 (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns, *chosen.extra_args)
             ),
-            env=headless_cli.environment(_BEHAVIOUR, {"HOME": HOME}, chosen.extra_env),
+            env=headless_cli.environment(_BEHAVIOR, {"HOME": HOME}, chosen.extra_env),
             files={
                 PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
                 SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
