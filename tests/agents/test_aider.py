@@ -4,23 +4,12 @@ import pytest
 
 from perdure.agents.aider import Aider
 from perdure.testing.agent_stand import Stand
+from perdure.testing.tool_reading_policy import AIDER_EDIT
 from perdure.types import AgentEnd, Outcome
 
 pytestmark = pytest.mark.registry
 
-EDIT = {
-    "content": """It subtracts.
-
-calc.py
-```python
-<<<<<<< SEARCH
-    return a - b
-=======
-    return a + b
->>>>>>> REPLACE
-```
-"""
-}
+EDIT = {"content": f"It subtracts.\n\n{AIDER_EDIT}"}
 WRONG = {"content": str(EDIT["content"]).replace("a - b", "a * b")}
 
 
