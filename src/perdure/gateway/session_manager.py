@@ -444,7 +444,9 @@ class Sessions:
                 if time.time() - wait.since > LONG_WAIT_S:
                     chain = chain_of(request.chain, request.purpose)
                     await self._note_unanswered(session, chain, wait)
-                raise Refused(400, "client_closed_request", "the client disconnected")
+                raise _client_closed()
+            elif awake.tree.newest(*key) >= 0 and await caller.has_hung_up():
+                raise _client_closed()  # another process answered its retry, and the agent continued
             else:
                 call = self._start(awake, request, location, key, wait)
             session.callers.setdefault(key, []).append(caller)
@@ -803,6 +805,10 @@ class Sessions:
             metrics.placeholders.inc()
         if node.parent is not None and node.parent.children > 1:
             metrics.forks.inc()
+
+
+def _client_closed() -> Refused:
+    return Refused(400, "client_closed_request", "the client disconnected")
 
 
 def _is_noted(session: Session, chain: str, wait: Wait) -> bool:

@@ -2,6 +2,8 @@
 same one."""
 
 import asyncio
+import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,38 @@ async def test_a_late_turn_is_dropped_after_the_agent_continued(
 
     assert await late == answer
     assert (await slow.control.get("s")).turns == 2
+
+
+async def test_a_call_that_was_read_too_late_is_not_sampled(
+    gateways: list[LocalGateway], engine: ScriptedEngine
+) -> None:
+    """A frozen gateway comes back. In its socket is a call that the agent gave up and that the other
+    gateway answered."""
+    one, late = gateways
+    key = await one.open("s")
+    first = [{"role": "user", "content": "hi"}]
+    await _ask(one, key, _after(first, await _ask(one, key, first)))
+    _send_and_hang_up(late, key, first)
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=late.url) as client:
+        while 'code="client_closed_request"} 1.0' not in (await client.get("/metrics")).text:
+            assert engine.stats().calls == 2
+            await asyncio.sleep(0.01)
+
+    assert (await late.control.get("s")).turns == 2
+    assert engine.stats().calls == 2
+
+
+def _send_and_hang_up(gateway: LocalGateway, key: str, messages: list[dict[str, Any]]) -> None:
+    """Without a pause, so that the gateway, which runs in this process, sees both at once."""
+    url, body = httpx.URL(gateway.url), json.dumps({"model": "m", "messages": messages}).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    assert url.port is not None
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head.encode() + body)
 
 
 async def test_a_session_keeps_its_engine_at_another_gateway(tmp_path: Path) -> None:
