@@ -57,6 +57,7 @@ from perdure.gateway.mcp.mcp_calls import (
     MCP_FAILED,
     RECORDED,
     McpCall,
+    begun_record,
     call_record,
     calls_file,
     calls_key,
@@ -94,6 +95,8 @@ TREE_BYTES = 192 << 20
 KEPT_SESSIONS = 4096
 """How many sessions keep their rules and totals in memory. Others are read back when they are called."""
 TRIM_EVERY_S = 1.0
+HUNG_UP_KNOWN_S = 5.0
+"""Seconds in which a living gateway process notes that an agent has hung up on an MCP call."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 """Seconds before a call retries the journal. The pause doubles each time."""
 
@@ -210,6 +213,8 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         session_id = session.spec.session_id
+        if session.spec.mcp_servers:
+            await self._note_broken_mcp_calls(session)
         await self._seal(session)
         records = await self._journal.read(session_id)
         turns = await asyncio.to_thread(turns_file, records)
@@ -488,9 +493,28 @@ class Sessions:
             await self._refresh(session)
             return session.mcp_ended
 
-    async def note_mcp_call(self, session_id: str, call: McpCall) -> None:
-        """Journal a call; it is durable on return. Raises: NotFound."""
-        await self._note_mcp(session_id, call_record(call))
+    async def note_mcp_begun(self, session_id: str, call_id: str, place: str) -> None:
+        """Journal a call that is about to be sent, as this process's. Raises: NotFound."""
+        async with self._using(session_id) as session:
+            session.mcp_here.add(call_id)
+        await self._note_mcp(session_id, begun_record(call_id, place))
+
+    async def note_mcp_call(self, session_id: str, call_id: str, call: McpCall) -> None:
+        """Journal how a call ended; it is durable on return. Raises: NotFound."""
+        await self._note_mcp(session_id, call_record(call_id, call))
+
+    async def _note_broken_mcp_calls(self, session: Session) -> None:
+        """Note that an MCP call has no end, because the process that sent it died. While an agent waits
+        or after it hung up, a living process notes how the call ends."""
+        until = time.monotonic() + HUNG_UP_KNOWN_S
+        await self._refresh(session)
+        while (places := session.mcp_elsewhere) and time.monotonic() < until:
+            await asyncio.sleep(FIRST_PAUSE_S)
+            await self._refresh(session)
+        if places:
+            message = f"a gateway process died during a call of {places[0]}"
+            failed = {"kind": MCP_FAILED, "message": message}
+            await self._note(session, failed, lambda: session.mcp_failed)
 
     async def note_mcp_failed(self, session_id: str, reason: str) -> None:
         """Journal that a server could not answer, which ends the attempt. Raises: NotFound."""

@@ -28,7 +28,13 @@ from perdure.gateway.journal.turn_record import (
     TurnRecord,
     usage_of,
 )
-from perdure.gateway.mcp.mcp_calls import MCP_CALL, MCP_ENDED, MCP_FAILED, content_size
+from perdure.gateway.mcp.mcp_calls import (
+    MCP_BEGUN,
+    MCP_CALL,
+    MCP_ENDED,
+    MCP_FAILED,
+    content_size,
+)
 from perdure.gateway.rate_limits import Pace
 from perdure.gateway.session_model import SessionModels
 from perdure.gateway.turns.attempt_replay import Recording
@@ -125,7 +131,11 @@ class Session:
     stopped: bool = False
     """Whether its rollout has been stopped, so that it takes no more calls."""
     mcp_failed: str = ""
-    """Why its first MCP server that could not answer a call did not."""
+    """Why its first call of an MCP server that got no answer got none."""
+    mcp_begun: dict[str, str] = field(default_factory=dict)
+    """By id: the server of each MCP call that has not ended, for messages to people."""
+    mcp_here: set[str] = field(default_factory=set)
+    """The ids of those that this process has sent."""
     mcp_ended: set[str] = field(default_factory=set)
     """The sessions at MCP servers that the agent has ended."""
     mcp_recorded: int = 0
@@ -201,7 +211,11 @@ class Session:
             self.capped = record["message"]
         elif record["kind"] == STOPPED:
             self.stopped = True
+        elif record["kind"] == MCP_BEGUN:
+            self.mcp_begun[record["call"]] = record["place"]
         elif record["kind"] == MCP_CALL:
+            self.mcp_begun.pop(record["call"], None)
+            self.mcp_here.discard(record["call"])
             self.mcp_recorded += content_size(record)
         elif record["kind"] == MCP_FAILED:
             self.mcp_failed = self.mcp_failed or record["message"]
@@ -238,6 +252,11 @@ class Session:
             parent_chain=request.chain,
             purpose=Purpose.SIDE,
         )
+
+    @property
+    def mcp_elsewhere(self) -> list[str]:
+        """The servers of the MCP calls that another process has sent and that have not ended."""
+        return [place for call, place in self.mcp_begun.items() if call not in self.mcp_here]
 
     @property
     def reached_cap(self) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-MCP_CALL, MCP_FAILED, MCP_ENDED = "mcp_call", "mcp_failed", "mcp_ended"
-"""Kinds of journal records: a call; the first call that a server could not answer; a session at a
-server that the agent has ended."""
+MCP_BEGUN, MCP_CALL, MCP_FAILED, MCP_ENDED = "mcp_begun", "mcp_call", "mcp_failed", "mcp_ended"
+"""Kinds of journal records: a call that is about to be sent; how a call ended; the first call that got no
+answer through no fault of the agent; a session at a server that the agent has ended."""
 SHOWN = 16 << 10
 """Characters kept of the parameters and of the answer of one call."""
 RECORDED = 32 << 20
@@ -20,9 +20,10 @@ HANDSHAKE = {
     *("initialize", "ping", "logging/setLevel", "server/discover"),
     *("tools/list", "resources/list", "resources/templates/list", "prompts/list"),
 }
-"""Requests that are not recorded: a client makes them by itself."""
+"""Requests that the file leaves out: a client makes them by itself."""
 
-Ended = Literal["answered", "took too long", "too large", "unanswered"]
+Ended = Literal["answered", "took too long", "too large", "unanswered", "hung up"]
+"""`hung up`: the agent did not wait for the answer."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,14 @@ class McpCall:
     answer_bytes: int
 
 
-def call_record(call: McpCall) -> dict[str, Any]:
-    return {"kind": MCP_CALL, **asdict(call)}
+def begun_record(call_id: str, place: str) -> dict[str, Any]:
+    """`place`: the server, for messages to people."""
+    return {"kind": MCP_BEGUN, "call": call_id, "place": place}
+
+
+def call_record(call_id: str, call: McpCall) -> dict[str, Any]:
+    record = {"kind": MCP_CALL, "call": call_id, **asdict(call)}
+    return without_content(record) if call.method in HANDSHAKE else record
 
 
 def content_size(record: dict[str, Any]) -> int:
@@ -67,7 +74,8 @@ def without_content(record: dict[str, Any]) -> dict[str, Any]:
 def calls_file(records: Sequence[dict[str, Any]]) -> bytes:
     """The calls among a journal's records as JSON lines; empty if there are none."""
     calls = [record for record in records if record["kind"] == MCP_CALL]
-    lines = ({name: one[name] for name in one if name != "kind"} for one in calls)
+    shown_calls = [call for call in calls if call["method"] not in HANDSHAKE]
+    lines = ({n: call[n] for n in call if n not in ("kind", "call")} for call in shown_calls)
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 

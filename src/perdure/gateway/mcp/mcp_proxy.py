@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import structlog
 from starlette.responses import Response, StreamingResponse
 
 from perdure.dialects.base import Refused
-from perdure.gateway.mcp.mcp_calls import HANDSHAKE, Ended, McpCall, shown
+from perdure.gateway.mcp.mcp_calls import Ended, McpCall, shown
 from perdure.gateway.session_manager import Sessions
 from perdure.home_folder import Secrets
 from perdure.settings import process_environment
@@ -37,6 +38,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
 KEEPALIVE_S = 1.0
 """Seconds after which an idle connection is not used again: servers close theirs later."""
+LOOK_S = 1.0
+"""Seconds between two looks at whether the agent still waits for an answer."""
 PROBE_S = 10.0
 """Seconds in which a server answers anything at all after a call that took too long."""
 SESSION = "mcp-session-id"
@@ -85,7 +88,10 @@ class _Call:
     """Bytes of the answer so far."""
     content: bytes | None = None
     """The whole answer, once it is read."""
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Its id in the journal."""
     is_recorded: bool = False
+    """Whether the journal has its end, or is about to."""
 
     def __post_init__(self) -> None:
         self.ends_at = asyncio.get_running_loop().time() + self.server.timeout_s
@@ -121,10 +127,11 @@ def check_variables(servers: McpServers) -> None:
 class McpProxy:
     """Answers the calls of all sessions of a gateway process."""
 
-    def __init__(self, sessions: Sessions, secrets: Secrets, client: httpx.AsyncClient) -> None:
+    def __init__(self, sessions: Sessions, accepted: Secrets, client: httpx.AsyncClient) -> None:
         self._sessions = sessions
-        self._secrets = secrets
+        self._secrets = accepted
         self._client = client
+        self._watches: set[asyncio.Task[None]] = set()
 
     async def answer(self, asked: McpRequest) -> Response:
         """Raises: Refused; NotFound; RetryHere."""
@@ -136,6 +143,11 @@ class McpProxy:
             return Response(json.dumps(refusal), media_type="application/json")
         if asked.method == "DELETE":
             await self._sessions.note_mcp_ended(asked.session_id, call.held)
+        if call.id is not None:
+            await self._sessions.note_mcp_begun(asked.session_id, call.number, call.place)
+            watch = asyncio.create_task(self._note_hang_up(call))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
         try:
             response = await self._sent(call)
             if _is_stream(response):
@@ -155,8 +167,8 @@ class McpProxy:
         got it, so that no agent can enter the session of another one. Raises: Refused (404)."""
         given = asked.headers.get(SESSION, "")
         held, _, proof = given.rpartition(".")
-        secrets = self._secrets.accepted
-        if given and not any([hmac.compare_digest(proof, _proof(s, asked, held)) for s in secrets]):
+        proofs = [_proof(secret, asked, held) for secret in self._secrets.accepted]
+        if given and not any([hmac.compare_digest(proof, one) for one in proofs]):
             raise Refused(404, "no_mcp_session", "this session at the MCP server does not exist")
         return held
 
@@ -305,17 +317,26 @@ class McpProxy:
             await self._sessions.note_mcp_failed(call.asked.session_id, text)
         return answer
 
+    async def _note_hang_up(self, call: _Call) -> None:
+        """Until the call ends, note an agent that no longer waits for it. Otherwise it would count as
+        a call whose gateway process died."""
+        while not call.is_recorded:
+            await asyncio.sleep(LOOK_S)
+            if await call.asked.has_hung_up():
+                await self._record(call, {}, "hung up")
+
     async def _record(self, call: _Call, answer: dict[str, Any], ended: Ended) -> None:
+        if call.id is None or call.is_recorded:
+            return
         call.is_recorded = True
         method = str(call.message.get("method"))
-        if call.id is None or method in HANDSHAKE:
-            return
         params = call.message.get("params")
         named = params if isinstance(params, dict) else {}
         result = answer.get("result")
         is_tool_error = isinstance(result, dict) and result.get("isError") is True
         await self._sessions.note_mcp_call(
             call.asked.session_id,
+            call.number,
             McpCall(
                 server=call.asked.name,
                 method=method[:100],
