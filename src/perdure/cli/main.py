@@ -22,6 +22,10 @@ COMMANDS = {
         "perdure.cli.commands.eval:evaluate",
         "Like run, with an estimate before it and a report after it.",
     ),
+    "sweep": (
+        "perdure.cli.commands.sweep:sweep",
+        "Run each combination of agents, models and fields.",
+    ),
     "status": (
         "perdure.cli.commands.status:status",
         "Show the stack and its runs, or one run's rollouts.",

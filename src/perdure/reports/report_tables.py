@@ -1,7 +1,7 @@
 """The tables of a report, the same for a terminal and for a page. Cells are plain text."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.reports.report_statistics import CONFIDENCE, INTERVAL_METHOD, NO_INTERVAL, Interval
@@ -40,6 +40,32 @@ def sections(reports: Sequence[Report], comparisons: Sequence[Comparison]) -> li
             _unsteady(report, of),
         ]
     return [section for section in found if section.rows]
+
+
+def sweep(
+    reports: Sequence[Report],
+    values: Sequence[Mapping[str, str]],
+    comparisons: Sequence[Comparison],
+) -> Section:
+    """One row for each run. `values`: by which each run differs from the others, in the same order.
+    `comparisons`: each run compared with the first one."""
+    changes = {one.second: _points(one.difference) for one in comparisons}
+    ks = [k for k in SHOWN_K if k > 1 and any(k in one.pass_at_k for one in reports)][-1:]
+    cells: dict[str, Callable[[Report], str]] = {
+        "with a verdict": lambda one: f"{one.graded} of {one.planned}",
+        "pass@1": _pass_at(1),
+        **{f"pass@{k}": _pass_at(k) for k in ks},
+        "against the first": lambda one: changes.get(one.run_id, NONE),
+        "cost": _cost,
+        "sampled tokens per rollout": lambda one: _big(one.sampled_tokens.mean),
+        "seconds: median, p90, most": lambda one: _three(one.seconds),
+    }
+    filled = {name: [cell(one) for one in reports] for name, cell in cells.items()}
+    kept = {name: column for name, column in filled.items() if set(column) != {NONE}}
+    columns = [*zip(*(given.values() for given in values), strict=True), *kept.values()]
+    rows = tuple(zip(*columns, strict=True))
+    note = f"{CONFIDENCE:.0%} intervals: {INTERVAL_METHOD}; paired by instance"
+    return Section("Sweep", (*values[0], *kept), rows, note)
 
 
 def _figures(reports: Sequence[Report]) -> Section:

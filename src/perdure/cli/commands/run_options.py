@@ -12,6 +12,7 @@ from perdure.cli.commands.option_types import duration, share
 from perdure.cli.console import json_option, say
 
 if TYPE_CHECKING:
+    from perdure.cli.runs.run_launcher import CheckedRun
     from perdure.cli.runs.run_request import RunOptions
     from perdure.settings.settings_tree import Settings
 
@@ -322,10 +323,7 @@ def play(
 
     planned = asyncio.run(run_launcher.plan(settings, asked))
     if (reports or launch.dry_run or launch.like) and not launch.as_json:
-        from perdure.cli.runs.cost_estimate import estimate
-
-        for line in asyncio.run(estimate(settings, planned, launch.like, launch.prices)):
-            say(line)
+        say_estimate(settings, planned, launch)
     if launch.dry_run:
         run_launcher.show(planned, as_json=launch.as_json)
         return
@@ -339,3 +337,12 @@ def play(
         run_reports.print_text(asyncio.run(run_reports.make(settings, [run_id], launch.prices)))
     if code:
         raise click.exceptions.Exit(code)
+
+
+def say_estimate(settings: "Settings", planned: "CheckedRun", launch: LaunchOptions) -> None:
+    import asyncio
+
+    from perdure.cli.runs.cost_estimate import estimate
+
+    for line in asyncio.run(estimate(settings, planned, launch.like, launch.prices)):
+        say(line)

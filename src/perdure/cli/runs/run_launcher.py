@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 
@@ -89,14 +89,7 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
     for note in planned.notes:
         say(note)
     if as_json:
-        document = {"request": planned.request.model_dump(mode="json", exclude_defaults=True)}
-        marked = {
-            "not_calibrated": [r for r in planned.refs if planned.marks[r].state is None],
-            "quarantined": quarantined(planned.marks),
-        }
-        answer(
-            {**document, "instances": list(planned.refs), "rollouts": planned.rollouts, **marked}
-        )
+        answer(document(planned))
         return
     of = f"{many(planned.rollouts, 'rollout')} of {many(len(planned.refs), 'instance')}"
     click.echo(f"{planned.request.run_id}: {of}")
@@ -105,6 +98,17 @@ def show(planned: CheckedRun, *, as_json: bool) -> None:
     click.echo(f"  agent {rollout.agent} in {rollout.sandbox}, graded in {grading}")
     for ref in planned.refs:
         click.echo(f"  {ref}{calibration_labels.label_mark(planned.marks[ref])}")
+
+
+def document(planned: CheckedRun) -> dict[str, Any]:
+    """What would run, as JSON."""
+    return {
+        "request": planned.request.model_dump(mode="json", exclude_defaults=True),
+        "instances": list(planned.refs),
+        "rollouts": planned.rollouts,
+        "not_calibrated": [ref for ref in planned.refs if planned.marks[ref].state is None],
+        "quarantined": quarantined(planned.marks),
+    }
 
 
 def play(
@@ -277,6 +281,15 @@ async def _drive(
     settings: Settings, planned: CheckedRun, wait: bool, as_json: bool, notify: str
 ) -> int:
     connection = await connect(settings)
+    handle = await start(settings, connection, planned)
+    if not wait:
+        print_watch_command(connection, handle.run_id, as_json)
+        return 0
+    return await watch_run(settings, connection, handle, as_json=as_json, notify=notify)
+
+
+async def start(settings: Settings, connection: Connection, planned: CheckedRun) -> RunHandle:
+    """Start or join a checked run, and print what happened and where to see it."""
     with tracing.span("perdure run", {"perdure.run_id": planned.request.run_id}, root=True):
         handle = await connection.perdure.start_run(planned.request, has_new_rows=planned.added > 0)
     if handle.changes:
@@ -291,10 +304,7 @@ async def _drive(
     else:
         say(f"Started run {handle.run_id}: {many(len(planned.refs), 'instance')}")
     print_run_links(settings, connection, handle.run_id)
-    if not wait:
-        print_watch_command(connection, handle.run_id, as_json)
-        return 0
-    return await watch_run(settings, connection, handle, as_json=as_json, notify=notify)
+    return handle
 
 
 async def watch_run(

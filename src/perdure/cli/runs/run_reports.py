@@ -177,21 +177,23 @@ def print_document(made: RunReports) -> None:
 
 
 def print_text(made: RunReports) -> None:
+    for section in made.sections():
+        print_section(section)
+
+
+def print_section(section: report_tables.Section) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    for section in made.sections():
-        table = Table(
-            box=box.SIMPLE_HEAD, pad_edge=False, title=section.title, title_justify="left"
-        )
-        table.caption, table.caption_justify = section.note or None, "left"
-        for number, name in enumerate(section.columns):
-            right = number and not section.texts
-            table.add_column(name, justify="right" if right else "left", overflow="fold")
-        for row in section.rows:
-            table.add_row(*(Text(cell) for cell in row))
-        print_table(table)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=section.title, title_justify="left")
+    table.caption, table.caption_justify = section.note or None, "left"
+    for number, name in enumerate(section.columns):
+        right = number and not section.texts
+        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    for row in section.rows:
+        table.add_row(*(Text(cell) for cell in row))
+    print_table(table)
 
 
 def print_links(settings: Settings, made: RunReports) -> None:
