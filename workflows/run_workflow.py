@@ -598,12 +598,13 @@ def _shard_size(run: RunRequest) -> int:
 
 def _page(run: RunRequest, total: int) -> tuple[str, str, int, Links]:
     """The constructor arguments of a page for `total` rollouts of this run."""
-    agent = web_ui_markdown.quoted(run.rollout_request("any/instance").agent)
+    agent, links = web_ui_markdown.quoted(run.rollout_request("any/instance").agent), Links.here()
     headline = (
         f"**{web_ui_markdown.escaped(run.run_id)}** · {total} rollouts · agent {agent}"
-        f" · `perdure report {run.run_id}`"
+        f" · `perdure report {run.run_id}`\n\nRollouts: {links.rollout_lists(run.run_id)}"
+        f" · stuck ones: `perdure status {run.run_id} --stuck`"
     )
-    return run.run_id, headline, total, Links.here()
+    return run.run_id, headline, total, links
 
 
 async def _signal(

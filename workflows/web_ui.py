@@ -13,6 +13,7 @@ from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
     from perdure.client import search_attribute_keys as attributes
+    from perdure.client import temporal_names
     from perdure.rollouts.activity_messages import AgentRun, Booted, Captured, GradedPatch
     from perdure.types import (
         EpisodeRef,
@@ -53,6 +54,20 @@ class Links:
 
     def run(self, run_id: str) -> str:
         return self.workflow(run_id, f"run/{run_id}")
+
+    def rollout_lists(self, run_id: str) -> str:
+        """Links to lists of a run's rollouts that a person may look for."""
+        of_run = f"{attributes.RUN.name}='{run_id}' AND WorkflowType='{temporal_names.ROLLOUT}'"
+        filters = {
+            "open": "ExecutionStatus='Running'",
+            "open in a later attempt": f"ExecutionStatus='Running' AND {attributes.ATTEMPT.name}>1",
+            "failed": "ExecutionStatus='Failed'",
+        }
+        links = (
+            web_ui_markdown.of_list(label, self.namespace, f"{of_run} AND {one}")
+            for label, one in filters.items()
+        )
+        return " · ".join(links)
 
     def rollout_link(self, label: str, run_id: str, instance_id: str, sample: int) -> str:
         """A link to a rollout's page in the viewer; empty without a viewer."""

@@ -30,6 +30,12 @@ def of_workflow(label: str, namespace: str, workflow_id: str) -> str:
     return of_page(label, path)
 
 
+def of_list(label: str, namespace: str, query: str) -> str:
+    """A link to a list of workflows in this Web UI. `query`: a list filter of safe names."""
+    path = f"/namespaces/{quote(namespace, safe='')}/workflows?query={quote(query, safe='')}"
+    return of_page(label, path)
+
+
 def of_page(label: str, address: str) -> str:
     """A link. `address` consists of a setting and of safe names."""
     return f"[{escaped(label)}](<{address}>)"

@@ -1,11 +1,14 @@
 """RolloutGroupWorkflow and RunWorkflow on a real server."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from temporalio import activity
+from temporalio.api.sdk.v1 import WorkflowMetadata
 from temporalio.client import (
     Client,
     WorkflowFailureError,
@@ -618,6 +621,45 @@ async def test_a_paused_run_starts_nothing_new(client: Client, stages: Stages) -
     summary = await run.result()
 
     assert (paused.state, progress.started, summary.rollouts) == ("paused", 1, 3)
+
+
+async def test_the_page_of_a_run_links_to_its_open_and_failed_rollouts(
+    client: Client, stages: Stages
+) -> None:
+    """The links in the Web UI are filters that the server accepts, and they list rollouts only."""
+    gate = Gate()
+
+    async def refuse_one(attempt: Attempt) -> Booted:
+        if attempt.request.instance == "toy/add-0":
+            raise ApplicationError("torn", "instance", type="InstanceError", non_retryable=True)
+        return Booted(host="host-1")
+
+    stages.override["boot_sandbox"] = refuse_one
+    stages.override["run_agent"] = gate.agent
+    stages.instances = ("toy/add-0", "toy/add-1")
+    run = await Perdure(client).start_run(_run(concurrency=2))
+    await gate.until_running(1)
+
+    async def found() -> bool:
+        page = await client.get_workflow_handle(f"run/{run.run_id}").query(
+            "__temporal_workflow_metadata", result_type=WorkflowMetadata
+        )
+        lists = dict(
+            re.findall(r"\[([^]]+)\]\(<[^>]*workflows\?query=([^>]+)>\)", page.current_details)
+        )
+        listed = {
+            label: [one.id async for one in client.list_workflows(unquote(query))]
+            for label, query in lists.items()
+        }
+        return listed == {
+            "open": [f"rollout/{run.run_id}/add-1/0"],
+            "open in a later attempt": [],
+            "failed": [f"rollout/{run.run_id}/add-0/0"],
+        }
+
+    await until(found, "the server lists the rollouts")
+    gate.open.set()
+    await run.result()
 
 
 async def test_a_run_that_has_ended_is_not_paused(client: Client, stages: Stages) -> None:
