@@ -122,7 +122,7 @@ def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
 
 def grade(request: RolloutRequest, timeout_s: float) -> ActivityOptions:
     """`timeout_s`: seconds for one run of the tests."""
-    runs = 2 * request.twin_pairs + 1
+    runs = max(1, 3 * request.twin_pairs)
     limit = 2 * runs * timeout_s  # runs may follow each other, and each may need a control
     beat = request.heartbeat_timeout_s
     return _options(

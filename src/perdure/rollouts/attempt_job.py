@@ -169,7 +169,7 @@ class Job:
         """The sandboxes of the grading's runs, in the order in which the runs start. That order is
         random, so a name says nothing about the tests of a run."""
         first = identity_of(self.request.run_id, self.request.workflow_id, "grade", self.attempt)
-        return first, *(f"{first}-{n + 2}" for n in range(2 * self.request.twin_pairs))
+        return first, *(f"{first}-{n + 2}" for n in range(3 * self.request.twin_pairs - 1))
 
     def session_of(self, attempt: int) -> str:
         return identity_of(self.request.run_id, self.request.workflow_id, "agent", attempt)

@@ -178,7 +178,7 @@ class RolloutRequest(Request):
     """Limits of turns, tokens and dollars, enforced by the gateway."""
     grade_timeout_s: float | None = Field(None, gt=0)
     """Limit of one test run (slime: SWE_EVAL_TIMEOUT_SEC). If absent, the instance's own, but for a
-    calibrated one at most ten times its longest run there, or 60 if that is more."""
+    calibrated one at most 50 times its longest run there, or 300 if that is more."""
     max_attempts: int = Field(3, ge=1, le=10)
     """Maximum number of attempts. A new one follows a failure that `retry_on` names. Attempts that
     end in CallUnanswered do not count: they are limited to six hours."""
@@ -191,8 +191,10 @@ class RolloutRequest(Request):
     """Which verdict decides the reward: the official one checked by twins, or the official one
     alone."""
     twin_pairs: int = Field(1, ge=0, le=8)
-    """Pairs of test runs for a patch that looks resolved. Code that forges results at random
-    succeeds in at most 1/4 of gradings with 1 pair, in 1/16 with 2. 0 turns twins off."""
+    """Pairs that must confirm a patch that looks resolved: each is a run of originals and, if
+    calibration could divide the twins, two runs with twins. Code that forges results at random
+    succeeds in 1/8 of such pairs, and in 1/3 if the runs of a pair tell each other what they see. 0
+    turns twins off."""
     tampered_reward: float = Field(0.0, ge=-10, le=0)
     """Reward, also in each dense form, of a rollout that ends as `tampered`. Below 0, forging
     results has a price."""

@@ -9,12 +9,10 @@ import pytest
 from perdure.graders.base import Graded
 from perdure.graders.diff import diff_capture as diff
 from perdure.graders.twins import paired_runs
-from perdure.graders.twins.twin_draw import Run
 from perdure.rollouts import capture_stage
 from perdure.rollouts.sandbox import pristine_control
 from perdure.types import Instance, Outcome, RolloutRequest
-from tests.unit.graders.twins.test_twin_draw import ADD, NEGATIVE
-from tests.unit.graders.twins.test_twin_verdict import INSTANCE, P, ended, grade
+from tests.unit.graders.twins.test_twin_verdict import INSTANCE, ORIGINALS, ended, honest
 from workflows import activity_options
 
 REQUEST = RolloutRequest(run_id="r1", instance="toy/add-1", agent="nop")
@@ -49,23 +47,23 @@ async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 2])
-async def test_a_grading_has_the_time_of_all_its_runs(
-    monkeypatch: pytest.MonkeyPatch, pairs: int
-) -> None:
-    """They follow each other, as on a metered account. No run with twins can be parsed, and each
-    such run also costs a control."""
-    pair = Run(INSTANCE, (ADD,)), Run(INSTANCE, (NEGATIVE,))
-    drawn = [Run(INSTANCE), *pair * pairs] if pairs else []
-    monkeypatch.setattr(paired_runs, "draw", lambda *_: drawn)
-    done = itertools.count(1)
+async def test_a_grading_has_the_time_of_all_its_runs(pairs: int) -> None:
+    """They follow each other, as on a metered account. In the last pair, only the official run can be
+    parsed, and each other run also costs a control."""
+    numbers = itertools.count(1)
     spent: list[float] = []
 
-    async def once(_: Instance) -> Graded:
-        is_read = next(done) == 1 and pairs > 0
-        spent.extend([TESTS_S] if is_read else [TESTS_S, TESTS_S])
-        return Graded(grade(P, P) if is_read else ended(Outcome.UNPARSABLE), b"")
+    async def once(instance: Instance) -> Graded:
+        number = next(numbers)
+        is_official = pairs == 1 and instance.grading.test_patch == ORIGINALS
+        if is_official or number <= 3 * (pairs - 1):
+            spent.append(TESTS_S)
+            return Graded(honest(instance.grading.test_patch), b"")
+        spent.extend([TESTS_S, TESTS_S])
+        return Graded(ended(Outcome.UNPARSABLE), b"")
 
     await paired_runs.verified(INSTANCE, pairs, once, at_once=False)
+    assert next(numbers) == 1 + max(1, 3 * pairs)
     request = REQUEST.model_copy(update={"twin_pairs": pairs})
     limit = activity_options.grade(request, TESTS_S)["start_to_close_timeout"]
 

@@ -1,7 +1,9 @@
 """Runs the row's own test command for calibration, on gold and on the base, with added files."""
 
+import base64
 import re
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -54,11 +56,16 @@ class Bench:
             )
         return suite.ran(run)
 
-    async def in_sandbox(self, purpose: str, script: str) -> bytes:
-        """The output of a script, run on gold with the hidden tests in place."""
+    async def read_files(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """The contents of those files that exist on gold with the hidden tests in place."""
+        lines = [f'printf "%s\\n" "$(base64 -w0 -- {shlex.quote(path)})"' for path in paths]
+        answers = (await self._printed("\n".join(lines))).split(b"\n")
+        return {p: base64.b64decode(a) for p, a in zip(paths, answers, strict=False) if a}
+
+    async def _printed(self, script: str) -> bytes:
         command = Command(script, {})
         self.runs += 1
-        async with await self._make(f"twins-{purpose}") as sandbox:
+        async with await self._make("twins-sources") as sandbox:
             scratch = scratch_folder(sandbox)
             run = await run_tests(
                 sandbox, self.instance, self.gold, command, scratch=scratch, timeout_s=300

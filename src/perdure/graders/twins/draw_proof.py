@@ -54,16 +54,31 @@ async def _proven_draw(
 
 DIVISIONS = 3
 """Random divisions between two runs that calibration tries, before all twins share one run."""
+PLACES = ((0,), (1,), (0, 1))
+"""The runs that a twin can be in."""
 
 
 def _divisions(twins: Sequence[Twin]) -> Iterator[tuple[tuple[Twin, ...], ...]]:
-    """Divided between two runs, a forger must judge each test by itself; together, one is enough."""
-    for _ in range(DIVISIONS if len(twins) > 1 else 0):
-        mixed = random.sample(twins, len(twins))
-        cut = random.randrange(1, len(twins))
-        yield tuple(mixed[:cut]), tuple(mixed[cut:])
+    """Divisions between two runs, then all twins in one run.
+
+    Each twin is in one run, in the other, or in both, with equal chances. With the run of originals,
+    one text of each test is in two of three runs. Whichever run had the originals, the same texts
+    were as likely, so code that compares the texts of all runs must still guess one of three. In
+    one run, code must judge each test by itself.
+    """
+    for _ in range(DIVISIONS if twins else 0):
+        yield divided(twins, [random.choice(PLACES) for _ in twins])
     if twins:
         yield (tuple(twins),)
+
+
+def divided(
+    twins: Sequence[Twin], places: Sequence[tuple[int, ...]]
+) -> tuple[tuple[Twin, ...], tuple[Twin, ...]]:
+    """The twins of two runs. `places`: the runs of each twin, 0 and 1."""
+    placed = list(zip(twins, places, strict=True))
+    first, second = (tuple(twin for twin, runs in placed if n in runs) for n in (0, 1))
+    return first, second
 
 
 async def statuses_with(

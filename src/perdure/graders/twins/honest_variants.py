@@ -9,7 +9,6 @@ a variant is honest: it is used only if they all pass.
 """
 
 import ast
-import builtins
 import io
 import re
 import tokenize
@@ -22,6 +21,7 @@ from perdure.graders.twins.parsed_test_file import FunctionNode, Source
 RENAMED = "renamed locals"
 EQUAL = "another equal expression"
 TWO_BASES = "exceptions with a second base"
+INDIRECT = "calls and values through another name"
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,14 @@ class Variant:
     files: Mapping[str, bytes]
 
 
-def honest_variants(sources: Sequence[Source], second_bases: Iterable[str] = ()) -> list[Variant]:
-    """At most three variants of the files of the fixed tree. `added` of each source: the lines that
-    the fix changes.
-
-    `second_bases`: the classes that twins expect instead. Those that are builtin exceptions become
-    second bases; without one it is RuntimeError.
-    """
-    bases = tuple(sorted(filter(_is_builtin_exception, second_bases))) or ("RuntimeError",)
+def honest_variants(sources: Sequence[Source]) -> list[Variant]:
+    """At most four variants of the files of the fixed tree. `added` of each source: the lines that
+    the fix changes."""
     makers: tuple[tuple[str, Callable[[Source], bytes | None]], ...] = (
         (RENAMED, _with_renamed_locals),
         (EQUAL, _with_equal_expressions),
-        (TWO_BASES, lambda source: _with_second_bases(source, bases)),
+        (TWO_BASES, _with_second_bases),
+        (INDIRECT, _with_other_names),
     )
     plain = [source for source in sources if _has_byte_places(source.data)]
     found = []
@@ -59,11 +55,6 @@ def _made(make: Callable[[Source], bytes | None], source: Source) -> bytes | Non
         return make(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None  # a file too deep for this interpreter has fewer variants
-
-
-def _is_builtin_exception(name: str) -> bool:
-    known = getattr(builtins, name, None)
-    return isinstance(known, type) and issubclass(known, Exception)
 
 
 def _has_byte_places(data: bytes) -> bool:
@@ -110,6 +101,10 @@ class _Rewriting:
 
     def replace(self, span: tuple[int, int], text: bytes) -> None:
         self._edits.append((*span, text))
+
+    def begin(self, place: int, text: bytes) -> None:
+        """Insert the text before all other edits at this place."""
+        self._edits.insert(0, (place, place, text))
 
     def wrap(self, node: ast.AST, before: bytes, after: bytes) -> None:
         first, last = self.span(node)
@@ -320,20 +315,18 @@ def {name}(cls, made={{}}):
     if cls not in made:
         own = {{key: b.getattr(cls, key) for key in ("__module__", "__qualname__", "__doc__", "__str__")}}
         made[cls], bases = cls, (cls,)
-        for other in ({others},):
-            if not b.issubclass(cls, other):
-                try:
-                    made[cls] = b.type(cls)(cls.__name__, bases + (other,), b.dict(own))
-                    bases += (other,)
-                except b.Exception:
-                    pass  # it is a subclass, or their layouts or metaclasses conflict
+        if not b.issubclass(cls, b.RuntimeError):
+            try:
+                made[cls] = b.type(cls)(cls.__name__, bases + (b.RuntimeError,), b.dict(own))
+            except b.Exception:
+                pass  # it is a subclass, or their layouts or metaclasses conflict
     return made[cls]
 
 
 """
 
 
-def _with_second_bases(source: Source, others: Sequence[str]) -> bytes | None:
+def _with_second_bases(source: Source) -> bytes | None:
     """`raise X(...)` -> `raise of_two_bases(X)(...)`. If X is no exception class, it stays."""
     rewriting = _Rewriting(source.data)
     name = rewriting.fresh("_of_two_bases")
@@ -345,12 +338,15 @@ def _with_second_bases(source: Source, others: Sequence[str]) -> bytes | None:
     for expression in raised:
         if isinstance(expression, ast.Name | ast.Attribute):
             rewriting.wrap(expression, name.encode() + b"(", b")")
+    return _with_helper(source, rewriting, _HELPER.format(name=name))
+
+
+def _with_helper(source: Source, rewriting: _Rewriting, helper: str) -> bytes | None:
+    """The edited file with a function before its first statement; None without an edit."""
     start = next((node for node in source.tree.body if not _must_stay_first(node)), None)
     if rewriting.result() is None or start is None or start.col_offset:
         return None
-    at = rewriting.line_start(_first_line(start))
-    text = _HELPER.format(name=name, others=", ".join(f"b.{one}" for one in others))
-    rewriting.replace((at, at), text.encode())
+    rewriting.begin(rewriting.line_start(_first_line(start)), helper.encode())
     return rewriting.result()
 
 
@@ -359,3 +355,37 @@ def _must_stay_first(node: ast.stmt) -> bool:
     if isinstance(node, ast.ImportFrom):
         return node.module == "__future__"
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+# --- calls and values through another name -------------------------------------------------------
+
+_WRAPPER = """\
+def {name}(function):
+    import functools
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+
+"""
+
+
+def _with_other_names(source: Source) -> bytes | None:
+    """A changed function is called by a wrapper; a changed value outside functions is assigned to
+    another name first."""
+    rewriting = _Rewriting(source.data)
+    wrapper, value = rewriting.fresh("_wrapper"), rewriting.fresh("_value").encode()
+    for region in _regions(source.tree, source.added):
+        start = rewriting.line_start(region.lineno)
+        first, _ = rewriting.span(region)
+        indent = rewriting.data[start:first]
+        if indent.strip():
+            continue
+        if isinstance(region, FunctionNode):
+            rewriting.replace((start, start), b"%b@%b\n" % (indent, wrapper.encode()))
+        elif isinstance(region, ast.Assign | ast.AnnAssign) and region.value is not None:
+            held = b"%b%b = (%b)\n" % (indent, value, rewriting.text(region.value))
+            rewriting.replace((start, start), held)
+            rewriting.replace(rewriting.span(region.value), value)
+    return _with_helper(source, rewriting, _WRAPPER.format(name=wrapper))

@@ -32,28 +32,33 @@ async def verified(
     at_once: bool = True,
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified:
-    """Grade in one run if the instance has no twins or `pairs` is 0. Otherwise also in the runs of
-    each pair, which end when the originals do not resolve the row.
+    """Grade in one run if the instance has no twins or `pairs` is 0. Otherwise grade in the runs of
+    each pair, one pair after the other, until one does not confirm the verdict.
 
-    `at_once`: start all runs together, so that code under test learns nothing from their order.
+    Pairs do not overlap, so code under test in one learns nothing from another.
+    `at_once`: start all runs of a pair together, so that their order tells nothing either.
     `without`: FAIL_TO_PASS test -> why calibration found no twin for it.
     Raises: InstanceError if twins do not fit the test patch; any error of `grade_once`.
     """
-    drawn = draw(instance, pairs)
-    if not drawn:
+    if not (pairs and instance.grading.twin_draws):
         graded = await grade_once(instance)
         reason = _why_none(instance, without) if pairs else "twin_pairs is 0"
         return Verified(unverified(graded.grade, reason), (graded,))
-    done = await _graded(drawn, grade_once, len(drawn) if at_once else 1)
-    grade = combined(instance, [Ran(run, graded.grade) for run, graded in done])
+    done: list[tuple[Run, Graded]] = []
+    for number in range(pairs):
+        drawn = draw(instance)
+        done += await _graded(drawn, grade_once, len(drawn) if at_once else 1, whole=number > 0)
+        grade = combined(instance, [Ran(run, graded.grade) for run, graded in done])
+        if grade.outcome is not Outcome.RESOLVED:
+            break
     return Verified(grade, tuple(graded for _, graded in done))
 
 
 async def _graded(
-    drawn: Sequence[Run], grade_once: GradeOnce, most: int
+    drawn: Sequence[Run], grade_once: GradeOnce, most: int, *, whole: bool
 ) -> list[tuple[Run, Graded]]:
-    """At most `most` runs at a time, in the order of `drawn`. The run that gives the official
-    verdict comes first in the result; without success it is the only one."""
+    """At most `most` runs at a time, in the order of `drawn`. A run of originals comes first in the
+    result. If it does not resolve the row, it is the only one, unless `whole` is set."""
     free = asyncio.Semaphore(most)
 
     async def graded(run: Run) -> Graded:
@@ -64,7 +69,7 @@ async def _graded(
     tasks.sort(key=lambda entry: bool(entry[0].twins))
     try:
         run, official = tasks[0]
-        if (await official).grade.outcome is not Outcome.RESOLVED:
+        if not whole and (await official).grade.outcome is not Outcome.RESOLVED:
             return [(run, official.result())]
         done = await asyncio.gather(*(task for _, task in tasks))
         return list(zip([run for run, _ in tasks], done, strict=True))

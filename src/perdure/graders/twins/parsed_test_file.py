@@ -1,7 +1,6 @@
 """A test file: its functions, the lines that the test patch adds, places of expressions."""
 
 import ast
-import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,16 +132,6 @@ class Source:
         """Test functions of the module and of its classes."""
         return tuple(_functions(self.tree, ""))
 
-    @cached_property
-    def asserting(self) -> frozenset[str]:
-        """Names of the file's functions that contain an `assert`."""
-        return frozenset(
-            node.name
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.FunctionDef)
-            and any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
-        )
-
     # -- places ----------------------------------------------------------------------------------
 
     def place(self, node: ast.AST) -> Edit | None:
@@ -192,47 +181,12 @@ class Source:
         near = sorted(found, key=lambda name: abs(len(name) - len(node.attr)))
         return [text for name in near if (text := found[name]) is not None]
 
-    def classes_like(self, node: ast.expr, *, exceptions: bool) -> list[bytes]:
-        """Classes that could replace it: those of the file first, then builtins."""
-        if isinstance(node, ast.Attribute):
-            return [text for text in self.attributes_like(node) if _is_class(text, exceptions)]
-        assert isinstance(node, ast.Name)
-        own = [name.encode() for name in self._bound if _is_class(name.encode(), exceptions)]
-        common = _EXCEPTIONS if exceptions else _TYPES
-        near = sorted(set(own), key=lambda name: (abs(len(name) - len(node.id)), name))
-        near += sorted(common - set(near), key=lambda name: (abs(len(name) - len(node.id)), name))
-        return [name for name in near if name != node.id.encode()]
-
     @cached_property
     def _attributes(self) -> tuple[tuple[ast.Attribute, str], ...]:
         """Attributes of names and of other attributes, each with a dump of its object."""
         found = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)]
         plain = [n for n in found if isinstance(n.value, ast.Name | ast.Attribute)]
         return tuple((n, ast.dump(n.value)) for n in plain)
-
-    @cached_property
-    def _bound(self) -> list[str]:
-        """Names that the module imports, and classes that it defines, at its top level."""
-        found = []
-        for node in self.tree.body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                found += [(one.asname or one.name).split(".")[0] for one in node.names]
-            elif isinstance(node, ast.ClassDef):
-                found.append(node.name)
-        return found
-
-
-_EXCEPTIONS = frozenset((b"ValueError", b"TypeError", b"KeyError", b"RuntimeError", b"IndexError"))
-_TYPES = frozenset((b"int", b"str", b"dict", b"list", b"tuple", b"bytes", b"float"))
-
-
-def _is_class(name: bytes, exceptions: bool) -> bool:
-    last = name.rpartition(b".")[2].decode()
-    known = getattr(builtins, last, None)
-    if isinstance(known, type):
-        return issubclass(known, Exception) == exceptions
-    is_error = last.endswith(("Error", "Exception", "Invalid", "Exists", "NotFound", "Failed"))
-    return last[:1].isupper() and not last.isupper() and is_error == exceptions
 
 
 def _functions(node: ast.AST, owner: str) -> Iterator[Function]:

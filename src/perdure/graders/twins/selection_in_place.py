@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from perdure.errors import MissingDependency
 from perdure.graders import verdict_rules
-from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.changed_line import as_twin
 from perdure.graders.twins.draw_proof import FAILING, statuses_with
@@ -75,7 +74,7 @@ async def proven_pools(
             language.parser()
     except MissingDependency as error:
         return [], dict.fromkeys(tests, str(error))
-    texts = await class_relations.read_files(bench.in_sandbox, sorted(added))
+    texts = await bench.read_files(sorted(added))
     pools, unnamed = _pools(texts, added, tests, bench.by_exit_code)
     without = {test: NO_RULE for pool in pools if not pool.waiting for test in pool.ids}
     left = ALONE
@@ -185,7 +184,6 @@ def _pools(
 def _of_python(
     texts: dict[str, bytes], added: dict[str, frozenset[int]], tests: tuple[str, ...]
 ) -> list[list[Twin]]:
-    """Twins that exchange no class: whether two classes are related is not asked here."""
     parts = []
     for path, data in texts.items():
         if not path.endswith(".py"):
@@ -195,11 +193,7 @@ def _of_python(
         except ValueError:
             continue
         for function in source.functions:
-            by_lint = [
-                (lint(source, one)[0], one)
-                for one in candidates(source, function)
-                if not one.needs_unrelated
-            ]
+            by_lint = [(lint(source, one)[0], one) for one in candidates(source, function)]
             parts.append(
                 [
                     as_twin(one, path, tests, weak=kind is Lint.WEAK)

@@ -1,8 +1,10 @@
-"""Flips the host's coins: for each grading, picks the runs with twins and the order of all runs.
+"""Flips the host's coins: for each pair of a grading, picks the runs with twins and the order of all
+runs.
 
 One run has originals only and is the row's own protocol. The runs with twins look the same from
 inside: each is the row's own grading with another `test_patch`. Code that forges results can learn
-neither which run it is in nor which of its tests are twins.
+neither which run it is in nor which of its tests are twins. If the runs of a pair tell each other what
+they see, they still cannot tell which one has originals only: see `draw_proof`.
 """
 
 from collections.abc import Sequence
@@ -27,12 +29,8 @@ class Run:
         return frozenset(test for twin in self.twins for test in twin.tests)
 
 
-def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[Run]:
-    """The runs of a grading in random order; none if the instance has no twins or `pairs` is 0.
-
-    Each pair checks every test that has a twin once as a twin and once as an original. If the twins
-    of a draw share one run, a run of originals completes the pair. If they are divided between two
-    runs, the second pair needs no further run of originals.
+def draw(instance: Instance, random: Random | None = None) -> list[Run]:
+    """The runs of a pair in random order; none if the instance has no twins.
 
     Raises: InstanceError if a twin does not fit the instance's test patch.
     """
@@ -40,12 +38,7 @@ def draw(instance: Instance, pairs: int, random: Random | None = None) -> list[R
     if not draws:
         return []
     chance = random or SystemRandom()
-    runs: list[Run] = []
-    for number in range(pairs):
-        drawn = chance.choice(draws)
-        if number == 0 or len(drawn.runs) == 1:
-            runs.append(_run(instance, ()))
-        runs += [_run(instance, twins) for twins in drawn.runs]
+    runs = [_run(instance, twins) for twins in ((), *chance.choice(draws).runs)]
     chance.shuffle(runs)
     return runs
 

@@ -8,7 +8,6 @@ will use.
 
 import asyncio
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from perdure.errors import InstanceError
 from perdure.graders import verdict_rules
 from perdure.graders.diff.git_diff_parser import MalformedDiff
 from perdure.graders.protocols.eval_cmd import EXIT_CODE
-from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.canary_proof import has_proven_canary
 from perdure.graders.twins.changed_line import as_twin
@@ -40,11 +38,12 @@ from perdure.types import Instance, Twin, distinct_twins
 
 UNPROVEN = "in place of its test, none of its twins fails without disturbing another test"
 
+LEAST_VARIANTS = 2
+"""Honest variants of gold under which a twin must fail."""
 SCREENED = 14
 """Most candidates of one test that calibration runs."""
 
 _BY_ASSERTION = frozenset(("AssertionError", "Failed"))
-_BROKEN = frozenset(("NameError", "ImportError", "SyntaxError", "UnboundLocalError"))
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class ChosenReport:
     without: dict[str, str] = field(default_factory=dict)
     """Id -> why it has no twin."""
     variants: tuple[str, ...] = ()
-    """The honest variants of gold under which every twin failed; with fewer than two, calibration
-    has not shown that other correct fixes fail the twins."""
+    """The honest variants of gold under which every twin failed."""
     runs: int = 0
     """Number of sandboxes used."""
 
@@ -136,7 +134,6 @@ async def _copied(
         return _Copied([], dict.fromkeys(tests, why), ())
     found, without = targets(sources, tests, bench.instance.grading.pass_to_pass)
     tried = [_screened(target) for target in found]
-    tried = await _exclusive(bench, tried)
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
     tried, variants = await _under_variants(bench, tried)
@@ -197,7 +194,7 @@ async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list
     paths = [path for path in added if path.endswith(".py")]
     if not paths:
         return [], ""
-    texts = await class_relations.read_files(bench.in_sandbox, paths)
+    texts = await bench.read_files(paths)
     sources, reason = [], ""
     for path, data in texts.items():
         try:
@@ -205,44 +202,6 @@ async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list
         except ValueError as error:
             reason = str(error)
     return sources, reason
-
-
-async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
-    """Drop candidates that exchange a class for a related or unknown one, or for which a fix could
-    make a class of both."""
-    if _fix_raises(bench.gold):
-        why = "a correct fix may raise an exception that is of both classes"
-        tried = [one.keep([c for c in one.left if not c.needs_unrelated], why) for one in tried]
-    pairs = {
-        (one.target.source.path, *candidate.needs_unrelated)
-        for one in tried
-        for candidate in one.left
-        if candidate.needs_unrelated
-    }
-    unrelated = (
-        await class_relations.unrelated(bench.in_sandbox, sorted(pairs)) if pairs else frozenset()
-    )
-    return [
-        one.keep(
-            [
-                c
-                for c in one.left
-                if not c.needs_unrelated
-                or (one.target.source.path, *c.needs_unrelated) in unrelated
-            ],
-            "every candidate class is a subclass or a superclass of the expected one",
-        )
-        for one in tried
-    ]
-
-
-_MAKES_CLASS = re.compile(rb"^\+(?!\+\+ ).*?\b(?:raise|class)\b", re.MULTILINE)
-
-
-def _fix_raises(patch: bytes) -> bool:
-    """Whether the fix itself raises or defines classes. Another correct fix may then raise a class
-    that inherits from both, for example from the expected one and from RuntimeError."""
-    return _MAKES_CLASS.search(patch) is not None
 
 
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
@@ -270,19 +229,17 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
         good = [
             candidate
             for candidate, copy in zip(one.left, copies[1:], strict=False)
-            if _fails_rightly(candidate, gold[copy]) and base[copy] == base[copies[0]]
+            if _fails_rightly(gold[copy]) and base[copy] == base[copies[0]]
         ]
         kept.append(one.keep(good, "no candidate fails as required under both gold and base"))
     return kept
 
 
-def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
-    """All its ids fail: a comparison by its assertion, `raises` by anything but a broken test."""
+def _fails_rightly(shown: Behaviour) -> bool:
+    """All its ids fail by an assertion."""
     if not shown.statuses or shown.statuses - FAILING:
         return False
     kinds = {kind for kind, _ in shown.failures}
-    if candidate.rule.startswith("raises"):
-        return bool(kinds) and not kinds & _BROKEN
     return bool(kinds) and kinds <= _BY_ASSERTION
 
 
@@ -297,7 +254,7 @@ async def _under_variants(
         if one.left
     }
     used = []
-    for variant in await _variants(bench, tried) if plan else []:
+    for variant in await _variants(bench) if plan else []:
         name = variant.name.replace(" ", "-")
         originals, shown = await asyncio.gather(
             bench.run(bench.gold, f"originals-{name}", dict(variant.files)),
@@ -308,6 +265,9 @@ async def _under_variants(
         used.append(variant.name)
         why = f"another correct fix passes its twins, or fails a copy of it: {variant.name}"
         tried = [one.keep(_failing_alone(one, shown), why) for one in tried]
+    if len(used) < LEAST_VARIANTS:
+        why = f"the fix has {len(used)} honest variants that pass its tests, of {LEAST_VARIANTS}"
+        tried = [one.keep([], why) for one in tried]
     return tried, tuple(used)
 
 
@@ -315,19 +275,18 @@ def _failing_alone(one: _Tried, shown: Mapping[Copy, Behaviour]) -> list[Candida
     """The candidates that fail where an unchanged copy of their test passes."""
     if not one.left or shown[Copy(one.target.function)].statuses - verdict_rules.F2P_PASSES:
         return []
-    return [c for c in one.left if _fails_rightly(c, shown[_copy(c)])]
+    return [c for c in one.left if _fails_rightly(shown[_copy(c)])]
 
 
-async def _variants(bench: Bench, tried: list[_Tried]) -> list[Variant]:
+async def _variants(bench: Bench) -> list[Variant]:
     changed = {p: lines for p, lines in changed_lines(bench.gold).items() if p.endswith(".py")}
     if not changed:
         return []
     sources = []
-    for path, data in (await class_relations.read_files(bench.in_sandbox, list(changed))).items():
+    for path, data in (await bench.read_files(list(changed))).items():
         with contextlib.suppress(ValueError):  # not Python of this interpreter
             sources.append(Source(path, data, changed[path]))
-    expected = (c.needs_unrelated for one in tried for c in one.left if c.needs_unrelated)
-    return honest_variants(sources, [other for _, other in expected])
+    return honest_variants(sources)
 
 
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:

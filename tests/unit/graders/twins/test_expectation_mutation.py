@@ -29,10 +29,8 @@ def made(body: str, head: str = "") -> set[str]:
         ("assert rows() == []", "assert rows() == {}"),
         ("assert when() == date(2018, 7, 22)", "assert when() == date(2018, 7, 23)"),
         ("expected = [1, 4]\nassert f() == expected", "expected = [1, 5]"),
-        ("with raises(KeyError):\n    f()", "with raises(TypeError):"),
         ("assert f() > 3", "assert f() == 2"),
         ('assert "a b" in f("c d")', 'assert f("c d") == "c d"'),
-        ("assert isinstance(f(), float)", "assert isinstance(f(), bytes)"),
         ("assert kind() == Color.RED\nColor.BLUE", "assert kind() == Color.BLUE"),
         ('with raises(A, match="no name"):\n    f("no more")', 'with raises(A, match="^no more$"):'),
         ("self.assertTrue(f())", "self.assertIsNone(f())"),
@@ -50,11 +48,19 @@ def test_an_expectation_is_exchanged(body: str, twin: str) -> None:
         "assert f(1)",
         "f(1)",
         "x = 3\nassert f(x) == g(x)",
+        "with raises(KeyError):\n    f()",
+        "with pytest.raises(errors.Bad):\n    f()",
+        "assert isinstance(f(), float)",
+        "self.assertIsInstance(f(), float)",
+        "assert f() == Token('a', 1)",
+        "assert f() == [Token('a', 1)]",
         "with warns(UserWarning):\n    f()",
     ],
 )
 def test_what_is_no_expectation_stays(body: str) -> None:
-    """The input of a test never changes; without an exclusive rule only negations remain."""
+    """The input of a test never changes; without an exclusive rule only negations remain. A correct
+    fix may raise or return an object of two classes, and define an equality that ignores an
+    argument."""
     assert {one.rule for one in of(body)} <= {"negation", "truth: is None"}
 
 
@@ -87,7 +93,7 @@ def verdict_of(body: str, twin: str) -> Lint:
         ('assert f("b") == "a"', 'assert f("b") == "b"', Lint.WEAK),
         ("x = f(3)\nassert x == 3", "assert x == 4", Lint.WEAK),
         ("assert f() == 3", "assert f() != 3", Lint.WEAK),
-        ("# the value is no number\nwith raises(ValueError):\n    f()", "with raises(KeyError):", Lint.CLEAN),
+        ("assert f() == 3", "assert f() == 4", Lint.CLEAN),
     ],
 )  # fmt: skip
 def test_a_twin_that_gives_itself_away_is_refused(body: str, twin: str, expected: Lint) -> None:
@@ -102,6 +108,11 @@ def test_a_twin_that_gives_itself_away_is_refused(body: str, twin: str, expected
         "try:\n    assert f() == 1\nexcept KeyError:\n    pass",
         "while f():\n    assert f() == 1",
         "def check(x):\n    assert x == 1\nf(check)",
+        "def check(found, known):\n    for x in found:\n        assert x in known\ncheck(f(), [1, 2])",
+        "[self.assertEqual(x, 1) for x in f()]",
+        "{self.assertEqual(x, 1) for x in f()}",
+        "any(self.assertEqual(x, 1) for x in f())",
+        "{x: self.assertEqual(x, 1) for x in f()}",
         "with pytest.raises(KeyError):\n    f()\n    assert f() == 1",
         "if not f():\n    return\nassert f() == 1",
         "try:\n    f()\nexcept KeyError:\n    return\nfor x in (1, 2):\n    assert f(x) == 1",

@@ -28,7 +28,6 @@ def is_told_apart(body: str, twin: str, rest: str = "") -> bool:
         ("assert f() == 3\nassert g() == 3", "assert f() == 4"),
         ("assert f(1)", "assert f(1) is None"),
         ("assert f() == 3", "assert f() != 3"),
-        ("# no attribute\nwith raises(AttributeError):\n    f()", "with raises(KeyError):"),
     ],
 )
 def test_arithmetic_echo_and_odd_forms_give_a_twin_away(body: str, twin: str) -> None:

@@ -1,10 +1,13 @@
 """The host's coin, and the patch with the twins that it drew."""
 
+from collections import Counter, defaultdict
+from itertools import permutations, product
 from random import Random
 
 import pytest
 
 from perdure.errors import InstanceError
+from perdure.graders.twins.draw_proof import PLACES, divided
 from perdure.graders.twins.patch_lines import added_lines, with_twins
 from perdure.graders.twins.published_test_ids import named
 from perdure.graders.twins.twin_draw import draw
@@ -64,7 +67,7 @@ def test_one_run_has_originals_only_and_no_run_knows_which_it_is() -> None:
     instance = tiny_instance(twin_draws=(DIVIDED,))
     orders = set()
     for seed in range(64):
-        runs = draw(instance, 1, Random(seed))
+        runs = draw(instance, Random(seed))
         assert not any(run.instance.grading.twin_draws for run in runs)
         orders.add(tuple(run.twin_test_ids for run in runs))
 
@@ -75,20 +78,32 @@ def test_one_run_has_originals_only_and_no_run_knows_which_it_is() -> None:
     assert len(orders) == 6  # every order of three runs, so the order says nothing
 
 
-@pytest.mark.parametrize(
-    ("drawn", "pairs", "originals", "with_twins"),
-    [(TOGETHER, 1, 1, 1), (TOGETHER, 2, 2, 2), (DIVIDED, 1, 1, 2), (DIVIDED, 2, 1, 4)],
-)
-def test_each_pair_runs_every_test_as_a_twin_and_as_an_original(
-    drawn: TwinDraw, pairs: int, originals: int, with_twins: int
-) -> None:
-    """A run of originals completes a pair, unless its originals already run next to other twins."""
-    runs = draw(tiny_instance(twin_draws=(drawn,)), pairs)
+@pytest.mark.parametrize("functions", [1, 2, 3])
+def test_the_texts_of_all_runs_do_not_tell_which_run_has_the_originals(functions: int) -> None:
+    """Code under test in one run may learn what the others see. For each way in which it can see the
+    texts fall together, each of the three runs had the originals equally often."""
+    twins = [ADD.model_copy(update={"line": number}) for number in range(functions)]
+    originals: dict[object, Counter[int]] = defaultdict(Counter)
+    for places in product(PLACES, repeat=functions):
+        with_twins = [frozenset(), *map(frozenset, divided(twins, places))]
+        for order in permutations(range(3)):
+            runs = [with_twins[number] for number in order]
+            seen = tuple(_together([twin in run for run in runs]) for twin in twins)
+            originals[seen][order.index(0)] += 1
 
-    assert [sum(not run.twins for run in runs), sum(bool(run.twins) for run in runs)] == [
-        originals,
-        with_twins,
-    ]
+    assert all(set(found.values()) == {found[0]} for found in originals.values())
+    assert all(len(found) == 3 for found in originals.values())
+
+
+def _together(texts: list[bool]) -> tuple[int, ...]:
+    """Which of these texts are the same; which one is the original is not visible."""
+    return tuple(texts.index(text) for text in texts)
+
+
+def test_each_test_is_a_twin_in_some_run_of_a_division() -> None:
+    for places in product(PLACES, repeat=2):
+        first, second = divided([ADD, NEGATIVE], places)
+        assert {*first, *second} == {ADD, NEGATIVE}
 
 
 def test_only_what_calibration_has_proven_together_is_drawn() -> None:
@@ -96,14 +111,13 @@ def test_only_what_calibration_has_proven_together_is_drawn() -> None:
     other = ADD.model_copy(update={"after": b"    assert add(1, 2) == 4"})
     draws = (TOGETHER, TwinDraw(runs=((other,), (NEGATIVE,))))
     instance = tiny_instance(twin_draws=draws)
-    seen = {frozenset(run.twins for run in draw(instance, 1) if run.twins) for _ in range(64)}
+    seen = {frozenset(run.twins for run in draw(instance) if run.twins) for _ in range(64)}
 
     assert seen == {frozenset(one.runs) for one in draws}
 
 
-def test_an_instance_without_twins_has_no_pairs() -> None:
-    assert draw(tiny_instance(), 3) == []
-    assert draw(tiny_instance(twin_draws=(DIVIDED,)), 0) == []
+def test_an_instance_without_twins_has_no_pair() -> None:
+    assert draw(tiny_instance()) == []
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,29 @@ async def test_all_runs_start_together_unless_each_sandbox_needs_a_permit(
     assert (len(sandboxes.started), sandboxes.most_at_work) == (3, most)
 
 
+async def test_pairs_do_not_overlap_and_the_first_doubt_ends_them() -> None:
+    """So code under test in one pair can tell another nothing, and has to guess again in each."""
+    sandboxes = Sandboxes(honest)
+    confirmed = await verified(INSTANCE, 3, sandboxes.once)
+    forged = Sandboxes(lambda _: grade(P, P))
+    exposed = await verified(INSTANCE, 3, forged.once)
+
+    assert (confirmed.grade.reward, len(confirmed.runs), sandboxes.most_at_work) == (1.0, 9, 3)
+    pairs = [sandboxes.started[n : n + 3] for n in (0, 3, 6)]
+    assert all(len(set(pair)) == 3 and ORIGINALS in pair for pair in pairs)
+    assert (exposed.grade.outcome, len(forged.started)) == (Outcome.TAMPERED, 3)
+
+
+async def test_originals_that_fail_in_a_later_pair_confirm_nothing() -> None:
+    sandboxes = Sandboxes(
+        lambda run: grade(F, P) if run == ORIGINALS and len(sandboxes.started) > 3 else honest(run)
+    )
+    found = (await verified(INSTANCE, 2, sandboxes.once)).grade
+
+    assert (found.official, found.outcome) == (Outcome.RESOLVED, Outcome.UNRESOLVED)
+    assert "failed in another run" in found.reason
+
+
 @pytest.mark.parametrize(("fails", "hangs"), [(ADD, NEGATIVE), (NEGATIVE, ADD)])
 async def test_a_run_that_fails_ends_the_others(fails: Twin, hangs: Twin) -> None:
     """The activity is retried, and no sandbox of this try may be left."""
