@@ -391,6 +391,7 @@ def test_a_function_that_a_wrapper_calls_returns_the_same(text: str) -> None:
     ],
 )
 def test_a_value_outside_functions_goes_through_another_name(text: str) -> None:
+    changed = set(range(1, text.count("\n") + 1))
     text += (
         "def f():\n    return {k: v for k, v in globals().items() if k.isupper() and k != 'A'}\n"
     )
