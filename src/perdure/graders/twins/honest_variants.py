@@ -21,7 +21,7 @@ from perdure.graders.twins.parsed_test_file import FunctionNode, Source
 RENAMED = "renamed locals"
 EQUAL = "another equal expression"
 TWO_BASES = "exceptions with a second base"
-INDIRECT = "calls and values through another name"
+INDIRECT = "values by another name"
 
 
 @dataclass(frozen=True)
@@ -357,7 +357,7 @@ def _must_stay_first(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-# --- calls and values through another name -------------------------------------------------------
+# --- values by another name ----------------------------------------------------------------------
 
 _WRAPPER = """\
 def {name}(function):
