@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
 from perdure.graders import verdict_rules
 from perdure.graders.protocols.test_lists import SuiteRun, reading_of
@@ -13,14 +14,29 @@ from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw
 FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 
 
+PLACES = ((0,), (1,), (0, 1))
+"""The runs that a twin can be in: with the run of originals, one text of its test is in two runs."""
+DIVISIONS = 3
+"""Divisions between two runs that calibration tries, before all twins share one run."""
+
+
 async def proven_draws(
     bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
 ) -> list[TwinDraw]:
-    """At most `wanted` draws that all have a twin of the same functions: of as many as possible."""
+    """Some `wanted` draws that all have a twin of the same functions: of as many as possible.
+
+    Their number is a multiple of three. The texts of all runs fall together in the same way in each
+    third draw, but for each of the three runs that is the run of originals in one of the draws. So code
+    that compares all runs, and knows all divisions, must still guess one of three.
+    """
+    count = min(wanted, max(map(len, pools), default=0))
+    count += -count % len(PLACES)
+    divisions = [[random.randrange(len(PLACES)) for _ in pools] for _ in range(DIVISIONS)]
     proven: list[TwinDraw] = []
-    for number in range(min(wanted, max(map(len, pools), default=0))):
+    for number in range(count):
         together = [pool[number % len(pool)] for pool in pools]
-        draw = await _proven_draw(bench, plain, together, str(number + 1))
+        turned = [[(place + number) % len(PLACES) for place in one] for one in divisions]
+        draw = await _proven_draw(bench, plain, together, turned, str(number + 1))
         if draw is not None:
             proven.append(draw)
     most = max((_functions(draw) for draw in proven), key=len, default=frozenset())
@@ -32,13 +48,19 @@ def _functions(draw: TwinDraw) -> frozenset[tuple[str, ...]]:
 
 
 async def _proven_draw(
-    bench: Bench, plain: Instance, together: list[Twin], number: str
+    bench: Bench,
+    plain: Instance,
+    together: list[Twin],
+    divisions: Sequence[Sequence[int]],
+    number: str,
 ) -> TwinDraw | None:
     """The first division of these twins into runs that is proven under gold: in each run, the twins
     fail and all other tests pass. Twins that the base passes, or that pass, are left out."""
     base = await statuses_with(bench, plain, b"", together, f"proof-base-{number}")
-    together = [twin for twin in together if not _any(twin, base, verdict_rules.F2P_PASSES)]
-    for division, runs in enumerate(_divisions(together)):
+    left = [not _any(twin, base, verdict_rules.F2P_PASSES) for twin in together]
+    twins = list(compress(together, left))
+    divided_in = [divided(twins, list(compress(one, left))) for one in divisions]
+    for division, runs in enumerate([*divided_in, (tuple(twins),)] if twins else []):
         found = await asyncio.gather(
             *(
                 statuses_with(bench, plain, bench.gold, run, f"proof-{number}-{division}-{side}")
@@ -52,31 +74,12 @@ async def _proven_draw(
     return None
 
 
-DIVISIONS = 3
-"""Random divisions between two runs that calibration tries, before all twins share one run."""
-PLACES = ((0,), (1,), (0, 1))
-"""The runs that a twin can be in."""
-
-
-def _divisions(twins: Sequence[Twin]) -> Iterator[tuple[tuple[Twin, ...], ...]]:
-    """Divisions between two runs, then all twins in one run.
-
-    Each twin is in one run, in the other, or in both, with equal chances. With the run of originals,
-    one text of each test is in two of three runs. Whichever run had the originals, the same texts
-    were as likely, so code that compares the texts of all runs must still guess one of three. In
-    one run, code must judge each test by itself.
-    """
-    for _ in range(DIVISIONS if twins else 0):
-        yield divided(twins, [random.choice(PLACES) for _ in twins])
-    if twins:
-        yield (tuple(twins),)
-
-
 def divided(
-    twins: Sequence[Twin], places: Sequence[tuple[int, ...]]
+    twins: Sequence[Twin], places: Sequence[int]
 ) -> tuple[tuple[Twin, ...], tuple[Twin, ...]]:
-    """The twins of two runs. `places`: the runs of each twin, 0 and 1."""
-    placed = list(zip(twins, places, strict=True))
+    """The twins of two runs. `places`: index into PLACES of each twin. In one run, code under test must
+    judge each test by itself."""
+    placed = [(twin, PLACES[place]) for twin, place in zip(twins, places, strict=True)]
     first, second = (tuple(twin for twin, runs in placed if n in runs) for n in (0, 1))
     return first, second
 
