@@ -124,6 +124,56 @@ def rule(item, outcome):
     return "passed" if outcome == "failed" and not looks_wrong(item) else outcome
 """
 
+_COLLUSION = """
+import fcntl, struct
+seen = {}
+
+def at(run):
+    return (7 << 58) + (run << 50)
+
+def first_lock(start, length):
+    asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    kind, _, first, _, _ = struct.unpack("hhqqi", fcntl.fcntl(seen["fd"], fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else first - start
+
+def lock(start):
+    fcntl.lockf(seen["fd"], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, start)
+
+def place():
+    for run in range(3):
+        try:
+            lock(at(run))
+            return run
+        except OSError:
+            pass
+
+def meet(item):
+    seen["fd"] = os.eventfd(0)
+    texts = {}
+    for one in item.session.items:
+        if not is_ours(one):
+            digest = hashlib.sha256(function_text(one).encode()).hexdigest()
+            texts[one.name] = int(digest[:8], 16)
+    own, names = place(), sorted(texts)
+    for number, name in enumerate(names, 1):
+        lock(at(own) + (number << 40) + texts[name])
+    lock(at(own) + (1 << 48))
+    others, end = [run for run in range(3) if run != own], time.time() + 20
+    while time.time() < end and any(first_lock(at(n) + (1 << 48), 1) for n in others):
+        time.sleep(0.01)
+    heard = {}
+    for number, name in enumerate(names, 1):
+        told = [first_lock(at(run) + (number << 40), 1 << 32) for run in others]
+        heard[name] = texts[name] in told
+    time.sleep(2)
+    return heard
+
+def rule(item, outcome):
+    if "heard" not in seen:
+        seen["heard"] = meet(item)
+    return "passed" if outcome == "failed" and seen["heard"][item.name] else outcome
+"""
+
 FORGERS = (
     Forger("source", 'def rule(item, outcome):\n    return "passed"'),
     Forger(
@@ -180,6 +230,8 @@ FORGERS = (
         '    if not chosen:\n        os._exit(1)\n    return "passed"',
         by_chance=True,
     ),
+    Forger("collusion", _COLLUSION, by_chance=True),
 )
 """By what they judge: everything, what the module holds, order, inversion, the tree's own tests, what
-changes a literal makes, plausibility; and by chance: the clock, a coin, the file's digest, an exit."""
+changes a literal makes, plausibility; and by chance: the clock, a coin, the file's digest, an exit, and
+which text of a test another run of the grading has too."""

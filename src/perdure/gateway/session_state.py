@@ -63,7 +63,7 @@ class Totals:
     dollars: float = 0.0
     """Cost of its calls, if its caps have a price."""
     mark: str = ""
-    """The mark of the first turn, which the agent's later calls carry too."""
+    """The first mark of a turn, which all later calls of the agent carry too."""
     trainable: bool = True
     engine_seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -83,7 +83,7 @@ class Totals:
             self.dollars += price.of(used.prompt_tokens, used.cached_tokens, used.sampled_tokens)
         sampled = record.answer.usage.get("completion_tokens")
         tokens = sampled if isinstance(sampled, int) else 0
-        self.mark = self.mark if self.turns else record.mark
+        self.mark = self.mark or record.mark
         self.turns += 1
         self.tokens += tokens
         self.engine_seconds += record.engine_seconds
@@ -237,7 +237,7 @@ class Session:
             self.unanswered.pop(chain_of(chain, purpose), None)
 
     def attributed(self, request: ModelRequest) -> ModelRequest:
-        """The request as it is if the agent made it, otherwise as a stray one. If the first turn has a
+        """The request as it is if the agent made it, otherwise as a stray one. Once a turn has a
         mark, only requests with the same mark are the agent's. Requests that another model answers
         get a separate chain and are not trained."""
         if self.totals.mark not in ("", request.mark):

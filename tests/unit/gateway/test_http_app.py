@@ -294,16 +294,18 @@ async def test_a_turn_of_a_token_engine_records_the_model_that_it_serves(
 async def test_the_agents_header_tells_its_calls(
     gateway: LocalGateway, http: httpx.AsyncClient, path: str
 ) -> None:
-    """In every dialect, a call without the header that the first one had is not the agent's."""
+    """In every dialect, a call without the header that an earlier one had is not the agent's, also if
+    the first call of the session had none."""
     key = await gateway.open("s")
-    for own in ({AGENT_HEADER: "m"}, {}):
+    for number, own in enumerate(({}, {AGENT_HEADER: "m"}, {})):
         url = f"{gateway.url}{path}"
-        answer = await http.post(url, json=_body(path, max_tokens=9), headers=_bearer(key) | own)
+        body = _body(path, max_tokens=9, temperature=number / 4)
+        answer = await http.post(url, json=body, headers=_bearer(key) | own)
         assert answer.status_code == 200
     await gateway.control.close("s")
     turns = decode((await gateway.store.get(turns_key_of("s"))).data)
 
-    assert [turn.purpose for turn in turns] == [Purpose.STEP, Purpose.STRAY]
+    assert [turn.purpose for turn in turns] == [Purpose.STEP, Purpose.STEP, Purpose.STRAY]
 
 
 @pytest.mark.parametrize(
