@@ -193,7 +193,7 @@ class RolloutRequest(Request):
     twin_pairs: int = Field(1, ge=0, le=8)
     """Pairs that must confirm a patch that looks resolved: each is a run of originals and, if
     calibration could divide the twins, two runs with twins. Code that forges results at random
-    succeeds in 1/8 of such pairs, and in 1/3 if the runs of a pair tell each other what they see. 0
+    succeeds in at most 1/8 of such pairs, and in 1/3 if the runs of a pair tell each other what they see. 0
     turns twins off."""
     tampered_reward: float = Field(0.0, ge=-10, le=0)
     """Reward, also in each dense form, of a rollout that ends as `tampered`. Below 0, forging
