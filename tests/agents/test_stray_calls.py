@@ -19,6 +19,7 @@ from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import PYTHON, Openhands
 from perdure.agents.qwen_code import QwenCode
+from perdure.agents.smolagents import Smolagents
 from perdure.errors import MissingDependency
 from perdure.testing.agent_stand import Stand, call, script
 from perdure.types import AgentEnd, Purpose
@@ -75,6 +76,11 @@ CASES = [
         Openhands(),
         lambda command: call("terminal", command=command),
         last=call("finish", message="Nothing to do."),
+    ),
+    Case(
+        Smolagents(),
+        lambda command: {"content": f"Now.\n<code>\nprint(bash({command!r}))\n</code>"},
+        last={"content": "Now.\n<code>\nfinal_answer('Nothing to do.')\n</code>"},
     ),
     *(
         Case(
