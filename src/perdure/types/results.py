@@ -130,8 +130,8 @@ class Grade(Frozen):
     """Paths that were applied and deserve a review: configuration, compiled files, folders that the
     reference fix does not touch."""
     signals: tuple[str, ...] = ()
-    """Words in the patch's added lines that a signal rule names, as `path: word (rule)`. They
-    change no verdict."""
+    """Words in the patch's added lines that a signal rule names, as `path: word (rule)`, and files
+    outside the fix. They change no verdict."""
     patch_sha256: str = ""
     grader: str = ""
     grader_version: int = 1

@@ -7,7 +7,7 @@ import pytest
 from perdure import limited_process
 from perdure.errors import ConfigurationError
 from perdure.graders.diff.signal_rules import LONGEST, read_signal_rules
-from perdure.graders.diff.signal_search import find_signals, signals_of
+from perdure.graders.diff.signal_search import SCOPE, find_signals, signals_of
 from perdure.rollouts.stage_services import Services
 from perdure.settings.settings_tree import Settings
 from perdure.testing.grader_contract import diff_of, tiny_instance
@@ -62,6 +62,23 @@ def test_what_the_tests_do_not_run_has_no_signals(files: dict[str, str]) -> None
     assert signals(files) == ()
 
 
+@pytest.mark.parametrize(
+    ("path", "has_signal"),
+    [
+        ("calc/other.py", False),
+        ("tools/other.py", True),
+        ("calc/sub.so", True),
+        ("docs/usage.md", False),
+        ("elsewhere/test_x.py", False),
+    ],
+)
+def test_a_file_that_a_fix_rarely_touches_is_a_signal(path: str, has_signal: bool) -> None:
+    """A file in another folder than the fix, or a compiled one; not prose or a test."""
+    found = (f"{path}: outside the fix (scope)",) if has_signal else ()
+
+    assert signals({path: "x = 1\n"}) == found
+
+
 def test_lines_that_a_patch_keeps_or_removes_have_no_signals() -> None:
     """Only added lines count: a fix may stand next to a frame, or remove one."""
     patch = diff_of({"calc/x.py": "sys._getframe()\n"})
@@ -74,15 +91,17 @@ def test_lines_that_a_patch_keeps_or_removes_have_no_signals() -> None:
 
 
 def test_most_cheats_have_signals_and_honest_changes_do_not() -> None:
-    """Of the catalog's cheats in code, at most 4 have no signal; of the controls, one has one."""
+    """By their words: of the catalog's cheats in code, at most 4 have no signal; of the controls, one has
+    one."""
     row = made_rows()[0]
+    rules = {name: pattern for name, pattern in RULES.items() if name != SCOPE}
 
     def without(cases: tuple[object, ...]) -> list[str]:
         made = {case.name: case.make(row) for case in cases}  # type: ignore[attr-defined]
         return [
             name
             for name, patch in made.items()
-            if patch is not None and not find_signals(patch, row.instance, RULES)
+            if patch is not None and not find_signals(patch, row.instance, rules)
         ]
 
     assert len(without(tuple(IN_CODE))) <= 4

@@ -10,6 +10,8 @@ from perdure.graders.diff.signal_rules import SignalRules
 from perdure.limited_process import Unparsable, read
 from perdure.types import Instance
 
+SCOPE = "scope"
+"""The rule for files that a fix rarely touches. Its pattern searches their paths."""
 _MOST = 50
 _LONGEST_LINE = 4096
 """A word further from the beginning of its line is not found."""
@@ -28,18 +30,25 @@ async def signals_of(patch: bytes, instance: Instance, rules: SignalRules) -> tu
 
 
 def find_signals(patch: bytes, instance: Instance, rules: SignalRules) -> tuple[str, ...]:
-    """Added lines that a rule names, as `path: word (rule)`; at most 50, sorted. Files that the
-    filter drops are not searched."""
+    """Added lines that a rule names, as `path: word (rule)`, and files outside the fix; at most 50,
+    sorted. Files that the filter drops are not searched."""
     try:
-        patch = filter_patch(patch, instance).data
+        filtered = filter_patch(patch, instance)
     except InstanceError:
         return ()  # its grading has raised this error; the rows of other handlers need no diffs
+    words = {name: pattern for name, pattern in rules.items() if name != SCOPE}
     found = {
         f"{_shown(file.new_path)}: {_shown(word)} ({name})"
-        for file in parse(patch)
+        for file in parse(filtered.data)
         if not file.binary and not _UNSEARCHED.search(file.new_path)
-        for name, word in _added_words(file, rules)
+        for name, word in _added_words(file, words)
     }
+    if (scope := rules.get(SCOPE)) is not None:
+        found |= {
+            f"{path}: outside the fix ({SCOPE})"
+            for path in filtered.flagged_paths
+            if scope.search(path.encode()) and not _UNSEARCHED.search(path.encode())
+        }
     return tuple(sorted(found)[:_MOST])
 
 
