@@ -12,8 +12,6 @@ from perdure.graders.twins.patch_lines import with_twins
 from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw
 
 FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
-
-
 PLACES = ((0,), (1,), (0, 1))
 """The runs that a twin can be in: with the run of originals, one text of its test is in two runs."""
 DIVISIONS = 3
@@ -23,11 +21,11 @@ DIVISIONS = 3
 async def proven_draws(
     bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
 ) -> list[TwinDraw]:
-    """Some `wanted` draws that all have a twin of the same functions: of as many as possible.
+    """About `wanted` draws that all have a twin of the same functions: of as many as possible.
 
-    Their number is a multiple of three. The texts of all runs fall together in the same way in each
-    third draw, but for each of the three runs that is the run of originals in one of the draws. So code
-    that compares all runs, and knows all divisions, must still guess one of three.
+    Draws come in threes. Within three, the runs have equal texts in the same pattern, and each place in
+    the pattern is that of the originals in one draw. So code that compares all runs, and knows all
+    divisions, must still guess one of three, unless calibration cannot prove some of the draws.
     """
     count = min(wanted, max(map(len, pools), default=0))
     count += -count % len(PLACES)
