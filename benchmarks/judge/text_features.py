@@ -22,7 +22,7 @@ _SHAPES = (
     *(b"match=", b"'^", b'"^', b"False", b"True", b"None", b"[]", b"{}", b"raises", b"isinstance"),
 )
 _RULES = (
-    *("literal", "literal of", "another"),
+    *("literal", "literal of", "another", "raises"),
     *("negation", "truth", "match", "in:", "order", "outcomes"),
 )
 _SUMMARIES = (numpy.mean, numpy.max, numpy.min)
@@ -42,7 +42,7 @@ def features(shown: Shown) -> Vector:
 def _change(shown: Shown, one: Candidate) -> Vector:
     around, name = Surroundings.of(shown.source, one), one.function.name.lower().encode()
     old, new = (
-        [around.points(text), *_of_text(text, around, name)]
+        [around.points(text, one.rule), *_of_text(text, around, name)]
         for text in (one.old, one.new)
     )
     return numpy.subtract(new, old, dtype=numpy.float64)

@@ -59,13 +59,14 @@ class Bench:
     async def read_files(self, paths: Sequence[str]) -> dict[str, bytes]:
         """The contents of those files that exist on gold with the hidden tests in place."""
         lines = [f'printf "%s\\n" "$(base64 -w0 -- {shlex.quote(path)})"' for path in paths]
-        answers = (await self._printed("\n".join(lines))).split(b"\n")
+        answers = (await self.in_sandbox("sources", "\n".join(lines))).split(b"\n")
         return {p: base64.b64decode(a) for p, a in zip(paths, answers, strict=False) if a}
 
-    async def _printed(self, script: str) -> bytes:
+    async def in_sandbox(self, purpose: str, script: str) -> bytes:
+        """The output of a script, run on gold with the hidden tests in place."""
         command = Command(script, {})
         self.runs += 1
-        async with await self._make("twins-sources") as sandbox:
+        async with await self._make(f"twins-{purpose}") as sandbox:
             scratch = scratch_folder(sandbox)
             run = await run_tests(
                 sandbox, self.instance, self.gold, command, scratch=scratch, timeout_s=300

@@ -32,6 +32,8 @@ class Candidate:
     old: bytes
     """The exchanged expression; `new` is its replacement."""
     new: bytes
+    needs_unrelated: tuple[str, str] | None = None
+    """Two class names; the twin is exclusive only if neither is a subclass of the other."""
 
     @property
     def changes_form(self) -> bool:
@@ -45,6 +47,7 @@ class _Change:
     edits: tuple[Edit, ...]
     rule: str
     rank: int
+    needs_unrelated: tuple[str, str] | None = None
 
 
 def candidates(source: Source, function: Function) -> list[Candidate]:
@@ -82,7 +85,9 @@ def _candidate(source: Source, function: Function, change: _Change) -> Candidate
         return None
     first = min(change.edits, key=lambda edit: edit.start)
     old, new = before[first.start : first.end], first.text
-    return Candidate(function, line, before, after, change.rule, change.rank, old, new)
+    return Candidate(
+        function, line, before, after, change.rule, change.rank, old, new, change.needs_unrelated
+    )
 
 
 def _changes(source: Source, function: Function) -> Iterator[_Change]:
@@ -347,6 +352,7 @@ def _called(source: Source, function: Function, call: ast.Call) -> Iterator[_Cha
     if name in _EQUAL and len(call.args) >= 2:
         yield from _equal(source, function, call.args[0], call.args[1])
     elif name in _RAISES and call.args:
+        yield from _other_class(source, call.args[0])
         for keyword in call.keywords:
             if name == "raises" and keyword.arg == "match" and _is_text(keyword.value):
                 yield from _other_match(source, function, keyword.value)
@@ -355,6 +361,17 @@ def _called(source: Source, function: Function, call: ast.Call) -> Iterator[_Cha
     elif name == "assert_outcomes":
         for keyword in call.keywords:
             yield from _leaves(source, function, keyword.value, "outcomes", 0)
+
+
+def _other_class(source: Source, node: ast.expr) -> Iterator[_Change]:
+    """`raises(A)` -> `raises(B)`, for two exceptions of the project. If one is a subclass of the
+    other, both can pass. A fix may well raise a class of the project that is also a builtin one."""
+    place, name = source.place(node), source.text(node)
+    if place is None or name is None or not isinstance(node, ast.Name | ast.Attribute):
+        return
+    for step, other in enumerate(source.exceptions_like(node)):
+        pair = (name.decode(), other.decode())
+        yield _Change((place.with_text(other),), "raises: another class", 1 + step // 3, pair)
 
 
 def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator[_Change]:

@@ -1,6 +1,7 @@
 """A test file: its functions, the lines that the test patch adds, places of expressions."""
 
 import ast
+import builtins
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,12 +182,42 @@ class Source:
         near = sorted(found, key=lambda name: abs(len(name) - len(node.attr)))
         return [text for name in near if (text := found[name]) is not None]
 
+    def exceptions_like(self, node: ast.expr) -> list[bytes]:
+        """Exceptions of the file that could replace this one; none if it is builtin, and no builtin ones."""
+        if isinstance(node, ast.Attribute):
+            name, others = node.attr.encode(), self.attributes_like(node)
+        else:
+            assert isinstance(node, ast.Name)
+            name, others = node.id.encode(), [bound.encode() for bound in self._bound]
+        near = sorted(set(others), key=lambda other: (abs(len(other) - len(name)), other))
+        return (
+            [other for other in near if other != name and _is_own(other)] if _is_own(name) else []
+        )
+
     @cached_property
     def _attributes(self) -> tuple[tuple[ast.Attribute, str], ...]:
         """Attributes of names and of other attributes, each with a dump of its object."""
         found = [n for n in ast.walk(self.tree) if isinstance(n, ast.Attribute)]
         plain = [n for n in found if isinstance(n.value, ast.Name | ast.Attribute)]
         return tuple((n, ast.dump(n.value)) for n in plain)
+
+    @cached_property
+    def _bound(self) -> list[str]:
+        """Names that the module imports, and classes that it defines, at its top level."""
+        found = []
+        for node in self.tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found += [(one.asname or one.name).split(".")[0] for one in node.names]
+            elif isinstance(node, ast.ClassDef):
+                found.append(node.name)
+        return found
+
+
+def _is_own(name: bytes) -> bool:
+    """Whether it looks like an exception and is not a builtin one."""
+    last = name.rpartition(b".")[2].decode()
+    is_error = last.endswith(("Error", "Exception", "Invalid", "Exists", "NotFound", "Failed"))
+    return last[:1].isupper() and not last.isupper() and is_error and not hasattr(builtins, last)
 
 
 def _functions(node: ast.AST, owner: str) -> Iterator[Function]:

@@ -26,6 +26,8 @@ _CONSTANT = re.compile(
     rb"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\"|(?<![\w.])-?\d+(?:\.\d+)?(?!\w)"
 )
 _WORD = re.compile(rb"[A-Za-z]{3,}")
+_CLASS_WORD = re.compile(rb"[A-Z][a-z]+")
+_COMMON = frozenset((b"error", b"exception", b"invalid", b"value", b"type", b"key", b"runtime"))
 
 
 def is_told_apart(source: TestFile, candidate: ChangedLine) -> bool:
@@ -36,7 +38,7 @@ def is_told_apart(source: TestFile, candidate: ChangedLine) -> bool:
 def advantage(source: TestFile, candidate: ChangedLine) -> float:
     """Points of the original over those of the twin."""
     around = Surroundings.of(source, candidate)
-    original, twin = (around.points(one) for one in (candidate.old, candidate.new))
+    original, twin = (around.points(one, candidate.rule) for one in (candidate.old, candidate.new))
     return original - twin
 
 
@@ -62,8 +64,10 @@ class Surroundings:
         own = b"\n".join(lines[function.first - 1 : function.last])
         return cls(rest, own, b"\n".join(lines))
 
-    def points(self, expression: bytes) -> float:
+    def points(self, expression: bytes, rule: str) -> float:
         """How well the expression fits here as an expectation."""
+        if rule.startswith("raises"):
+            return self._of_class(expression)
         value = value_of(expression)
         known = 0.5 * _occurs(expression, self.file) + 0.5 * _occurs(expression, self.function)
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -71,6 +75,11 @@ class Surroundings:
         if isinstance(value, str | bytes):
             return known + self._of_text(expression.strip(b"\"'")[:LONGEST])
         return known
+
+    def _of_class(self, name: bytes) -> float:
+        words = {word.lower() for word in _CLASS_WORD.findall(name)} - _COMMON
+        said = self.function.lower()
+        return sum(word in said for word in words) + 0.5 * _occurs(name, self.file)
 
     def _of_text(self, text: bytes) -> float:
         """Its words occur elsewhere, and it resembles a text on its line or is made from one."""

@@ -184,6 +184,7 @@ def _pools(
 def _of_python(
     texts: dict[str, bytes], added: dict[str, frozenset[int]], tests: tuple[str, ...]
 ) -> list[list[Twin]]:
+    """Twins that exchange no class: whether two classes are related is not asked here."""
     parts = []
     for path, data in texts.items():
         if not path.endswith(".py"):
@@ -193,7 +194,11 @@ def _of_python(
         except ValueError:
             continue
         for function in source.functions:
-            by_lint = [(lint(source, one)[0], one) for one in candidates(source, function)]
+            by_lint = [
+                (lint(source, one)[0], one)
+                for one in candidates(source, function)
+                if not one.needs_unrelated
+            ]
             parts.append(
                 [
                     as_twin(one, path, tests, weak=kind is Lint.WEAK)

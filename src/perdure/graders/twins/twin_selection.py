@@ -8,6 +8,7 @@ will use.
 
 import asyncio
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from perdure.errors import InstanceError
 from perdure.graders import verdict_rules
 from perdure.graders.diff.git_diff_parser import MalformedDiff
 from perdure.graders.protocols.eval_cmd import EXIT_CODE
+from perdure.graders.twins import class_relations
 from perdure.graders.twins.calibration_runs import Bench
 from perdure.graders.twins.canary_proof import has_proven_canary
 from perdure.graders.twins.changed_line import as_twin
@@ -44,6 +46,7 @@ SCREENED = 14
 """Most candidates of one test that calibration runs."""
 
 _BY_ASSERTION = frozenset(("AssertionError", "Failed"))
+_BROKEN = frozenset(("NameError", "ImportError", "SyntaxError", "UnboundLocalError"))
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ async def _copied(
         why = unread or "the test patch adds no Python lines"
         return _Copied([], dict.fromkeys(tests, why), ())
     found, without = targets(sources, tests, bench.instance.grading.pass_to_pass)
-    tried = [_screened(target) for target in found]
+    tried = await _exclusive(bench, [_screened(target) for target in found])
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
     tried, variants = await _under_variants(bench, tried)
@@ -204,6 +207,44 @@ async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list
     return sources, reason
 
 
+async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
+    """Drop candidates that exchange a class for a related or unknown one, or for which a fix could
+    make a class of both."""
+    if _fix_raises(bench.gold):
+        why = "a correct fix may raise an exception that is of both classes"
+        tried = [one.keep([c for c in one.left if not c.needs_unrelated], why) for one in tried]
+    pairs = {
+        (one.target.source.path, *candidate.needs_unrelated)
+        for one in tried
+        for candidate in one.left
+        if candidate.needs_unrelated
+    }
+    unrelated = (
+        await class_relations.unrelated(bench.in_sandbox, sorted(pairs)) if pairs else frozenset()
+    )
+    return [
+        one.keep(
+            [
+                c
+                for c in one.left
+                if not c.needs_unrelated
+                or (one.target.source.path, *c.needs_unrelated) in unrelated
+            ],
+            "every candidate class is a subclass or a superclass of the expected one",
+        )
+        for one in tried
+    ]
+
+
+_MAKES_CLASS = re.compile(rb"^\+(?!\+\+ ).*?\b(?:raise|class)\b", re.MULTILINE)
+
+
+def _fix_raises(patch: bytes) -> bool:
+    """Whether the fix itself raises or defines classes. Another correct fix may then raise a class
+    that inherits from both, for example from the expected one and from RuntimeError."""
+    return _MAKES_CLASS.search(patch) is not None
+
+
 async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Tried]:
     """Keep candidates that fail under gold by their expectation, and under the base as the test."""
     plan = {
@@ -229,17 +270,19 @@ async def _failing(bench: Bench, tried: list[_Tried], number: str) -> list[_Trie
         good = [
             candidate
             for candidate, copy in zip(one.left, copies[1:], strict=False)
-            if _fails_rightly(gold[copy]) and base[copy] == base[copies[0]]
+            if _fails_rightly(candidate, gold[copy]) and base[copy] == base[copies[0]]
         ]
         kept.append(one.keep(good, "no candidate fails as required under both gold and base"))
     return kept
 
 
-def _fails_rightly(shown: Behaviour) -> bool:
-    """All its ids fail by an assertion."""
+def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
+    """All its ids fail: a comparison by its assertion, `raises` by anything but a broken test."""
     if not shown.statuses or shown.statuses - FAILING:
         return False
     kinds = {kind for kind, _ in shown.failures}
+    if candidate.needs_unrelated:
+        return bool(kinds) and not kinds & _BROKEN
     return bool(kinds) and kinds <= _BY_ASSERTION
 
 
@@ -275,7 +318,7 @@ def _failing_alone(one: _Tried, shown: Mapping[Copy, Behaviour]) -> list[Candida
     """The candidates that fail where an unchanged copy of their test passes."""
     if not one.left or shown[Copy(one.target.function)].statuses - verdict_rules.F2P_PASSES:
         return []
-    return [c for c in one.left if _fails_rightly(shown[_copy(c)])]
+    return [c for c in one.left if _fails_rightly(c, shown[_copy(c)])]
 
 
 async def _variants(bench: Bench) -> list[Variant]:
