@@ -364,6 +364,101 @@ async def test_a_twin_that_another_correct_fix_passes_is_not_drawn(
     assert "another correct fix" in chosen.without[reached]
 
 
+TOKENS = """\
+class Token:
+    def __init__(self, text, line=1):
+        self.text, self.line = text, line
+"""
+EQUAL_TOKENS = """
+    def __eq__(self, other):
+        return (self.text, self.line) == (other.text, other.line)
+"""
+EVENTS = """\
+def events():
+    return [4, {}9]
+"""
+LOOPS = """\
+from calc.core import events
+
+
+def check(found, known):
+    for one in found:
+        assert one in known
+
+
+def test_known():
+    check(events(), [4, 9])
+"""
+COMPARES = """\
+from calc.core import events
+
+
+class Numbers(list):
+    pass
+
+
+def check(found, known):
+    assert found == known
+    for one in found:
+        assert one
+
+
+def test_known():
+    check(events(), Numbers([4, 9]))
+"""
+TOKEN_TESTS = """\
+from calc.core import Token
+
+
+def test_known():
+    assert Token("tea") == Token("tea", 1)
+"""
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize(
+    ("before", "after", "tests", "has_twin"),
+    [
+        (TOKENS, TOKENS + EQUAL_TOKENS, TOKEN_TESTS, False),
+        (
+            TOKENS + EQUAL_TOKENS.replace("self.line)", "2)"),
+            TOKENS + EQUAL_TOKENS,
+            TOKEN_TESTS,
+            False,
+        ),
+        (
+            TOKENS.replace("line=1", "line=2") + EQUAL_TOKENS,
+            TOKENS + EQUAL_TOKENS,
+            TOKEN_TESTS,
+            True,
+        ),
+        (EVENTS.format("5, "), EVENTS.format(""), LOOPS, False),
+        (EVENTS.format("5, "), EVENTS.format(""), COMPARES, True),
+    ],
+    ids=[
+        "a new equality",
+        "a changed equality",
+        "an equality that stays",
+        "a loop",
+        "a comparison",
+    ],
+)
+async def test_an_argument_is_exchanged_only_where_each_correct_fix_compares_it(
+    tmp_path: Path, before: str, after: str, tests: str, has_twin: bool
+) -> None:
+    """Another fix may make an equality that ignores it, or never enter the helper's loop."""
+    base: Edits = {"calc/__init__.py": "", "calc/core.py": before}
+    row = tiny_instance(
+        test_patch=diff_of({"tests/test_all.py": tests}, base),
+        fail_to_pass=("tests/test_all.py::test_known",),
+        pass_to_pass=(),
+    )
+    row = row.model_copy(update={"gold_patch": diff_of({"calc/core.py": after}, base)})
+    chosen = await choose_twins(row, sandboxes_of(base, tmp_path), wanted=1, runs=1)
+
+    assert bool(chosen.report.twins) is has_twin, chosen.report.without
+
+
 @pytest.mark.longer
 async def test_no_forger_that_judges_is_paid(make_sandbox: MakeSandbox) -> None:
     """Those that win by chance are left to `python -m benchmarks.gradings --forgers 4`."""

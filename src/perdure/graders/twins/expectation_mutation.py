@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from perdure.graders.twins import wrong_literals
 from perdure.graders.twins.parsed_test_file import Edit, Function, FunctionNode, Source
 
+ARGUMENT = "argument of a constructor"
+"""The rule whose twins a correct fix passes if it makes an equality that ignores the argument."""
 MOST = 24
 """Most candidates of one function."""
 
@@ -96,6 +98,7 @@ def _changes(source: Source, function: Function) -> Iterator[_Change]:
             yield from _asserted(source, function, node.test)
         elif isinstance(node, ast.Call):
             yield from _called(source, function, node)
+    yield from _handed_on(source, function)
 
 
 _CONDITIONAL = (
@@ -220,7 +223,9 @@ def _equal(
         if _name(side) in function.parameters and _name(other) not in function.parameters:
             yield from _other_parameter(source, function, side)
             return
-    if isinstance(right, ast.Attribute) and isinstance(right.value, ast.Name):
+    if _is_constructed(right):
+        yield from _leaves(source, function, right, ARGUMENT, 3)
+    elif isinstance(right, ast.Attribute) and isinstance(right.value, ast.Name):
         yield from _other_attribute(source, right)
 
 
@@ -385,6 +390,35 @@ def _other_match(source: Source, function: Function, node: ast.expr) -> Iterator
             yield _Change((place.with_text(anchored),), "match: all of another text", 4)
 
 
+def _handed_on(source: Source, function: Function) -> Iterator[_Change]:
+    """`check(x, [Data(b"1")])`, a helper that compares its last parameter: change a constant of its
+    last argument."""
+    for node in _always_run(function.node):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args:
+            call = node.value
+            helper = source.helpers.get(_name(call.func) or "")
+            given = call.args[-1]
+            if helper is not None and _is_constructed(given) and _compares(helper, len(call.args)):
+                yield from _leaves(source, function, given, ARGUMENT, 4)
+
+
+def _compares(helper: FunctionNode, number: int) -> bool:
+    """Whether a comparison that always runs has the parameter with this number, from 1, as a side."""
+    parameters = [*helper.args.posonlyargs, *helper.args.args]
+    if helper.args.vararg is not None or number > len(parameters):
+        return False
+    name = parameters[number - 1].arg
+    sides = [
+        side
+        for node in _always_run(helper)
+        if isinstance(node, ast.Assert)
+        and isinstance(node.test, ast.Compare)
+        and [type(op) for op in node.test.ops] == [ast.Eq]
+        for side in (node.test.left, *node.test.comparators)
+    ]
+    return any(_name(side) == name for side in sides)
+
+
 # --- what a node is ------------------------------------------------------------------------------
 
 _LITERAL_CALLS = frozenset(
@@ -434,6 +468,22 @@ def _is_literal(node: ast.expr) -> bool:
     if isinstance(node, ast.Call) and _name(node.func) in _LITERAL_CALLS:
         return all(map(_is_literal, (*node.args, *(one.value for one in node.keywords))))
     return False
+
+
+def _is_constructed(node: ast.expr) -> bool:
+    """Made of literals and calls of classes, which are known by their capital letter."""
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return bool(node.elts) and all(map(_is_part, node.elts))
+    if isinstance(node, ast.Dict):
+        return bool(node.values) and all(map(_is_part, node.values))
+    if isinstance(node, ast.BinOp):
+        return all(_is_part(side) for side in (node.left, node.right))
+    name = _name(node.func) if isinstance(node, ast.Call) else None
+    return bool(name) and name is not None and name[0].isupper()
+
+
+def _is_part(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name | ast.Attribute) or _is_literal(node) or _is_constructed(node)
 
 
 def _is_text(node: ast.expr) -> bool:

@@ -50,6 +50,15 @@ def honest_variants(sources: Sequence[Source]) -> list[Variant]:
     return found
 
 
+def changes_equality(source: Source) -> bool:
+    """Whether the fix changes a method that compares objects."""
+    regions = _regions(source.tree, source.added)
+    return any(isinstance(one, FunctionNode) and one.name in _COMPARES for one in regions)
+
+
+_COMPARES = frozenset(("__eq__", "__ne__", "__hash__", "__lt__", "__le__", "__gt__", "__ge__"))
+
+
 def _made(make: Callable[[Source], bytes | None], source: Source) -> bytes | None:
     try:
         return make(source)
@@ -279,6 +288,11 @@ def _with_equal_expressions(source: Source) -> bytes | None:
                     rewriting.wrap(test, b"(not (not (", b")))")
             elif isinstance(node, ast.Return) and has_own_names:
                 _return_by_variable(rewriting, node)
+            elif isinstance(node, ast.Assign):
+                if isinstance(region, FunctionNode):
+                    _assign_by_variable(rewriting, node, is_own=has_own_names)
+                else:
+                    rewriting.wrap(node.value, b"(", b",)[0]")
     return rewriting.result()
 
 
@@ -303,6 +317,18 @@ def _return_by_variable(rewriting: _Rewriting, node: ast.Return) -> None:
     name = rewriting.fresh("result").encode()
     rewriting.replace((first, first + len(b"return")), name + b" =")
     rewriting.replace((last, last), b"\n%breturn %b" % (indent, name))
+
+
+def _assign_by_variable(rewriting: _Rewriting, node: ast.Assign, *, is_own: bool) -> None:
+    """`x = y` -> `name = y`, `x = name`, if the statement begins its line."""
+    first, last = rewriting.span(node)
+    indent = rewriting.data[rewriting.line_start(node.lineno) : first]
+    if not is_own or indent.strip() or isinstance(node.targets[-1], ast.Tuple | ast.List):
+        return  # a tuple may stand in parentheses, which its place leaves out
+    name, (_, end) = rewriting.fresh("value").encode(), rewriting.span(node.targets[-1])
+    targets = rewriting.data[first:end]
+    rewriting.replace((first, end), name)
+    rewriting.replace((last, last), b"\n%b%b = %b" % (indent, targets, name))
 
 
 # --- exceptions with a second base ---------------------------------------------------------------

@@ -133,6 +133,11 @@ class Source:
         """Test functions of the module and of its classes."""
         return tuple(_functions(self.tree, ""))
 
+    @cached_property
+    def helpers(self) -> dict[str, FunctionNode]:
+        """The module's functions by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, FunctionNode)}
+
     # -- places ----------------------------------------------------------------------------------
 
     def place(self, node: ast.AST) -> Edit | None:

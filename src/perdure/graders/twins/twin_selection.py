@@ -25,9 +25,9 @@ from perdure.graders.twins.canary_proof import has_proven_canary
 from perdure.graders.twins.changed_line import as_twin
 from perdure.graders.twins.copied_tests import Copy, exchanges, with_copies
 from perdure.graders.twins.draw_proof import FAILING, is_proven, parse_statuses, proven_draws
-from perdure.graders.twins.expectation_mutation import Candidate, candidates
+from perdure.graders.twins.expectation_mutation import ARGUMENT, Candidate, candidates
 from perdure.graders.twins.failure_locations import NOT_RUN, Behaviour, Place, behaviours
-from perdure.graders.twins.honest_variants import Variant, honest_variants
+from perdure.graders.twins.honest_variants import changes_equality, honest_variants
 from perdure.graders.twins.other_languages.languages import language_of
 from perdure.graders.twins.parsed_test_file import Source
 from perdure.graders.twins.patch_lines import added_lines, changed_lines
@@ -136,10 +136,11 @@ async def _copied(
         why = unread or "the test patch adds no Python lines"
         return _Copied([], dict.fromkeys(tests, why), ())
     found, without = targets(sources, tests, bench.instance.grading.pass_to_pass)
-    tried = await _exclusive(bench, [_screened(target) for target in found])
+    fix = await _fix_sources(bench)
+    tried = await _exclusive(bench, fix, [_screened(target) for target in found])
     for number in range(runs):
         tried = await _failing(bench, tried, str(number + 1))
-    tried, variants = await _under_variants(bench, tried)
+    tried, variants = await _under_variants(bench, fix, tried)
     tried = await _not_undone(bench, tried, wanted)
     for one in tried:
         if not one.left:
@@ -207,9 +208,12 @@ async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list
     return sources, reason
 
 
-async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
+async def _exclusive(bench: Bench, fix: Sequence[Source], tried: list[_Tried]) -> list[_Tried]:
     """Drop candidates that exchange a class for a related or unknown one, or for which a fix could
     make a class of both."""
+    if _MAKES_EQUALITY.search(bench.gold) is not None or any(map(changes_equality, fix)):
+        why = "a correct fix may make an equality that ignores an argument"
+        tried = [one.keep([c for c in one.left if c.rule != ARGUMENT], why) for one in tried]
     if _fix_raises(bench.gold):
         why = "a correct fix may raise an exception that is of both classes"
         tried = [one.keep([c for c in one.left if not c.needs_unrelated], why) for one in tried]
@@ -236,6 +240,10 @@ async def _exclusive(bench: Bench, tried: list[_Tried]) -> list[_Tried]:
     ]
 
 
+_MAKES_EQUALITY = re.compile(
+    rb"^\+(?!\+\+ ).*?\b(?:class|dataclass\w*|[nN]amed[tT]uple|attrs?|define)\b",
+    re.MULTILINE,
+)
 _MAKES_CLASS = re.compile(rb"^\+(?!\+\+ ).*?\b(?:raise|class)\b", re.MULTILINE)
 
 
@@ -287,7 +295,7 @@ def _fails_rightly(candidate: Candidate, shown: Behaviour) -> bool:
 
 
 async def _under_variants(
-    bench: Bench, tried: list[_Tried]
+    bench: Bench, fix: Sequence[Source], tried: list[_Tried]
 ) -> tuple[list[_Tried], tuple[str, ...]]:
     """Drop candidates that do not fail under an honest variant of gold: other correct fixes would
     pass them. Also the names of the variants, which are those that pass all originals."""
@@ -297,7 +305,7 @@ async def _under_variants(
         if one.left
     }
     used = []
-    for variant in await _variants(bench) if plan else []:
+    for variant in honest_variants(fix) if plan else []:
         name = variant.name.replace(" ", "-")
         originals, shown = await asyncio.gather(
             bench.run(bench.gold, f"originals-{name}", dict(variant.files)),
@@ -321,15 +329,15 @@ def _failing_alone(one: _Tried, shown: Mapping[Copy, Behaviour]) -> list[Candida
     return [c for c in one.left if _fails_rightly(c, shown[_copy(c)])]
 
 
-async def _variants(bench: Bench) -> list[Variant]:
+async def _fix_sources(bench: Bench) -> list[Source]:
+    """The Python files of the fixed tree that the fix changes; `added` are the changed lines."""
     changed = {p: lines for p, lines in changed_lines(bench.gold).items() if p.endswith(".py")}
-    if not changed:
-        return []
     sources = []
-    for path, data in (await bench.read_files(list(changed))).items():
-        with contextlib.suppress(ValueError):  # not Python of this interpreter
-            sources.append(Source(path, data, changed[path]))
-    return honest_variants(sources)
+    if changed:
+        for path, data in (await bench.read_files(list(changed))).items():
+            with contextlib.suppress(ValueError):  # not Python of this interpreter
+                sources.append(Source(path, data, changed[path]))
+    return sources
 
 
 async def _not_undone(bench: Bench, tried: list[_Tried], wanted: int) -> list[_Tried]:
