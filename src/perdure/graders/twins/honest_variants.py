@@ -323,8 +323,8 @@ def _assign_by_variable(rewriting: _Rewriting, node: ast.Assign, *, is_own: bool
     """`x = y` -> `name = y`, `x = name`, if the statement begins its line."""
     first, last = rewriting.span(node)
     indent = rewriting.data[rewriting.line_start(node.lineno) : first]
-    if not is_own or indent.strip() or isinstance(node.targets[-1], ast.Tuple | ast.List):
-        return  # a tuple may stand in parentheses, which its place leaves out
+    if not is_own or indent.strip():
+        return
     name, (_, end) = rewriting.fresh("value").encode(), rewriting.span(node.targets[-1])
     targets = rewriting.data[first:end]
     rewriting.replace((first, end), name)
