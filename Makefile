@@ -58,7 +58,7 @@ test-families: setup ## compare our parsers of published model families with vLL
 test-serving: setup ## test engines on real Ray nodes and kill the nodes (slow)
 	@$(RUN) --extra serving pytest tests/serving
 
-test-hosts: setup ## simulate four hosts by namespaces: add, cut off, drain, lose and restore them (slow; root)
+test-hosts: setup ## simulate four hosts by namespaces, and Slurm nodes: add, cut off, drain, lose, restore (slow; root)
 	@$(RUN) pytest -n 0 -rs -s tests/hosts
 
 test-charts: setup ## render the Helm chart and check it against Kubernetes' schemas, with tools from PyPI

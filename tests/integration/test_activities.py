@@ -361,6 +361,17 @@ async def test_a_provider_that_was_named_by_path_is_swept(services: Services) ->
     assert (swept.found, killed) == (1, 1)
 
 
+async def test_a_host_that_gives_its_sandboxes_up_has_its_seats_free(services: Services) -> None:
+    """Otherwise its next worker would wait two minutes for seats that nothing renews."""
+    await services.provider("local").create(
+        SandboxSpec(workdir="/testbed", tree=services.home.parent / "tree"), "p-local-3"
+    )
+    services.seats.take("p-local-3")
+    await kill_all(services.settings, print)
+
+    assert services.seats.agents() == 0
+
+
 async def test_a_dead_docker_daemon_does_not_stop_the_clean_up(
     services: Services,
     tmp_path: Path,

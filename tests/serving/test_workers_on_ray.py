@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.stack.ray_workers.node_worker import NodeWorker
+from perdure.stack.node_worker import NodeWorker
 from tests.checkout_paths import ROOT
 from tests.serving.ray_nodes import SPOT
 from tests.serving.ray_workers import PATIENCE_S, a_cluster

@@ -92,7 +92,7 @@ COMMANDS = {
     ),
     "workers": (
         "perdure.cli.commands.workers:workers",
-        "Run one worker on every node of a Ray cluster.",
+        "Run one worker per node on Ray or Slurm.",
     ),
     "up": (
         "perdure.cli.commands.up_and_down:up",

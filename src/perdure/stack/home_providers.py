@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from perdure import home_folder, variant_registry
 from perdure.errors import ConfigurationError, MissingDependency, PerdureError
+from perdure.rollouts.admission.host_seats import Seats
 from perdure.sandboxes.base import SandboxInfo, SandboxProvider
 from perdure.settings.settings_tree import Settings
 
@@ -32,11 +33,12 @@ def ready_provider(settings: Settings, name: str) -> SandboxProvider:
 
 
 async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
-    """Kill every sandbox that is bound to this host; return how many were alive.
+    """Kill every sandbox that is bound to this host and free its seat; return how many were alive.
 
     `tell` gets a warning for each provider that did not answer.
     """
     killed = 0
+    seats = Seats(settings.home.absolute() / "run" / "seats", settings.slots.agent)
     for name in home_folder.list_recorded_providers(settings.home.absolute()):
         try:
             found = provider(settings, name)
@@ -44,7 +46,7 @@ async def kill_all(settings: Settings, tell: Callable[[str], None]) -> int:
             tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
             continue
         try:
-            killed += await _kill(found) if found.host_bound else 0
+            killed += await _kill(found, seats) if found.host_bound else 0
         except PerdureError as error:  # the other providers still get their turn
             tell(f"warning: sandboxes of {name} are left to their time limit: {error}")
         except TimeoutError:
@@ -73,12 +75,13 @@ async def _on_host(settings: Settings, labels: Mapping[str, str]) -> list[Sandbo
     return boxes
 
 
-async def _kill(found: SandboxProvider) -> int:
+async def _kill(found: SandboxProvider, seats: Seats) -> int:
     killed = 0
     async with asyncio.timeout(LOOK_S):
         boxes = await found.list()
     for box in boxes:
         async with asyncio.timeout(KILL_S):
             await found.kill(box.identity)
+        seats.leave(box.identity)
         killed += box.alive
     return killed

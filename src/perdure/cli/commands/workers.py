@@ -1,11 +1,14 @@
-"""`perdure workers up | list | down`: runs one supervised worker on every node of a Ray cluster."""
+"""`perdure workers up | list | down`: runs one supervised worker on every node of a Ray cluster, or per
+node of a Slurm partition."""
 
 import json
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from perdure.cli.commands import slurm_workers
 from perdure.cli.commands.engines.engine_options import ADDRESS
 from perdure.cli.console import answer, json_option, say
 from perdure.installation import PACKAGE, service_folder
@@ -13,7 +16,7 @@ from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
-    from perdure.stack.ray_workers.ray_worker_manager import WorkersReport
+    from perdure.stack.node_worker import WorkersReport
 
 READY_S = 600.0
 SERVICE = ("workflows", "activities", "workers")
@@ -21,6 +24,11 @@ SERVICE = ("workflows", "activities", "workers")
 already have the dependencies."""
 CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 """Prefixes of the variables that workers need in addition to the settings."""
+RAY_HOME = "/tmp/perdure-{node}"
+ON_RAY = ("spare_cpus", "resource", "labels", "most_rollouts", "ray_address")
+ON_SLURM = ("partition", "least", "most", "time_limit", "notice_s", "sbatch_args", "dry_run")
+"""Options of `up` that only one of the two takes."""
+ON_SLURM_FLAG = click.option("--slurm", "on_slurm", is_flag=True, help="Those on Slurm's nodes.")
 
 
 def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -37,17 +45,17 @@ def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) ->
 
 @click.group()
 def workers() -> None:
-    """Run workers on a Ray cluster. Without Ray: `python -m workers` under systemd or Kubernetes."""
+    """Run workers on Ray or Slurm. Elsewhere: `python -m workers` under systemd or Kubernetes."""
 
 
 @workers.command()
-@click.option("--ray", "on_ray", is_flag=True, required=True, help="Run them on the nodes of Ray.")
+@click.option("--ray", "on_ray", is_flag=True, help="Run them on the nodes of Ray.")
+@click.option("--slurm", "on_slurm", is_flag=True, help="Run them as a Slurm job array.")
 @click.option(
     "--home",
-    default="/tmp/perdure-{node}",
     metavar="PATH",
-    show_default=True,
-    help="The home on each node; {node} is its name, {id} the end of its id.",
+    help="The home on each node, on its own disk; {node} is its name, with Ray {id} the end of its id, "
+    f"with Slurm {{user}} the user.  [default: {RAY_HOME}; Slurm: {slurm_workers.HOME}]",
 )
 @click.option(
     "--cpus-per-rollout",
@@ -63,16 +71,19 @@ def workers() -> None:
     default=0.0,
     metavar="C",
     show_default=True,
-    help="CPUs to keep for engines on each node. Running engines keep theirs, even if they use more.",
+    help="Ray: CPUs to keep for engines on each node. Running engines keep theirs, even if they use "
+    "more.",
 )
-@click.option("--resource", default="", metavar="NAME", help="Only nodes with this resource.")
+@click.option(
+    "--resource", default="", metavar="NAME", help="Ray: only nodes with this custom resource."
+)
 @click.option(
     "--label",
     "labels",
     multiple=True,
     metavar="KEY=SELECTOR",
     callback=_selectors,
-    help="Only nodes whose label matches: VALUE, !VALUE, in(A,B) or !in(A,B), in Ray's syntax.",
+    help="Ray: only nodes whose label matches: VALUE, !VALUE, in(A,B) or !in(A,B), in Ray's syntax.",
 )
 @click.option(
     "--most-rollouts",
@@ -87,29 +98,113 @@ def workers() -> None:
     default=300.0,
     metavar="S",
     show_default=True,
-    help="Give a node back to the autoscaler after S seconds without a rollout.",
+    help="Give a node back after S seconds without a rollout.",
 )
+@click.option("--partition", default="", metavar="NAME", help="Slurm: the nodes' partition.")
+@click.option(
+    "--min",
+    "least",
+    type=click.IntRange(1),
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="Slurm: the fewest nodes.",
+)
+@click.option(
+    "--max",
+    "most",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Slurm: add nodes for waiting rollouts, up to N.  [default: --min]",
+)
+@click.option(
+    "--time", "time_limit", default="", metavar="LIMIT", help="Slurm: the time limit of a task."
+)
+@click.option(
+    "--notice-s",
+    type=click.IntRange(1),
+    default=120,
+    metavar="S",
+    show_default=True,
+    help="Slurm: move a node's rollouts S seconds before the time limit.",
+)
+@click.option(
+    "--sbatch-args", default="", metavar="WORDS", help="Slurm: more options, such as --account=A."
+)
+@click.option("--dry-run", is_flag=True, help="Slurm: print the batch script, submit nothing.")
 @ADDRESS
 @json_option
-def up(on_ray: bool, ray_address: str, as_json: bool, **o: Any) -> None:
+@click.pass_context
+def up(
+    context: click.Context,
+    /,
+    on_ray: bool,
+    on_slurm: bool,
+    ray_address: str,
+    as_json: bool,
+    **o: Any,
+) -> None:
     """Keep one worker running on every node. Run it again to change the settings."""
-    key = _connect(load_settings(), ray_address, with_code=True)
-    from perdure.stack.ray_workers import ray_worker_manager
-    from perdure.stack.ray_workers.node_plan import WorkersPlan
-
-    plan = WorkersPlan(environment=_environment(load_settings()), **o)
-    actor = ray_worker_manager.start(key, plan)
-    report = _ready(actor)
+    if on_ray == on_slurm:
+        raise click.UsageError("give one of --ray and --slurm")
+    others, flag = (ON_RAY, "--ray") if on_slurm else (ON_SLURM, "--slurm")
+    _refuse(context, others, flag)
+    taken = {name: value for name, value in o.items() if name not in others}
+    report = _up_on_slurm(**taken) if on_slurm else _up_on_ray(ray_address, **taken)
+    if report is None:
+        return
     _print(report, as_json)
     if not report.nodes:
         raise click.exceptions.Exit(1)
 
 
+def _refuse(context: click.Context, names: tuple[str, ...], flag: str) -> None:
+    """Refuse options that only `flag` takes. Raises: click.UsageError, which names the option."""
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name in names:
+            raise click.UsageError(f"{parameter.opts[0]} needs {flag}")
+
+
+def _up_on_ray(address: str, home: str | None, **fields: Any) -> "WorkersReport":
+    key = _connect(load_settings(), address, with_code=True)
+    from perdure.stack.ray_workers import ray_worker_manager
+    from perdure.stack.ray_workers.node_plan import WorkersPlan
+
+    plan = WorkersPlan(environment=_environment(load_settings()), home=home or RAY_HOME, **fields)
+    return _ready(ray_worker_manager.start(key, plan))
+
+
+def _up_on_slurm(
+    home: str | None, least: int, most: int | None, **fields: Any
+) -> "WorkersReport | None":
+    if most is not None and most < least:
+        raise click.UsageError(f"--max {most} is less than --min {least}")
+    settings = load_settings()
+    return slurm_workers.up(
+        settings,
+        _environment(settings),
+        READY_S,
+        home=home or slurm_workers.HOME,
+        least=least,
+        most=most or least,
+        **fields,
+    )
+
+
 @workers.command(name="list")
+@ON_SLURM_FLAG
 @ADDRESS
 @json_option
-def list_(ray_address: str, as_json: bool) -> None:
+def list_(on_slurm: bool, ray_address: str, as_json: bool) -> None:
     """List each node's worker and seats, and why a worker is missing."""
+    if on_slurm:
+        report = slurm_workers.report(load_settings())
+        if report is None:
+            say("no workers on Slurm: start them with `perdure workers up --slurm`")
+            raise click.exceptions.Exit(1)
+        _print(report, as_json)
+        return
     key = _connect(load_settings(), ray_address)
     from perdure.stack.ray_workers import ray_worker_manager
 
@@ -121,9 +216,13 @@ def list_(ray_address: str, as_json: bool) -> None:
 
 
 @workers.command()
+@ON_SLURM_FLAG
 @ADDRESS
-def down(ray_address: str) -> None:
+def down(on_slurm: bool, ray_address: str) -> None:
     """Stop all workers and their agents. Open rollouts wait for other workers."""
+    if on_slurm:
+        say("stopped" if slurm_workers.down(load_settings()) else "nothing is running")
+        return
     key = _connect(load_settings(), ray_address)
     from perdure.stack.ray_workers import ray_worker_manager
 
@@ -178,7 +277,7 @@ def _environment(settings: Settings) -> dict[str, str]:
 def _report(actor: Any) -> "WorkersReport":
     import ray
 
-    from perdure.stack.ray_workers.ray_worker_manager import WorkersReport
+    from perdure.stack.node_worker import WorkersReport
 
     return WorkersReport.model_validate_json(ray.get(actor.report.remote()))
 

@@ -27,9 +27,8 @@ from perdure.serving.engine_commands import NAMESPACE
 from perdure.serving.ray_placement import draining_nodes
 from perdure.settings import process_environment
 from perdure.settings.settings_loader import load_settings
+from perdure.stack.node_worker import NodeReport, NodeWorker, WorkersReport
 from perdure.stack.ray_workers.node_plan import Node, WorkersPlan
-from perdure.stack.ray_workers.node_worker import NodeReport, NodeWorker
-from perdure.types import Frozen
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -45,16 +44,6 @@ COUNT_S = 10.0
 """Seconds between two counts of waiting activities."""
 
 log = structlog.get_logger("perdure.ray_workers")
-
-
-class WorkersReport(Frozen):
-    nodes: tuple[NodeReport, ...] = ()
-    absent: tuple[str, ...] = ()
-    """Nodes without a worker, with the reason."""
-    full: tuple[str, ...] = ()
-    """Nodes that get no worker, because their free CPUs are not enough for a seat."""
-    waiting: int = 0
-    """Boots and gradings that no worker has taken; counted only for the autoscaler."""
 
 
 class NodeActor:

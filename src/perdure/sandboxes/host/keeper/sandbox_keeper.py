@@ -22,8 +22,9 @@ from perdure.sandboxes.host.keeper.process_killing import end_command, kill_grou
 from perdure.sandboxes.host.keeper.sandbox_users import OwnUser
 
 DYING_S = 0.05
-"""When pid 1 dies, the kernel kills its commands first. Wait this long before deciding whether a
-SIGKILL ended the sandbox."""
+"""When pid 1 dies, the kernel kills its commands first, and Slurm and systemd send SIGTERM to all
+processes of a job, the keeper included. Wait this long before deciding whether only the command was
+meant."""
 
 PF_EXITING = 0x4
 """A flag in /proc/PID/stat: the process is exiting, perhaps blocked until its children have exited."""
@@ -449,10 +450,11 @@ class Keeper:
                 command.met_full_disk = True
 
     def _end(self, command: _Command) -> None:
-        """After a SIGKILL, wait a moment, because the whole sandbox may have ended."""
+        """After a SIGKILL or SIGTERM, wait a moment, because the whole sandbox may be ending."""
         self._outputs.drain(command.streams)
         self._deadlines = [entry for entry in self._deadlines if entry[1] is not command]
-        sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == signal.SIGKILL
+        killers = (signal.SIGKILL, signal.SIGTERM)
+        sudden = os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) in killers
         oom = self._count_ooms() > command.ooms
         if sudden and self._holder and not oom and not command.cause_known:
             self._undecided.append((monotonic() + DYING_S, command))

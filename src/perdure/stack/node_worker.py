@@ -1,4 +1,4 @@
-"""Starts the worker of one node and restarts it when it ends. Does not know Ray."""
+"""Starts the worker of one node and restarts it when it ends. Knows neither Ray nor Slurm."""
 
 import asyncio
 import subprocess
@@ -20,7 +20,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0
 STEADY_S = 60.0
 """If a worker has run for longer, we assume that it did not fail at its start."""
 
-log = structlog.get_logger("perdure.ray_workers")
+log = structlog.get_logger("perdure.node_worker")
 
 
 class NodeReport(Frozen):
@@ -31,6 +31,16 @@ class NodeReport(Frozen):
     seats: int
     taken: int
     log: str
+
+
+class WorkersReport(Frozen):
+    nodes: tuple[NodeReport, ...] = ()
+    absent: tuple[str, ...] = ()
+    """Nodes without a worker, with the reason."""
+    full: tuple[str, ...] = ()
+    """Nodes that get no worker, because their free CPUs are not enough for a seat."""
+    waiting: int = 0
+    """Boots and gradings that no worker has taken; counted only for Ray's autoscaler."""
 
 
 class NodeWorker:

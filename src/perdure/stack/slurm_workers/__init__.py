@@ -1,0 +1,1 @@
+"""One supervised worker per node through Slurm: `perdure workers up --slurm`."""
