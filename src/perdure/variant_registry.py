@@ -36,6 +36,7 @@ AGENTS = {
     "predictions": "perdure.agents.predictions_agent:Predictions",
     "qwen_code": "perdure.agents.qwen_code:QwenCode",
     "smolagents": "perdure.agents.smolagents:Smolagents",
+    "terminus_2": "perdure.agents.terminus_2:Terminus2",
 }
 
 GRADERS = {

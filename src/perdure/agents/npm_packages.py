@@ -17,6 +17,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -86,6 +87,17 @@ def variable(name: str) -> str:
     return f"PERDURE_AGENTS__{name.upper()}_TARBALL"
 
 
+def integrity(name: str, version: str) -> str:
+    """The hash that the registry publishes for this version. Raises: AgentError without one."""
+    config = npm_config.load()
+    url = f"{config.registry(name)}{name.replace('/', '%2f')}/{version}"
+    try:
+        with _opened(url, config) as answer:
+            return str(json.loads(answer.read())["dist"]["integrity"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        raise AgentError(f"{_host(url)} does not describe {name}@{version}: {error}") from error
+
+
 def _fetch(package: Package, folder: Path) -> None:
     tarball = folder.with_name(f"{folder.name}.tgz")
     try:
@@ -121,14 +133,7 @@ def _verified(package: Package, url: str, config: npm_config.Npmrc, to: Path) ->
     """Download once. Raises: AgentError when the hash is not the lock's."""
     algorithm, _, expected = package.integrity.partition("-")
     digest = hashlib.new(algorithm)
-    request = urllib.request.Request(url)
-    if authorization := config.authorization(url):
-        request.add_unredirected_header("Authorization", authorization)  # not sent to other hosts
-    context = ssl.create_default_context(cafile=config.cafile)
-    with (
-        urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer,
-        to.open("wb") as file,
-    ):
+    with _opened(url, config) as answer, to.open("wb") as file:
         while block := answer.read(BLOCK):
             digest.update(block)
             file.write(block)
@@ -136,6 +141,15 @@ def _verified(package: Package, url: str, config: npm_config.Npmrc, to: Path) ->
         raise AgentError(
             f"{package.name}@{package.version}: wrong {algorithm}; nothing was unpacked"
         )
+
+
+def _opened(url: str, config: npm_config.Npmrc) -> AbstractContextManager[IO[bytes]]:
+    request = urllib.request.Request(url)
+    if authorization := config.authorization(url):
+        request.add_unredirected_header("Authorization", authorization)  # not sent to other hosts
+    context = ssl.create_default_context(cafile=config.cafile)
+    opened: IO[bytes] = urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context)
+    return opened
 
 
 def unpack(tarball: Path, folder: Path) -> None:

@@ -5,7 +5,6 @@ or later of the host, which is mounted too.
 """
 
 import asyncio
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, mcp_config, prompt_template, tool_cache
+from perdure.agents import agent_options, headless_cli, mcp_config, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless_cli import PROMPT
+from perdure.agents.headless_launch import headless_launch
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
@@ -48,10 +47,7 @@ class Openhands:
         )
         recipe = "\n".join((python.identity, LOCK.read_text(), RUNNER.read_text()))
         folder = await tool_cache.built(tools, self.name, recipe, lambda to: _build(to, python))
-        program = Mount(source=folder, target=MOUNT)
-        if python.prefix.is_relative_to("/usr"):  # every sandbox has /usr
-            return (program,)
-        return (program, Mount(source=python.prefix, target=str(python.prefix)))
+        return (Mount(source=folder, target=MOUNT), *python.mounts)
 
     def check_host(self, settings: AgentSettings) -> None:
         tool_cache.find_python("3.12", settings.openhands_python, PYTHON)
@@ -62,14 +58,9 @@ class Openhands:
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
         command = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}", SETTINGS)
         fixed = {KEY: task.session_key, "HOME": HOME}
-        return Launch(
-            argv=headless_cli.with_prompt((*command, *chosen.extra_args)),
-            env=headless_cli.environment(BEHAVIOR, fixed, chosen.extra_env),
-            files={
-                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
-            },
-        )
+        env = headless_cli.environment(BEHAVIOR, fixed, chosen.extra_env)
+        settings = {SETTINGS: _settings(gateway_url, task, chosen)}
+        return headless_launch(task, chosen, command, env, settings)
 
     def classify(self, evidence: Evidence) -> AgentEnd:
         if (early := headless_cli.early_end(evidence)) is not None:

@@ -4,15 +4,14 @@ It speaks Chat Completions. After an API error it exits with 0; only the text of
 the error.
 """
 
-import json
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages, prompt_template
+from perdure.agents import agent_options, headless_cli, mcp_config, npm_packages
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless_cli import PROMPT
+from perdure.agents.headless_launch import headless_launch
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
@@ -47,16 +46,10 @@ class QwenCode:
         gateway_url = headless_cli.gateway_of(self.name, task)
         turns = ("--max-session-turns", str(chosen.max_turns)) if chosen.max_turns else ()
         flags = ("--yolo", "--output-format", "stream-json", "--auth-type", "openai")
-        return Launch(
-            argv=headless_cli.with_prompt(
-                (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns, *chosen.extra_args)
-            ),
-            env=headless_cli.environment(_BEHAVIOR, {"HOME": HOME}, chosen.extra_env),
-            files={
-                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
-            },
-        )
+        command = (f"{NODE}/bin/node", f"{MOUNT}/cli.js", *flags, *turns)
+        env = headless_cli.environment(_BEHAVIOR, {"HOME": HOME}, chosen.extra_env)
+        settings = {SETTINGS: _settings(gateway_url, task, chosen)}
+        return headless_launch(task, chosen, command, env, settings)
 
     def classify(self, evidence: Evidence) -> AgentEnd:
         if (early := headless_cli.early_end(evidence)) is not None:

@@ -3,7 +3,6 @@
 `smolagents_run.py` starts it with one more tool, `bash`. It never compacts its history.
 """
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from perdure.agents import agent_options, headless_cli, prompt_template, tool_cache
+from perdure.agents import agent_options, headless_cli, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
-from perdure.agents.headless_cli import PROMPT
+from perdure.agents.headless_launch import headless_launch
 from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
@@ -54,14 +53,9 @@ class Smolagents:
         # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
         command = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}", SETTINGS)
         fixed = {"PERDURE_SESSION_KEY": task.session_key, "HOME": HOME}
-        return Launch(
-            argv=headless_cli.with_prompt((*command, *chosen.extra_args)),
-            env=headless_cli.environment(BEHAVIOR, fixed, chosen.extra_env),
-            files={
-                PROMPT: prompt_template.render(chosen.prompt_template, task).encode(),
-                SETTINGS: json.dumps(_settings(gateway_url, task, chosen)).encode(),
-            },
-        )
+        env = headless_cli.environment(BEHAVIOR, fixed, chosen.extra_env)
+        settings = {SETTINGS: _settings(gateway_url, task, chosen)}
+        return headless_launch(task, chosen, command, env, settings)
 
     def classify(self, evidence: Evidence) -> AgentEnd:
         if (early := headless_cli.early_end(evidence)) is not None:

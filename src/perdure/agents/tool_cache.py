@@ -19,6 +19,7 @@ from perdure.durable_files import is_whole, publish_folder
 from perdure.errors import AgentError, MissingDependency
 from perdure.home_folder import make_readable_by_sandboxes
 from perdure.python_interpreters import find_interpreter, find_uv, places_searched
+from perdure.sandboxes.base import Mount
 
 INSTALL_TIMEOUT_S = 900
 LATER_MINORS = 3
@@ -63,6 +64,13 @@ class Python:
     prefix: Path
     """The folder that a sandbox needs to run it."""
     identity: str
+
+    @property
+    def mounts(self) -> tuple[Mount, ...]:
+        """What a sandbox needs to run it; nothing below /usr, which every sandbox has."""
+        if self.prefix.is_relative_to("/usr"):
+            return ()
+        return (Mount(source=self.prefix, target=str(self.prefix)),)
 
 
 def find_python(minimum: str, named: str, variable: str) -> Python:

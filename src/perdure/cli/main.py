@@ -84,7 +84,7 @@ COMMANDS = {
     ),
     "agents": (
         "perdure.cli.commands.agents:agents",
-        "Check that an agent's real program works, without a model.",
+        "Check that an agent's real program works; change its version.",
     ),
     "engines": (
         "perdure.cli.commands.engines.engine_commands:engines",

@@ -272,6 +272,8 @@ class AgentSettings(Group):
     """npm package of npm, which installs packages for `acp`."""
     openhands_python: str = ""
     """Python 3.12 or later, for OpenHands. Empty = from uv, PATH or pyenv."""
+    terminus_2_python: str = ""
+    """Python 3.12 or later, for Terminus 2. Empty = likewise."""
 
 
 class MetricsSettings(Group):

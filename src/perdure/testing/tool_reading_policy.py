@@ -48,6 +48,10 @@ AIDER = "*SEARCH/REPLACE*"
 """A phrase of aider's prompt."""
 CODE = "<code>"
 """A phrase of smolagents' prompt."""
+KEYSTROKES = '"keystrokes"'
+"""A phrase of Terminus 2's prompt."""
+COMMAND_ENDS_WITHIN_S = 5.0
+"""On a busy host, so that each attempt at the task sees the same screen."""
 
 Schema = Mapping[str, Any]
 
@@ -99,13 +103,17 @@ def _next_command(prompt: str) -> str:
 
 
 def _text(prompt: str) -> str:
-    """An answer without tools: an edit, Python, or a shell script."""
+    """An answer without tools: an edit, Python, keystrokes, or a shell script."""
     command = _next_command(prompt)
     if AIDER in prompt:
         return AIDER_EDIT
     if CODE in prompt:
         python = f'print(bash("{command}"))' if command else f'final_answer("{DONE}")'
         return f"{CODE}\n{python}\n</code>"
+    if KEYSTROKES in prompt:
+        typed = {"keystrokes": f"{command}\n", "duration": COMMAND_ENDS_WITHIN_S}
+        turn = {"analysis": "", "plan": "", "commands": [typed] if command else []}
+        return json.dumps({**turn, "task_complete": not command})
     return "\n".join(COMMANDS) if command else DONE
 
 

@@ -232,6 +232,12 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         {"PERDURE_AGENTS__OPENHANDS_PYTHON": "/bin/false"},
         r"no Python 3.12 .*PERDURE_AGENTS__OPENHANDS_PYTHON",
     ),
+    ("agents pin oracle 1.0", {}, r"agent 'oracle' has no lock that could be moved"),
+    (
+        "agents pin codex 1.0",
+        {"PERDURE_AGENTS__CODEX_TARBALL": "own.tgz"},
+        r"PERDURE_AGENTS__CODEX_TARBALL hides the registry's 1.0: unset it",
+    ),
     ("run first-steps", {"OPENAI_BASE_URL": "ftp://x"}, r"URL must start with http:// or https://"),
     (
         "run first-steps",

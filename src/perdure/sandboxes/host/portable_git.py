@@ -5,24 +5,18 @@ none.
 """
 
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
 from perdure.sandboxes.agent_user import SYSTEM_PATH
 from perdure.sandboxes.base import Mount
+from perdure.sandboxes.host.portable_program import WRAPPER, write_program
 
 FOLDER = "/opt/perdure/git"
 PROGRAM = "/usr/local/bin/git"
 """Its folder is in the PATH of nearly every image."""
-WRAPPER = f"""#!/bin/sh
-exec {FOLDER}/loader --library-path {FOLDER}/lib --argv0 git {FOLDER}/git "$@"
-"""
-"""The loader finds the libraries of this host's git, whatever the image's libc is."""
-_LIBRARY = re.compile(r"(/\S+) \(0x")
 
 
 @cache
@@ -39,20 +33,12 @@ def lacks_git(root: Path, variables: Mapping[str, str]) -> bool:
 
 def mounts_of(folder: Path) -> tuple[Mount, ...]:
     """The mounts that put the git in `folder` into a sandbox."""
-    return Mount(folder, FOLDER), Mount(folder / "wrapper", PROGRAM)
+    return Mount(folder, FOLDER), Mount(folder / WRAPPER, PROGRAM)
 
 
 def write_git(folder: Path) -> None:
-    """Copy git, its libraries and its loader. Raises: FileNotFoundError without git."""
+    """Copy git for `mounts_of`. Raises: FileNotFoundError without git."""
     git = _host_git()
     if git is None:
         raise FileNotFoundError("git")
-    (folder / "lib").mkdir(parents=True)
-    shutil.copy(os.path.realpath(git), folder / "git")
-    listed = subprocess.run(["ldd", git], capture_output=True, text=True, check=True).stdout
-    for path in map(Path, _LIBRARY.findall(listed)):
-        loader = path.name.startswith("ld-")
-        shutil.copy(path, folder / ("loader" if loader else f"lib/{path.name}"))
-    (folder / "wrapper").write_text(WRAPPER)
-    for name in ("git", "loader", "wrapper"):
-        (folder / name).chmod(0o755)
+    write_program(git, folder, FOLDER)

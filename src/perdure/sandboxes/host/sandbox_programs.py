@@ -1,4 +1,4 @@
-"""The programs of this host that make sandboxes, and the package that installs each."""
+"""The programs of this host that make sandboxes or run in them, and the package that installs each."""
 
 import shutil
 from collections.abc import Iterable
@@ -13,6 +13,7 @@ _PACKAGES = {
     "docker": "apt-get install docker.io",
     "podman": "apt-get install podman runc",
     "mount": "apt-get install mount",
+    "tmux": "apt-get install tmux",
     "unshare": "apt-get install util-linux",
 }
 
