@@ -4,7 +4,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 UV := $(shell command -v uv || echo .uv/bin/uv)
-EXTRAS := --extra laptop --extra e2b --extra daytona --extra kubernetes --extra encryption --extra swebench --extra traces
+EXTRAS := --extra laptop --extra e2b --extra daytona --extra modal --extra kubernetes --extra encryption --extra swebench --extra traces
 RUN := $(UV) run --frozen $(EXTRAS)
 SEEDS ?= 1
 ROLLOUTS ?= 24

@@ -48,6 +48,7 @@ SPREAD = (
     "tests/contracts/test_grader_contract.py",
     "tests/contracts/test_kubernetes_contract.py",
     "tests/contracts/test_kubernetes_faults.py",
+    "tests/contracts/test_modal_contract.py",
     "tests/contracts/test_relays.py",
     "tests/contracts/test_sandbox_contract.py",
     "tests/contracts/test_service_faults.py",

@@ -3,9 +3,10 @@
 `tests.doubles` defines what each double plays; each test states its own promise.
 """
 
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,10 +23,12 @@ from perdure.sandboxes.providers.e2b import e2b_errors as e2b_failures
 from perdure.sandboxes.providers.e2b import provider as e2b
 from perdure.sandboxes.providers.kubernetes import kubernetes_errors as kubernetes_failures
 from perdure.sandboxes.providers.kubernetes import provider as kubernetes
+from perdure.sandboxes.providers.modal import modal_errors as modal_failures
+from perdure.sandboxes.providers.modal import provider as modal
 from perdure.settings.settings_tree import Settings
 from perdure.testing.sandbox_contract import SandboxContract
 from perdure.types import Limits
-from tests.doubles import daytona_server, e2b_server, kubernetes_server
+from tests.doubles import daytona_server, e2b_server, kubernetes_server, modal_server
 
 ID = "p-fault-agent-1"
 SPEC = SandboxSpec("/testbed", labels={"run": "r1"}, limits=Limits(output_mb=1), ttl_s=300)
@@ -52,8 +55,20 @@ class Service:
     key: str
     image: str
     """The variable that names the image of a sandbox without one."""
+    read: str
+    """The request that reads one sandbox."""
+    renew: str
+    """The request that moves its deadline."""
+    end: str
+    """The request that ends it."""
     look_up: str = ""
     """The request that looks up a create whose answer was lost; empty if the create is repeated."""
+    refusals: int = 1
+    """How often its SDK sends a call before it reports that the key was refused."""
+    upload_refusals: Mapping[int, str] = field(
+        default_factory=lambda: {413: "larger than the service accepts", 507: "disk is full"}
+    )
+    """Status -> words of our error, for uploads that the service cannot take."""
 
     def made(self, home: Path) -> ServiceProvider:
         provider = self.provider(Settings(home=home))
@@ -74,6 +89,9 @@ E2B = Service(
     list="GET /v2/sandboxes",
     key="E2B_API_KEY",
     image="PERDURE_E2B__TEMPLATE",
+    read="GET /sandboxes/",
+    renew="POST /sandboxes/",
+    end="DELETE",
 )
 DAYTONA = Service(
     "daytona",
@@ -88,6 +106,9 @@ DAYTONA = Service(
     list=r"GET /api/sandbox($|\?)",
     key="DAYTONA_API_KEY",
     image="PERDURE_DAYTONA__SNAPSHOT",
+    read="GET /api/sandbox/",
+    renew="(POST|PUT) /api/sandbox/",
+    end="DELETE",
     look_up="GET /api/sandbox/",
 )
 KUBERNETES = Service(
@@ -106,8 +127,34 @@ KUBERNETES = Service(
     list="GET .*/pods$",
     key="KUBECONFIG",
     image="PERDURE_KUBERNETES__IMAGE",
+    read="GET .*/pods/",
+    renew="PATCH",
+    end="DELETE",
 )
-SERVICES = (E2B, DAYTONA)
+MODAL = Service(
+    "modal",
+    "modal",
+    modal.ModalProvider,
+    lambda url, _: {
+        "MODAL_SERVER_URL": url,
+        "MODAL_TOKEN_ID": "ak-0",
+        "MODAL_TOKEN_SECRET": "as-0",
+    },
+    modal_failures,
+    modal_server,
+    create="/SandboxCreateV2$",
+    execute="/TaskExecStart$",
+    upload="/TaskExecStdinWriteStream$",
+    list="/SandboxListV2$",
+    key="MODAL_TOKEN_ID",
+    image="PERDURE_MODAL__IMAGE",
+    read="/SandboxGetFromNameV2$",
+    renew="/SandboxTagsSetV2$",
+    end="/SandboxTerminateV2$",
+    refusals=2,
+    upload_refusals={507: "disk is full"},
+)
+SERVICES = (E2B, DAYTONA, MODAL)
 """Those whose failures are tested alike."""
 
 
@@ -177,8 +224,8 @@ class Bench:
         return [record["id"] for record in records if record.get("state") != "destroying"]
 
     def asked(self, match: str) -> list[float]:
-        """The times of matching requests."""
-        return [entry["at"] for entry in self.server.faults.log if match in entry["line"]]
+        """The times of requests that match this regular expression."""
+        return [entry["at"] for entry in self.server.faults.log if re.search(match, entry["line"])]
 
     @asynccontextmanager
     async def box(self, spec: SandboxSpec = SPEC) -> AsyncIterator[Sandbox]:

@@ -18,6 +18,7 @@ SANDBOXES = {
     "e2b": "perdure.sandboxes.providers.e2b.provider:E2BProvider",
     "kubernetes": "perdure.sandboxes.providers.kubernetes.provider:KubernetesProvider",
     "local": "perdure.sandboxes.providers.local:LocalProvider",
+    "modal": "perdure.sandboxes.providers.modal.provider:ModalProvider",
     "podman": "perdure.sandboxes.providers.podman:PodmanProvider",
 }
 

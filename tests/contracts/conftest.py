@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.service_harness import SERVICES, Bench, Service, benched
+from tests.service_harness import MODAL, SERVICES, Bench, Service, benched
 
 settings.load_profile("ci")  # the same examples in each run
 
@@ -43,7 +43,13 @@ COMMANDS = {
 """Tests of the sandbox contract about commands: their starts, ends, output and signals."""
 
 
-@pytest.fixture(params=SERVICES, ids=lambda service: service.name)
+@pytest.fixture(
+    params=[
+        pytest.param(service, marks=[pytest.mark.longer] if service is MODAL else [])
+        for service in SERVICES
+    ],
+    ids=lambda service: service.name,
+)
 def service(request: pytest.FixtureRequest) -> Service:
     """Each service. A file about one service overrides this."""
     found: Service = request.param

@@ -10,6 +10,11 @@ from tests.service_harness import Bench
 LARGE = 100_000
 """Bytes: too many to send with the order."""
 
+ROUTER = "POST /modal.task_command_router.TaskCommandRouter"
+MODAL_EXEC = [
+    f"{ROUTER}/TaskExecStart", f"{ROUTER}/TaskExecStdinWrite", f"{ROUTER}/TaskExecStdioRead"
+]  # fmt: skip
+"""Modal's service takes a command, its standard input and a look at its output separately."""
 
 EXPECTED = {
     "e2b": {
@@ -30,6 +35,28 @@ EXPECTED = {
         "large file": ["POST /toolbox/*/files/bulk-upload", "POST /toolbox/*/process/execute"],
         "kill": ["GET /api/sandbox/*", "DELETE /api/sandbox/*"],
     },
+    "modal": {
+        "boot": [
+            "POST /modal.client.ModalClient/EnvironmentGetOrCreate",  # once a process
+            "POST /modal.client.ModalClient/ImageGetOrCreate",
+            "POST /modal.client.ModalClient/SandboxCreateV2",
+            "POST /modal.client.ModalClient/SandboxGetCommandRouterAccess",
+            *MODAL_EXEC,
+        ],
+        "exec": MODAL_EXEC,
+        "small file": MODAL_EXEC,
+        "large file": [
+            f"{ROUTER}/TaskExecStart",
+            f"{ROUTER}/TaskExecStdinWriteStream",
+            f"{ROUTER}/TaskExecWait",
+            *MODAL_EXEC,
+        ],
+        "kill": [
+            "POST /modal.client.ModalClient/SandboxGetFromNameV2",
+            "POST /modal.client.ModalClient/SandboxTerminateV2",
+            "POST /modal.client.ModalClient/SandboxWaitV2",
+        ],
+    },
 }
 
 
@@ -43,7 +70,7 @@ class Requests:
     def new(self) -> list[str]:
         lines = [entry["line"] for entry in self._log[self._seen :]]
         self._seen = len(self._log)
-        return [re.sub(r"/[^/ ]*[0-9][^/ ]*(?=/|$)", "/*", line) for line in lines]
+        return [re.sub(r"/[^/ A-Z]*[0-9][^/ A-Z]*(?=/|$)", "/*", line) for line in lines]
 
 
 @pytest.mark.longer

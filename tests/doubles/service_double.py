@@ -109,6 +109,8 @@ class Double:
 
     settings: dict[str, float | None]
     faults: Faults
+    control = ""
+    """URL of the control routes while it serves."""
 
     def __init__(self, state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
@@ -221,8 +223,9 @@ class Double:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
+        server.control = f"http://127.0.0.1:{runner.addresses[0][1]}"
         try:
-            yield server, f"http://127.0.0.1:{runner.addresses[0][1]}"
+            yield server, server.control
         finally:
             await site.stop()
             for _ in range(ACCEPTED_IN):
@@ -249,7 +252,8 @@ def run(double: type[Double], said: Callable[[str], str], port: int, about: str 
         async with double.serving(arguments.state, arguments.port) as (server, url):
             if arguments.rules is not None:
                 server.faults.add(json.loads(arguments.rules.read_text()))
-            print(said(url), flush=True)
+            elsewhere = "" if server.control == url else f" control={server.control}{CONTROL}"
+            print(f"{said(url)}{elsewhere}", flush=True)
             await asyncio.Event().wait()
 
     with contextlib.suppress(KeyboardInterrupt):

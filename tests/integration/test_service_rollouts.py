@@ -1,4 +1,4 @@
-"""Whole rollouts with `--sandbox e2b` and `daytona`, each against its double: boot to clean-up."""
+"""Whole rollouts with `--sandbox e2b`, `daytona` and `modal`, each against its double: boot to clean-up."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from perdure.types import Outcome, RolloutStatus
 from tests import service_harness
-from tests.service_harness import DAYTONA, E2B, Service
+from tests.service_harness import DAYTONA, E2B, MODAL, Service
 from tests.stack.gated_engine import TURNS, commands, script
 from tests.stack.host_requirements import why_not_here
 from tests.stack.running_stack import DEATH_S, Stack, running
@@ -49,8 +49,8 @@ class Hosted:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=[E2B, pytest.param(DAYTONA, marks=pytest.mark.longer)],
-    ids=["e2b", "daytona"],
+    params=[E2B, *(pytest.param(each, marks=pytest.mark.longer) for each in (DAYTONA, MODAL))],
+    ids=["e2b", "daytona", "modal"],
 )
 async def hosted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -60,6 +60,7 @@ FOREIGN = (
     ),
     Foreign("E2B", ("E2B_*",), "account and address"),
     Foreign("Daytona", ("DAYTONA_*",), "account and address"),
+    Foreign("Modal", ("MODAL_*",), "account and address"),
     Foreign("Ray", ("RAY_*",), "the cluster, and Ray's options"),
     Foreign("Slurm", ("SLURM*",), "a worker's task and node"),
     Foreign("npm", ("NPM_CONFIG_*",), "the registry of agent programs"),

@@ -246,6 +246,19 @@ class DaytonaSettings(Group):
     """Name of this deployment in a shared account, equal on all its hosts. Empty = one per home."""
 
 
+class ModalSettings(Group):
+    """Sandboxes of a Modal account. The SDK's own `MODAL_*` variables select the account."""
+
+    app: str = Field("perdure", min_length=1)
+    """App that owns the sandboxes. It is made if it is missing."""
+    image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
+    """Image for instances that have a tree and no image. It needs python3, bash and git."""
+    gpu: str = ""
+    """GPU of each sandbox, such as `T4` or `A100:2`. Empty = none."""
+    scope: str = ""
+    """Name of this deployment in a shared account, equal on all its hosts. Empty = one per home."""
+
+
 class GradingSettings(Group):
     """Grading."""
 
@@ -336,6 +349,7 @@ class Settings(BaseSettings):
     kubernetes: KubernetesSettings = KubernetesSettings()
     e2b: E2BSettings = E2BSettings()
     daytona: DaytonaSettings = DaytonaSettings()
+    modal: ModalSettings = ModalSettings()
     grading: GradingSettings = GradingSettings()
     agents: AgentSettings = AgentSettings()
     metrics: MetricsSettings = MetricsSettings()

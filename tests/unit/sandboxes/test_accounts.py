@@ -6,14 +6,20 @@ import pytest
 
 from perdure.sandboxes.providers.daytona.provider import DaytonaProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
+from perdure.sandboxes.providers.modal.provider import ModalProvider
 from perdure.settings.settings_tree import Settings
 
 
 @pytest.mark.parametrize(
-    ("provider", "variable"), [(E2BProvider, "E2B_API_KEY"), (DaytonaProvider, "DAYTONA_API_KEY")]
+    ("provider", "variable"),
+    [
+        (E2BProvider, "E2B_API_KEY"),
+        (DaytonaProvider, "DAYTONA_API_KEY"),
+        (ModalProvider, "MODAL_TOKEN_ID"),
+    ],
 )
 def test_each_key_is_an_account(
-    provider: type[E2BProvider | DaytonaProvider],
+    provider: type[E2BProvider | DaytonaProvider | ModalProvider],
     variable: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

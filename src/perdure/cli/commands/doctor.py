@@ -53,7 +53,7 @@ def doctor(as_json: bool) -> None:
 def examine(settings: Settings) -> Iterable[Finding]:
     """All checks, in the order in which a new user meets the parts."""
     checks: list[Callable[[Settings], Finding]] = [
-        python, service, bubblewrap, podman, docker, apptainer, e2b, daytona, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
+        python, service, bubblewrap, podman, docker, apptainer, e2b, daytona, modal, kubernetes, limits, uv, git, disk, store, temporal, builds, port_numbers, gateway,
         tokenizer, engine, ray,
     ]  # fmt: skip
     for check in checks:
@@ -131,6 +131,12 @@ def daytona(settings: Settings) -> Finding:
         return Finding("daytona", "note", f"--sandbox daytona cannot be used: {problems[0]}")
     where = process_environment.foreign("DAYTONA_API_URL") or "https://app.daytona.io/api"
     return Finding("daytona", "ok", f"DAYTONA_API_KEY is set, sandboxes at {where}")
+
+
+def modal(settings: Settings) -> Finding:
+    return _containers(
+        settings, "modal", "MODAL_TOKEN_ID is set; Perdure was tested only with a double of Modal"
+    )
 
 
 def kubernetes(settings: Settings) -> Finding:

@@ -1,5 +1,5 @@
 """What the containers of `docker` and `kubernetes` share: first process, capabilities, system-call
-filter, uploads, and how to recognize an image without python3.
+filter, uploads, and how to recognize an image without python3. `modal` uses the first process.
 """
 
 import base64

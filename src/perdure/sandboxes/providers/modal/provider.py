@@ -1,0 +1,382 @@
+"""The `modal` provider: Modal's sandboxes, through its SDK.
+
+The identity is the sandbox's name, which is unique in the app, so a create whose answer was lost finds
+the sandbox that it made. Modal cannot move a sandbox's time limit. Therefore each gets the longest one,
+and its first process ends it at our deadline, which `touch` moves.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perdure.errors import (
+    ConfigurationError,
+    ControlPlaneError,
+    NotFound,
+    PerdureError,
+    RateLimited,
+)
+from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
+from perdure.sandboxes.guest.container_options import init_command, names_missing_program
+from perdure.sandboxes.guest.guest_sandbox import FOLDER, MARK
+from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_retries import (
+    Conflict,
+    Missing,
+    recheck_missing,
+    retry_transient,
+    sandbox_lost_error,
+    treat_as_transient,
+)
+from perdure.sandboxes.providers.modal import modal_client
+from perdure.sandboxes.providers.modal.modal_errors import typed
+from perdure.sandboxes.spec_validation import check_identity
+from perdure.settings import process_environment
+from perdure.types import AccountCaps
+
+if TYPE_CHECKING:
+    import modal
+
+LONGEST_S = 24 * 3600
+"""The longest time limit that Modal allows, counted from the create."""
+IMAGE_S = 900.0
+"""Seconds that Modal may take to pull an image that the account has not used before."""
+GPU_S = 900.0
+"""Seconds that a create waits for a GPU."""
+SILENT_S = 5.0
+"""Seconds past a command's time limit until we stop waiting. The service should have ended it."""
+UNREACHABLE_S = 600.0
+"""Seconds after which a sandbox that runs, according to its service, counts as dead."""
+AT_ONCE = 16
+"""Sandboxes whose tags are read at once."""
+LONGEST_NAME = 63
+NO_PROGRAM = (126, 127)
+"""Exit codes of a shell that cannot execute the first process."""
+OWN = "perdure_"
+IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
+IMAGE_ID = "im-"
+"""Prefix of an `environment.image` that is the id of an image in the account."""
+FIRST = 'mkdir -p -m 700 "$0" && exec python3 "$@"'
+
+
+class ModalSandbox(SdkSandbox):
+    service = "Modal"
+    provider: "ModalProvider"
+
+    def __init__(
+        self,
+        provider: "ModalProvider",
+        sdk: "modal.Sandbox",
+        identity: str,
+        own: Mapping[str, str],
+    ) -> None:
+        super().__init__(provider, sdk.object_id, identity, own.get(f"{OWN}workdir", "/"))
+        self.sdk, self.own = sdk, own
+
+    async def touch(self, ttl_s: float) -> None:
+        """Set the deadline, 24 hours after the create at the latest, and show it in a tag."""
+        now = time.time()
+        last = float(self.own[f"{OWN}created"]) + LONGEST_S
+        expires = min(now + ttl_s, last)
+        await self._guest("touch", ttl=expires - now)
+        self.own = {**self.own, f"{OWN}expires": str(expires)}
+        tags = dict(self.own)
+        await self._call("set_tags", lambda: self.sdk.set_tags.aio(tags), in_sandbox=False)
+
+    async def _print(self, what: str, command: str, extra_s: float) -> str:
+        """The line is on the shell's standard input, because other users can list arguments."""
+        from modal.stream_type import StreamType
+
+        seconds = math.ceil(self.provider.request_s + extra_s)
+
+        async def run() -> str:
+            async with asyncio.timeout(seconds + SILENT_S):
+                process = await self.sdk.exec.aio(
+                    *("sh", "-c", "exec sh 2>&1"),
+                    stderr=StreamType.DEVNULL,
+                    timeout=seconds,
+                    workdir="/",
+                    text=False,
+                )
+                process.stdin.write(command.encode())
+                process.stdin.write_eof()
+                await process.stdin.drain.aio()
+                said = (await process.stdout.read.aio()).decode("utf-8", "replace")
+            if MARK not in said and names_missing_program(said):
+                raise self._lacking(self._image_error(said))
+            return said
+
+        return await self._once(what, run)
+
+    async def _write(self, path: str, data: bytes | Path) -> None:
+        async def write() -> None:
+            if isinstance(data, bytes):
+                await self.sdk.filesystem.write_bytes.aio(data, path)
+            else:
+                await self.sdk.filesystem.copy_from_local.aio(data, path)
+
+        await self._once("upload", write)
+
+    async def _is_there(self, error: Exception, found: PerdureError, *, in_sandbox: bool) -> bool:
+        code = await self.provider.end_of(self.sdk)
+        if code in NO_PROGRAM and self._is_new:
+            raise self._image_error(f"its first process exited with {code}")
+        if code is None and in_sandbox:
+            lasts = self.provider.silences.lasts(self._id)
+            if lasts > UNREACHABLE_S:
+                why = f"(it runs, but has not answered for {lasts:.0f} s: {found})"
+                raise sandbox_lost_error("modal", self.identity, why)
+        return code is None
+
+    def _image_error(self, said: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"the image of sandbox {self.identity!r} lacks python3 or a shell tool: {said[-300:]}"
+        )
+
+
+class ModalProvider(SdkProvider):
+    """`MODAL_TOKEN_ID`, `MODAL_TOKEN_SECRET` and `MODAL_ENVIRONMENT` name the account.
+    `PERDURE_MODAL__SCOPE` names the deployment, if several hosts share one or several share an account.
+    """
+
+    name = "modal"
+    limits = frozenset({"memory_mb", "cpus", "output_mb"})
+    account_caps = AccountCaps(creates_per_s=5, starting=32)
+    """A cautious start. Refusals show what the account allows."""
+    account_variables = ("MODAL_SERVER_URL", "MODAL_ENVIRONMENT", "MODAL_TOKEN_ID")
+
+    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
+        return typed(error, what, key_works=key_works)
+
+    @property
+    def _named_scope(self) -> str:
+        return self.settings.modal.scope
+
+    def check(self) -> Sequence[str]:
+        missing = self._missing_package("modal")
+        for name in ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"):
+            if not process_environment.foreign(name):
+                missing.append(f"{name} is not set; make a token at https://modal.com/settings")
+        return missing
+
+    async def attach(self, identity: str) -> Sandbox:
+        check_identity(identity)
+        try:
+            return await recheck_missing(lambda: self._found(identity))
+        except Missing as error:
+            raise NotFound(f"no modal sandbox {identity!r}") from error
+
+    async def _list(self, labels: Mapping[str, str]) -> Sequence[SandboxInfo]:
+        wanted = {**labels, f"{OWN}scope": self._scope}
+
+        async def found() -> Sequence["modal.Sandbox"]:
+            it = await self._connection()
+            import modal  # loaded by now
+
+            listed = modal.Sandbox.list.aio(app_id=it.app.app_id, tags=wanted, client=it.client)
+            async with asyncio.timeout(self.request_s):
+                return [sdk async for sdk in listed]
+
+        listed = await retry_transient(
+            lambda: treat_as_transient(Missing, lambda: self._once("list", found))
+        )
+        seats = asyncio.Semaphore(AT_ONCE)
+
+        async def shown(sdk: "modal.Sandbox") -> SandboxInfo | None:
+            async with seats:
+                with contextlib.suppress(Missing):  # it has just ended
+                    return self._info(await self._tags(sdk))
+                return None
+
+        shows = await asyncio.gather(*map(shown, listed))
+        return [info for info in shows if info is not None]
+
+    def _info(self, tags: Mapping[str, str]) -> SandboxInfo:
+        return SandboxInfo(
+            identity=tags[f"{OWN}identity"],
+            provider=self.name,
+            alive=True,  # the list has no others
+            created=float(tags[f"{OWN}created"]),
+            # the clock inside decides: a sandbox that is listed has not expired
+            expires=max(float(tags[f"{OWN}expires"]), time.time() + 1),
+            labels={name: value for name, value in tags.items() if not name.startswith(OWN)},
+        )
+
+    async def kill(self, identity: str) -> None:
+        check_identity(identity)
+
+        async def end() -> None:
+            async with asyncio.timeout(self.request_s):
+                sdk = await self._look(identity)
+                await sdk.terminate.aio(wait=True)
+
+        with contextlib.suppress(Missing):
+            await retry_transient(
+                lambda: treat_as_transient(Conflict, lambda: self._once("terminate", end))
+            )
+
+    # -- making -----------------------------------------------------------------------------------
+
+    async def _create(self, spec: SandboxSpec, identity: str) -> ModalSandbox:
+        own = self._labels(spec, identity)
+        box = await self._make_by(lambda: self._make(spec, identity, own), identity)
+        if box.own.get(f"{OWN}spec") != own[f"{OWN}spec"]:
+            raise ConfigurationError(
+                f"modal sandbox {identity!r} exists with another image, folder, network, GPU or "
+                "limits; use a new generation"
+            )
+        await box.set_up(spec)
+        return box
+
+    async def _make(self, spec: SandboxSpec, identity: str, own: Mapping[str, str]) -> ModalSandbox:
+        """Create it, or adopt the one that has its name.
+
+        Raises: RateLimited when the account is full and has none of this name.
+        """
+        try:
+            return ModalSandbox(self, await self._ask(spec, identity, own), identity, own)
+        except (Conflict, RateLimited) as error:
+            if isinstance(error, RateLimited) and error.limit != "concurrency":
+                raise
+            try:
+                return await self._found(identity)
+            except Missing:
+                if isinstance(error, RateLimited):
+                    raise error from None
+                # one of this name is ending
+                raise ControlPlaneError(str(error)) from error
+
+    async def _ask(
+        self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
+    ) -> "modal.Sandbox":
+        async def create() -> "modal.Sandbox":
+            it, limits, gpu = await self._connection(), spec.limits, self.settings.modal.gpu
+            import modal  # loaded by now
+
+            image = await _image(self._image_of(spec), it)
+            async with asyncio.timeout(GPU_S if gpu else self.request_s):
+                return await modal.Sandbox.create.aio(
+                    *("sh", "-c", FIRST, FOLDER, *init_command(spec.ttl_s)),
+                    app=it.app,
+                    client=it.client,
+                    name=self._name(identity),
+                    tags=dict(own),
+                    image=image,
+                    timeout=LONGEST_S,
+                    cpu=(limits.cpus, limits.cpus),
+                    memory=(limits.memory_mb, limits.memory_mb),
+                    gpu=gpu or None,
+                    block_network=spec.network is not Network.HOST,
+                )
+
+        try:
+            return await self._once("create", create)
+        except Missing as error:
+            raise ConfigurationError(
+                f"{error}; name an image that exists in environment.image or PERDURE_MODAL__IMAGE"
+            ) from error
+
+    def _image_of(self, spec: SandboxSpec) -> str:
+        """A tree is uploaded into the image of the settings. Without one, the image is booted."""
+        image = spec.image if spec.tree is None else None
+        return image or self.settings.modal.image
+
+    def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
+        image, gpu = self._image_of(spec), self.settings.modal.gpu
+        fixed = [spec.workdir, image, gpu, str(spec.network), spec.limits.model_dump()]
+        now = time.time()
+        return {
+            **spec.labels,
+            f"{OWN}scope": self._scope,
+            f"{OWN}identity": identity,
+            f"{OWN}workdir": spec.workdir,
+            f"{OWN}spec": hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32],
+            f"{OWN}created": str(now),
+            f"{OWN}expires": str(now + spec.ttl_s),
+        }
+
+    def _name(self, identity: str) -> str:
+        """Unique in the app, which several deployments may share."""
+        end = hashlib.sha256(f"{self._scope}\0{identity}".encode()).hexdigest()[:8]
+        return f"{identity[: LONGEST_NAME - len(end) - 1]}-{end}"
+
+    def _check_spec(self, spec: SandboxSpec) -> None:
+        super()._check_spec(spec)
+        if spec.ttl_s > LONGEST_S:
+            raise ConfigurationError(
+                f"ttl_s={spec.ttl_s:g}: Modal ends each sandbox after {LONGEST_S} seconds; lower "
+                "PERDURE_SANDBOX__TTL_S"
+            )
+        if spec.image and not IMAGE.fullmatch(spec.image):  # it becomes a line of a Dockerfile
+            raise ConfigurationError(f"environment.image: {spec.image!r} is no image")
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    async def _connection(self) -> modal_client.Connection:
+        async with asyncio.timeout(self.request_s):
+            return await modal_client.connection(self.settings.modal.app)
+
+    async def _look(self, identity: str) -> "modal.Sandbox":
+        """Raises: the SDK's errors."""
+        it = await self._connection()
+        import modal  # loaded by now
+
+        app, name = self.settings.modal.app, self._name(identity)
+        return await modal.Sandbox.from_name.aio(app, name, client=it.client)
+
+    async def _found(self, identity: str) -> ModalSandbox:
+        """Raises: Missing."""
+
+        async def look() -> "modal.Sandbox":
+            async with asyncio.timeout(self.request_s):
+                return await self._look(identity)
+
+        sdk = await retry_transient(lambda: self._once("from_name", look))
+        return ModalSandbox(self, sdk, identity, await self._tags(sdk))
+
+    async def _tags(self, sdk: "modal.Sandbox") -> Mapping[str, str]:
+        """Raises: Missing."""
+
+        async def read() -> Mapping[str, str]:
+            async with asyncio.timeout(self.request_s):
+                return await sdk.get_tags.aio()
+
+        return await retry_transient(lambda: self._once("get_tags", read))
+
+    async def end_of(self, sdk: "modal.Sandbox") -> int | None:
+        """The exit code of a sandbox that has ended; None if it is alive."""
+
+        async def poll() -> int | None:
+            async with asyncio.timeout(self.request_s):
+                return await sdk.poll.aio()
+
+        try:
+            return await recheck_missing(lambda: retry_transient(lambda: self._once("poll", poll)))
+        except Missing:
+            return 0
+
+
+async def _image(name: str, it: modal_client.Connection) -> "modal.Image":
+    """The image, pulled by Modal.
+
+    Raises: ConfigurationError when Modal cannot pull it; the SDK's errors.
+    """
+    import modal
+
+    if name.startswith(IMAGE_ID):
+        return modal.Image.from_id(name, client=it.client)
+    try:
+        async with asyncio.timeout(IMAGE_S):
+            return await modal.Image.from_registry(name).build.aio(it.app)
+    except modal.exception.RemoteError as error:
+        raise ConfigurationError(
+            f"environment.image: Modal cannot pull {name!r}: {error}; images that need credentials "
+            "are refused: build one in the account and name its id (im-...)"
+        ) from error
