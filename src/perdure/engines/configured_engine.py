@@ -122,6 +122,8 @@ class ConfiguredEngine:
         own = any(one.run for one in engines_of(roster.engines, model, run, default))
         if model == default and not own:
             return None
+        if own:  # this process may not know them yet, and would use engines that serve every run
+            await self.pool.fleet.read()
         return ChosenModel(name=model, format=roster.formats.get(model))
 
     async def current(self) -> Engine | HostedEngine:

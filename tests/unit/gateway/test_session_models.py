@@ -16,6 +16,7 @@ from perdure.engines.engine_roster import (
     roster_key,
 )
 from perdure.engines.engine_state import EngineSpec, name_of
+from perdure.engines.pool.engine_fleet import Fleet
 from perdure.engines.weights.weight_publishing import Weights
 from perdure.engines.weights.weight_update import WeightCanary
 from perdure.episodes.turns_parquet import decode
@@ -242,6 +243,21 @@ async def test_a_request_without_a_model_gets_the_only_one(
 
     assert answers == ["the policy"]
     assert "several: judge, my-model. Name one" in told
+
+
+async def test_an_engine_of_a_run_is_known_when_a_session_of_the_run_is_open(
+    tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that has not read the roster since the engine was added would use the engines of all
+    runs."""
+    monkeypatch.setattr(Fleet, "_follow", lambda _: asyncio.Event().wait())
+    async with ScriptedEngine(says("the trainer's")) as own, home(tmp_path, policy) as gateway:
+        before = await converse(gateway, await gateway.open("s-1"), calls=1)
+        await add_engine(roster_of(gateway), EngineSpec(own.url), run="train-7")
+        key = await gateway.open("s-2", labels={"run": "train-7"})
+        after = await converse(gateway, key, calls=1)
+
+    assert (before, after) == (["the policy"], ["the trainer's"])
 
 
 async def test_engines_of_a_run_sample_only_for_it(tmp_path: Path, policy: ScriptedEngine) -> None:
