@@ -16,9 +16,10 @@ from temporalio.client import (
     WorkflowUpdateStage,
 )
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode
 
 from perdure.client import temporal_names
-from perdure.client.sdk import Perdure
+from perdure.client.sdk import TASK_FAILED, Perdure
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.rollouts.activity_messages import (
     WORKER_EVICTED,
@@ -53,6 +54,25 @@ async def test_a_group_yields_every_episode_once(client: Client, stages: Stages)
     seen = [episode.sample_index async for episode in group.refs()]
 
     assert sorted(seen) == [0, 1, 2, 3]
+
+
+async def test_a_workflow_task_that_fails_once_ends_no_loop_over_a_group(
+    client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops or is too busy fails a task, and the server refuses the update in it."""
+    group = await Perdure(client).start_group(GroupRequest(rollout=ROLLOUT, n_samples=2))
+    refused = iter([RPCError(f"... due to {TASK_FAILED}.", RPCStatusCode.FAILED_PRECONDITION, b"")])
+    update = group.handle.execute_update
+
+    async def refuses_once(*args: Any, **options: Any) -> Any:
+        for error in refused:
+            raise error
+        return await update(*args, **options)
+
+    monkeypatch.setattr(group.handle, "execute_update", refuses_once)
+    seen = [episode.sample_index async for episode in group.refs()]
+
+    assert sorted(seen) == [0, 1]
 
 
 async def test_a_quorum_ends_the_group_and_cancels_stragglers(

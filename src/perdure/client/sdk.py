@@ -99,6 +99,9 @@ UNDECIDED = "closed before WorkflowTaskStarted"
 FAILING = "Workflow Task in failed state"
 """Message of a query error that waiting does not fix. Transient errors have the same status,
 FAILED_PRECONDITION, so only the message distinguishes them."""
+TASK_FAILED, TASK_PATIENCE_S = "unexpected workflow task failure", 300.0
+"""Message of an update whose task a worker could not end, because it stopped or was too busy, and the
+seconds in which another task may succeed."""
 NO_WORKER, CODE_FAILS = "no worker answers", "its workflow code fails"
 NO_ANSWER_YET = "no answer yet"
 """States of an open run whose workflow cannot answer."""
@@ -712,9 +715,18 @@ class GroupHandle:
         await _durably(self.handle.cancel)
 
     async def _new_since(self, cursor: int) -> list[EpisodeRef]:
-        try:
-            found = await _durably(
+        def asked() -> Awaitable[list[Any]]:
+            return _durably(
                 lambda: self.handle.execute_update("wait_progress", cursor, result_type=list)
+            )
+
+        try:
+            found = await retry.retry_call(
+                asked,
+                RPCError,
+                pauses=(0.5, 15.0),
+                patience_s=TASK_PATIENCE_S,
+                passes=lambda error: TASK_FAILED in error.message,
             )
         except RPCError as error:
             if error.status is RPCStatusCode.NOT_FOUND:  # the group has ended
