@@ -11,7 +11,7 @@ from temporalio.api.enums.v1 import EventType
 
 from perdure.client.sdk import CalibrationHandle
 from perdure.episodes.episode_store import scan_run
-from perdure.graders.twins.honest_variants import EQUAL
+from perdure.graders.twins.honest_variants import EQUAL, INDIRECT
 from perdure.instances import calibration_record, instance_catalog
 from perdure.instances.environment_builder import WORK
 from perdure.storage import store_keys
@@ -131,7 +131,7 @@ async def test_a_dataset_is_proved_over_a_killed_worker(tmp_path: Path) -> None:
         assert {
             test for twin in distinct_twins(proved.twin_draws or ()) for test in twin.tests
         } == set(FAIL_TO_PASS)
-        assert proved.variants == (EQUAL,)
+        assert proved.variants == (EQUAL, INDIRECT)
         assert await stack.store.exists(store_keys.calibration_report(asked.workflow_id))
 
         again = await stack.perdure.start_calibration(asked)
