@@ -43,13 +43,5 @@ def sweep(vary: tuple[str, ...], **given: Any) -> None:
             say_estimate(settings, planned, launch)
     if launch.dry_run:
         return run_sweep.show(runs, as_json=launch.as_json)
-    code = run_sweep.play(
-        settings,
-        runs,
-        wait=launch.wait,
-        as_json=launch.as_json,
-        notify=launch.notify,
-        prices=launch.prices,
-    )
-    if code:
+    if code := run_sweep.play(settings, runs, launch):
         raise click.exceptions.Exit(code)

@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +21,9 @@ from perdure.settings.settings_tree import Settings
 from perdure.storage.base import Store
 from perdure.storage.store_url import open_store
 from perdure.types import RolloutStatus, RunRequest
+
+if TYPE_CHECKING:
+    from perdure.cli.commands.run_options import LaunchOptions
 
 MOST_RUNS = 64
 CONCURRENCY: int = RunRequest.model_fields["concurrency"].default
@@ -85,15 +87,7 @@ def show(runs: Sequence[SweptRun], *, as_json: bool) -> None:
         run_launcher.show(one.planned, as_json=False)
 
 
-def play(
-    settings: Settings,
-    runs: Sequence[SweptRun],
-    *,
-    wait: bool,
-    as_json: bool,
-    notify: str,
-    prices: Path | None,
-) -> int:
+def play(settings: Settings, runs: Sequence[SweptRun], launch: "LaunchOptions") -> int:
     """Start all runs, follow them, and print their table; return the exit code."""
     if len({one.run_id for one in runs}) < len(runs):
         raise ConfigurationError("two combinations of --vary give the same run")
@@ -101,39 +95,30 @@ def play(
         run_launcher.ensure_stack_ready(settings, one.planned.request, joins=one.planned.joins)
     for note in dict.fromkeys(note for one in runs for note in one.planned.notes):
         say(note)
-    driving = _drive(settings, runs, wait=wait, as_json=as_json, notify=notify, prices=prices)
-    return asyncio.run(driving)
+    return asyncio.run(_drive(settings, runs, launch))
 
 
-async def _drive(
-    settings: Settings,
-    runs: Sequence[SweptRun],
-    *,
-    wait: bool,
-    as_json: bool,
-    notify: str,
-    prices: Path | None,
-) -> int:
+async def _drive(settings: Settings, runs: Sequence[SweptRun], launch: "LaunchOptions") -> int:
     connection, store = await connect(settings), open_store(settings)
     handles: list[RunHandle] = []
     for one in runs:
         handles.append(await run_launcher.start(settings, connection, one.planned))
         await _name(store, one)
-    if not wait:
-        if as_json:
+    if not launch.wait:
+        if launch.as_json:
             answer(_listed(runs))
         else:
             click.echo("Repeat the command to follow the runs and to see their table.")
         return 0
-    ends = [await run_launcher.follow_run(settings, one, notify=notify) for one in handles]
+    ends = [await run_launcher.follow_run(settings, one, notify=launch.notify) for one in handles]
     for one, end in zip(runs, ends, strict=True):
         for line in filter(None, (end.stopped, end.interrupted)):
             say(f"{one.run_id}: {line}")
     with_episodes = [one for one, end in zip(runs, ends, strict=True) if end.episodes]
     if not with_episodes:
         raise NotFound("no run of the sweep has an episode: `perdure status` says why")
-    made = await run_reports.make(settings, [one.run_id for one in with_episodes], prices)
-    if as_json:
+    made = await run_reports.make(settings, [one.run_id for one in with_episodes], launch.prices)
+    if launch.as_json:
         answer({"runs": _listed(runs), "report": document(made.reports, made.comparisons)})
     else:
         values = [one.values for one in with_episodes]
