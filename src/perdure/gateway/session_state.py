@@ -131,7 +131,7 @@ class Session:
     stopped: bool = False
     """Whether its rollout has been stopped, so that it takes no more calls."""
     mcp_failed: str = ""
-    """Why its first call of an MCP server that got no answer got none."""
+    """Why a call of an MCP server got no answer; empty if each got one. The first reason stays."""
     mcp_begun: dict[str, str] = field(default_factory=dict)
     """By id: the server of each MCP call that has not ended, for messages to people."""
     mcp_here: set[str] = field(default_factory=set)

@@ -91,7 +91,7 @@ class _Call:
     number: str = field(default_factory=lambda: secrets.token_hex(8))
     """Its id in the journal."""
     is_recorded: bool = False
-    """Whether the journal has its end, or is about to."""
+    """Whether its end is in the journal, or about to be."""
 
     def __post_init__(self) -> None:
         self.ends_at = asyncio.get_running_loop().time() + self.server.timeout_s
