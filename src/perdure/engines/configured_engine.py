@@ -102,7 +102,7 @@ class ConfiguredEngine:
 
     async def choose(self, name: str, run: str) -> ChosenModel | None:
         """The model that a session of this run asks for as `name`; None if it is the settings'
-        model.
+        model, on engines of every run.
 
         Raises: ConfigurationError, which lists the available models; GatewayUnavailable,
         StoreUnavailable.
@@ -119,12 +119,10 @@ class ConfiguredEngine:
             await self.pool.start()  # adds the settings' engines to the roster
             roster = self.pool.fleet.used(await self._roster.read())
             model = chosen_model(roster, name, run=run, default=default, configured=configured)
-        own = any(one.run for one in engines_of(roster.engines, model, run, default))
-        if model == default and not own:
+        reserved = any(one.run for one in engines_of(roster.engines, model, run, default))
+        if model == default and not reserved:
             return None
-        if own:  # this process may not know them yet, and would use engines that serve every run
-            await self.pool.fleet.read()
-        return ChosenModel(name=model, format=roster.formats.get(model))
+        return ChosenModel(name=model, format=roster.formats.get(model), is_reserved=reserved)
 
     async def current(self) -> Engine | HostedEngine:
         """The engine. Raises: GatewayUnavailable, which names the missing setting or the unreachable

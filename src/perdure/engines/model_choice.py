@@ -13,13 +13,15 @@ from perdure.types import DEFAULT_MODEL, Frozen
 
 
 class ChosenModel(Frozen):
-    """A model that a request names and that is not the settings' model."""
+    """A model that a request names. None stands for the settings' model on engines of every run."""
 
     name: str
     format: ModelFormat | None = None
     """None: the format of the settings."""
     is_hosted: bool = False
     """Whether the hosted API of the settings answers, and not engines of the roster."""
+    is_reserved: bool = False
+    """Whether only engines that are reserved for the run may sample."""
 
 
 def chosen_model(
@@ -69,14 +71,19 @@ def chosen_model(
 
 
 def engines_of(
-    records: Iterable[EngineRecord], model: str, run: str, default: str = DEFAULT_MODEL
+    records: Iterable[EngineRecord],
+    model: str,
+    run: str,
+    default: str = DEFAULT_MODEL,
+    *,
+    reserved: bool = False,
 ) -> list[EngineRecord]:
     """The engines that may sample a run's calls to a model: those reserved for the run if there are
-    any, otherwise those that serve every run."""
+    any, otherwise those that serve every run. `reserved`: never the latter."""
     asked = default if model == DEFAULT_MODEL else model
     found = [one for one in records if _model_of(one, default) == asked and may_serve(one, run)]
     own = [one for one in found if one.run and not one.removed]
-    return own or [one for one in found if not one.run]
+    return own or [one for one in found if not (one.run or reserved)]
 
 
 def may_serve(record: EngineRecord, run: str) -> bool:

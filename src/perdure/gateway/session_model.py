@@ -32,6 +32,8 @@ class SessionModel:
     format: Format
     engine: Callable[[], Awaitable[Engine | HostedEngine]]
     """Raises: GatewayUnavailable."""
+    is_reserved: bool = False
+    """Whether only engines that are reserved for the session's run may sample."""
 
 
 @dataclass(frozen=True)
@@ -89,4 +91,4 @@ class ModelLoader:
                 self._load, wanted.tokenizer, wanted.tool_call_parser
             )
         engine = self._default.engine if recorded.is_hosted else self._engine.pool_engine
-        return SessionModel(recorded.name, model_format, engine)
+        return SessionModel(recorded.name, model_format, engine, recorded.is_reserved)

@@ -245,19 +245,39 @@ async def test_a_request_without_a_model_gets_the_only_one(
     assert "several: judge, my-model. Name one" in told
 
 
-async def test_an_engine_of_a_run_is_known_when_a_session_of_the_run_is_open(
+async def test_a_run_with_engines_never_uses_those_of_all_runs(
     tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gateway that has not read the roster since the engine was added would use the engines of all
-    runs."""
-    monkeypatch.setattr(Fleet, "_follow", lambda _: asyncio.Event().wait())
+    """Its calls wait while the gateway has not read that the run has engines, and once they are gone."""
+    follows, may_read = Fleet._follow, asyncio.Event()
+
+    async def follow(fleet: Fleet) -> None:
+        await may_read.wait()
+        await follows(fleet)
+
+    monkeypatch.setattr(Fleet, "_follow", follow)
     async with ScriptedEngine(says("the trainer's")) as own, home(tmp_path, policy) as gateway:
         before = await converse(gateway, await gateway.open("s-1"), calls=1)
         await add_engine(roster_of(gateway), EngineSpec(own.url), run="train-7")
         key = await gateway.open("s-2", labels={"run": "train-7"})
-        after = await converse(gateway, key, calls=1)
+        first = asyncio.create_task(converse(gateway, key, calls=1))
+        await waiting_calls(gateway, 1)
+        may_read.set()
+        after = await first
+        await remove_engine(roster_of(gateway), name_of(own.url))
+        while name_of(own.url) in str(await gateway.control.engines()):
+            await asyncio.sleep(0.02)
+        second = asyncio.create_task(converse(gateway, key, calls=2))
+        await waiting_calls(gateway, 1)
+        second.cancel()
 
     assert (before, after) == (["the policy"], ["the trainer's"])
+
+
+async def waiting_calls(gateway: LocalGateway, count: int) -> None:
+    async with asyncio.timeout(30):
+        while (await gateway.control.engines())["waiting"].get("policy") != count:
+            await asyncio.sleep(0.02)
 
 
 async def test_engines_of_a_run_sample_only_for_it(tmp_path: Path, policy: ScriptedEngine) -> None:

@@ -137,7 +137,9 @@ class EnginePool:
         records = (one.record for one in self.engines.values())
         return [
             self.engines[record.name]
-            for record in engines_of(records, call.model, call.run, self.model)
+            for record in engines_of(
+                records, call.model, call.run, self.model, reserved=call.is_reserved
+            )
         ]
 
     def _start_of(self, span: EngineSpan | None) -> EngineStart | None:
@@ -266,7 +268,8 @@ class EnginePool:
             + call.versions.explain_mismatch(one.record)
             for one in self._engines_of(call)
         )
-        return states or f"none is registered for the model {call.model}"
+        of_run = f" and the run {call.run}" if call.is_reserved else ""
+        return states or f"none is registered for the model {call.model}{of_run}"
 
     # --- a call on an engine -------------------------------------------------------------------
 

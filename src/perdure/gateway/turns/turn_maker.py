@@ -129,6 +129,7 @@ class TurnMaker:
                     last=session.elsewhere,
                     vocabulary=model.format.tokenizer.vocabulary,
                     model=model.name,
+                    is_reserved=model.is_reserved,
                     routed_from=parent.routed if parent else 0,
                 )
             ),
