@@ -19,7 +19,7 @@ from benchmarks.benchmark_options import add_output
 from benchmarks.cpu_measurement import Meter
 from benchmarks.endurance import endurance_report
 from benchmarks.endurance.endurance_checks import Watch
-from benchmarks.endurance.kill_schedule import Killer
+from benchmarks.kill_schedule import Killer, RunClient
 from benchmarks.model_endpoint import Endpoint
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack
 from benchmarks.scratch_folder import scratch_folder
@@ -117,15 +117,15 @@ def _run(
             )
 
     deaths = 0
-    rng = random.Random(options.seed)
-    killer = Killer(watch.stack, start_client, start_client(), rng)
+    client = RunClient(start_client, start_client())
+    killer = Killer(watch.stack, random.Random(options.seed), client)
     next_kill = watch.began + (options.kill_every or float("inf"))
     next_look = watch.began
-    while killer.client.poll() is None or not said.stat().st_size:
+    while client.process.poll() is None or not said.stat().st_size:
         now = time.monotonic()
-        if killer.client.poll() is not None:
+        if client.process.poll() is not None:
             deaths += 1
-            killer.client = start_client()
+            client.start_again()
         if now - watch.began > options.limit * 3600:
             raise RuntimeError(f"not done after {options.limit} hours")
         if now >= next_kill:
@@ -133,7 +133,7 @@ def _run(
             watch.stack = killer.stack
             next_kill = now + options.kill_every
         if now >= next_look:
-            sample = watch.look(killer.client)
+            sample = watch.look(client.process)
             print(f"{sample.at_s:.0f} s: {sample.done} done", file=sys.stderr, flush=True)
             next_look = now + options.look_every
         time.sleep(POLL_S)

@@ -17,18 +17,34 @@ WEIGHTS = {"worker": 3, "gateway": 3, "sandbox": 6, "client": 1, "temporal": 1, 
 
 
 @dataclass
+class RunClient:
+    """A `perdure run` that is started again after it was killed."""
+
+    start: Callable[[], "subprocess.Popen[bytes]"]
+    process: "subprocess.Popen[bytes]"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def start_again(self) -> None:
+        self.process = self.start()
+
+
+@dataclass
 class Killer:
     """Kills one part at a time. It restarts the parts without a supervisor: the stack and the client."""
 
     stack: Stack
-    start_client: Callable[[], "subprocess.Popen[bytes]"]
-    client: "subprocess.Popen[bytes]"
     rng: random.Random
+    client: RunClient | None = None
+    """None: the run needs no client."""
     done: list[tuple[float, str]] = field(default_factory=list)
     """The time (monotonic seconds) and kind of each kill."""
 
     def kill_one(self) -> None:
-        what = self.rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        kinds = {kind: n for kind, n in WEIGHTS.items() if self.client or kind != "client"}
+        what = self.rng.choices(list(kinds), list(kinds.values()))[0]
         if self._kill(what):
             self.done.append((time.monotonic(), what))
 
@@ -37,13 +53,13 @@ class Killer:
         if what == "sandbox":
             return self._kill_sandbox()
         if what in ("client", "everything"):
-            self.client.kill()
-            self.client.wait()
-        if what == "everything":
-            self.stack.kill()
-            self.stack = Stack.start(self.stack.home, self.stack.meter)
-        if what in ("client", "everything"):
-            self.client = self.start_client()
+            if self.client is not None:
+                self.client.kill()
+            if what == "everything":
+                self.stack.kill()
+                self.stack = Stack.start(self.stack.home, self.stack.meter)
+            if self.client is not None:
+                self.client.start_again()
             return True
         child = self.stack.state().children[what]
         if not child.process.alive:

@@ -1,0 +1,1 @@
+"""Deadlines of runs whose processes are killed."""
