@@ -9,7 +9,7 @@ The publisher's fork of swebench 2 also counts a skipped FAIL_TO_PASS test as pa
 import re
 
 from perdure.instances.rows import image_rules, published_scripts
-from perdure.instances.rows.formats import swebench, swebench_4
+from perdure.instances.rows.formats import swebench, swebench_version_specs
 from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance
 
@@ -76,12 +76,12 @@ def _command(row: Row) -> str:
 def _published_command(row: Row) -> str:
     """The publisher's command for the test patch's files; for mypy, for its `[case NAME]`s."""
     repository = _repository(row)
-    tests = [TEST_CMDS[repository], *swebench_4.test_files(row)]
+    tests = [TEST_CMDS[repository], *swebench_version_specs.test_files(row)]
     if repository == "python/mypy":
         if re.fullmatch(r"1\.(7|8|9|1\d)", row.optional_text("version")):
             tests[0] = "pytest -rA"
         patch = row.patch("test_patch").decode("utf-8", "surrogateescape")
         if cases := re.findall(r"\[case ([^\]]+)\]", patch):
             tests[1:] = [f'-k "{" or ".join(cases)}"']
-    before = "\n".join([*swebench_4.ENTER, PREPARES.get(repository, "")])
+    before = "\n".join([*swebench_version_specs.ENTER, PREPARES.get(repository, "")])
     return published_scripts.command(before, " ".join(tests))

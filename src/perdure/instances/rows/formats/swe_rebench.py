@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.instances.rows import image_rules, published_scripts
-from perdure.instances.rows.formats import swebench, swebench_4
+from perdure.instances.rows.formats import swebench, swebench_version_specs
 from perdure.instances.rows.row_fields import Row
 from perdure.types import Instance, OutputParser
 
@@ -81,12 +81,12 @@ def _check(row: Row, config: Mapping[str, Any]) -> None:
 def _version_1(row: Row, config: Row) -> str:
     env = config.mapping("env_vars") or config.mapping("env")
     prepare = [
-        *swebench_4.ENTER,
+        *swebench_version_specs.ENTER,
         *(f"export {name}={shlex.quote(str(value))}" for name, value in env.items()),
         *config.lines("eval_commands"),
         *config.lines("install"),
     ]
-    tests = [*_test_lines(config), *swebench_4.test_files(row)]
+    tests = [*_test_lines(config), *swebench_version_specs.test_files(row)]
     return published_scripts.command("\n".join(prepare), " ".join(tests))
 
 

@@ -8,7 +8,7 @@ import re
 from pydantic import ValidationError
 
 from perdure.instances.rows import published_scripts
-from perdure.instances.rows.formats import swebench_4
+from perdure.instances.rows.formats import swebench_version_specs
 from perdure.instances.rows.image_rules import Rule, image_of
 from perdure.instances.rows.row_fields import Row
 from perdure.types import Environment, Grading, Instance, Source, SourceKind
@@ -24,8 +24,8 @@ PATCH_FIX = "add the reference solution, as a unified diff"
 
 def to_instance(row: Row, dataset: str) -> Instance:
     """Raises: InstanceError naming row, field and fix."""
-    if swebench_4.is_schema_4(row) and not row.has("eval_cmd"):
-        row = Row(row.number, {**row.fields, **swebench_4.fields_of(row)})
+    if swebench_version_specs.is_schema_4(row) and not row.has("eval_cmd"):
+        row = Row(row.number, {**row.fields, **swebench_version_specs.fields_of(row)})
     return Instance(
         instance_id=row.text("instance_id", "add a unique name, such as owner__repo-1"),
         dataset=dataset,
