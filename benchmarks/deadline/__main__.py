@@ -53,7 +53,7 @@ class Ending:
     """Seconds from the deadline to the end of the run; negative if it ended earlier."""
     verdicts: int
     named: int
-    """Rollouts without a verdict that the manifest names with a cause."""
+    """Rollouts without a verdict that the manifest names with a cause: unfinished or failed."""
     unnamed: int
     """Rollouts with neither a verdict nor a name."""
     right: int
@@ -137,6 +137,7 @@ def _one(
     calls = len(endpoint.bought())
     endpoint.reset(latency_s=0.0)
     named = [row for row in manifest["unfinished"] if row["cause"]]
+    named += [one for one in manifest["episodes"] if one["status"] == "failed" and one["failure"]]
     document = killer.stack.run([*words, "--deadline", LATER], log)
     return Ending(
         seed=seed,
