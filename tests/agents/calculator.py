@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ PROGRAM = Path(__file__).with_name("calculator_program.py")
 
 async def installed(tools: Path) -> Path:
     """A Python with the SDK."""
-    recipe = f"{SDK} {tool_cache.python_identity()}"
+    recipe = f"{SDK} {tool_cache.own_python().identity}"
     return await tool_cache.built(tools, "mcp", recipe, _build)
 
 
 def _build(folder: Path) -> None:
-    uv, python = str(find_uv()), f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
+    uv, python = str(find_uv()), str(tool_cache.own_python().executable)
     tool_cache.run_installer([uv, "venv", "-q", "--relocatable", "--python", python, str(folder)])
     own = str(folder / "bin" / "python")
     tool_cache.run_installer([uv, "pip", "install", "-q", "--python", own, SDK])

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from perdure.agents import tool_cache
-from perdure.agents.openhands import PYTHON, Openhands
+from perdure.agents.openhands import Openhands
 from perdure.errors import MissingDependency
 from perdure.testing.agent_stand import FILE, Stand, call, script
 from perdure.types import AgentEnd, Outcome
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.registry
 def python_of_its_own(stand: Stand) -> None:
     """It needs a newer Python than Perdure does."""
     try:
-        tool_cache.find_python("3.12", stand.agents.openhands_python, PYTHON)
+        Openhands().check_host(stand.agents)
     except MissingDependency as missing:
         pytest.skip(str(missing))
 

@@ -13,9 +13,8 @@ from perdure.agents.codex import Codex
 from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
-from perdure.agents.openhands import PYTHON, Openhands
+from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
-from perdure.agents.tool_cache import find_python
 from perdure.errors import MissingDependency
 from perdure.testing.agent_stand import Run, Stand, call, script
 from perdure.testing.scripted_engine import Faults, ScriptedEngine
@@ -60,7 +59,7 @@ def agent(request: pytest.FixtureRequest, stand: Stand) -> Agent:
     found: Agent = request.param()
     if isinstance(found, Openhands):
         try:
-            find_python("3.12", stand.agents.openhands_python, PYTHON)
+            found.check_host(stand.agents)
         except MissingDependency as missing:
             pytest.skip(str(missing))
     return found

@@ -4,7 +4,7 @@ import pytest
 
 from perdure.agents.smolagents import Smolagents
 from perdure.testing.agent_stand import Stand, script
-from perdure.types import AgentEnd, Outcome
+from perdure.types import AgentEnd, Outcome, Sampling
 
 pytestmark = pytest.mark.registry
 
@@ -34,5 +34,17 @@ async def test_it_solves_a_task_with_its_shell_and_python(stand: Stand) -> None:
 async def test_its_step_limit_is_a_limit(stand: Stand) -> None:
     """It stops after so many steps; its work is kept."""
     run = await stand.run(Smolagents(), script(EDIT, CHECK, DONE), options={"max_steps": 1})
+
+    assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said
+
+
+async def test_a_full_context_is_a_limit(stand: Stand) -> None:
+    """It does not compact, so the gateway's refusal of a longer prompt ends it; its work is kept."""
+    look = python("print(bash('seq 2000'))")
+    run = await stand.run(
+        Smolagents(),
+        script(EDIT, look, look, DONE),
+        sampling=Sampling(max_context_tokens=9000, max_tokens_per_turn=500),
+    )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from perdure.agents import tool_cache
 from perdure.agents.acp import Acp
 from perdure.agents.acp_servers import SERVERS
 from perdure.agents.base import Agent
@@ -17,7 +16,7 @@ from perdure.agents.codex import Codex
 from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
-from perdure.agents.openhands import PYTHON, Openhands
+from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
 from perdure.agents.smolagents import Smolagents
 from perdure.errors import MissingDependency
@@ -129,6 +128,6 @@ async def test_a_call_of_code_under_test_is_not_the_agents(stand: Stand, case: C
 
 def _skip_without_python(stand: Stand) -> None:
     try:
-        tool_cache.find_python("3.12", stand.agents.openhands_python, PYTHON)
+        Openhands().check_host(stand.agents)
     except MissingDependency as missing:
         pytest.skip(str(missing))

@@ -47,7 +47,7 @@ async def test_it_solves_a_task_in_its_terminal(stand: Stand) -> None:
     assert run.trained() == run.summary.tokens
     assert "\\n42\\n" in seen
     assert "s-1." not in seen
-    assert "/opt/terminus" not in seen
+    assert "/opt/tmux" not in seen
     assert b"s-1." not in run.evidence.files[TRAJECTORY]
 
 

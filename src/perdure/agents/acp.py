@@ -5,7 +5,6 @@ last turn ended.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,6 +18,7 @@ from perdure.agents import (
     npm_install,
     npm_packages,
     prompt_template,
+    python_runner,
     tool_cache,
 )
 from perdure.agents.acp_servers import PACKAGES, SERVERS
@@ -30,11 +30,9 @@ from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd, McpServer
 
-MOUNT = "/opt/acp-client"
 NODE = "/opt/node"
 SETTINGS = f"{HOME}/acp.json"
-LOCK = npm_packages.LOCKS / "acp.txt"
-CLIENT = Path(acp_client.__file__)
+CLIENT = "acp_client.py"
 ENDS: Mapping[int | None, AgentEnd] = {
     acp_client.FINISHED: AgentEnd.FINISHED,
     acp_client.LIMIT: AgentEnd.LIMIT,
@@ -81,10 +79,9 @@ class Acp:
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        recipe = "\n".join((tool_cache.python_identity(), LOCK.read_text(), CLIENT.read_text()))
-        folder = await tool_cache.built(tools, self.name, recipe, _build)
         node = await npm_packages.installed(tools, "node", settings.node_tarball)
-        return (Mount(source=folder, target=MOUNT), Mount(source=node, target=NODE))
+        client = await python_runner.install(tools, self.name, CLIENT, tool_cache.own_python())
+        return (*client, Mount(source=node, target=NODE))
 
     async def install_chosen(
         self, tools: Path, settings: AgentSettings, options: Mapping[str, JsonValue]
@@ -102,8 +99,7 @@ class Acp:
         chosen = agent_options.parse(self.name, AcpOptions, task.options)
         _refuse_hanging_servers(task, chosen)
         server = _server(task, chosen)
-        # -I: a folder of the repository, or its PYTHONPATH, must not shadow the client's imports.
-        program = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{CLIENT.name}", SETTINGS)
+        program = (*python_runner.command(self.name, CLIENT), SETTINGS)
         return Launch(
             argv=headless_cli.with_prompt(program),
             env=server.env,
@@ -118,11 +114,6 @@ class Acp:
         if (early := headless_cli.early_end(evidence)) is not None:
             return early
         return ENDS.get(evidence.status.code, AgentEnd.CRASHED)
-
-
-def _build(folder: Path) -> None:
-    tool_cache.make_virtual_environment(folder, LOCK)
-    shutil.copyfile(CLIENT, folder / CLIENT.name)
 
 
 def _server(task: AgentTask, chosen: AcpOptions) -> Launch:

@@ -5,12 +5,11 @@ at most four calls. Aider exits with 0 even if it could not call the model.
 """
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from perdure.agents import agent_options, headless_cli, prompt_template, tool_cache
+from perdure.agents import agent_options, headless_cli, prompt_template, python_runner, tool_cache
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
 from perdure.agents.headless_cli import PROMPT
 from perdure.errors import MissingDependency
@@ -18,11 +17,9 @@ from perdure.sandboxes.base import Mount
 from perdure.settings.settings_tree import AgentSettings
 from perdure.types import AgentEnd
 
-MOUNT = "/opt/aider"
 MODEL_SETTINGS = f"{HOME}/model-settings.json"
 MODEL_METADATA = f"{HOME}/model-metadata.json"
-LOCK = Path(__file__).parent / "locks" / "aider.txt"
-RUNNER = Path(__file__).parent / "in_sandbox" / "aider_run.py"
+RUNNER = "aider_run.py"
 UNSUPPORTED_PYTHON = (3, 13)
 """The first Python for which aider has no packages."""
 CONTEXT_FULL = b"has hit a token limit!"
@@ -52,9 +49,7 @@ class Aider:
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
         self.check_host(settings)
-        recipe = "\n".join((tool_cache.python_identity(), LOCK.read_text(), RUNNER.read_text()))
-        folder = await tool_cache.built(tools, self.name, recipe, _build)
-        return (Mount(source=folder, target=MOUNT),)
+        return await python_runner.install(tools, self.name, RUNNER, tool_cache.own_python())
 
     def check_host(self, settings: AgentSettings) -> None:
         if sys.version_info >= UNSUPPORTED_PYTHON:
@@ -63,8 +58,7 @@ class Aider:
     def launch(self, task: AgentTask) -> Launch:
         chosen = agent_options.parse(self.name, AiderOptions, task.options)
         gateway_url = headless_cli.gateway_of(self.name, task)
-        # -I: a folder of the repository, or its PYTHONPATH, must not shadow the agent's imports.
-        program = (f"{MOUNT}/bin/python", "-I", f"{MOUNT}/{RUNNER.name}")
+        program = python_runner.command(self.name, RUNNER)
         model = ("--model", f"openai/{task.model}", "--edit-format", chosen.edit_format)
         files = ("--model-settings-file", MODEL_SETTINGS, "--model-metadata-file", MODEL_METADATA)
         histories = (
@@ -90,11 +84,6 @@ class Aider:
         if not evidence.status.ok:
             return AgentEnd.CRASHED
         return AgentEnd.LIMIT if CONTEXT_FULL in evidence.stdout_tail else AgentEnd.FINISHED
-
-
-def _build(folder: Path) -> None:
-    tool_cache.make_virtual_environment(folder, LOCK)
-    shutil.copyfile(RUNNER, folder / RUNNER.name)
 
 
 def _model_settings(gateway_url: str, task: AgentTask, chosen: AiderOptions) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class MiniSweAgent:
     artifacts: ClassVar[tuple[str, ...]] = (TRAJECTORY,)
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
-        recipe = "\n".join((tool_cache.python_identity(), LOCK.read_text(), DIRECT.read_text()))
+        recipe = "\n".join((tool_cache.own_python().identity, LOCK.read_text(), DIRECT.read_text()))
         folder = await tool_cache.built(tools, self.name, recipe, _build)
         return (Mount(source=folder, target=MOUNT),)
 
@@ -88,7 +88,7 @@ class MiniSweAgent:
 
 
 def _build(folder: Path) -> None:
-    tool_cache.make_virtual_environment(folder, LOCK)
+    tool_cache.make_virtual_environment(folder, LOCK, tool_cache.own_python())
     shutil.copyfile(DIRECT, folder / PACKAGES / "perdure_direct.py")
 
 

@@ -51,14 +51,9 @@ def _build_once(folder: Path, build: Callable[[Path], None]) -> None:
         publish_folder(partial, folder)
 
 
-def python_identity() -> str:
-    """Identifies the interpreter on which a virtual environment depends."""
-    return f"{sys.base_prefix} {sys.version} {platform.machine()}"
-
-
 @dataclass(frozen=True)
 class Python:
-    """An interpreter of this host other than Perdure's own."""
+    """An interpreter of this host, on which a virtual environment depends."""
 
     executable: Path
     prefix: Path
@@ -67,10 +62,18 @@ class Python:
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
-        """What a sandbox needs to run it; nothing below /usr, which every sandbox has."""
-        if self.prefix.is_relative_to("/usr"):
+        """What a sandbox needs to run it; nothing for Perdure's own and below /usr, which every
+        sandbox has."""
+        if self.prefix.is_relative_to("/usr") or self.prefix == Path(sys.base_prefix):
             return ()
         return (Mount(source=self.prefix, target=str(self.prefix)),)
+
+
+def own_python() -> Python:
+    """Perdure's interpreter."""
+    prefix = Path(sys.base_prefix)
+    program = prefix / "bin" / f"python3.{sys.version_info.minor}"
+    return Python(program, prefix, f"{prefix} {sys.version} {platform.machine()}")
 
 
 def find_python(minimum: str, named: str, variable: str) -> Python:
@@ -112,18 +115,18 @@ def _described(program: Path, minimum: str) -> tuple[Path, str] | None:
     return (Path(prefix), version) if is_enough == "True" else None
 
 
-def make_virtual_environment(folder: Path, lock: Path, interpreter: str = "") -> None:
+def make_virtual_environment(folder: Path, lock: Path, python: Python) -> None:
     """Make a relocatable virtual environment with exactly the locked packages, and check their
     hashes.
 
     Raises: MissingDependency without uv; AgentError when the registry does not deliver a package.
     """
     uv = str(find_uv())
-    interpreter = interpreter or f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}"
-    run_installer([uv, "venv", "--quiet", "--relocatable", "--python", interpreter, str(folder)])
+    venv = [uv, "venv", "--quiet", "--relocatable", "--python", str(python.executable)]
+    run_installer([*venv, str(folder)])
     exact = ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--compile-bytecode"]
-    python = str(folder / "bin" / "python")
-    run_installer([uv, "pip", "install", "--quiet", "--python", python, *exact, "-r", str(lock)])
+    pip = [uv, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
+    run_installer([*pip, *exact, "-r", str(lock)])
 
 
 def run_installer(argv: list[str]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from perdure.agents.aider import MODEL_METADATA, MODEL_SETTINGS, MOUNT, Aider
+from perdure.agents.aider import MODEL_METADATA, MODEL_SETTINGS, Aider
 from perdure.agents.headless_cli import PROMPT
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd
@@ -30,7 +30,7 @@ def test_it_leaves_the_repository_alone_but_for_edits() -> None:
     argv = Aider().launch(with_options(edit_format="whole", extra_args=["--verbose"])).argv
     histories = [argv[argv.index(f"--{kind}-history-file") + 1] for kind in ("chat", "input")]
 
-    assert argv[:2] == (f"{MOUNT}/bin/python", "-I")
+    assert argv[:2] == ("/opt/aider/bin/python", "-I")
     assert argv[argv.index("--message-file") + 1] == PROMPT
     assert argv[argv.index("--edit-format") + 1] == "whole"
     assert {"--no-auto-commits", "--no-dirty-commits", "--no-gitignore"} <= set(argv)

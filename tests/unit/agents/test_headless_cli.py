@@ -15,12 +15,15 @@ from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
+from perdure.agents.smolagents import Smolagents
+from perdure.agents.terminus_2 import Terminus2
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import ExecState, ExecStatus
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
-AGENTS = [ClaudeCode(), Codex(), Opencode(), Openhands(), QwenCode(), GeminiCli()]
+WITH_FLAGS = [ClaudeCode(), Codex(), Opencode(), QwenCode(), GeminiCli()]
+AGENTS = [*WITH_FLAGS, Openhands(), Smolagents(), Terminus2()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 
@@ -75,7 +78,7 @@ def test_the_prompt_is_read_from_its_file(agent: Agent, tmp_path: Path) -> None:
     assert asyncio.run(printed()) == b"Do add() subtracts in /testbed."
 
 
-@every_agent
+@pytest.mark.parametrize("agent", WITH_FLAGS, ids=lambda agent: agent.name)
 def test_options_under_the_documents_names(agent: Agent) -> None:
     """SWE_CC_PROMPT and SWE_CLAUDE_EXTRA_ARGS work, the latter as one shell string."""
     launch = agent.launch(with_options(SWE_CC_PROMPT="Do it.", SWE_CLAUDE_EXTRA_ARGS="--a 'b c'"))

@@ -36,7 +36,10 @@ def main(settings: dict[str, Any], prompt: str) -> None:
         conversation.run()
     except Exception as raised:  # `perdure_end` reports it
         error = f"{type(raised).__name__}: {raised}"
-    tell({"kind": "perdure_end", "status": conversation.state.execution_status, "error": error})
+    state = conversation.state
+    codes = [event.code for event in state.events if event.kind == "ConversationErrorEvent"]
+    status = codes[-1] if codes else state.execution_status
+    tell({"kind": "perdure_end", "status": status, "error": error})
     conversation.close()
 
 

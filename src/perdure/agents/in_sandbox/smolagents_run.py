@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND_TIMEOUT_S = 120
+CONTEXT_FULL = "context_length_exceeded"
 
 
 def bash(command: str) -> str:
@@ -46,12 +47,13 @@ def main(settings: dict[str, Any], prompt: str) -> None:
         executor_kwargs={"timeout_seconds": None},  # `bash` has a limit of its own
         max_steps=settings["max_steps"],
     )
-    state = error = ""
+    status = error = ""
     try:
-        state = agent.run(prompt, return_full_result=True).state
+        status = agent.run(prompt, return_full_result=True).state
     except Exception as raised:  # `perdure_end` reports it
         error = f"{type(raised).__name__}: {raised}"
-    sys.stdout.write(json.dumps({"kind": "perdure_end", "state": state, "error": error}) + "\n")
+        status = "context_full" if CONTEXT_FULL in error else ""
+    sys.stdout.write(json.dumps({"kind": "perdure_end", "status": status, "error": error}) + "\n")
 
 
 if __name__ == "__main__":

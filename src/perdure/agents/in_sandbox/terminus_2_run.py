@@ -55,19 +55,20 @@ async def main(settings, prompt):
     logs.mkdir(parents=True, exist_ok=True)
     profile = f"export PATH={shlex.quote(os.environ['PATH'])}\n"  # a login shell resets it
     Path("~/.bash_profile").expanduser().write_text(profile)
-    os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # tmux is there
+    os.environ["PATH"] = f"/opt/tmux/bin:{os.environ['PATH']}"
+    os.environ["OPENAI_API_KEY"] = os.environ.pop("PERDURE_SESSION_KEY")
     agent = Terminus2(**{**settings, "logs_dir": logs})
     del os.environ["OPENAI_API_KEY"]  # the agent has read it, and commands would inherit it
     sandbox = ThisSandbox(logs, "task", "sandbox", TrialPaths(logs), EnvironmentConfig())
-    ended = error = ""
+    status = error = ""
     try:
         await agent.setup(sandbox)
         await shell_started(sandbox)
         await agent.run(prompt, sandbox, AgentContext())
-        ended = end_of(agent)
+        status = end_of(agent)
     except Exception as raised:  # `perdure_end` reports it
         error = f"{type(raised).__name__}: {raised}"
-    print(json.dumps({"kind": "perdure_end", "ended": ended, "error": error}), flush=True)
+    print(json.dumps({"kind": "perdure_end", "status": status, "error": error}), flush=True)
 
 
 async def shell_started(sandbox):

@@ -7,6 +7,7 @@ Several deployments may share one account of a service. A *scope* says which one
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
 
+OWN = "perdure_"
+"""Prefix of the labels that Perdure itself gives a sandbox."""
 REQUEST_S = 60.0
 CANCEL_GRACE_S = 5.0
 """Seconds that a cancelled create may take to end. After that its outcome is unknown."""
@@ -182,8 +185,9 @@ class SdkProvider(ServiceProvider):
     def _is_unused(self) -> bool:
         return bool(self.check()) and not self.root.exists()
 
+    @staticmethod
     @abstractmethod
-    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
+    def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         """The SDK's error as one of ours. `key_works`: the service accepted the API key before."""
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -194,11 +198,57 @@ class SdkProvider(ServiceProvider):
         self._key_works = True
         return done
 
+    async def _call(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        *,
+        transient: type[Conflict | Missing] | tuple[()] = (),
+    ) -> T:
+        """Repeat while the failure is transient. `transient`: a refusal that counts as transient. For
+        example, a list cannot be missing: a proxy answered 404."""
+
+        async def once() -> T:
+            try:
+                return await self._once(what, call)
+            except transient as error:
+                raise ControlPlaneError(str(error)) from error
+
+        return await retry_transient(once)
+
+    def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
+        return {
+            **spec.labels,
+            f"{OWN}scope": self._scope,
+            f"{OWN}identity": identity,
+            f"{OWN}workdir": spec.workdir,
+        }
+
+    def _refuse_other_spec(
+        self, identity: str, found: Mapping[str, str], wanted: Mapping[str, str]
+    ) -> None:
+        """Compare the labels of a sandbox with those of the spec. Raises: ConfigurationError."""
+        if found.get(f"{OWN}spec") != wanted[f"{OWN}spec"]:
+            raise ConfigurationError(
+                f"{self.name} sandbox {identity!r} exists with another image, folder, network, "
+                "limits or GPU; use a new generation"
+            )
+
+
+def spec_digest(spec: SandboxSpec, *more: str | None) -> str:
+    """Digest of what cannot change after the create, for the label `spec`. `more`: what the service
+    boots, such as the image's name."""
+    fixed = [spec.workdir, *more, str(spec.network), spec.limits.model_dump()]
+    return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32]
+
 
 class SdkSandbox(GuestSandbox):
     room = 16 << 20
 
-    def __init__(self, provider: SdkProvider, sdk_id: str, identity: str, workdir: str) -> None:
+    def __init__(
+        self, provider: SdkProvider, sdk_id: str, identity: str, labels: Mapping[str, str]
+    ) -> None:
+        workdir = labels.get(f"{OWN}workdir", "/")
         super().__init__(identity, workdir, packs=provider.root / "packs")
         self.provider, self._id = provider, sdk_id
         self.has_answered = False

@@ -45,16 +45,6 @@ async def retry_transient(
     )
 
 
-async def treat_as_transient(
-    refusal: type[Conflict | Missing], call: Callable[[], Awaitable[T]]
-) -> T:
-    """Treat this refusal as transient. For example, a list cannot be missing: a proxy answered 404."""
-    try:
-        return await call()
-    except refusal as error:
-        raise ControlPlaneError(str(error)) from error
-
-
 async def recheck_missing(look: Callable[[], Awaitable[T]]) -> T:
     """Look again after a 404: a service's reads lag behind its creates.
 

@@ -7,14 +7,13 @@ program runs commands and keeps their records. The service's exit codes are only
 import asyncio
 import contextlib
 import hashlib
-import json
 import math
 import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from perdure.errors import (
     ConfigurationError,
@@ -25,14 +24,12 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.guest_sandbox import MARK
-from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
-    retry_transient,
     sandbox_lost_error,
-    treat_as_transient,
 )
 from perdure.sandboxes.providers.daytona.daytona_client import client, unread_file
 from perdure.sandboxes.providers.daytona.daytona_errors import typed
@@ -42,8 +39,6 @@ from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
-
-T = TypeVar("T")
 
 UPLOAD_BYTES_PER_S = 1_000_000
 """Speed of the slowest link on which an upload does not time out."""
@@ -67,7 +62,6 @@ STARTING_S = 60.0
 BOOT_S = 1800.0
 SILENT_S = 180.0
 """Seconds of 502 answers after which the daemon of a started sandbox counts as dead."""
-OWN = "perdure_"
 IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 SNAPSHOT = "snapshot:"
 """Prefix of an `environment.image` that names a snapshot of the account instead of an image."""
@@ -78,7 +72,7 @@ class DaytonaSandbox(SdkSandbox):
     provider: "DaytonaProvider"
 
     def __init__(self, provider: "DaytonaProvider", sdk: "AsyncSandbox", identity: str) -> None:
-        super().__init__(provider, sdk.id, identity, sdk.labels.get(f"{OWN}workdir", "/"))
+        super().__init__(provider, sdk.id, identity, sdk.labels)
         self.sdk = sdk
 
     async def touch(self, ttl_s: float) -> None:
@@ -136,9 +130,7 @@ class DaytonaProvider(SdkProvider):
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
     account_variables = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
-
-    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
-        return typed(error, what, key_works=key_works)
+    typed = staticmethod(typed)
 
     @property
     def _named_scope(self) -> str:
@@ -185,9 +177,7 @@ class DaytonaProvider(SdkProvider):
                     if not name.startswith(OWN) and name != "code-toolbox-language"
                 },
             )
-            for sdk in await retry_transient(
-                lambda: treat_as_transient(Missing, lambda: self._once("list", found))
-            )
+            for sdk in await self._call("list", found, transient=Missing)
             if _state(sdk) not in GONE
         ]
 
@@ -200,9 +190,7 @@ class DaytonaProvider(SdkProvider):
                 await sdk.delete(timeout=self.request_s)
 
         with contextlib.suppress(Missing):
-            await retry_transient(
-                lambda: treat_as_transient(Conflict, lambda: self._once("delete", end))
-            )
+            await self._call("delete", end, transient=Conflict)
 
     # -- making -----------------------------------------------------------------------------------
 
@@ -210,11 +198,7 @@ class DaytonaProvider(SdkProvider):
         """Make or adopt it. A boot that makes no progress is deleted, and its identity is lost."""
         own = self._labels(spec, identity)
         sdk = await self._find(identity) or await self._make(spec, identity, own)
-        if sdk.labels.get(f"{OWN}spec") != own[f"{OWN}spec"]:
-            raise ConfigurationError(
-                f"daytona sandbox {identity!r} exists with another image, folder, network or "
-                "limits; use a new generation"
-            )
+        self._refuse_other_spec(identity, sdk.labels, own)
         box = DaytonaSandbox(self, await self._started(sdk, identity), identity)
         await box.set_up(spec)
         return box
@@ -282,14 +266,7 @@ class DaytonaProvider(SdkProvider):
         return sdk
 
     def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
-        fixed = [spec.workdir, spec.image, str(spec.network), spec.limits.model_dump()]
-        return {
-            **spec.labels,
-            f"{OWN}scope": self._scope,
-            f"{OWN}identity": identity,
-            f"{OWN}workdir": spec.workdir,
-            f"{OWN}spec": hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32],
-        }
+        return {**super()._labels(spec, identity), f"{OWN}spec": spec_digest(spec, spec.image)}
 
     def _name(self, identity: str) -> str:
         """Unique in the account, which several deployments may share."""
@@ -310,7 +287,7 @@ class DaytonaProvider(SdkProvider):
 
     async def _get(self, id_or_name: str) -> "AsyncSandbox":
         """Raises: Missing."""
-        return await retry_transient(lambda: self._once("get", lambda: self._look(id_or_name)))
+        return await self._call("get", lambda: self._look(id_or_name))
 
     async def _find(self, identity: str, *, expected: bool = False) -> "AsyncSandbox | None":
         """Look it up by name. `expected`: it should exist, so one 404 is not enough.

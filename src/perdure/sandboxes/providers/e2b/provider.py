@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from perdure.errors import (
@@ -26,14 +26,12 @@ from perdure.errors import (
 )
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
-    retry_transient,
     sandbox_lost_error,
-    treat_as_transient,
 )
 from perdure.sandboxes.providers.e2b.e2b_errors import typed
 from perdure.sandboxes.spec_validation import check_identity
@@ -42,8 +40,6 @@ from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
-
-T = TypeVar("T")
 
 MOST_KEYS = 8
 """Idempotency keys to try for one identity: the key of a killed sandbox cannot be used again."""
@@ -56,7 +52,6 @@ UNREACHABLE_S = 600.0
 """The same if the sandbox does not answer and the reason is unknown."""
 SILENT_S = 5.0
 """Seconds past a command's time limit until we stop waiting. The service should have ended it."""
-OWN = "perdure_"
 TEMPLATE = re.compile(r"[a-z0-9][a-z0-9_-]*(?:/[a-z0-9][a-z0-9_-]*)?(?::[A-Za-z0-9._-]+)?")
 
 
@@ -67,7 +62,7 @@ class E2BSandbox(SdkSandbox):
     def __init__(
         self, provider: "E2BProvider", sdk: "AsyncSandbox", identity: str, own: Mapping[str, str]
     ) -> None:
-        super().__init__(provider, sdk.sandbox_id, identity, own.get(f"{OWN}workdir", "/"))
+        super().__init__(provider, sdk.sandbox_id, identity, own)
         self.sdk = sdk
 
     async def touch(self, ttl_s: float) -> None:
@@ -138,9 +133,7 @@ class E2BProvider(SdkProvider):
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
     account_variables = ("E2B_API_KEY",)
-
-    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
-        return typed(error, what, key_works=key_works)
+    typed = staticmethod(typed)
 
     def _check_spec(self, spec: SandboxSpec) -> None:
         super()._check_spec(spec)
@@ -215,7 +208,7 @@ class E2BProvider(SdkProvider):
 
     async def _make(self, spec: SandboxSpec, identity: str) -> E2BSandbox:
         """Create under the first usable key. Creators that race use the same keys in the same order."""
-        own = self._metadata(spec, identity)
+        own = self._labels(spec, identity)
         for number in range(MOST_KEYS):
             key = f"{self._scope}-{identity}-{number}"
             try:
@@ -244,14 +237,12 @@ class E2BProvider(SdkProvider):
         )
 
     async def _ask(self, spec: SandboxSpec, own: Mapping[str, str], key: str) -> "AsyncSandbox":
-        await _import()
-        from e2b import AsyncSandbox
-
+        sandboxes = await _sandboxes()
         template = self._template(spec)
         try:
             sdk = await self._once(
                 "create",
-                lambda: AsyncSandbox.create(
+                lambda: sandboxes.create(
                     template,
                     timeout=math.ceil(spec.ttl_s),
                     metadata=dict(own),
@@ -283,36 +274,27 @@ class E2BProvider(SdkProvider):
         e2b = self.settings.e2b
         return image_names.routing_tags(image, e2b.metadata_file, e2b.metadata_image_key)
 
-    def _metadata(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
-        return {
-            **self._routing_tags(spec.image),
-            **spec.labels,
-            f"{OWN}scope": self._scope,
-            f"{OWN}identity": identity,
-            f"{OWN}workdir": spec.workdir,
-        }
+    def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
+        return {**self._routing_tags(spec.image), **super()._labels(spec, identity)}
 
     # -- finding ----------------------------------------------------------------------------------
 
     async def _find(self, wanted: Mapping[str, str]) -> "Sequence[Any]":
         """Our sandboxes, oldest first: if two have one identity, every caller uses the same one."""
-        await _import()
-        from e2b import AsyncSandbox, SandboxQuery
+        sandboxes = await _sandboxes()
+        from e2b import SandboxQuery
 
         query = SandboxQuery(metadata={**wanted, f"{OWN}scope": self._scope})
 
         async def page(token: str | None) -> tuple[Sequence[Any], str | None]:
-            pages = AsyncSandbox.list(query, next_token=token, **self.options)
+            pages = sandboxes.list(query, next_token=token, **self.options)
             return await pages.next_items(), pages.next_token
 
         found: list[Any] = []
         token: str | None = None
         while True:
-            items, token = await retry_transient(
-                lambda token=token: treat_as_transient(  # type: ignore[misc]
-                    Missing, lambda: self._once("list", lambda: page(token))
-                )
-            )
+            ask = functools.partial(page, token)
+            items, token = await self._call("list", ask, transient=Missing)
             found += items
             if not token:
                 return sorted(found, key=lambda info: (info.started_at, info.sandbox_id))
@@ -326,13 +308,12 @@ class E2BProvider(SdkProvider):
 
     async def _info(self, sandbox_id: str) -> Any:
         """Raises: Missing."""
-        await _import()
-        from e2b import AsyncSandbox
+        sandboxes = await _sandboxes()
 
         async def info() -> Any:
-            return await AsyncSandbox.get_info(sandbox_id, **self.options)
+            return await sandboxes.get_info(sandbox_id, **self.options)
 
-        return await recheck_missing(lambda: retry_transient(lambda: self._once("get_info", info)))
+        return await recheck_missing(lambda: self._call("get_info", info))
 
     async def _known(self, identity: str) -> E2BSandbox | None:
         """This host's sandbox, even if the list does not show it yet. Raises: SandboxLost."""
@@ -346,32 +327,26 @@ class E2BProvider(SdkProvider):
             raise sandbox_lost_error(self.name, identity) from None
 
     async def _connect(self, sandbox_id: str, identity: str, own: Mapping[str, str]) -> E2BSandbox:
-        await _import()
-        from e2b import AsyncSandbox
+        sandboxes = await _sandboxes()
 
         async def connect() -> "AsyncSandbox":
-            return await AsyncSandbox.connect(sandbox_id, timeout=60, **self.options)
+            return await sandboxes.connect(sandbox_id, timeout=60, **self.options)
 
         try:
-            sdk = await retry_transient(
-                lambda: treat_as_transient(Conflict, lambda: self._once("connect", connect))
-            )
+            sdk = await self._call("connect", connect, transient=Conflict)
         except Missing as error:
             raise sandbox_lost_error(self.name, identity, error) from error
         self._remember(identity, sandbox_id)
         return E2BSandbox(self, sdk, identity, own)
 
     async def _kill(self, sandbox_id: str) -> None:
-        await _import()
-        from e2b import AsyncSandbox
+        sandboxes = await _sandboxes()
 
         async def kill() -> bool:
-            return await AsyncSandbox.kill(sandbox_id, **self.options)
+            return await sandboxes.kill(sandbox_id, **self.options)
 
         with contextlib.suppress(Missing):
-            await retry_transient(
-                lambda: treat_as_transient(Conflict, lambda: self._once("kill", kill))
-            )
+            await self._call("kill", kill, transient=Conflict)
 
     # -- this host's notes ------------------------------------------------------------------------
 
@@ -394,6 +369,10 @@ def _noted(hint: Path) -> str | None:
         return None
 
 
-async def _import() -> None:
-    """In a thread: it takes half a second, and heartbeats must continue."""
+async def _sandboxes() -> "type[AsyncSandbox]":
+    """The SDK's class. A thread imports it, because that takes half a second and heartbeats must
+    continue."""
     await asyncio.to_thread(importlib.import_module, "e2b")
+    from e2b import AsyncSandbox
+
+    return AsyncSandbox

@@ -8,13 +8,12 @@ and its first process ends it at our deadline, which `touch` moves.
 import asyncio
 import contextlib
 import hashlib
-import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from perdure.errors import (
     ConfigurationError,
@@ -26,14 +25,12 @@ from perdure.errors import (
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import init_command, names_missing_program
 from perdure.sandboxes.guest.guest_sandbox import FOLDER, MARK
-from perdure.sandboxes.guest.service_provider import SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
-    retry_transient,
     sandbox_lost_error,
-    treat_as_transient,
 )
 from perdure.sandboxes.providers.modal import modal_client
 from perdure.sandboxes.providers.modal.modal_errors import typed
@@ -43,6 +40,8 @@ from perdure.types import AccountCaps
 
 if TYPE_CHECKING:
     import modal
+
+T = TypeVar("T")
 
 LONGEST_S = 24 * 3600
 """The longest time limit that Modal allows, counted from the create."""
@@ -59,7 +58,6 @@ AT_ONCE = 16
 LONGEST_NAME = 63
 NO_PROGRAM = (126, 127)
 """Exit codes of a shell that cannot execute the first process."""
-OWN = "perdure_"
 IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*")
 IMAGE_ID = "im-"
 """Prefix of an `environment.image` that is the id of an image in the account."""
@@ -77,7 +75,7 @@ class ModalSandbox(SdkSandbox):
         identity: str,
         own: Mapping[str, str],
     ) -> None:
-        super().__init__(provider, sdk.object_id, identity, own.get(f"{OWN}workdir", "/"))
+        super().__init__(provider, sdk.object_id, identity, own)
         self.sdk, self.own = sdk, own
 
     async def touch(self, ttl_s: float) -> None:
@@ -151,9 +149,7 @@ class ModalProvider(SdkProvider):
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """A cautious start. Refusals show what the account allows."""
     account_variables = ("MODAL_SERVER_URL", "MODAL_ENVIRONMENT", "MODAL_TOKEN_ID")
-
-    def typed(self, error: Exception, what: str, *, key_works: bool) -> PerdureError:
-        return typed(error, what, key_works=key_works)
+    typed = staticmethod(typed)
 
     @property
     def _named_scope(self) -> str:
@@ -184,9 +180,7 @@ class ModalProvider(SdkProvider):
             async with asyncio.timeout(self.request_s):
                 return [sdk async for sdk in listed]
 
-        listed = await retry_transient(
-            lambda: treat_as_transient(Missing, lambda: self._once("list", found))
-        )
+        listed = await self._call("list", found, transient=Missing)
         seats = asyncio.Semaphore(AT_ONCE)
 
         async def shown(sdk: "modal.Sandbox") -> SandboxInfo | None:
@@ -218,20 +212,14 @@ class ModalProvider(SdkProvider):
                 await sdk.terminate.aio(wait=True)
 
         with contextlib.suppress(Missing):
-            await retry_transient(
-                lambda: treat_as_transient(Conflict, lambda: self._once("terminate", end))
-            )
+            await self._call("terminate", end, transient=Conflict)
 
     # -- making -----------------------------------------------------------------------------------
 
     async def _create(self, spec: SandboxSpec, identity: str) -> ModalSandbox:
         own = self._labels(spec, identity)
         box = await self._make_by(lambda: self._make(spec, identity, own), identity)
-        if box.own.get(f"{OWN}spec") != own[f"{OWN}spec"]:
-            raise ConfigurationError(
-                f"modal sandbox {identity!r} exists with another image, folder, network, GPU or "
-                "limits; use a new generation"
-            )
+        self._refuse_other_spec(identity, box.own, own)
         await box.set_up(spec)
         return box
 
@@ -289,15 +277,10 @@ class ModalProvider(SdkProvider):
         return image or self.settings.modal.image
 
     def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
-        image, gpu = self._image_of(spec), self.settings.modal.gpu
-        fixed = [spec.workdir, image, gpu, str(spec.network), spec.limits.model_dump()]
         now = time.time()
         return {
-            **spec.labels,
-            f"{OWN}scope": self._scope,
-            f"{OWN}identity": identity,
-            f"{OWN}workdir": spec.workdir,
-            f"{OWN}spec": hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32],
+            **super()._labels(spec, identity),
+            f"{OWN}spec": spec_digest(spec, self._image_of(spec), self.settings.modal.gpu),
             f"{OWN}created": str(now),
             f"{OWN}expires": str(now + spec.ttl_s),
         }
@@ -333,34 +316,26 @@ class ModalProvider(SdkProvider):
 
     async def _found(self, identity: str) -> ModalSandbox:
         """Raises: Missing."""
-
-        async def look() -> "modal.Sandbox":
-            async with asyncio.timeout(self.request_s):
-                return await self._look(identity)
-
-        sdk = await retry_transient(lambda: self._once("from_name", look))
+        sdk = await self._read("from_name", lambda: self._look(identity))
         return ModalSandbox(self, sdk, identity, await self._tags(sdk))
 
     async def _tags(self, sdk: "modal.Sandbox") -> Mapping[str, str]:
         """Raises: Missing."""
-
-        async def read() -> Mapping[str, str]:
-            async with asyncio.timeout(self.request_s):
-                return await sdk.get_tags.aio()
-
-        return await retry_transient(lambda: self._once("get_tags", read))
+        return await self._read("get_tags", sdk.get_tags.aio)
 
     async def end_of(self, sdk: "modal.Sandbox") -> int | None:
         """The exit code of a sandbox that has ended; None if it is alive."""
-
-        async def poll() -> int | None:
-            async with asyncio.timeout(self.request_s):
-                return await sdk.poll.aio()
-
         try:
-            return await recheck_missing(lambda: retry_transient(lambda: self._once("poll", poll)))
+            return await recheck_missing(lambda: self._read("poll", sdk.poll.aio))
         except Missing:
             return 0
+
+    async def _read(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
+        async def read() -> T:
+            async with asyncio.timeout(self.request_s):
+                return await call()
+
+        return await self._call(what, read)
 
 
 async def _image(name: str, it: modal_client.Connection) -> "modal.Image":
