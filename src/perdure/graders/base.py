@@ -16,6 +16,8 @@ class Graded(NamedTuple):
     grade: Grade
     log: bytes
     junit: bytes | None = None
+    unreached: frozenset[str] = frozenset()
+    """Listed hosts that could not be reached during the tests."""
 
 
 class Grader(Protocol):

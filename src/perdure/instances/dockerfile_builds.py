@@ -20,8 +20,8 @@ from perdure.errors import (
 )
 from perdure.instances import base_trees
 from perdure.instances.package_index_hosts import how_to_allow, index_hosts
-from perdure.instances.package_index_proxy import UnreachedHosts, index_proxy, variables
 from perdure.sandboxes.base import Network
+from perdure.sandboxes.host.forward_proxy import UnreachedHosts, forward_proxy, variables
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     PROXY_URL,
@@ -121,7 +121,7 @@ async def _index_access(
         yield None, UnreachedHosts()
         return
     hosts = index_hosts(dockerfile.splitlines(), place.build_hosts)
-    async with index_proxy(place.socket, hosts) as asked:
+    async with forward_proxy(place.socket, hosts) as asked:
         yield place.socket, asked
 
 

@@ -24,11 +24,11 @@ from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHer
 from perdure.home_folder import make_readable_by_sandboxes
 from perdure.instances import base_trees, dockerfile_builds, host_git, uv_program
 from perdure.instances.package_index_hosts import how_to_allow, index_hosts
-from perdure.instances.package_index_proxy import UnreachedHosts, index_proxy, variables
 from perdure.instances.row_interpreter import find_python
 from perdure.python_interpreters import find_uv
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
+from perdure.sandboxes.host.forward_proxy import UnreachedHosts, forward_proxy, variables
 from perdure.sandboxes.image_builds import ImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.storage.base import Store
@@ -226,7 +226,7 @@ class Environments:
             return
         hosts = index_hosts(instance.environment.install, self._build_hosts)
         socket = self.root / f"{key[:12]}.index"
-        async with index_proxy(socket, hosts) as asked:
+        async with forward_proxy(socket, hosts) as asked:
             env = {k: v for k, v in spec.env.items() if not k.lower().endswith("_proxy")}
             yield replace(spec, network=Network.NONE, gateway=socket, env=env), asked
 

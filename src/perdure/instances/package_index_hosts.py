@@ -3,17 +3,16 @@ registry for rows that install npm packages, and hosts that a setting adds.
 """
 
 import configparser
-import ipaddress
 import re
-import socket
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from perdure.instances import uv_program
+from perdure.sandboxes.host.host_addresses import PORTS, Place, is_of_this_host
 from perdure.settings import process_environment
 
 PUBLIC_INDEX = ("https://pypi.org", "https://files.pythonhosted.org")
@@ -27,18 +26,7 @@ SHOWN = 4
 
 _NPM = re.compile(r"\b(npm|npx|pnpm|yarn|corepack)\b")
 _URL = re.compile(r"https?://[^\s,\"']+")
-_PORTS = {"http": 80, "https": 443}
 _KEYS = ("index-url", "extra-index-url", "find-links")
-
-
-class Place(NamedTuple):
-    """A lowercase host name and a port. Port 0 means the ports of HTTP and HTTPS."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -53,12 +41,14 @@ class IndexHosts:
         return place in self.configured or self._is_public(place)
 
     def _is_public(self, place: Place) -> bool:
-        on_web = place.port in _PORTS.values() and Place(place.host, 0) in self.public
+        on_web = place.port in PORTS.values() and Place(place.host, 0) in self.public
         return on_web or place in self.public
 
     def may_connect(self, place: Place, address: str) -> bool:
-        """`address`: one to which the name of a known place resolves."""
-        return place in self.configured or not _is_here(address)
+        return place in self.configured or not is_of_this_host(address)
+
+    def how_to_allow(self, place: Place) -> str:
+        return how_to_allow([str(place)])
 
 
 def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
@@ -78,17 +68,6 @@ def index_hosts(install: Iterable[str], added: str) -> IndexHosts:
     places = {_place(url) for url in configured if url not in PUBLIC_INDEX}
     named += [Place(FILES_OF[place.host], 443) for place in places if place.host in FILES_OF]
     return IndexHosts(frozenset(places), frozenset((*named, *given)))
-
-
-def place_of(authority: str, scheme: str = "https") -> Place | None:
-    """`Host:443` -> Place("host", 443); None if it is not a host."""
-    try:
-        parts = urlsplit(f"//{authority}")
-        port = parts.port or _PORTS[scheme]
-    except ValueError:
-        return None
-    host = (parts.hostname or "").rstrip(".")
-    return Place(host, port) if host and parts.username is None and not parts.path else None
 
 
 def _of_uv(variables: Mapping[str, str], files: Mapping[str, Path]) -> list[str]:
@@ -129,32 +108,12 @@ def _urls(texts: Iterable[str]) -> list[str]:
 
 def _place(url: str) -> Place:
     parts = urlsplit(url)
-    return Place((parts.hostname or "").rstrip("."), parts.port or _PORTS[parts.scheme])
+    return Place((parts.hostname or "").rstrip("."), parts.port or PORTS[parts.scheme])
 
 
 def _added(name: str) -> Place:
     host, colon, port = name.lower().rpartition(":")
     return Place(host, int(port)) if colon and port.isdigit() else Place(name.lower(), 0)
-
-
-def _is_here(address: str) -> bool:
-    """The address is this host's own, or link-local, such as a metadata service's."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(found, "ipv4_mapped", None)
-    found = mapped or found
-    special = (found.is_loopback, found.is_link_local, found.is_unspecified, found.is_multicast)
-    return any(special) or _is_own(str(found))
-
-
-def _is_own(address: str) -> bool:
-    """Test by binding a socket: only this host's own addresses can be bound."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
 
 
 def how_to_allow(places: Sequence[str]) -> str:

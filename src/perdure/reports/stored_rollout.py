@@ -1,7 +1,7 @@
 """Reads one rollout from the store: its attempts, their files, and its episode."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -9,11 +9,12 @@ from perdure.episodes.episode import parse_episode
 from perdure.errors import NotFound
 from perdure.storage import store_keys, stored_json
 from perdure.storage.base import Store
-from perdure.types import Grade, TestStatus
+from perdure.types import Grade, NetworkRecord, TestStatus
 
 T = TypeVar("T")
 BAD = (TestStatus.FAILED, TestStatus.ERROR, TestStatus.MISSING)
 RUNS_NAMED = 6
+NETWORK = "network-"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class StoredAttempt:
     agent: dict[str, Any] | None = None
     patch: dict[str, Any] | None = None
     grade: Grade | None = None
+    networks: Mapping[str, NetworkRecord] = field(default_factory=dict)
+    """Sandbox, such as `agent-1` -> what its proxy refused."""
     evidence: Sequence[str] = ()
     """Store keys of all its files."""
 
@@ -152,6 +155,11 @@ class _Reader:
             agent=await self._json(f"{folder}agent.json", "end", "seconds"),
             patch=await self._json(f"{folder}patch.json", "key", "size", "files", "empty"),
             grade=await self._newest_grade(grades),
+            networks={
+                key.removeprefix(f"{folder}{NETWORK}").removesuffix(".json"): record
+                for key in mine
+                if key.startswith(f"{folder}{NETWORK}") and (record := await self._network(key))
+            },
             evidence=mine,
         )
 
@@ -169,6 +177,9 @@ class _Reader:
 
     async def _grade(self, key: str) -> Grade | None:
         return await self._read(key, lambda data: stored_json.decode(key, data, Grade))
+
+    async def _network(self, key: str) -> NetworkRecord | None:
+        return await self._read(key, lambda data: stored_json.decode(key, data, NetworkRecord))
 
     async def _json(self, key: str, *needed: str) -> dict[str, Any] | None:
         def read(data: bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from perdure.rollouts.cleanup_stage import destroy
 from perdure.rollouts.gateway_session.gateway_check import GatewayRoute, reached
 from perdure.rollouts.gateway_session.gateway_session import AgentSession, session_of
 from perdure.rollouts.prediction_application import apply_prediction, has_given_patch
+from perdure.rollouts.sandbox.allowed_network import allowed_network
 from perdure.rollouts.sandbox.pristine_control import sandboxes_work
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, shown_shortage
 from perdure.telemetry import metrics
@@ -48,6 +49,11 @@ async def run_agent(job: Job) -> AgentRun:
 async def _run(job: Job) -> AgentRun:
     sandbox = await attach(job)
     job.services.seats.take(sandbox.identity)
+    async with allowed_network(job, "agent", sandbox):
+        return await _run_in(job, sandbox)
+
+
+async def _run_in(job: Job, sandbox: Sandbox) -> AgentRun:
     if await has_given_patch(job):
         return await apply_prediction(job, sandbox)
     session = session_of(job)

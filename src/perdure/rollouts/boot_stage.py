@@ -32,6 +32,7 @@ from perdure.rollouts.activity_messages import AgentRun, Booted
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.request_models import TOKENIZER, check_models, engine_of_roster
+from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.host_term import first_term
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.sandboxes import phase_specs
@@ -228,8 +229,9 @@ async def _boot_sandbox(job: Job, asked: Identity) -> BootRecord | None:
     if sandbox is None:
         return None
     await plan.admission.started()
-    base_git = await base_git_of(job, sandbox, prepared)
-    made = await _init(job, sandbox)
+    async with allowed_network(job, "agent", sandbox):
+        base_git = await base_git_of(job, sandbox, prepared)
+        made = await _init(job, sandbox)
     metadata = made.stored_metadata if made is not None else None
     record = await _record(job, sandbox, started, base_git, metadata)
     if made is not None:
@@ -310,6 +312,8 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     services.reach(job.agent_sandbox.placement.provider)
     mcp_config.check(job.request.agent, job.agent, job.mcp_servers)
     _check_mcp_hosts(job)
+    check_row_hosts(job, "agent")
+    check_row_hosts(job, "grade")
     job.agent.launch(job.task(gateway_url="http://127.0.0.1", session_key=""))
 
 

@@ -35,6 +35,7 @@ from perdure.rollouts.admission.permit_rules import PAUSE_S
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import init_metadata
 from perdure.rollouts.calibration.calibration_stages import with_calibration
+from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
@@ -196,6 +197,10 @@ async def _run_tests(
             "the tests exceed their time limit, and so does the control: the host may be too busy"
         )
         return await _after_loss(job, SandboxLost(said), identity)
+    is_resolved = graded.grade.outcome is Outcome.RESOLVED
+    if graded.unreached and not is_resolved and not await _fix_resolves(job, identity):
+        said = f"the tests could not reach {', '.join(sorted(graded.unreached))}"
+        return await _after_loss(job, SandboxLost(said), identity)
     return graded
 
 
@@ -218,7 +223,10 @@ async def _run_once(
     await plan.provider.kill(identity)
     spec = await grading_spec(job, timeout_s, job.labels("grade"), instance)
     sandbox = await _created(job, spec, identity, is_first=is_first)
-    async with kill_on_exit(job.activity_attempt, sandbox):
+    async with (
+        kill_on_exit(job.activity_attempt, sandbox),
+        allowed_network(job, "grade", sandbox) as asked,
+    ):
         await plan.admission.started()
         if spec.tree is None:  # the code under test could also search later commits for the fix
             instance = await with_committed_tests(sandbox, instance)
@@ -244,7 +252,7 @@ async def _run_once(
             wrap_hook_call(handler, "eval", sandbox),
         ):
             answer = await handler.eval(details, sid=f"eval_{details.job_id}", allow_skip=skips)
-        return parse_verdict(handler, answer)
+        return parse_verdict(handler, answer)._replace(unreached=frozenset(asked.unreachable))
 
 
 async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool) -> Sandbox:
@@ -267,6 +275,7 @@ async def grading_spec(
     """A fresh sandbox in which the tests run for at most `timeout_s`. `instance`: as for
     `Job.prepared`."""
     plan = job.grade_sandbox
+    check_row_hosts(job, "grade")
     prepared = await job.prepared(plan, instance)
     return SandboxSpec(
         workdir=prepared.workdir,
@@ -321,6 +330,11 @@ async def _fix_times_out(job: Job, identity: str) -> bool:
     if not job.instance.gold_patch or job.request.agent == Oracle.name:
         return False
     return await _control(job, identity) in (Outcome.TIMEOUT, None)
+
+
+async def _fix_resolves(job: Job, identity: str) -> bool:
+    """Whether the row's own fix passes now. False if the row has none. Raises: RetryHere."""
+    return bool(job.instance.gold_patch) and await _control(job, identity) is Outcome.RESOLVED
 
 
 async def _control(job: Job, identity: str) -> Outcome | None:

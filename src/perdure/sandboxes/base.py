@@ -28,6 +28,9 @@ class Network(StrEnum):
     """The host's network: for building environments, never for agents or grading."""
     INDEX = "index"
     """For builds: loopback, and on it a proxy to the package index that the builder starts."""
+    LISTED = "listed"
+    """Loopback, and on it a proxy to the listed hosts, which the caller serves at
+    `Sandbox.proxy_socket`."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,8 @@ class Sandbox(ABC):
     """A folder for temporary files. It is removed with the sandbox."""
     gateway_url: str | None = None
     """Base URL of the gateway as seen from inside (no `/v1`), when the spec asked for it."""
+    proxy_socket: Path | None = None
+    """Host path of the unix socket to which the sandbox's proxy port leads, for Network.LISTED."""
     users: ClassVar[Sequence[str]] = ("agent",)
     """Users that a command may run as and a file may belong to; the first is the default."""
     waits_inside: bool = False
@@ -335,7 +340,7 @@ class SandboxProvider(ABC):
 
     limits: frozenset[str] = frozenset(Limits.model_fields)
     """Fields of Limits that the provider enforces. A request that sets another is refused."""
-    networks: frozenset[Network] = frozenset(Network)
+    networks: frozenset[Network] = frozenset(Network) - {Network.LISTED}
     account_caps: AccountCaps | None = None
     """The account's caps, unless the settings name others. None: there is no account, or it needs no
     queue."""

@@ -7,10 +7,12 @@ request's `sandbox` and `limits`. An instance is data: it cannot grant itself a 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.base import Network, SandboxProvider
 from perdure.types import Instance, Limits, Phase, PhaseName, RolloutRequest
+from perdure.types.allowed_hosts import allowed_host
 
 INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
 """Limits of the sandbox that builds an environment, once for all rollouts."""
@@ -26,6 +28,10 @@ class PhasePlacement:
     provider: str
     limits: Limits
     network: Network
+    allowed_hosts: tuple[str, ...] = ()
+    """Of Network.LISTED."""
+    of_row: bool = False
+    """The instance gave `allowed_hosts`, so the worker's settings must permit them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def place(request: RolloutRequest, instance: Instance | None, phase: PhaseName) 
         or fields.instance.provider
         or ("" if building else request.sandbox),
         limits=limits.model_copy(update=changes),
-        network=_network(fields),
+        **_network(fields),
     )
 
 
@@ -97,9 +103,10 @@ def _check(
         )
     network = fields.request.network or fields.instance.network
     if network is not None and placement.network not in provider.networks:
-        can = ", ".join(sorted(provider.networks))
+        can = ", ".join(sorted(provider.networks - {Network.LISTED}))
+        wanted = "a list of hosts" if placement.network is Network.LISTED else repr(network)
         raise ConfigurationError(
-            f"phases.{fields.phase}.network: {provider.name} does not support {network!r}, only "
+            f"phases.{fields.phase}.network: {provider.name} does not support {wanted}, only "
             f"{can}; leave it out, or choose another provider"
         )
     if not provider.isolated and (refusal := provider.check()):
@@ -111,9 +118,16 @@ def _fields(request: RolloutRequest, instance: Instance | None, phase: PhaseName
     return _Fields(phase, getattr(request.phases, phase), of_instance)
 
 
-def _network(fields: _Fields) -> Network:
+class _Network(TypedDict):
+    network: Network
+    allowed_hosts: tuple[str, ...]
+    of_row: bool
+
+
+def _network(fields: _Fields) -> _Network:
     request, instance = fields.request.network, fields.instance.network
-    if "index" in (request, instance) and fields.phase != "environment":
+    building = fields.phase == "environment"
+    if "index" in (request, instance) and not building:
         raise ConfigurationError(
             f"phases.{fields.phase}.network: 'index' is only for phases.environment; set it to "
             "'none', or leave it out"
@@ -124,5 +138,30 @@ def _network(fields: _Fields) -> Network:
             f"grant; set phases.{fields.phase}.network to 'host' in the request, or to 'none' to "
             "run it without a network"
         )
-    usual = Network.INDEX if fields.phase == "environment" else Network.NONE
-    return Network(request or instance or usual)
+    chosen = request or instance
+    if isinstance(chosen, tuple):
+        if building:
+            raise ConfigurationError(
+                "phases.environment.network: builds take no list; set "
+                "PERDURE_SANDBOX__BUILD_HOSTS to the hosts that they may reach"
+            )
+        return _Network(network=Network.LISTED, allowed_hosts=chosen, of_row=request is None)
+    usual = Network.INDEX if building else Network.NONE
+    return _Network(network=Network(chosen or usual), allowed_hosts=(), of_row=False)
+
+
+def check_row_hosts(placement: PhasePlacement, phase: PhaseName, ref: str, permitted: str) -> None:
+    """`permitted`: entries of the setting, separated by commas. Raises: ConfigurationError if a row
+    lists a host that they do not cover: rows come from elsewhere, and the proxy is in your network.
+    """
+    if not placement.of_row:
+        return
+    known = [allowed_host(entry) for entry in permitted.replace(",", " ").split()]
+    wanted = [allowed_host(entry) for entry in placement.allowed_hosts]
+    lacking = [str(one) for one in wanted if not any(entry.covers(one) for entry in known)]
+    if lacking:
+        raise ConfigurationError(
+            f"{ref} lists hosts for phases.{phase}.network: permit them with "
+            f"PERDURE_SANDBOX__ROW_HOSTS={','.join(lacking)}, or set phases.{phase}.network to "
+            "'none' in the request"
+        )

@@ -21,6 +21,7 @@ from perdure import variant_registry
 from perdure.errors import ConfigurationError
 from perdure.settings import process_environment, variable_aliases
 from perdure.types import AccountCaps
+from perdure.types.allowed_hosts import allowed_hosts
 
 PREFIX = "PERDURE_"
 DELIMITER = "__"
@@ -171,12 +172,20 @@ class SandboxSettings(Group):
     """Whether to allow `--sandbox local`, whose commands have your user, files and network."""
     build_hosts: str = ""
     """Hosts that builds may reach in addition to the package index: `github.com,files.example:8443`."""
+    row_hosts: str = ""
+    """Hosts that rows may list in `phases.agent.network` and `phases.grade.network`: `pypi.org,*.example.com,10.1.0.0/16:8443`."""
     image_mirror: str = ""
     """Registry to pull images from: a prefix `mirror.example/hub/`, or replacements `docker.io=mirror.example/hub,...`."""
     pull_timeout_s: float = Field(1200.0, gt=0)
     """Seconds that the pull of one image may take."""
     image_map: Path | None = None
     """JSON file that maps an image to the template, snapshot or image built from it, also per provider."""
+
+    @field_validator("row_hosts")
+    @classmethod
+    def _rows_hosts_are_entries(cls, row_hosts: str) -> str:
+        allowed_hosts(row_hosts.replace(",", " ").split())
+        return row_hosts
 
     @field_validator("caps")
     @classmethod

@@ -1,10 +1,13 @@
 """Resource limits of a rollout, its sandbox phases, and provider accounts."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from perdure.types.allowed_hosts import allowed_hosts
 from perdure.types.base import Request
+
+NETWORKS = ("none", "index", "host")
 
 
 class LimitChanges(Request):
@@ -23,9 +26,22 @@ class Phase(Request):
     provider: str | None = None
     """A name of the sandbox registry, or a dotted path."""
     limits: LimitChanges = LimitChanges()
-    network: Literal["none", "index", "host"] | None = None
+    network: Literal["none", "index", "host"] | tuple[str, ...] | None = None
     """`none`: only the gateway. `index`: only the package index, for builds. `host`: everything
-    that the host or the provider's service can reach."""
+    that the host or the provider's service can reach. A list: these hosts, by a proxy."""
+
+    @field_validator("network", mode="before")
+    @classmethod
+    def _is_mode_or_list(cls, value: Any) -> Any:
+        if value is None or value in NETWORKS:
+            return value
+        if not isinstance(value, list | tuple):
+            raise ValueError(
+                f"it must be 'none', 'index', 'host' or a list of hosts, got {value!r}"
+            )
+        if not value:
+            raise ValueError("an empty list allows no host: write 'none'")
+        return allowed_hosts(map(str, value))
 
 
 PhaseName = Literal["environment", "agent", "grade"]
@@ -36,7 +52,8 @@ class Phases(Request):
     """The sandboxes of a rollout, by phase.
 
     Example:
-        {"agent": {"limits": {"memory_mb": 8192}}, "grade": {"provider": "podman"}}
+        {"agent": {"network": ["pypi.org", "*.pythonhosted.org", "10.1.0.0/16:8443"]},
+         "grade": {"provider": "podman", "limits": {"memory_mb": 8192}}}
     """
 
     environment: Phase = Phase()

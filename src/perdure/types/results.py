@@ -98,6 +98,26 @@ class Verification(Frozen):
     runs: int = 1
 
 
+class RefusedHost(Frozen):
+    """A host that a sandbox asked its proxy for and did not reach."""
+
+    host: str
+    port: int
+    reason: str
+    count: int
+
+
+class NetworkRecord(Frozen):
+    """`network-<phase>-<n>.json`: what the proxy of one sandbox refused.
+
+    Example: {"refused": [{"host": "evil.example", "port": 443, "reason": "not listed", "count": 2}]}
+    """
+
+    refused: tuple[RefusedHost, ...] = ()
+    more: int = 0
+    """Requests beyond the first 100 hosts and reasons."""
+
+
 class CalibrationState(StrEnum):
     """What calibration found about a row in one kind of sandbox."""
 

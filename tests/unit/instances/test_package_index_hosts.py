@@ -8,11 +8,10 @@ import pytest
 from perdure.instances import uv_program
 from perdure.instances.package_index_hosts import (
     IndexHosts,
-    Place,
     how_to_allow,
     index_hosts,
-    place_of,
 )
+from perdure.sandboxes.host.host_addresses import Place, place_of
 from perdure.settings import process_environment
 
 PYPI = [Place("pypi.org", 443), Place("files.pythonhosted.org", 443)]

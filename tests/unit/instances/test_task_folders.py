@@ -70,7 +70,9 @@ def test_the_oracle_runs_the_solution(tmp_path: Path) -> None:
         ('\n[environment.healthcheck]\ncommand = "x"\n', "`environment.healthcheck`"),
         ("gpus = 1\n", "`environment.gpus = 1`, only 0"),
         ('os = "windows"\n', "`environment.os = 'windows'`, only 'linux'"),
-        ('network_mode = "allowlist"\n', "only 'public' and 'no-network'"),
+        ('network_mode = "private"\n', "only 'public' and 'no-network' and 'allowlist'"),
+        ('allowed_hosts = ["a.example"]\n', "`environment.allowed_hosts` needs `network_mode"),
+        ('network_mode = "allowlist"\nallowed_hosts = ["http://a.example"]\n', "not an entry"),
         ('\n[solution]\nenv = {A = "1"}\ntimeout_sec = 3\n', "`solution.timeout_sec`"),
         ('env = {KEY = "${KEY}"}\n', "`environment.env.KEY` takes a value from the host"),
         ("= 3\n", "its task.toml"),
@@ -82,6 +84,21 @@ def test_what_is_not_done_is_refused(tmp_path: Path, more: str, said: str) -> No
         read(write_harbor(tmp_path / "add", "img:1", more=more))
 
     assert said in str(caught.value)
+
+
+def test_a_list_of_hosts_is_the_phases_own_or_its_environments(tmp_path: Path) -> None:
+    """As in Harbor, `agent` and `verifier` override the policy of the environment."""
+    more = 'network_mode = "allowlist"\nallowed_hosts = ["PyPI.org", "2001:db8::1"]\n'
+    folder = write_harbor(tmp_path / "add", "img:1", more=more)
+    task = (folder / "task.toml").read_text()
+    (folder / "task.toml").write_text(
+        task.replace("[verifier]", '[verifier]\nnetwork_mode = "no-network"')
+    )
+
+    phases = read(folder).phases
+
+    assert phases.agent.network == ("2001:db8::1", "pypi.org")
+    assert phases.grade.network is None
 
 
 def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from perdure.cli.runs.run_request import fields_of
+from perdure.client.request_comparison import differences, outcome_fields
 from perdure.errors import ConfigurationError
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
@@ -13,7 +14,7 @@ from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.local import LocalProvider
 from perdure.settings.settings_tree import Settings
-from perdure.types import Instance, RolloutRequest, Source, SourceKind
+from perdure.types import Instance, Phases, RolloutRequest, Source, SourceKind
 
 
 def request(**fields: Any) -> RolloutRequest:
@@ -102,6 +103,8 @@ def test_an_instance_opens_no_network_by_itself() -> None:
         ({"phases": {"environment": {"provider": "local"}}}, {}, "phases.environment.provider"),
         ({"phases": {"grade": {"network": "index"}}}, {}, "phases.grade.network"),
         ({}, {"environment": {"network": "host"}}, "phases.environment.network"),
+        ({"sandbox": "local", "phases": {"agent": {"network": ["a.org"]}}}, {}, "a list of hosts"),
+        ({"phases": {"environment": {"network": ["a.org"]}}}, {}, "SANDBOX__BUILD_HOSTS"),
     ],
 )
 def test_a_field_that_the_provider_cannot_enforce_is_refused_by_name(
@@ -153,3 +156,33 @@ def test_a_phase_is_written_on_the_command_line() -> None:
 
     assert asked.phases.grade.provider == "podman"
     assert phase_specs.place(asked, None, "agent").limits.memory_mb == 512
+
+
+@pytest.mark.parametrize("network", [["http://a.org"], [], "internet", {"allow": ["a.org"]}])
+def test_a_wrong_network_is_refused_by_its_field(network: Any) -> None:
+    """Before any sandbox boots, by the model that every door uses."""
+    with pytest.raises(ConfigurationError, match=r"agent\.network: "):
+        Phases(agent={"network": network})
+
+
+def test_a_list_of_hosts_is_part_of_the_identity() -> None:
+    """In one spelling, so the same list in another order joins the run and another list does not."""
+    one, same, other, none = (
+        outcome_fields(request(phases={"agent": {"network": hosts}}))
+        for hosts in (["b.org", "A.org"], ["a.org", "b.org"], ["a.org"], None)
+    )
+
+    assert differences(one, same) == []
+    assert len(differences(one, other)) == len(differences(none, one)) == 1
+
+
+def test_a_row_may_list_only_hosts_that_the_setting_covers() -> None:
+    """Rows come from elsewhere. A list of the request is the operator's own."""
+    row = instance(agent={"network": ["x.a.org", "10.1.2.0/24:443"]})
+    of_row = phase_specs.place(request(), row, "agent")
+    own = phase_specs.place(request(phases={"agent": {"network": ["b.org"]}}), row, "agent")
+
+    phase_specs.check_row_hosts(of_row, "agent", "d/i", "*.a.org, 10.1.0.0/16")
+    phase_specs.check_row_hosts(own, "agent", "d/i", "")
+    with pytest.raises(ConfigurationError, match=r"ROW_HOSTS=10\.1\.2\.0/24:443"):
+        phase_specs.check_row_hosts(of_row, "agent", "d/i", "x.a.org")

@@ -15,9 +15,11 @@ from perdure.stack import stack_lifecycle
 if TYPE_CHECKING:
     from perdure.reports.stored_rollout import StoredAttempt, StoredRollout
     from perdure.storage.base import Store
+    from perdure.types import NetworkRecord
 
 PATCH_LINES = 40
 TESTS_SHOWN = 20
+HOSTS_SHOWN = 10
 
 
 @click.command()
@@ -137,6 +139,7 @@ async def _document(settings: Settings, store: "Store", found: "StoredRollout") 
                 "agent": one.agent,
                 "patch": one.patch,
                 "grade": one.grade.model_dump(mode="json") if one.grade else None,
+                "networks": {name: record.model_dump() for name, record in one.networks.items()},
                 "evidence": list(one.evidence),
             }
             for one in found.attempts
@@ -242,7 +245,18 @@ def _steps(attempt: "StoredAttempt") -> str:
         marked = f"; {mark}" if (mark := label_grade(grade)) else ""
         steps.append(f"grade {grade.outcome.value}{reason} in {grade.seconds:.1f} s{twins}{marked}")
         steps += [f"signal {signal}" for signal in grade.signals]
+    steps += [line for name, one in attempt.networks.items() for line in _refused(name, one)]
     return "\n          ".join(steps) or "no files"
+
+
+def _refused(sandbox: str, record: "NetworkRecord") -> list[str]:
+    shown = record.refused[:HOSTS_SHOWN]
+    lines = [
+        f"network {sandbox}: {one.host}:{one.port} {one.reason} ({many(one.count, 'request')})"
+        for one in shown
+    ]
+    hidden = sum(one.count for one in record.refused[HOSTS_SHOWN:]) + record.more
+    return [*lines, *([f"network {sandbox}: {many(hidden, 'request')} more"] if hidden else [])]
 
 
 async def _print_tests(found: "StoredRollout") -> None:

@@ -173,7 +173,7 @@ def _network_notes(request: RunRequest, instances: Sequence[Instance]) -> list[s
     count = sum(bool(instance.metadata.get(PERMITS_NETWORK)) for instance in instances)
     rollout = request.rollout_request("any/instance")
     places = (phase_specs.place(rollout, None, phase) for phase in AGENT_AND_GRADE)
-    if not count or all(place.network is Network.HOST for place in places):
+    if not count or all(place.network is not Network.NONE for place in places):
         return []
     return [
         f"{many(count, 'task')} may use a network in Harbor; here agent and tests have none, so "

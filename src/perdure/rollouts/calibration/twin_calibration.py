@@ -1,6 +1,7 @@
 """Chooses the twins of a proved row, in the kind of sandbox that grades it."""
 
 import itertools
+from contextlib import AsyncExitStack
 
 from perdure.errors import Boundary, InstanceError, RetryHere
 from perdure.graders.hidden_test_run import SilentDuringTests
@@ -10,6 +11,7 @@ from perdure.instances import calibration_record, instance_catalog
 from perdure.rollouts.activity_messages import Attempt, RowToConclude, RowTwins
 from perdure.rollouts.attempt_job import ActivityAttempt, Job
 from perdure.rollouts.grade_stage import grading_spec
+from perdure.rollouts.sandbox.allowed_network import allowed_network
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Sandbox, identity_of
@@ -35,6 +37,7 @@ async def choose(
     timeout_s = rollout.grade_timeout_s or row.grading.timeout_s
     labels = {**job.labels("grade"), "rollout": owner}
     numbers = itertools.count(1)
+    networks = AsyncExitStack()
 
     async def make(purpose: str) -> Sandbox:
         identity = identity_of(
@@ -43,6 +46,7 @@ async def choose(
         await plan.provider.kill(identity)  # an earlier try may have left it
         spec = await grading_spec(job, timeout_s, labels)
         sandbox = await create_sandbox(activity_attempt, plan.provider, spec, identity)
+        await networks.enter_async_context(allowed_network(job, "grade", sandbox))
         if spec.tree is None:
             await set_up_image(sandbox, proved)
         return sandbox
@@ -51,13 +55,14 @@ async def choose(
     variants: tuple[str, ...] = ()
     canary = False
     try:
-        chosen = await choose_twins(
-            proved,
-            make,
-            wanted=asked.calibration.twins,
-            runs=asked.calibration.runs,
-            timeout_s=timeout_s,
-        )
+        async with networks:
+            chosen = await choose_twins(
+                proved,
+                make,
+                wanted=asked.calibration.twins,
+                runs=asked.calibration.runs,
+                timeout_s=timeout_s,
+            )
         grading, without = chosen.instance.grading, chosen.report.without
         draws, canary = grading.twin_draws, grading.canary
         variants = chosen.report.variants

@@ -64,13 +64,14 @@ async def start_keeper(
     plan: cgroups.Plan,
     holder: Holder | None = None,
     gateway: tuple[int, Path] | None = None,
+    proxy: tuple[int, Path] | None = None,
     *,
     in_own_users: bool = False,
 ) -> None:
     """Fork a detached keeper and wait until it accepts commands.
 
     `in_own_users`: it becomes root of its own user namespace, where it may mount. `gateway`: the
-    port to listen on (0: any) and the unix socket to connect to.
+    port to listen on (0: any) and the unix socket to connect to. `proxy`: the same of an HTTP proxy.
 
     Raises: RetryHere with the last lines of its log, when the sandbox does not boot.
     """
@@ -88,6 +89,7 @@ async def start_keeper(
         "oom": str(plan.oom_file) if plan.oom_file else None,
         "holder": None if holder is None else vars(holder),
         "gateway": None if gateway is None else (gateway[0], str(gateway[1])),
+        "proxy": None if proxy is None else (proxy[0], str(proxy[1])),
     }
     ours, theirs = socket.socketpair()
     with ours:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.host import cgroups
+from perdure.sandboxes.host.forward_proxy import variables
 from perdure.sandboxes.host.host_sandbox import PIDS, HostSandbox
 from perdure.sandboxes.host.procfs import mount_points
 from perdure.sandboxes.host.provider import HostProvider
@@ -19,8 +20,8 @@ from perdure.sandboxes.host.root_folder import LINKED, etc_digest, host_programs
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
 
-GATEWAY_PORT = 18001
-"""Where commands reach the gateway, on the sandbox's own loopback."""
+GATEWAY_PORT, PROXY_PORT = 18001, 18002
+"""Where commands reach the gateway and the proxy, on the sandbox's own loopback."""
 CAP_SYS_ADMIN = 21
 LEAST_INODES, INODES_PER_MB = 1 << 15, 256
 
@@ -36,6 +37,10 @@ bash would read ~/.bashrc."""
 
 class NamespaceSandbox(HostSandbox):
     """Namespaces held by pid 1, into which its launcher forks the commands."""
+
+    def __init__(self, box: SandboxFolder, meta: SandboxMeta) -> None:
+        super().__init__(box, meta)
+        self.proxy_socket = proxy_socket(box)
 
     def _folder(self, cwd: str | None) -> str | None:
         return None if cwd == self.workdir else cwd
@@ -58,7 +63,9 @@ class NamespaceSandbox(HostSandbox):
 
 
 class NamespaceProvider(HostProvider):
-    """Its sandboxes reach the gateway through a forwarder of their keeper."""
+    """Its sandboxes reach the gateway and the proxy through forwarders of their keeper."""
+
+    networks = frozenset(Network)
 
     def _handle(self, box: SandboxFolder, meta: SandboxMeta) -> NamespaceSandbox:
         return NamespaceSandbox(box, meta)
@@ -72,6 +79,21 @@ class NamespaceProvider(HostProvider):
 def gateway_of(spec: SandboxSpec) -> tuple[int, Path] | None:
     """The port that the keeper's forwarder listens on, and the socket it connects to."""
     return None if spec.gateway is None else (GATEWAY_PORT, spec.gateway)
+
+
+def proxy_of(spec: SandboxSpec, box: SandboxFolder) -> tuple[int, Path] | None:
+    """The same of the proxy to listed hosts."""
+    return (PROXY_PORT, proxy_socket(box)) if spec.network is Network.LISTED else None
+
+
+def proxy_socket(box: SandboxFolder) -> Path:
+    return box.path / "proxy"
+
+
+def proxy_variables(spec: SandboxSpec) -> Mapping[str, str]:
+    if spec.network is not Network.LISTED:
+        return {}
+    return variables(f"http://127.0.0.1:{PROXY_PORT}", direct="localhost,127.0.0.1,::1")
 
 
 def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
@@ -120,7 +142,7 @@ def overlay_option() -> str:
 
 def resolver_of(network: Network) -> Path | None:
     """The host's resolv.conf, for sandboxes that share its network."""
-    return None if network is Network.NONE else Path(os.path.realpath("/etc/resolv.conf"))
+    return Path(os.path.realpath("/etc/resolv.conf")) if network is Network.HOST else None
 
 
 def enforced(plan: cgroups.Plan, spec: SandboxSpec) -> Mapping[str, str]:

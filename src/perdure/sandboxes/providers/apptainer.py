@@ -28,6 +28,8 @@ from perdure.sandboxes.host.namespaces import (
     enforced,
     gateway_of,
     needs_user_namespace,
+    proxy_of,
+    proxy_variables,
     resolver_of,
     shared_folders,
 )
@@ -107,7 +109,7 @@ class ApptainerProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **variables, **spec.env},
+            env={**ENVIRONMENT, **variables, **proxy_variables(spec), **spec.env},
             enforced=enforced(plan, spec),
             farewell=tuple(stop_command(self._binary, _name(box))),
         )
@@ -118,7 +120,14 @@ class ApptainerProvider(NamespaceProvider):
             pid_file=str(box.path / "pid"),
             shared=shared_folders(spec, self._etc),
         )
-        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
+        await start_keeper(
+            box,
+            plan,
+            holder,
+            gateway_of(spec),
+            proxy_of(spec, box),
+            in_own_users=needs_user_namespace(),
+        )
         return self._handle(box, meta)
 
     def command_over(self, image: Path, spec: SandboxSpec, box: SandboxFolder) -> list[str]:

@@ -24,6 +24,8 @@ from perdure.sandboxes.host.namespaces import (
     gateway_of,
     needs_user_namespace,
     overlay_option,
+    proxy_of,
+    proxy_variables,
     resolver_of,
     shared_folders,
 )
@@ -63,7 +65,7 @@ class BubblewrapProvider(NamespaceProvider):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **spec.env},
+            env={**ENVIRONMENT, **proxy_variables(spec), **spec.env},
             enforced=enforced(plan, spec),
         )
         box.create_folder(meta, spec.ttl_s)
@@ -76,7 +78,14 @@ class BubblewrapProvider(NamespaceProvider):
                 kills=True,
             ),
         )
-        await start_keeper(box, plan, holder, gateway_of(spec), in_own_users=needs_user_namespace())
+        await start_keeper(
+            box,
+            plan,
+            holder,
+            gateway_of(spec),
+            proxy_of(spec, box),
+            in_own_users=needs_user_namespace(),
+        )
         return self._handle(box, meta)
 
     def _with_own_user(self, spec: SandboxSpec, holder: Holder) -> Holder:

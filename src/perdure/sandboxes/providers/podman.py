@@ -30,6 +30,8 @@ from perdure.sandboxes.host.namespaces import (
     disk_of,
     enforced,
     gateway_of,
+    proxy_of,
+    proxy_variables,
     shared_folders,
 )
 from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
@@ -90,7 +92,7 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             box,
             plan,
             workdir=spec.workdir,
-            env={**ENVIRONMENT, **ROOT_VARIABLES, **variables, **spec.env},
+            env={**ENVIRONMENT, **ROOT_VARIABLES, **variables, **proxy_variables(spec), **spec.env},
             enforced=enforced(plan, spec),
             farewell=(program("podman"), "rm", "--force", "--ignore", "--time", "0", _name(box)),
         )
@@ -108,7 +110,7 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             overlays |= {folder: f"ro,{options}" for folder, options in shared.items()}
             command = _in_own_users(command, box, disk, overlays)
             holder = Holder(tuple(command), "", None, None, pid_file)
-        await start_keeper(box, plan, holder, gateway_of(spec))
+        await start_keeper(box, plan, holder, gateway_of(spec), proxy_of(spec, box))
         return self._handle(box, meta)
 
     def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:

@@ -5,7 +5,8 @@ The image is the task's `docker_image`, or is built from its Dockerfile. Its tre
 repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
 the artifacts in their own environment; others see the diff in a fresh sandbox. A task that needs
 unsupported features is refused, with all of them in one message. `network_mode = "public"`,
-Harbor's default, permits a network; Perdure gives none.
+Harbor's default, permits a network; Perdure gives none. With "allowlist", agent and tests reach the
+listed hosts, if the worker's settings permit them.
 """
 
 import posixpath
@@ -36,6 +37,7 @@ from perdure.types import (
     Verifier,
     slugify,
 )
+from perdure.types.allowed_hosts import allowed_hosts
 from perdure.types.validation_errors import faults
 
 FOLDER = ".perdure-tests"
@@ -56,7 +58,7 @@ PERMITS_NETWORK = "permits_network"
 UNITS = {"M": 1, "G": 1 << 10, "T": 1 << 20}
 ENVIRONMENT_KEYS = (
     "build_timeout_sec docker_image workdir os env cpus memory_mb memory "
-    "storage_mb storage allow_internet network_mode gpus"
+    "storage_mb storage allow_internet network_mode allowed_hosts gpus"
 )
 AGENT_KEYS = "mcp_servers"
 """Keys of `environment` that a separate verifier's does not have."""
@@ -66,23 +68,25 @@ SUPPORTED_KEYS: Mapping[str, str] = {
         "version schema_version task metadata source multi_step_reward_strategy artifacts "
         "verifier agent environment solution"
     ),
-    "verifier": "timeout_sec env environment_mode environment network_mode user",
-    "agent": "timeout_sec network_mode user",
+    "verifier": "timeout_sec env environment_mode environment network_mode allowed_hosts user",
+    "agent": "timeout_sec network_mode allowed_hosts user",
     "environment": f"{ENVIRONMENT_KEYS} {AGENT_KEYS}",
     "verifier.environment": ENVIRONMENT_KEYS,
     "solution": "env",
 }
 """Supported keys, by table. `task` and `metadata` describe the task and may hold anything."""
+ALLOWLIST = "allowlist"
+NETWORK_MODES = ("public", "no-network", ALLOWLIST)
 SUPPORTED_VALUES: Mapping[str, tuple[object, ...]] = {
     "verifier.environment_mode": ("shared", "separate"),
-    "verifier.network_mode": ("public", "no-network"),
+    "verifier.network_mode": NETWORK_MODES,
     "verifier.user": ("root", 0),
-    "agent.network_mode": ("public", "no-network"),
+    "agent.network_mode": NETWORK_MODES,
     "agent.user": ("root", 0),
-    "environment.network_mode": ("public", "no-network"),
+    "environment.network_mode": NETWORK_MODES,
     "environment.os": ("linux",),
     "environment.gpus": (0,),
-    "verifier.environment.network_mode": ("public", "no-network"),
+    "verifier.environment.network_mode": NETWORK_MODES,
     "verifier.environment.os": ("linux",),
     "verifier.environment.gpus": (0,),
 }
@@ -164,12 +168,27 @@ def _unsupported(
         if "${" in value
     ]
     problems += _mcp_servers(tables["environment"])[1]
+    problems += [problem for name, table in tables.items() if (problem := _bad_hosts(name, table))]
     for name in ("environment", "tests"):
         if any((folder / name).glob("docker-compose.y*ml")):
             problems.append(f"its {name} folder has several containers; Perdure runs only one")
     if not (folder / "tests" / "test.sh").is_file():
         problems.append("it has no tests/test.sh, which writes the reward")
     return [*problems, *_image_problems(folder, task, tables)]
+
+
+def _bad_hosts(name: str, table: Mapping[str, Any]) -> str:
+    """What is wrong with the table's list of hosts; empty if nothing is."""
+    hosts = table.get("allowed_hosts")
+    if hosts is None:
+        return ""
+    if _lower(table.get("network_mode")) != ALLOWLIST:
+        return f'`{name}.allowed_hosts` needs `network_mode = "{ALLOWLIST}"`'
+    try:
+        allowed_hosts(map(str, hosts))
+    except (TypeError, ValueError) as error:
+        return f"`{name}.allowed_hosts`: {error}"
+    return ""
 
 
 def _image_problems(
@@ -335,7 +354,17 @@ def _gold(folder: Path) -> bytes:
 def _phases(tables: Mapping[str, Mapping[str, Any]]) -> Phases:
     own = tables["environment"]
     tests = tables["verifier.environment"] or own
-    return Phases(agent=Phase(limits=_limits(own)), grade=Phase(limits=_limits(tests)))
+    return Phases(
+        agent=Phase(limits=_limits(own), network=_listed(tables["agent"], own)),
+        grade=Phase(limits=_limits(tests), network=_listed(tables["verifier"], tests)),
+    )
+
+
+def _listed(phase: Mapping[str, Any], baseline: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The hosts of the phase's own policy or else of its environment's; None: no list."""
+    table = phase if "network_mode" in phase else baseline
+    hosts = table.get("allowed_hosts") if _lower(table.get("network_mode")) == ALLOWLIST else None
+    return tuple(map(str, hosts)) if hosts else None
 
 
 def _limits(environment: Mapping[str, Any]) -> LimitChanges:

@@ -144,10 +144,9 @@ class Keeper:
         self._own: tuple[int, ...] = ()
         self._holder_fd = -1
         self._holder_gone = False
-        self._forwarder = 0
+        self._forwarders: dict[int, tuple[int, str]] = {}
+        """Pid -> port, and the socket that it connects to."""
         self._forwarders_left = FORWARDERS
-        self._gateway: tuple[int, str] | None = None
-        """The forwarder's port, and the socket that it connects to."""
         self._poll = select.poll()
         cap: int = order["output"]  # type: ignore[assignment]
         self._outputs = Outputs(self._poll, cap)
@@ -168,12 +167,10 @@ class Keeper:
         if holder is not None:
             self._boot_holder(holder)
         gateway: tuple[int, str] | None = self._order["gateway"]  # type: ignore[assignment]  # by keeper_client
-        port = "-"
-        if gateway is not None:
-            port = self._fork_forwarder(*gateway)
-            if not port:
-                os._exit(1)  # the log says why
-            self._gateway = (int(port), gateway[1])
+        proxy: tuple[int, str] | None = self._order["proxy"]  # type: ignore[assignment]
+        port = "-" if gateway is None else self._fork_forwarder(*gateway)
+        if not port or (proxy is not None and not self._fork_forwarder(*proxy)):
+            os._exit(1)  # the log says why
         self._enter_launcher(self._launcher)
         if self._holder:  # before any command runs
             self._own = (self._holder, *procfs.below(self._holder))
@@ -252,12 +249,12 @@ class Keeper:
         return [*self._joins, *own]
 
     def _fork_forwarder(self, port: int, path: str) -> str:
-        """Fork the process that forwards connections to the gateway. Returns its port, or "" if it
-        cannot listen."""
+        """Fork the process that forwards connections to a socket of the host. Returns its port, or
+        "" if it cannot listen."""
         reader, writer = os.pipe()
         keeper = os.getpid()
-        self._forwarder = os.fork()
-        if self._forwarder == 0:
+        pid = os.fork()
+        if pid == 0:
             try:
                 linux_syscalls.die_with_parent(keeper)
                 linux_syscalls.set_name("perdure-forward")
@@ -274,14 +271,15 @@ class Keeper:
         os.close(writer)
         listening = os.read(reader, 16).decode().strip()
         os.close(reader)
+        if listening:
+            self._forwarders[pid] = int(listening), path
         return listening
 
-    def _replace_forwarder(self) -> None:
+    def _replace_forwarder(self, port: int, path: str) -> None:
         """Start another after one was killed, perhaps for lack of memory. Its callers reconnect."""
-        self._forwarder = 0
-        if self._gateway and self._forwarders_left and not self._holder_is_gone():
+        if self._forwarders_left and not self._holder_is_gone():
             self._forwarders_left -= 1
-            self._fork_forwarder(*self._gateway)
+            self._fork_forwarder(port, path)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -436,8 +434,8 @@ class Keeper:
                 return
             if pid == 0:
                 return
-            if pid == self._forwarder:
-                self._replace_forwarder()
+            if pid in self._forwarders:
+                self._replace_forwarder(*self._forwarders.pop(pid))
             if (command := self._running.pop(pid, None)) is not None:
                 command.status = status
                 if self._watches_disk and is_full("."):

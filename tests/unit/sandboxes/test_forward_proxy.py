@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from perdure.instances.package_index_hosts import IndexHosts, Place
-from perdure.instances.package_index_proxy import HEAD_BYTES, UnreachedHosts, index_proxy
+from perdure.instances.package_index_hosts import IndexHosts
+from perdure.sandboxes.host import forward_proxy as proxies
+from perdure.sandboxes.host.forward_proxy import HEAD_BYTES, UnreachedHosts, forward_proxy
+from perdure.sandboxes.host.host_addresses import Place
 
 
 @asynccontextmanager
@@ -35,6 +37,17 @@ async def said(path: Path, request: bytes) -> bytes:
     return answer
 
 
+async def tunnelled(path: Path, request: bytes, sent: bytes) -> bytes:
+    """What comes back through a tunnel until it ends."""
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(request)
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(sent)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 @pytest.fixture(autouse=True)
 def without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
@@ -47,7 +60,7 @@ async def proxy(
     folder: Path, *configured: Place, public: Place | None = None
 ) -> AsyncIterator[UnreachedHosts]:
     hosts = IndexHosts(frozenset(configured), frozenset([public] if public else []))
-    async with index_proxy(folder / "p", hosts) as asked:
+    async with forward_proxy(folder / "p", hosts) as asked:
         yield asked
 
 
@@ -159,3 +172,60 @@ async def test_a_long_home_is_no_obstacle(tmp_path: Path) -> None:
         assert (folder / "p").is_socket()
         assert (folder / "p").stat().st_mode & 0o777 == 0o600
     assert not (folder / "p").exists()
+
+
+async def test_a_sandbox_carries_its_share_of_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connections count together, in both directions."""
+    monkeypatch.setattr(proxies, "MOST_BYTES", 50)
+    async with index() as (place, heads), proxy(tmp_path, place):
+        request = f"CONNECT {place} HTTP/1.1\r\n\r\n".encode()
+        answers = [await tunnelled(tmp_path / "p", request, sent) for sent in (b"123", b"123456")]
+
+    assert (answers[0][-5:], answers[1], heads) == (b"hello", b"", [b"123", b""])
+
+
+async def test_a_handshake_in_many_pieces_is_cut(tmp_path: Path) -> None:
+    """Nothing of it reaches the host: its end could name another."""
+    async with index() as (place, heads), proxy(tmp_path, place) as asked:
+        request = f"CONNECT {place} HTTP/1.1\r\n\r\n".encode()
+        sent = b"\x16\x03\x01\x00\x01\x01" * (proxies.HELLO_BYTES // 6 + 1)
+        answer = await tunnelled(tmp_path / "p", request, sent)
+
+    assert (answer, heads) == (b"", [b""])
+    assert [why for _, why in asked.counts] == ["its TLS handshake is incomplete"]
+
+
+async def test_a_connection_ends_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A silent tunnel does not stay open."""
+    monkeypatch.setattr(proxies, "LONGEST_S", 0.05)
+    async with index() as (place, heads), proxy(tmp_path, place):
+        async with asyncio.timeout(proxies.HEAD_S / 2):
+            answer = await said(tmp_path / "p", f"CONNECT {place} HTTP/1.1\r\n\r\n".encode())
+
+    assert (answer.split()[1], heads) == (b"200", [b""])
+
+
+async def test_the_record_is_bounded(tmp_path: Path) -> None:
+    """Requests for further hosts are counted together."""
+    asked = UnreachedHosts()
+    for number in range(proxies.MOST_NOTED + 5):
+        asked.note(Place(f"h{number}.example", 443), "not listed")
+    asked.note(Place("h0.example", 443), "not listed")
+
+    assert (len(asked.counts), asked.more) == (proxies.MOST_NOTED, 5)
+    assert asked.counts[Place("h0.example", 443), "not listed"] == 2
+
+
+async def test_a_second_server_of_a_sandbox_keeps_its_socket(tmp_path: Path) -> None:
+    """When a slow worker's proxy ends, that of the worker that took over stays."""
+    first, second = proxy(tmp_path), proxy(tmp_path)
+    await first.__aenter__()
+    async with second:
+        await first.__aexit__(None, None, None)
+        answer = await said(tmp_path / "p", b"CONNECT evil.example:443 HTTP/1.1\r\n\r\n")
+
+    assert answer.startswith(b"HTTP/1.1 403 ")
