@@ -44,8 +44,8 @@ def request_identity(request: BaseModel) -> Identity:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances that
-    are left out, agent options, mapped models and MCP servers: another version of Perdure has other fields, and an
-    endpoint may not say what it serves."""
+    are left out, agent options, mapped models, MCP servers and reward models: another version of Perdure has
+    other fields, and an endpoint may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
@@ -53,7 +53,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             continue
         if None not in (old, new):
             lines.append(f"{name}: {old} -> {new}")
-        elif name.startswith(("agent_options.", "models.", "mcp_servers.")):
+        elif name.startswith(("agent_options.", "models.", "mcp_servers.", "reward_model.")):
             lines.append(f"{name}: {old or 'absent'} -> {new or 'absent'}")
         elif name.startswith("instance.") and new is None:
             lines.append(f"{name}: left out, and a run keeps its instances")

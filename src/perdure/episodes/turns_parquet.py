@@ -133,6 +133,7 @@ def decode(data: bytes) -> list[Turn]:
 @dataclass(frozen=True)
 class TurnTexts:
     index: int
+    purpose: str
     new_messages: str
     answer: str
 

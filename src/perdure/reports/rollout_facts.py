@@ -38,6 +38,14 @@ class _Verification(Frozen):
     reason: str = ""
 
 
+class _ModelScore(Frozen):
+    model: str
+    calls: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+
 class _Grade(Frozen):
     official: str | None = None
     verification: _Verification | None = None
@@ -45,6 +53,7 @@ class _Grade(Frozen):
     patch_sha256: str = ""
     signals: tuple[str, ...] = ()
     withheld: str = ""
+    model_score: _ModelScore | None = None
 
 
 class _Provenance(Frozen):
@@ -152,6 +161,8 @@ class RolloutFacts:
     adopted: Adopted | None = None
     """What it keeps of another program's work."""
     named_rewards: dict[str, float] = field(default_factory=dict)
+    judged: tuple[ModelUsage, ...] = ()
+    """Tokens of its judge; empty if it had none."""
 
     @property
     def name(self) -> str:
@@ -257,7 +268,15 @@ def parse_facts(data: bytes) -> RolloutFacts:
         signals=grade.signals,
         withheld=grade.withheld,
         adopted=episode.adopted,
+        judged=_judged(grade.model_score),
     )
+
+
+def _judged(score: _ModelScore | None) -> tuple[ModelUsage, ...]:
+    if score is None or not score.sampled_tokens:  # a reward model behind HTTP reports no tokens
+        return ()
+    counts = score.model_dump(include={"prompt_tokens", "cached_tokens", "sampled_tokens"})
+    return (ModelUsage(model=score.model, turns=score.calls, **counts),)
 
 
 def _asked(episode: _Episode, answered: tuple[str, ...]) -> tuple[str, ...]:

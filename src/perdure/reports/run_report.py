@@ -102,6 +102,8 @@ class Report:
     discarded_prompt_tokens: int
     discarded_sampled_tokens: int
     """Tokens of attempts that no longer count, because they were lost or retried."""
+    judge_prompt_tokens: int
+    judge_sampled_tokens: int
     mean_reward: float | None
     named_rewards: dict[str, NamedReward]
     bounds: Bounds
@@ -164,6 +166,7 @@ def build_report(
     costs = prices.costs(rollouts) if prices else []
     replayed = [one for one in graded if one.earlier_outcomes]
     discarded = [use for one in rollouts for use in one.discarded]
+    judged = [use for one in rollouts for use in one.judged]
     return Report(
         run_id=run.run_id,
         agents=_distinct(one.agent for one in rollouts),
@@ -195,6 +198,8 @@ def build_report(
         first_share=pass_curve(first_resolved_samples(run)).get(1, NO_INTERVAL),
         discarded_prompt_tokens=sum(one.prompt_tokens for one in discarded),
         discarded_sampled_tokens=sum(one.sampled_tokens for one in discarded),
+        judge_prompt_tokens=sum(one.prompt_tokens for one in judged),
+        judge_sampled_tokens=sum(one.sampled_tokens for one in judged),
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
         named_rewards=named_reward_statistics(graded),
         bounds=bounds or Bounds(),

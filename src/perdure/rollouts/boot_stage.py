@@ -32,6 +32,7 @@ from perdure.rollouts.activity_messages import AgentRun, Booted
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.request_models import TOKENIZER, check_models, engine_of_roster
+from perdure.rollouts.reward_model.scoring import check_reward_model
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.host_term import first_term
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
@@ -77,6 +78,7 @@ async def boot(job: Job) -> Booted:
         return Booted(expired=True)
     uri = f"{job.services.store.url}/{store_keys.rollout_of(job.request)}"
     if job.request.start_at == "grade":
+        await check_reward_model(job.services.settings, job.services.store, job.request)
         attempt = await _last_captured(job)
         await run_identity.keep_rollout(
             job.services.store, job.request, job.activity_attempt.play, asked
@@ -303,6 +305,7 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     if job.agent.needs_model:
         engine = engine_settings(services.settings)
         await check_models(services.settings, services.store, job.request, engine)
+    await check_reward_model(services.settings, services.store, job.request)
     try:
         instance = job.instance
     except NotFound as error:

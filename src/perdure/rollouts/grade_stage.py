@@ -1,4 +1,5 @@
-"""The grade stage: run the hidden tests in a fresh sandbox that no agent has touched."""
+"""The grade stage: run the hidden tests in a fresh sandbox that no agent has touched, and ask the request's
+reward model."""
 
 import contextlib
 import hashlib
@@ -35,6 +36,7 @@ from perdure.rollouts.admission.permit_rules import PAUSE_S
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import init_metadata
 from perdure.rollouts.calibration.calibration_stages import with_calibration
+from perdure.rollouts.reward_model.scoring import scored
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
 from perdure.sandboxes.base import Sandbox, SandboxSpec
@@ -80,6 +82,12 @@ def checkpoint(workflow_run_id: str) -> str:
 
 def needs_tests(job: Job, patch: PatchRef) -> bool:
     """Whether the verdict needs a sandbox."""
+    model = job.request.reward_model
+    return is_gradable(job, patch) and not (model is not None and model.replaces_tests)
+
+
+def is_gradable(job: Job, patch: PatchRef) -> bool:
+    """Whether there is work for tests or a reward model, so that the patch alone gives no verdict."""
     if patch.artifacts_refused:
         return False
     if job.instance.grading.verifier is not None:  # its tests see the artifacts and no diff
@@ -120,10 +128,31 @@ async def _grade(job: Job) -> Grade:
     job = await with_calibration(job)
     if not getattr(job.agent, "hidden_tests", True):
         job = replace(job, row=without_hidden_tests(job.instance))
-    if not needs_tests(job, patch):
+    if not is_gradable(job, patch):
         return _without_tests(job, patch)
-    store = job.services.store
     data = await _captured(job, patch.key, patch.sha256)
+    if job.request.reward_model is None:
+        return await _by_tests(job, patch, data)
+    name, tests = _generation(job.workflow_run_id), None
+    if needs_tests(job, patch):
+
+        async def by_tests(job: Job) -> Grade:
+            return await _by_tests(job, patch, data)
+
+        # A retry of the reward model's call must not run the tests again.
+        tests = await job.once(f"tested-{name}.json", Grade, by_tests)
+        await job.grade_sandbox.admission.release()
+        if tests.outcome is Outcome.TAMPERED:
+            return tests
+    grade = await scored(job, data, tests, name)
+    if tests is None:
+        signals = await signals_of(data, job.instance, job.services.signal_rules)
+        grade = grade.model_copy(update={"signals": signals, "patch_sha256": patch.sha256})
+    return apply_reward_rules(grade, job.request)
+
+
+async def _by_tests(job: Job, patch: PatchRef, data: bytes) -> Grade:
+    store = job.services.store
     artifacts = b""
     if patch.artifacts_sha256:
         artifacts = await _captured(job, job.key(ARTIFACTS), patch.artifacts_sha256)

@@ -1,7 +1,7 @@
 """The models that a request names, looked up in the roster before anything boots."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from perdure.client.request_comparison import Identity
 from perdure.engines.engine_roster import Roster, StoredRoster, roster_key
@@ -25,9 +25,17 @@ async def check_models(
     Raises: ConfigurationError, which lists the available models, if no engine has a model that the
     request names; StoreUnavailable.
     """
+    names = (request.model, *request.models.values())
+    await check_named(settings, store, names, request.run_id, engine)
+
+
+async def check_named(
+    settings: Settings, store: Store, names: Iterable[str], run: str, engine: Mapping[str, str]
+) -> None:
+    """`names`: of models; otherwise as `check_models`."""
     roster = await _roster(settings, store, engine)
-    for name in (request.model, *request.models.values()):
-        _chosen_model(roster, name, request.run_id, engine)
+    for name in names:
+        _chosen_model(roster, name, run, engine)
 
 
 async def engine_of_roster(

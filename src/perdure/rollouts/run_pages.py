@@ -16,6 +16,7 @@ from perdure.instances import calibration_record, instance_catalog
 from perdure.rollouts import retry_selection, run_identity, run_label, run_record
 from perdure.rollouts.activity_messages import Page, PageRequest, PreparedRun
 from perdure.rollouts.request_models import check_models
+from perdure.rollouts.reward_model.scoring import check_reward_model
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes import phase_specs
 from perdure.storage import store_keys
@@ -105,6 +106,7 @@ async def _keep_identity(
     engine = engine_settings(settings) if services.agent(rollout.agent).needs_model else {}
     if engine:
         await check_models(settings, services.store, rollout, engine)
+    await check_reward_model(settings, services.store, rollout)
     asked = await run_identity.identity_of(settings, services.store, rollout, refs, engine)
     return await run_identity.keep(services.store, run.run_id, asked)
 

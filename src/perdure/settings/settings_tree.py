@@ -273,6 +273,10 @@ class GradingSettings(Group):
 
     signals_file: Path | None = None
     """TOML file of `rule = 'pattern'` that replaces the rules for signals, words in a patch that deserve a look."""
+    reward_model_hosts: str = ""
+    """Hosts of reward models that requests may name: `HOST:PORT,HOST`. Empty = any, without a key."""
+    reward_model_key_env: str = ""
+    """Variable with these hosts' API key."""
 
 
 class AgentSettings(Group):

@@ -57,6 +57,7 @@ from perdure.types.results import (
     Failure,
     Grade,
     GroupResult,
+    ModelScore,
     NetworkRecord,
     Outcome,
     PatchRef,
@@ -68,6 +69,7 @@ from perdure.types.results import (
     TestStatus,
     Verification,
 )
+from perdure.types.reward_models import Criterion, RewardModel
 from perdure.types.routed_experts import ExpertRows, RoutedExperts
 from perdure.types.trajectories import (
     AGENT_HEADER,
@@ -104,6 +106,7 @@ __all__ = [
     "Caps",
     "Changeable",
     "CommittedTests",
+    "Criterion",
     "EndedBy",
     "EngineSpan",
     "Environment",
@@ -123,6 +126,7 @@ __all__ = [
     "McpName",
     "McpServer",
     "McpServers",
+    "ModelScore",
     "NetworkRecord",
     "Outcome",
     "OutputParser",
@@ -135,6 +139,7 @@ __all__ = [
     "Purpose",
     "RefusedHost",
     "Request",
+    "RewardModel",
     "Rewards",
     "RolloutRequest",
     "RolloutStatus",

@@ -14,6 +14,7 @@ from perdure.types.identifier_patterns import InstanceRef, Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
 from perdure.types.results import Outcome, RolloutStatus
+from perdure.types.reward_models import RewardModel
 
 DEFAULT_MODEL = "policy"
 """Stands for the model that the engine settings name, in a request that names none."""
@@ -190,6 +191,8 @@ class RolloutRequest(Request):
     verdict: Literal["verified", "official"] = "verified"
     """Which verdict decides the reward: the official one checked by twins, or the official one
     alone."""
+    reward_model: RewardModel | None = None
+    """A model that scores the patch, beside the tests or instead of them."""
     twin_pairs: int = Field(1, ge=0, le=8)
     """Pairs that must confirm a patch that looks resolved: each is a run of originals and, if
     calibration could divide the twins, two runs with twins. Code that forges results at random

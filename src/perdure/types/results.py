@@ -127,6 +127,31 @@ class CalibrationState(StrEnum):
     """A reward of this row would be meaningless. Runs of its dataset leave it out."""
 
 
+class ModelScore(Frozen):
+    """What the request's reward model answered about a patch, and what it cost.
+
+    Example:
+        ModelScore(model="judge", rewards={"judge": 0.75, "judge.minimal": 0.75}, reward=0.75,
+                   answer='{"scores": {"minimal": 0.75}}', prompt_tokens=2100, sampled_tokens=80)
+    """
+
+    model: str
+    """The judge's model, or the URL of the reward model."""
+    rewards: dict[str, float]
+    """Its score and the parts of that, under the names that they have in `Grade.named_rewards`."""
+    reward: float
+    """Its score, 0 to 1."""
+    answer: str = ""
+    """The text of the last answer, cut."""
+    calls: int = 1
+    """A judge whose answer is not readable is asked again. Tokens count all calls."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """The part of `prompt_tokens` that a hosted API read from its cache."""
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+
+
 class Grade(Frozen):
     """The verdict on a patch, with everything needed to audit it."""
 
@@ -139,7 +164,10 @@ class Grade(Frozen):
     rewards: Rewards
     named_rewards: dict[str, float] = Field(default_factory=dict)
     """The verifier's or the handler's own rewards by name, of any range, if it gave more than one
-    number. `reward` decides the outcome; without it, their mean does."""
+    number. `reward` decides the outcome; without it, their mean does. Those of the request's reward
+    model are added."""
+    model_score: ModelScore | None = None
+    """What the request's reward model answered; None if it was not asked."""
     fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     pass_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     exit_code: int | None = None

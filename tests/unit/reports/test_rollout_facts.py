@@ -5,7 +5,13 @@ from typing import Any, Literal
 
 import pytest
 
-from perdure.episodes.episode import AttemptSummary, EarlierVerdict, EpisodeParts, build_episode
+from perdure.episodes.episode import (
+    AttemptSummary,
+    EarlierVerdict,
+    EpisodeParts,
+    ModelUsage,
+    build_episode,
+)
 from perdure.episodes.episode_parquet import encode_segments
 from perdure.episodes.episode_store import write_episode
 from perdure.episodes.trajectory_segments import cut
@@ -14,6 +20,7 @@ from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
     Grade,
+    ModelScore,
     Outcome,
     Rewards,
     RolloutRequest,
@@ -58,6 +65,23 @@ def test_a_hosted_models_tokens_count() -> None:
     assert made.trajectory.untrained_tokens == {"hosted": 80}
     assert (found.prompt_tokens, found.cached_tokens, found.sampled_tokens) == (1800, 1000, 80)
     assert found.turn_tokens == ((900, 40), (900, 40))
+
+
+def test_a_judges_tokens_are_those_of_the_grade() -> None:
+    """A reward model behind HTTP reports none."""
+    judge = ModelScore(
+        model="j", rewards={}, reward=1, calls=2, prompt_tokens=900, sampled_tokens=40
+    )
+    by_url = judge.model_copy(update={"prompt_tokens": 0, "sampled_tokens": 0})
+    found = [
+        facts(grade=UNRESOLVED.model_copy(update={"model_score": one})) for one in (judge, by_url)
+    ]
+
+    assert found[0].judged == (
+        ModelUsage(model="j", turns=2, prompt_tokens=900, sampled_tokens=40),
+    )
+    assert found[1].judged == ()
+    assert found[0].sampled_tokens == 0
 
 
 FAILED = {"status": RolloutStatus.FAILED, "grade": None, "failure": LOST}

@@ -227,6 +227,22 @@ def test_discarded_attempts_cost_too(tmp_path: Path) -> None:
     assert shown["sampled tokens of discarded attempts"] == "50.0 k"
 
 
+def test_a_judges_tokens_are_apart_and_cost_too(tmp_path: Path) -> None:
+    """They are not the agent's, but they were paid for. A judge without a price is named."""
+    (tmp_path / "prices.toml").write_text(PRICES)
+    prices = read_prices(tmp_path / "prices.toml")
+    judged = ModelUsage(model="m", prompt_tokens=500_000, sampled_tokens=50_000)
+    run = RunFacts("r", (rollout("a", turns=0, usage=(), judged=(judged,)),))
+    shown = figures(build_report(run, prices=prices))
+    other = rollout("a", judged=(ModelUsage(model="judge", sampled_tokens=5),))
+    unpriced = figures(build_report(RunFacts("r", (other,)), prices=prices))
+
+    assert shown["cost, total"] == "$1.50"
+    assert shown["prompt tokens of judges"] == "500.0 k"
+    assert shown["sampled tokens of judges"] == "50.0 k"
+    assert unpriced["cost, total"] == "no price for judge"
+
+
 @pytest.mark.parametrize("usage", [(), (ModelUsage(model="m"),)], ids=["none", "not counted"])
 def test_a_cost_that_was_not_recorded_is_unknown(
     tmp_path: Path, usage: tuple[ModelUsage, ...]

@@ -15,11 +15,12 @@ from perdure.stack import stack_lifecycle
 if TYPE_CHECKING:
     from perdure.reports.stored_rollout import StoredAttempt, StoredRollout
     from perdure.storage.base import Store
-    from perdure.types import NetworkRecord
+    from perdure.types import ModelScore, NetworkRecord
 
 PATCH_LINES = 40
 TESTS_SHOWN = 20
 HOSTS_SHOWN = 10
+ANSWER_SHOWN = 200
 
 
 @click.command()
@@ -245,6 +246,8 @@ def _steps(attempt: "StoredAttempt") -> str:
         marked = f"; {mark}" if (mark := label_grade(grade)) else ""
         steps.append(f"grade {grade.outcome.value}{reason} in {grade.seconds:.1f} s{twins}{marked}")
         steps += [f"signal {signal}" for signal in grade.signals]
+        if (score := grade.model_score) is not None:
+            steps.append(_score(score))
     steps += [line for name, one in attempt.networks.items() for line in _refused(name, one)]
     return "\n          ".join(steps) or "no files"
 
@@ -257,6 +260,18 @@ def _refused(sandbox: str, record: "NetworkRecord") -> list[str]:
     ]
     hidden = sum(one.count for one in record.refused[HOSTS_SHOWN:]) + record.more
     return [*lines, *([f"network {sandbox}: {many(hidden, 'request')} more"] if hidden else [])]
+
+
+def _score(score: "ModelScore") -> str:
+    from perdure.cli.rollouts.turn_listing import printable
+
+    tokens = ""
+    if score.sampled_tokens:
+        counts = f"{many(score.prompt_tokens, 'prompt token')}, {score.sampled_tokens:,} sampled"
+        tokens = f", {many(score.calls, 'call')}, {counts}"
+    answer = printable(" ".join(score.answer.split()))
+    shown = f"{answer[:ANSWER_SHOWN]} ..." if len(answer) > ANSWER_SHOWN else answer
+    return f"{score.model} scores {score.reward:g} in {score.seconds:.1f} s{tokens}: {shown}"
 
 
 async def _print_tests(found: "StoredRollout") -> None:

@@ -113,9 +113,9 @@ class _Printer:
         margin = f"{indent}     {label:<{ROLE_WIDTH}} "
         room = max(20, self.width - len(margin))
         if self.full:
-            body = textwrap.indent(_printable(text), " " * len(margin)).lstrip(" ")
+            body = textwrap.indent(printable(text), " " * len(margin)).lstrip(" ")
         else:
-            body = _short(_printable(text), room)
+            body = _short(printable(text), room)
         click.echo(f"{indent}     ", nl=False)
         click.secho(f"{label:<{ROLE_WIDTH}} ", fg=STYLES.get(label), nl=False)
         click.secho(body, dim=label in ("system", "thinks"))
@@ -141,7 +141,7 @@ def _calls(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "calls", f"{function.get('name')} {function.get('arguments')}"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Replace control characters: text from a model or a tool must not control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text

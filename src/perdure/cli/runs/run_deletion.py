@@ -95,8 +95,8 @@ async def _objects(store: Store, run_id: str) -> AsyncIterator[tuple[str, int]]:
         if key.startswith(own):
             rollouts[f"rollout/{run_id}/{instance}/{rest.partition('/')[0]}"] = None
     for rollout in rollouts:
-        # All attempts: `p-<digest>-agent-1` -> `p-<digest>-agent-`.
-        named = identity_of(run_id, rollout, "agent", 1).removesuffix("1")
+        # Of all attempts, agents and judges: `p-<digest>-agent-1` -> `p-<digest>-`.
+        named = identity_of(run_id, rollout, "agent", 1).removesuffix("agent-1")
         async for one in store.sizes(f"{store_keys.JOURNAL}{named}"):
             yield one
     for key in (store_keys.job(run_id), store_keys.run_label(run_id)):
