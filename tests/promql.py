@@ -17,7 +17,7 @@ ALERTS = ROOT / "infra/prometheus/alerts.yml"
 FROM_PROMETHEUS = {"instance", "job", "up"}
 """Labels and a metric that a scrape adds."""
 _METRIC = re.compile(
-    r"\b((?:perdure|temporal|node)_\w+|approximate_backlog_count|up)\b(\{[^}]*\})?"
+    r"\b((?:perdure|temporal|node|DCGM_FI)_\w+|approximate_backlog_count|up)\b(\{[^}]*\})?"
 )
 _BY = re.compile(r"\bby\s*\(([^)]*)\)")
 _WORDS = {

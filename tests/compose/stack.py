@@ -24,7 +24,7 @@ from tests.stack.gated_engine import script
 IMAGE = "localhost/perdure"
 STAND_INS = "localhost/perdure-stand-ins"
 LEFT_OUT = ("grafana", "postgres", "prometheus", "temporal-schema", "temporal-ui")
-NOT_TAKEN = ("build", "depends_on", "extra_hosts", "healthcheck", "ports", "profiles")
+NOT_TAKEN = ("build", "depends_on", "env_file", "extra_hosts", "healthcheck", "ports", "profiles")
 TESTS = f"{ROOT}/tests:/app/tests:ro"
 """The tests' agent, which workers and callers import."""
 DEV_SERVER = ["temporal", "server", "start-dev", "--headless", "--ip", "0.0.0.0"]

@@ -12,7 +12,9 @@ WHO = (
     "import os; print(os.getuid(), open('/proc/self/status').read().split('CapBnd:')[1].split()[0])"
 )
 IMPORTED = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-EXTRAS = ("boto3", "cryptography", "datasets", "daytona", "e2b", "kubernetes_asyncio", "modal")
+EXTRAS = (
+    "boto3", "cryptography", "datasets", "daytona", "e2b", "kubernetes_asyncio", "matplotlib", "modal"
+)  # fmt: skip
 
 
 def test_its_services_give_graded_episodes(compose: Compose) -> None:

@@ -18,15 +18,17 @@ import pytest
 
 from perdure.errors import ConfigurationError, NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Mount, Network, SandboxSpec
-from perdure.sandboxes.host import cgroups, keeper_client
+from perdure.sandboxes.host import cgroups, keeper_client, namespaces, root_folder
 from perdure.sandboxes.host import host_sandbox as sandbox_module
 from perdure.sandboxes.host.host_processes import ProcessId, ended, is_alive
 from perdure.sandboxes.host.keeper import linux_syscalls
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from perdure.sandboxes.host.procfs import marked, started_at
+from perdure.sandboxes.providers import bubblewrap
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
+from tests.checkout_paths import ROOT
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
 SPEC = SandboxSpec(
@@ -213,6 +215,45 @@ async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Pa
 
     with pytest.raises(ConfigurationError, match="gone"):
         await provider.create(replace(SPEC, mounts=(Mount(missing, "/opt/x"),)), "missing")
+
+
+@pytest.fixture
+def package_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder like /nix with one program; outside of /tmp, of which a sandbox has its own."""
+
+    def forget() -> None:
+        bubblewrap._base.cache_clear()
+        namespaces._programs.cache_clear()
+
+    with tempfile.TemporaryDirectory(dir=ROOT) as name:
+        folder = Path(name)
+        program = folder / "store/1-hello/bin/hello"
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\necho hello\n")
+        (folder / "daemon-socket").mkdir()
+        for made in (folder, program):
+            made.chmod(0o755)
+        monkeypatch.setattr(
+            root_folder, "PACKAGE_STORES", (f"{folder}/store", f"{folder}/no-such-store")
+        )
+        forget()
+        yield folder
+    forget()
+
+
+async def test_programs_of_a_package_store_run_and_cannot_be_changed(
+    package_store: Path, provider: BubblewrapProvider
+) -> None:
+    """Nix and Guix: what they installed on the host, without the sockets of their daemons."""
+    hello = package_store / "store/1-hello/bin/hello"
+    box = await provider.create(SPEC, "stored")
+    assert isinstance(box, NamespaceSandbox)
+    try:
+        assert await out(box, str(hello)) == "hello\n"
+        assert "Read-only file system" in await out(box, f"touch {package_store}/store/new")
+        assert (await box.exec(f"ls {package_store}")).stdout == b"store\n"
+    finally:
+        await provider.kill("stored")
 
 
 async def test_environment_does_not_reach_host_programs(

@@ -1,5 +1,6 @@
 """Panels and alerts of infra read what processes of a live stack really serve."""
 
+import asyncio
 import functools
 import json
 import re
@@ -8,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,9 +25,11 @@ from tests.workflows import dev_server
 
 THRESHOLD = re.compile(r" (?:==|[<>]=?) [\d.]+$")
 BACKLOG = "approximate_backlog_count"
-Ask = Callable[[promql.Reads], Awaitable[bool]]
+Ask = Callable[[promql.Reads], Awaitable[list[Any]]]
 RARE = {"temporal_request_failure_total", "perdure_stuck_tries_total"}
 """Served only when Temporal has refused a call, or a stage has failed many times."""
+GPU_SHARES = (4845 / (4845 + 35690), 0.996, 0.930)
+"""What the recorded samples give for each expression about GPUs."""
 
 
 async def _metrics(url: str) -> str:
@@ -71,7 +75,8 @@ async def test_every_expression_reads_what_a_live_stack_serves(tmp_path: Path) -
 async def _prometheus(folder: Path, *targets: str) -> AsyncIterator[Ask | None]:
     """Asks a real Prometheus that scrapes these addresses; None where the program is missing.
 
-    A panel has to draw something. An alert has to be understood: it has no value until it is raised.
+    It answers with the lines that it draws, none until it has scraped. An alert has no line until it is
+    raised, and only has to be understood.
     """
     program = shutil.which("prometheus")
     if program is None:
@@ -95,16 +100,18 @@ async def _prometheus(folder: Path, *targets: str) -> AsyncIterator[Ask | None]:
             stderr=subprocess.DEVNULL,
         )
 
-        async def ask(one: promql.Reads) -> bool:
+        async def ask(one: promql.Reads) -> list[Any]:
             url = f"http://127.0.0.1:{port}/api/v1/query"
             async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
                 try:
                     answer = await client.get(url, params={"query": one.expression})
                 except httpx.TransportError:  # it starts
-                    return False
+                    return []
             assert answer.status_code in (200, 503), f"{one.where}: {answer.text}"
-            drawn = answer.status_code == 200 and answer.json()["data"]["result"]
-            return bool(drawn or (answer.status_code == 200 and THRESHOLD.search(one.expression)))
+            if answer.status_code == 503:
+                return []
+            lines: list[Any] = answer.json()["data"]["result"]
+            return lines or [None] * bool(THRESHOLD.search(one.expression))
 
         try:
             yield ask
@@ -164,9 +171,40 @@ async def test_expressions_of_hosts_read_what_node_exporter_serves() -> None:
     assert [miss for one in of_hosts for miss in one.misses(served)] == []
 
 
+async def test_gpu_panels_draw_recorded_samples(tmp_path: Path) -> None:
+    """The exporter's names and labels. Where there is a Prometheus, it draws one line per GPU, although
+    an instance of the GPU has samples of its own."""
+    text = (Path(__file__).parent / "dcgm_exporter.txt").read_text()
+    of_gpus = [one for one in promql.expressions() if _reads(one, "DCGM_")]
+    served = promql.served(text)
+    assert [one.where for one in of_gpus] == ["GPU memory in use", "GPU compute", "GPU compute"]
+    assert [miss for one in of_gpus for miss in one.misses(served)] == []
+    async with _serving(text) as exporter, _prometheus(tmp_path / "prometheus", exporter) as ask:
+        if ask is not None:
+            for one, share in zip(of_gpus, GPU_SHARES, strict=True):
+                (line,) = await until(functools.partial(ask, one), f"Prometheus draws {one.where}")
+                assert line["metric"] == {"Hostname": "ub20-a100-k8s", "gpu": "0"}
+                assert float(line["value"][1]) == pytest.approx(share, abs=0.001)
+
+
+@asynccontextmanager
+async def _serving(text: str) -> AsyncIterator[str]:
+    """Answer each request with this text; yields `host:port`."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: {len(text)}\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write((head + text).encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        yield ":".join(map(str, server.sockets[0].getsockname()))
+
+
 def _of_others(one: promql.Reads) -> bool:
-    """Served by node_exporter or by Temporal's server."""
-    return _reads(one, "node_") or _reads(one, BACKLOG)
+    """Served by node_exporter, by dcgm-exporter or by Temporal's server."""
+    return any(_reads(one, prefix) for prefix in ("node_", "DCGM_", BACKLOG))
 
 
 def _reads(one: promql.Reads, prefix: str) -> bool:

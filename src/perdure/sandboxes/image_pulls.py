@@ -43,12 +43,18 @@ PERMANENT_PULL_ERRORS = (
     "manifest for",
     "name unknown",
     "not found",
-    "no matching manifest",
     "does not exist",
     "denied",
     "invalid reference",
 )
 """`denied` is also what registries answer for a repository that does not exist."""
+OTHER_ARCHITECTURE = (
+    "no matching manifest",
+    "no match for platform",
+    "no image found in manifest list for architecture",
+    "no image found in image index for architecture",
+)
+"""What Docker and Podman say if an image was published only for other machines."""
 AFTER = re.compile(r"retry-after: *((?:[\d.]+(?:µs|us|ms|s|m|h))+|\d+)")
 PART = re.compile(r"([\d.]+)(µs|us|ms|s|m|h)")
 UNITS = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -136,6 +142,11 @@ def refused(name: str, said: str, puller: Puller, *, asked: str = "") -> Perdure
         return ControlPlaneError(what, retry_after=_seconds(words))
     if says(NOT_REACHED):
         return ControlPlaneError(what)
+    if says(OTHER_ARCHITECTURE):
+        return InstanceError(
+            f"{what}; it was published for other architectures: run the workers in a VM of one of "
+            "these, or use --sandbox e2b, daytona, modal, or kubernetes"
+        )
     registry = image_names.registry_of(name)
     log_in = puller.log_in.format(registry=registry)
     if says(PERMANENT_PULL_ERRORS) and not says(("getting credentials",)):

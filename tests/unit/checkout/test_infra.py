@@ -120,6 +120,32 @@ def test_compose_sets_only_settings_that_exist() -> None:
     assert given - names == set()
 
 
+def test_every_setting_of_the_env_file_reaches_our_services() -> None:
+    """Also keys of sandbox providers, package indexes and proxies; the store and Temporal, which are on
+    our own networks, are reached without the proxy."""
+    for name, service in OURS.items():
+        assert service["env_file"] == [{"path": ".env", "required": False}], name
+        for variable in ("NO_PROXY", "no_proxy"):
+            direct = service["environment"][variable].split(",")
+            assert {"gateway", "s3", "temporal", "localhost"} <= set(direct)
+
+
+def test_our_services_see_the_files_that_settings_name_and_cannot_change_them() -> None:
+    """For example a kubeconfig, or the keys that encrypt payloads. Git ignores them."""
+    assert [n for n, s in OURS.items() if "./infra/keys:/keys:ro" not in s["volumes"]] == []
+    ignored = subprocess.run(
+        ["git", "check-ignore", "--quiet", "infra/keys/config"], cwd=ROOT, check=False
+    )
+    assert ignored.returncode == 0
+
+
+def test_the_command_line_writes_to_a_volume() -> None:
+    """`cli` runs in a folder that its user may write to, and that outlives its container."""
+    cli = OURS["cli"]
+
+    assert any(mount.endswith(f":{cli['working_dir']}") for mount in cli["volumes"])
+
+
 def test_mounted_files_exist() -> None:
     """Every host path the compose file mounts is in the repository."""
     mounts = [m for s in COMPOSE["services"].values() for m in s.get("volumes", ())]
@@ -137,7 +163,9 @@ def test_the_image_is_built_from_what_is_here() -> None:
     ]
 
     assert [path for path in copied if not (ROOT / path).exists()] == []
-    assert set(re.findall(r"--extra (\w+)", dockerfile)) - set(extras) == set()
+    installed = set(re.findall(r"--extra (\w+)", dockerfile))
+    assert installed - set(extras) == set()
+    assert "report" in installed  # `perdure report --html` draws plots
 
 
 IMAGES = [ROOT / "infra/images/Dockerfile", ROOT / "infra/ray/Dockerfile"]

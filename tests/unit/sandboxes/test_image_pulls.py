@@ -82,6 +82,24 @@ def test_pull_limit_is_waited_for(said: str, seconds: float) -> None:
     assert error.retry_after == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "no matching manifest for linux/arm64/v8 in the manifest list entries",
+        "no match for platform in manifest: not found",
+        'no image found in image index for architecture "arm64", variant "v8", OS "linux"',
+    ],
+)
+def test_image_of_another_architecture_needs_another_machine(said: str) -> None:
+    """The row is right, so the message names where its image would run."""
+    error = refused("a/b:1", said, PULLER)
+
+    assert isinstance(error, InstanceError)
+    assert str(error).endswith(
+        "run the workers in a VM of one of these, or use --sandbox e2b, daytona, modal, or kubernetes"
+    )
+
+
 def test_full_disk_is_named() -> None:
     """The message says which disk lacks space."""
     error = refused("a/b:1", "writing blob: no space left on device", PULLER)

@@ -12,6 +12,9 @@ from perdure.sandboxes.base import Mount
 
 LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 """Folders of / that are links into /usr on most systems."""
+PACKAGE_STORES = ("/nix/store", "/nix/var/nix/profiles", "/gnu/store", "/var/guix/profiles")
+"""Programs of Nix and Guix, and the links of their profiles. The folders above them hold the sockets of
+their daemons, which build on the host and download: no sandbox may see these."""
 FOLDERS = ("dev", "etc", "home", "opt", "proc", "run", "sys", "tmp", "usr", "var")
 
 ETC = {
@@ -40,10 +43,12 @@ PAGES = shutil.ignore_patterns("*.gz")
 
 
 def host_programs() -> list[Mount]:
-    """The host's /usr, and this Python where it is installed outside /usr."""
-    prefixes = dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix)))
-    outside = [Mount(Path(p), p) for p in prefixes if not f"{p}/".startswith("/usr/")]
-    return [Mount(Path("/usr"), "/usr"), *outside]
+    """The host's /usr and package stores, and this Python where it is installed outside of them."""
+    folders = ["/usr", *(folder for folder in PACKAGE_STORES if os.path.isdir(folder))]
+    for prefix in (sys.base_prefix, os.path.realpath(sys.base_prefix)):
+        if not any(f"{prefix}/".startswith(f"{folder}/") for folder in folders):
+            folders.append(prefix)
+    return [Mount(Path(folder), folder) for folder in folders]
 
 
 def write_skeleton(folder: Path) -> None:

@@ -5,7 +5,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,7 +28,7 @@ from perdure.sandboxes.host.namespaces import (
     resolver_of,
     shared_folders,
 )
-from perdure.sandboxes.host.root_folder import LINKED
+from perdure.sandboxes.host.root_folder import LINKED, host_programs
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
 from perdure.sandboxes.spec_validation import check_folders
@@ -165,18 +164,19 @@ def _bind(source: Path, target: str, *, writable: bool = False) -> tuple[str, ..
 
 @cache
 def _base() -> tuple[str, ...]:
-    """The host's programs and libraries, and this Python where it is installed outside /usr."""
-    binds = [*_bind(Path("/usr"), "/usr")]
+    """The host's programs and libraries, and this Python."""
+    binds = [
+        part
+        for mount in host_programs()
+        if os.access(mount.source, os.R_OK | os.X_OK)
+        for part in _bind(mount.source, mount.target)
+    ]
     for name in LINKED:
         path = Path("/", name)
         if path.is_symlink():
             binds += ["--symlink", os.readlink(path), str(path)]
         elif path.is_dir():
             binds += _bind(path, str(path))
-    for prefix in dict.fromkeys((sys.base_prefix, os.path.realpath(sys.base_prefix))):
-        outside = not prefix.startswith("/usr/") and prefix != "/usr"
-        if outside and os.access(prefix, os.R_OK | os.X_OK):
-            binds += _bind(Path(prefix), prefix)
     return tuple(binds)
 
 
