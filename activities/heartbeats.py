@@ -25,9 +25,9 @@ class Beats:
 
 STAGE = Beats(share=1 / 3, pause_s=10.0)
 WATCH = Beats(share=0.71, pause_s=60.0)
-"""For the watch of an agent, which runs long, and Temporal Cloud bills each heartbeat as an action. Few
-are enough: the host reports dead workers (`workers.host.worker_deaths`), and the gateway ends the
-calls of a stopped agent."""
+"""For the watch of an agent. It lasts long, and Temporal Cloud bills each heartbeat as an action.
+Few heartbeats are enough: the host reports dead workers (`workers.host.worker_deaths`), and the
+gateway ends the calls of a stopped agent."""
 
 _progress: ContextVar[dict[str, Any]] = ContextVar("progress")
 

@@ -1,4 +1,4 @@
-"""Kills processes during the run. The same seed kills the same kinds in the same order."""
+"""Kills processes during the run. A seeded generator chooses the kind of each."""
 
 import os
 import random

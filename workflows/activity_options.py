@@ -40,7 +40,7 @@ WATCH_PATIENCE = 85 / 30
 """The heartbeat timeout of an agent's watch, in multiples of `heartbeat_timeout_s`. By default 85 s, so
 that the agents of a lost host move within 90 s. The host reports a dead worker sooner."""
 STOP_CALLS_S = 60.0
-"""Seconds for all tries. If they fail, the agent stops after its watcher's next heartbeat."""
+"""Seconds for all tries. If all fail, the agent stops only after its watcher's next heartbeat."""
 
 
 class ActivityOptions(TypedDict, total=False):

@@ -1,7 +1,7 @@
 """`python -m benchmarks.deadline`: does a run end at its deadline while its processes are killed?
 
 Each seed is one run with more rollouts than fit. Until the deadline, SIGKILL hits a worker, the
-gateway, a sandbox, Temporal's server, or everything every few seconds. The run must end within a
+gateway, a sandbox, Temporal's server, or all of them, every few seconds. The run must end within a
 minute of its deadline, and its manifest must name each rollout without a verdict, with stage and
 cause. Then the same command with a later deadline must finish the run, from the recorded turns.
 """
@@ -33,7 +33,7 @@ AGENT = ("--agent", "benchmarks.overhead.bash_agent:BashAgent")
 TURNS = 10
 AT_A_TIME = 4
 LATEST_S = 60.0
-"""A run must end this long after its deadline."""
+"""Maximum seconds from a run's deadline to its end."""
 LIMIT_S = 300.0
 """Seconds after the deadline until the benchmark gives up on a run."""
 LATER = "10m"

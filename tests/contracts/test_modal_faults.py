@@ -100,7 +100,7 @@ async def test_image_that_modal_cannot_pull_is_named(bench: Bench) -> None:
 
 async def test_image_name_is_no_way_into_a_dockerfile(bench: Bench) -> None:
     """The SDK writes the name into a Dockerfile, and rows come from strangers."""
-    with pytest.raises(ConfigurationError, match="is no image"):
+    with pytest.raises(ConfigurationError, match="is not an image name"):
         await bench.provider.create(replace(SPEC, image="python\nRUN make me"), ID)
 
     assert bench.asked("ImageGetOrCreate") == []

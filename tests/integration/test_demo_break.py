@@ -64,7 +64,7 @@ def test_every_part_breaks_and_every_rollout_is_graded_right(home: Path) -> None
     told: dict[str, Any] = json.loads(done.stdout)
     played = {fault["fault"] for fault in told["faults"]}
     assert played - FULL == KILLED | REFUSED
-    assert played >= FULL or "Left out: a full file system" in done.stderr
+    assert played >= FULL or "Skipped: a full file system" in done.stderr
     assert (told["graded_right"], told["rollouts"]) == (6, 6)
     assert told["wrong_zeros_without_recovery"] == 4
     assert [line.partition(" at ")[2] for line in told["continued"]] == ["turn 3"]

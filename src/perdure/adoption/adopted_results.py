@@ -18,8 +18,8 @@ AT_ONCE = 32
 
 
 async def place(store: Store, run: RunRequest, placed: Sequence[Placed]) -> None:
-    """A rollout with a verdict gets its episode, so that the run leaves it as it is. One with a patch
-    applies it in place of an agent. The call is idempotent.
+    """Write an episode for each rollout with a verdict, so that the run does not repeat it. Store
+    each patch, which its rollout applies instead of starting an agent. The call is idempotent.
 
     Raises: ConfigurationError if the run has other results.
     """

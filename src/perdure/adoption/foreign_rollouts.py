@@ -32,7 +32,7 @@ class ForeignRollout(Frozen):
     """Its verdict, by the names of its scores; None if it has none."""
     patch: str | None = None
     """The whole diff that its agent left, byte for byte (surrogateescape); None if it is unknown, or
-    if something else than the agent ended its work."""
+    if something other than the agent ended its work."""
     lacks: str = ""
     """Why it has no verdict."""
 
@@ -52,7 +52,7 @@ class ForeignRollout(Frozen):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a folder has. `notes`: sentences about files that were cut off."""
+    """The results in a folder. `notes`: a sentence for each incomplete file."""
 
     rollouts: tuple[ForeignRollout, ...]
     notes: tuple[str, ...] = ()
@@ -69,16 +69,16 @@ class Placed:
 
 
 def of_one_maker(rollouts: Sequence[ForeignRollout], by: str) -> list[ForeignRollout]:
-    """The attempts of one agent and model. Attempts that left nothing do not matter. `by`: the name of
-    the agent or the model to keep.
+    """The attempts of one agent with one model. `by`: the name of the agent or model to keep.
+    Attempts without a verdict or a patch may come from others.
 
-    Raises: ConfigurationError that lists them if there are several.
+    Raises: ConfigurationError that lists agents and models if there are several.
     """
     kept = [one for one in rollouts if by in ("", one.agent, one.model)]
     makers = dict.fromkeys(one.maker for one in kept or rollouts if one.has_work)
     if kept and len(makers) <= 1:
         return kept
-    problem = "they are no samples of each other" if kept else f"none is named {by!r}"
+    problem = "a run takes the results of only one" if kept else f"none is named {by!r}"
     raise ConfigurationError(
         f"the results are by {', '.join(makers)}, and {problem}: choose an agent or a model with "
         "--by NAME"

@@ -1,7 +1,7 @@
 """Reads mini-swe-agent's output, SWE-bench predictions, and SWE-bench's reports about them.
 
-mini-swe-agent writes no verdicts. Its trajectories say how the agent ended; an error in place of an
-end is no work to grade. SWE-bench's verdicts are in its reports.
+mini-swe-agent writes no verdicts. Its trajectories say how the agent ended. If an error ended it,
+there is no work to grade. SWE-bench's verdicts are in its reports.
 """
 
 import json
@@ -16,7 +16,7 @@ from perdure.rollouts.predictions import BadJson
 
 MINI, SWE_BENCH = "mini-swe-agent", "SWE-bench"
 OWN_ENDS = ("Submitted", "LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
-"""Exit statuses of mini-swe-agent that are the agent's own; the others are names of exceptions."""
+"""Exit statuses of agents that ended by themselves. Other statuses are names of exceptions."""
 MINI_FILES = ("minisweagent.log", "exit_statuses_*.yaml", predictions.TRAJECTORIES)
 SUMMARY, INSTANCE_REPORTS = "*.json", "**/report.json"
 RESOLVED = "resolved"
@@ -61,7 +61,7 @@ def _of_trajectory(where: str, name: str, entry: Mapping[str, Any]) -> ForeignRo
 
 
 def _predictions(path: Path, notes: list[str], *, may_be_cut: bool) -> Iterator[Entry]:
-    """`may_be_cut`: other files have the results of a list that was cut off."""
+    """`may_be_cut`: the list may be incomplete, because other files have its results too."""
     lists = [path / name for name in predictions.LISTS] if path.is_dir() else [path]
     others = sorted(path.glob("*.jsonl")) if path.is_dir() else []
     file = next((one for one in (*lists, *others) if one.is_file()), None)
@@ -101,8 +101,9 @@ def _judged(one: ForeignRollout, verdicts: Mapping[str, tuple[str, bool]]) -> Fo
 
 
 def _verdicts(folder: Path, notes: list[str]) -> dict[str, tuple[str, bool]]:
-    """Instance id -> the report and its verdict. What SWE-bench calls an error, or likely the
-    infrastructure's failure, is none. Raises: ConfigurationError if two reports disagree."""
+    """Instance id -> the report and its verdict. Instances that SWE-bench counts as errors, or as
+    likely infrastructure failures, have no verdict. Raises: ConfigurationError if two reports
+    disagree."""
     found: dict[str, tuple[str, bool]] = {}
     for file in sorted({*folder.glob(SUMMARY), *folder.glob(INSTANCE_REPORTS)}):
         name = str(file.relative_to(folder))

@@ -23,7 +23,8 @@ TOLD = 400
 
 @dataclass(frozen=True)
 class Reader:
-    """A program of `in_reader/`, and the package it needs. `pythons`: versions, the best first."""
+    """A program of `in_reader/`, and the package it needs. `pythons`: Python versions, the
+    preferred one first."""
 
     program: str
     package: str
@@ -86,7 +87,7 @@ def _interpreter(reader: Reader) -> str:
 
 
 def _environment() -> Mapping[str, str]:
-    """Harbor reports its use to its makers unless it is told not to."""
+    """Turn off Harbor's telemetry, which is on by default."""
     return {**process_environment.variables(), "HARBOR_TELEMETRY": "0", "PYTHONPATH": ""}
 
 

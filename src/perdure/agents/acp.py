@@ -50,7 +50,7 @@ class AcpOptions(headless_cli.HeadlessOptions):
     turns: tuple[str, ...] = ()
     """The user's further turns; the first is the task."""
     permissions: Literal["allow", "reject"] = "allow"
-    """Answer to every permission request; once, if the server offers this choice."""
+    """The answer to every permission request: for that request only, if the server offers this."""
     turn_s: float | None = Field(None, gt=0)
     """Seconds after which a turn is cancelled and the next one is sent; default: no limit."""
 
@@ -125,8 +125,8 @@ def _server(task: AgentTask, chosen: AcpOptions) -> Launch:
         return server.launch(task, chosen.model_dump(include=shared))
     if limits:
         raise ConfigurationError(
-            f"agent_options.{min(limits)}: only with agent_options.server; remove it, and set the "
-            "limit in the server's own settings"
+            f"agent_options.{min(limits)} needs agent_options.server: remove it, and set the limit "
+            "in the server's own settings"
         )
     env = headless_cli.environment({}, _connection(gateway_url, task), chosen.extra_env)
     return Launch(argv=(), env=env)
@@ -149,7 +149,7 @@ def _connection(gateway_url: str, task: AgentTask) -> dict[str, str]:
 
 
 def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> dict[str, Any]:
-    """Input of `acp_client.py`, which is not kept as evidence."""
+    """Input of `acp_client.py`. This file is not kept as evidence."""
     server = SERVERS.get(chosen.server)
     servers = {} if server and server.configures_mcp else task.mcp_servers
     return {

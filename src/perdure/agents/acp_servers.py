@@ -23,10 +23,14 @@ PACKAGES = "/opt/acp-server"
 
 @dataclass(frozen=True)
 class AcpServer:
-    """`files`: more settings files. `command` may contain `{model}`. `lock`: the npm package of an adapter that starts the agent's own
-    program, if it needs one. `session_meta`: the field `_meta` of `session/new`. `failure`: part of an update
-    that says that the turn failed, if the server then ends the turn as whole. `configures_mcp`: its settings
-    file names the MCP servers, and not `session/new`."""
+    """How to start an agent as a server.
+
+    `command` may contain `{model}`. `lock`: the npm package of an adapter that starts the agent's
+    own program, if the agent needs one. `files`: extra settings files. `session_meta`: the field
+    `_meta` of `session/new`. `failure`: the part of an update that reports a failed turn, if the
+    server ends such a turn like a successful one. `configures_mcp`: MCP servers are named in the
+    agent's settings file instead of `session/new`.
+    """
 
     agent: str
     command: tuple[str, ...]
@@ -73,7 +77,7 @@ _CLAUDE_CODE = {
 }
 
 _ASK = b'{"permissions": {"defaultMode": "default"}}'
-"""Claude Code asks the client. By default it asks the policy to judge each command."""
+"""Makes Claude Code ask the client for permission. By default it asks the policy."""
 
 SERVERS = {
     server.agent: server

@@ -11,7 +11,7 @@ from perdure.python_interpreters import find_uv
 
 VERSION = re.compile(r"\d[\w.+-]*")
 OLDEST_PYTHON = {"openhands": "3.12", "terminus_2": "3.12"}
-"""The oldest Python of an agent that does not run on Perdure's oldest."""
+"""Minimum Python versions of agents that do not run on 3.11, Perdure's minimum."""
 COMPILE = (
     *("pip", "compile", "--quiet", "--universal", "--generate-hashes"),
     *("--no-header", "--no-annotate", "--no-emit-index-url"),
@@ -21,16 +21,16 @@ COMPILE = (
 def update_lock(locks: Path, agent: str, version: str) -> list[Path]:
     """Rewrite the agent's lock and return its files. Other packages in it change only if they must.
 
-    Raises: ConfigurationError for an agent without a lock, or another word than a version;
-    AgentError when the registry lacks the version.
+    Raises: ConfigurationError if the agent has no lock or `version` is not an exact version;
+    AgentError if the registry lacks the version.
     """
     if not VERSION.fullmatch(version):
-        raise ConfigurationError(f"{version!r} is no version; give an exact one, such as 1.2.3")
+        raise ConfigurationError(f"{version!r} is not a version; give an exact one, such as 1.2.3")
     if (lock := locks / f"{agent}.json").is_file():
         return _update_npm(lock, version)
     if (wanted := locks / f"{agent}.in").is_file():
         return _update_python(wanted, agent, version)
-    raise ConfigurationError(f"agent {agent!r} has no lock that could be moved")
+    raise ConfigurationError(f"agent {agent!r} has no locked version to change")
 
 
 def _update_npm(lock: Path, version: str) -> list[Path]:

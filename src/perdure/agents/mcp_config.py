@@ -27,8 +27,7 @@ def wait_s(server: McpServer) -> float:
 
 
 def check(name: str, agent: Agent, servers: McpServers) -> None:
-    """Raises: ConfigurationError if the agent cannot use MCP servers. One that calls no model needs
-    none."""
+    """Raises: ConfigurationError if the agent calls a model but cannot use MCP servers."""
     if servers and agent.needs_model and not isinstance(agent, UsesMcpServers):
         raise ConfigurationError(
             f"agent {name!r} cannot use MCP servers ({', '.join(servers)}): choose one of "

@@ -1,6 +1,6 @@
 """smolagents 1.26.0 from PyPI, unmodified: its CodeAgent, which acts by writing Python.
 
-`smolagents_run.py` starts it with one more tool, `bash`. It never compacts its history.
+`smolagents_run.py` starts it with one more tool, `bash`. The agent never compacts its history.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Terminus 2 of Harbor 0.26.0 from PyPI, unmodified, run headless in the sandbox.
 
 It types its model's keystrokes into a tmux session and reads the screen. `terminus_2_run.py` starts
-it. The host needs tmux, and a Python 3.12 or later, which are mounted too.
+it. The host needs tmux and Python 3.12 or later, which sandboxes get from the host.
 """
 
 import hashlib

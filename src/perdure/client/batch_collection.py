@@ -32,7 +32,7 @@ LOOK_EVERY_S = 10.0
 """Seconds between two checks whether the groups wait for an engine, which the user may have to
 start."""
 LEAVES_S = 30.0
-"""Seconds for which a caller that stops iterating waits for an unavailable server."""
+"""Seconds to wait for an unavailable server when the caller stops iterating."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ async def collect(
     `leftover="keep"` they continue, and the same request joins them later. A group that was started
     before keeps its policy version. Groups that `accept` refuses are neither yielded nor counted.
     `store`: as for `read_episodes`. While no group finishes, a warning every `tell_every_s` says
-    what the groups are doing, and one within seconds says if they wait for an engine.
+    what the groups are doing. If they wait for an engine, another warning says so within seconds.
 
     Raises: ConfigurationError for a bad or repeated request; NoResult if a group failed or was
     terminated; ValueError for `trainable_tokens` or `in_flight` below 1; the errors of `read_episodes`.
@@ -155,7 +155,8 @@ class Collector:
         store: "Store | GatewayEpisodes | None" = None,
         tell_every_s: float = TELL_EVERY_S,
     ) -> None:
-        """`in_flight=None`: as many as the batch still lacks, if it counts groups and not tokens."""
+        """`in_flight=None`: as many groups as the batch still needs, if it counts groups, not
+        tokens."""
         check_positive(in_flight=in_flight)
         self._perdure = perdure
         self._source = _distinct(requests)

@@ -19,7 +19,7 @@ from perdure.types import EpisodeRef
 
 PAGE = 1000
 FEW = 50
-"""Rollouts listed beyond the wanted ones at most, because listing one costs the server 1 ms and
+"""Maximum number of rollouts to list beyond the wanted ones. Listing one costs the server 1 ms,
 counting thousands 10 ms."""
 WAITING = "waiting"
 """The stage of a rollout before its boot begins."""

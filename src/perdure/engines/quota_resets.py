@@ -13,7 +13,7 @@ from perdure.storage.base import Store
 from perdure.types import Frozen
 
 NEAR_S = 1.0
-"""A reset that differs from the noted one by less is not written again."""
+"""A reset is written again only if it differs from the last one by at least this many seconds."""
 
 
 class QuotaReset(Frozen):

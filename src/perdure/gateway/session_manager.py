@@ -96,7 +96,7 @@ KEPT_SESSIONS = 4096
 """How many sessions keep their rules and totals in memory. Others are read back when they are called."""
 TRIM_EVERY_S = 1.0
 HUNG_UP_KNOWN_S = 5.0
-"""Seconds in which a living gateway process notes that an agent has hung up on an MCP call."""
+"""If an agent hangs up on an MCP call, a living gateway process records that within this time."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 2.0
 """Seconds before a call retries the journal. The pause doubles each time."""
 
@@ -504,8 +504,8 @@ class Sessions:
         await self._note_mcp(session_id, call_record(call_id, call))
 
     async def _note_broken_mcp_calls(self, session: Session) -> None:
-        """Note that an MCP call has no end, because the process that sent it died. While an agent waits
-        or after it hung up, a living process notes how the call ends."""
+        """Mark the session as failed if a gateway process died during an MCP call. A living process
+        records how its calls end, even if the agent hangs up."""
         until = time.monotonic() + HUNG_UP_KNOWN_S
         await self._refresh(session)
         while (places := session.mcp_elsewhere) and time.monotonic() < until:

@@ -133,9 +133,9 @@ class Session:
     mcp_failed: str = ""
     """Why a call of an MCP server got no answer; empty if each got one. The first reason stays."""
     mcp_begun: dict[str, str] = field(default_factory=dict)
-    """By id: the server of each MCP call that has not ended, for messages to people."""
+    """Id of each open MCP call -> its server, as messages name it."""
     mcp_here: set[str] = field(default_factory=set)
-    """The ids of those that this process has sent."""
+    """Ids of the open MCP calls that this process sent."""
     mcp_ended: set[str] = field(default_factory=set)
     """The sessions at MCP servers that the agent has ended."""
     mcp_recorded: int = 0
@@ -269,7 +269,7 @@ class Session:
 
     @property
     def longest_unanswered(self) -> Wait | None:
-        """One that waits for a quota's reset, otherwise the oldest one."""
+        """The oldest wait for a quota's reset; without one, the oldest of all waits."""
         return min(
             self.unanswered.values(), key=lambda wait: (not wait.until, wait.since), default=None
         )

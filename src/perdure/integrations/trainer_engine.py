@@ -244,9 +244,10 @@ def _check_apart(roster: Roster, run: str) -> None:
         mine, theirs = run.removesuffix("*"), other.run.removesuffix("*")
         if mine.startswith(theirs) or theirs.startswith(mine):
             raise ConfigurationError(
-                f"engine {other.name} samples the runs {other.run} of another training, and this one's "
-                f"are {run}: choose a `run_id` such that neither begins with the other, or, if that "
-                f"training has ended, `perdure engines remove {other.name}`"
+                f"engine {other.name} of another training samples the runs {other.run}, which "
+                f"overlap with this training's {run}: choose a `run_id` so that neither begins "
+                "with the other, or, if that training has ended, run "
+                f"`perdure engines remove {other.name}`"
             )
 
 

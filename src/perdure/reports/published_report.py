@@ -22,7 +22,8 @@ PER_ROLLOUT = {
     *("run_id", "instance", "sample_index", "group_id", "round", "start_at", "schema_version"),
     *("agent", "agent_options", "model", "models", "sampling", "policy_version", "grading"),
 }
-"""Fields of a rollout's request that are no settings of the run, or that the report has elsewhere."""
+"""Fields of a rollout's request that are not settings of the run, or are elsewhere in the
+report."""
 OF_RUN = ("n_samples", "concurrency", "budget", "deadline_s", "stop_at", "quorum")
 SHORT = 16
 """Hexadecimal digits of the digests of single rows, as the run's identity has them."""
@@ -49,7 +50,7 @@ class Score(Frozen):
     """Over the instances with k verdicts. Rollouts without a verdict do not count."""
     pass_at_1_if_rest_unresolved: float | None = None
     pass_at_1_if_rest_resolved: float | None = None
-    """Both: over all planned rollouts; null if each has a verdict."""
+    """Both are over all planned rollouts, and null if every rollout has a verdict."""
     interval: str = INTERVAL_METHOD
     confidence: float = CONFIDENCE
     upper_bound_gold: float | None = None
@@ -67,7 +68,7 @@ class AdoptedVerdicts(Frozen):
     pass_at_1_with_them: Estimate
     pass_at_1_if_rest_unresolved: float | None = None
     pass_at_1_if_rest_resolved: float | None = None
-    """Both: over all planned rollouts, if the verdicts of all programs count."""
+    """Both are over all planned rollouts, and count the verdicts of all programs."""
 
 
 class FailureCount(Frozen):
@@ -103,7 +104,7 @@ class Row(Frozen):
 class Dataset(Frozen):
     names: tuple[str, ...]
     sha256: str
-    """Of all lines `<instance> <sha256>` of `rows`, sorted."""
+    """Digest of the sorted lines `<instance> <sha256>` of `rows`."""
     rows: tuple[Row, ...]
 
 
@@ -148,7 +149,7 @@ class PublishedReport(Frozen):
     is_complete: bool
     """Whether each planned rollout has a verdict."""
     stopped: str
-    """Why the run ended before its rollouts; empty if it did not."""
+    """Why the run ended before all its rollouts; empty if it did not."""
     score: Score
     adopted: AdoptedVerdicts | None = None
     outcomes: dict[str, int]
@@ -162,7 +163,7 @@ class PublishedReport(Frozen):
     settings: dict[str, JsonValue]
     """Sandboxes, limits, caps, grading and retries of each rollout; samples and budgets of the run."""
     perdure_versions: tuple[str, ...]
-    """Those that wrote the episodes, with the commit if it was known."""
+    """Versions that wrote the episodes, with the commit if it was known."""
     cost_dollars: float | None
     command: str
     rollouts: tuple[PublishedRollout, ...]
@@ -175,7 +176,8 @@ def published(
     identity: Mapping[str, str],
     rows: Mapping[str, Instance | None],
 ) -> PublishedReport:
-    """`identity`: that of the run, `{}` if it has none. `rows`: the planned instances, by reference."""
+    """`identity`: the run's, or `{}` if it has none. `rows`: the planned instances, by
+    reference."""
     rollout = request.rollout_request("any/instance")
     score, adopted = _score(report), _adopted(report)
     return PublishedReport(
@@ -206,8 +208,8 @@ def published(
 
 
 def headline(score: Score, adopted: AdoptedVerdicts | None = None) -> str:
-    """A score without all verdicts opens with its incompleteness. Verdicts of other programs have a
-    sentence of their own."""
+    """If a rollout has no verdict, the headline begins with "Incomplete". Verdicts of other
+    programs have their own sentence."""
     if adopted is not None:
         return f"{headline(score)}. {_with_adopted(score, adopted)}"
     coverage = f"{score.with_verdict} of {score.planned} rollouts have a verdict"

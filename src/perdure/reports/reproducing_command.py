@@ -10,7 +10,7 @@ from perdure.types import GIVEN_PATCHES, RolloutRequest, RunRequest
 
 DEFAULT_AGENT = RolloutRequest.model_fields["agent"].default
 NOT_SAMPLED = ("agent", "grading")
-"""Fields with an option of their own, or that change no result."""
+"""Fields that have their own option, or that change no result."""
 PREDICTIONS = "predictions.json"
 ADOPTED = "adopted-folder"
 
@@ -51,7 +51,7 @@ def _source(request: RunRequest) -> list[str]:
 
 
 def _of_run(request: RunRequest) -> list[str]:
-    """Options of limits that may end rollouts."""
+    """Options for the limits that may end rollouts."""
     words = []
     if request.budget.tokens is not None:
         words += ["--max-tokens", str(request.budget.tokens)]
@@ -74,7 +74,7 @@ def dotted(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _as_option(value: Any) -> str:
-    """A text stays as it is, unless it reads as JSON."""
+    """Keep a string as it is, unless it could be read as JSON."""
     return value if isinstance(value, str) and not _is_json(value) else json.dumps(value)
 
 

@@ -125,8 +125,8 @@ def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
-    """The episode, if the rollout was graded or adopted in this round, or is ungraded and may stay so.
-    Failed and cancelled ones may rerun."""
+    """The episode, if it ends the rollout in this round: it is graded, adopted, or ungraded and
+    need not be graded now. Failed and cancelled rollouts may run again."""
     try:
         episode = await read_episode(job.services.store, job.request)
     except ValueError as error:  # damaged: grade its patch again and write a new episode

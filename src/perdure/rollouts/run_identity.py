@@ -81,8 +81,9 @@ async def check(store: Store, run_id: str, identity: Identity) -> dict[str, str]
 
 
 async def add_instances(store: Store, run_id: str, added: Mapping[str, str]) -> None:
-    """Add instances to the identity, after they are in the run's list: a try that is killed between
-    finds them as added again. Raises: StoreUnavailable, and the next try repeats it."""
+    """Add instances to the identity. Add them to the run's list first: after a kill between the two
+    writes, the next try then still counts them as added. Raises: StoreUnavailable; retry the
+    call."""
     if not added:
         return
     key = store_keys.run_identity(run_id)

@@ -1,7 +1,7 @@
-"""What users write on a run: name, note, tags, whether it is archived. It changes no rollout.
+"""What users note about a run: its name, note and tags, and whether it is archived.
 
-All labels are under one prefix, so that a list of runs needs one listing. A label outlives the other
-objects of its run while that is deleted.
+All labels are under one prefix, so that a list of runs needs one listing. When a run is deleted,
+its label is deleted last.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ async def read_all(store: Store) -> Mapping[str, RunLabel]:
 
 
 async def change(store: Store, run_id: str, edit: Callable[[RunLabel], RunLabel]) -> RunLabel:
-    """Change the label of a run, also if others change it at the same time. Returns the new one."""
+    """Change the label of a run and return the new one. Concurrent changes are not lost."""
     key = store_keys.run_label(run_id)
     while True:
         try:

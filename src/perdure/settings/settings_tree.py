@@ -259,7 +259,7 @@ class ModalSettings(Group):
     """Sandboxes of a Modal account. The SDK's own `MODAL_*` variables select the account."""
 
     app: str = Field("perdure", min_length=1)
-    """App that owns the sandboxes. It is made if it is missing."""
+    """App that owns the sandboxes. Created if missing."""
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
     """Image for instances that have a tree and no image. It needs python3, bash and git."""
     gpu: str = ""
@@ -299,7 +299,7 @@ class AgentSettings(Group):
     openhands_python: str = ""
     """Python 3.12 or later, for OpenHands. Empty = from uv, PATH or pyenv."""
     terminus_2_python: str = ""
-    """Python 3.12 or later, for Terminus 2. Empty = likewise."""
+    """Python 3.12 or later, for Terminus 2. Empty = from uv, PATH or pyenv."""
 
 
 class MetricsSettings(Group):

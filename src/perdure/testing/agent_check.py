@@ -21,13 +21,13 @@ from perdure.testing.tool_reading_policy import (
 from perdure.types import AgentEnd, Outcome, Purpose
 
 BUDGET_S = 600.0
-"""Time limit of one run of the agent. Only an agent that does not end needs it."""
+"""Time limit of one run of the agent. Only an agent that hangs reaches it."""
 UNTRAINED = (Purpose.SIDE, Purpose.STRAY)
 
 
 @dataclass(frozen=True)
 class AgentCheck:
-    """What works. Texts, as the table shows them.
+    """What works, as text for the table.
 
     Example:
         AgentCheck(agent="opencode", version="1.18.33", streaming="yes", tools="bash",
@@ -44,7 +44,7 @@ class AgentCheck:
     sub_agents: str
     """`own chain`; `main` if their turns cannot be told from its own; `none` if it offers none."""
     resume: str
-    """How many turns of a lost attempt the next one did not sample again, of how many."""
+    """`N/M`: the next attempt replayed N of the M turns of a lost attempt."""
     trained: str
     """How many of the sampled tokens are trained, side requests excluded."""
     problem: str
@@ -52,7 +52,8 @@ class AgentCheck:
 
 
 async def check(stand: Stand, agent: Agent, options: Mapping[str, Any] | None = None) -> AgentCheck:
-    """Run the agent, run it again as after a lost sandbox, and run it with a sub-agent if it has any.
+    """Run the agent, repeat the run as if its sandbox were lost, and run it with a sub-agent if it
+    has one.
 
     Raises: ConfigurationError, AgentError, MissingDependency.
     """

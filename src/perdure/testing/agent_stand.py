@@ -1,6 +1,6 @@
 """Runs an agent's real program against a real gateway: sandbox, scripted engine, capture, grading.
 
-It starts everything in this process. A test brings the scripts in its own agent's tools.
+Gateway and engines run in this process. A test supplies scripts that call its agent's own tools.
 """
 
 import asyncio
@@ -115,7 +115,7 @@ Sampled = Callable[[ScriptedEngine], None]
 
 
 def _goes_on(engine: ScriptedEngine) -> None:
-    """Nothing happens to an engine that samples."""
+    """The default of `sampled`: do nothing."""
 
 
 class Asked(Policy):
@@ -216,7 +216,7 @@ class Stand:
     async def served(
         self, policy: Callable[[ScriptedEngine], Policy], engines: int = 1
     ) -> AsyncIterator[Served]:
-        """Engines that sample from a policy each, and a gateway before them."""
+        """Start engines, each with its own policy, and a gateway in front of them."""
         self._runs += 1
         home = self.folder / f"home-{self._runs}"
         async with AsyncExitStack() as opened:
@@ -336,7 +336,7 @@ class Link:
 
 @asynccontextmanager
 async def unix_socket(path: Path, url: str) -> AsyncIterator[Link]:
-    """The gateway's TCP port, as a socket."""
+    """Serve the gateway's TCP port on a Unix socket."""
     tcp = urlsplit(url)
     link = Link(path)
 

@@ -1,8 +1,8 @@
 """A policy that fixes the probe's task with whatever tools an agent offers, as a model would.
 
 It reads the tools in the prompt, calls a sub-agent if one is offered, then runs three commands and
-reports that it is done. Without tools it answers in the format that it finds in the prompt, otherwise
-with a shell script.
+reports that it is done. If the agent offers no tools, the policy answers in the format that the
+prompt describes, or with a shell script if it knows no such format.
 """
 
 import json
@@ -26,7 +26,7 @@ ROLES = ("generalist", "general-purpose", "general")
 ROLE_FIELDS = ("agent_name", "subagent_type")
 SPAWNED = re.compile(r"agent_id\W+([0-9a-f-]{36})")
 MOST_TURNS = 20
-"""An agent that goes on for longer does not understand the answers."""
+"""An agent that needs more turns does not understand the answers."""
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """What mini-swe-agent's model prints when it is done."""
 COMMANDS = ("cat calc.py", "sed -i s/-/+/ calc.py", "git --no-pager diff")

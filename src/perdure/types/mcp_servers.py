@@ -16,7 +16,7 @@ from perdure.types.base import Request
 McpName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$")]
 """A server's name. It becomes part of the names of its tools, which are at most 64 characters."""
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-"""In a header: a value that the gateway takes from its environment."""
+"""A placeholder in a header. The gateway replaces `${NAME}` with its own variable `MCP_NAME`."""
 SECRET_HEADER = re.compile(r"authorization|cookie|key|token|secret|password", re.IGNORECASE)
 SECRET_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE)
 HTTP_NAMES = ("http", "streamable-http", "streamableHttp")
@@ -36,16 +36,16 @@ class McpServer(Request):
 
     type: Literal["http", "stdio"]
     url: str = ""
-    """Address of an `http` server, as the gateway reaches it. It has no credentials."""
+    """Address of an `http` server as seen from the gateway, without credentials."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Headers that the gateway adds. `${NAME}` is the gateway's variable `MCP_NAME`."""
     command: str = ""
     """Program of a `stdio` server, in the sandbox."""
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
-    """More variables of the program; no secrets."""
+    """Extra environment variables for the program; no secrets."""
     timeout_s: float = Field(300.0, gt=0, le=3600)
-    """Seconds of one call. A longer one ends with an error that the agent sees."""
+    """Time limit of one call in seconds. A call that exceeds it returns an error to the agent."""
 
     @model_validator(mode="before")
     @classmethod

@@ -34,9 +34,9 @@ FailureType = Literal[
     "ActivityTimeout",
     "UnexpectedError",
 ]
-"""Failure types that a new attempt may avoid. `CallUnanswered`: the gateway could not answer a model
-call, after which the agent ended, or an MCP server could not answer a call. `AgentError`: the agent ended before any model call was
-answered."""
+"""Failure types that a new attempt may avoid. `CallUnanswered`: the agent ended after the gateway
+could not answer a model call, or an MCP server could not answer a call. `AgentError`: the agent
+ended before any model call was answered."""
 
 
 class Sampling(Request):
@@ -196,8 +196,8 @@ class RolloutRequest(Request):
     twin_pairs: int = Field(1, ge=0, le=8)
     """Pairs that must confirm a patch that looks resolved: each is a run of originals and, if
     calibration could divide the twins, two runs with twins. Code that forges results at random
-    succeeds in at most 1/8 of such pairs, and in 1/3 if the runs of a pair tell each other what they see. 0
-    turns twins off."""
+    succeeds in at most 1/8 of such pairs, and in 1/3 if the runs of a pair tell each other what
+    they see. 0 turns twins off."""
     tampered_reward: float = Field(0.0, ge=-10, le=0)
     """Reward, also in each dense form, of a rollout that ends as `tampered`. Below 0, forging
     results has a price."""
@@ -210,8 +210,8 @@ class RolloutRequest(Request):
     `verified`, of a patch with signals."""
     grade_empty_patch: bool | None = None
     """Run the tests even if the agent changed nothing (OpenHands: allow_skip_eval=False). If
-    absent, the agent's class decides. Of the built-in agents only `nop` runs them, for the verdict
-    on the base."""
+    absent, they run if the instance has artifacts or the agent's class asks for it. Of the built-in
+    agents, `nop` and `base_suite` do, for the verdict on the base."""
     expires_at: float | None = None
     """Unix seconds after which a rollout that has not booted ends as `expired`."""
     round: int = Field(0, ge=0)

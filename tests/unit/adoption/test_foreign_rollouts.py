@@ -40,7 +40,7 @@ def test_verdicts_come_before_patches_and_failures_take_no_sample() -> None:
 
 
 def test_work_of_several_agents_is_refused_until_one_is_chosen() -> None:
-    """Their attempts are no samples of each other."""
+    """Attempts of different agents are not samples of one run."""
     attempts = [attempt(agent=name, model="m", patch="p") for name in ("x", "y")]
     failed = attempt(agent="z", lacks="ConnectionError")
 

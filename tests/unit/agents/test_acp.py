@@ -40,7 +40,7 @@ def settings(launch: Launch) -> Mapping[str, Any]:
         ({"command": COMMAND, "package": "goose@^1.2.3"}, r"agent_options\.package: .*exact"),
         ({"command": COMMAND, "permissions": "ask"}, r"agent_options\.permissions: .*'reject'"),
         ({"command": COMMAND, "turn_s": 0}, r"agent_options\.turn_s: .*greater than 0"),
-        ({"command": COMMAND, "context_window": 9999}, r"context_window: only with .*server"),
+        ({"command": COMMAND, "context_window": 9999}, r"context_window needs .*server"),
         ({"command": COMMAND, "turn": []}, r"agent_options\.turn: unknown, did you mean turns"),
         ({"server": "gemini_cli", "context_window": 9999}, r"context_window: gemini CLI has no"),
         ({"command": COMMAND, "extra_env": {"MY_TOKEN": "x"}}, r"extra_env\.MY_TOKEN"),

@@ -89,7 +89,7 @@ def test_a_python_version_that_no_index_has_is_named(index: Path) -> None:
 
 @pytest.mark.parametrize(
     ("agent", "version", "said"),
-    [("oracle", "1.0", "'oracle' has no lock"), ("tool", "1.0\nevil", "is no version")],
+    [("oracle", "1.0", "'oracle' has no lock"), ("tool", "1.0\nevil", "is not a version")],
 )
 def test_a_mistake_is_refused(index: Path, agent: str, version: str, said: str) -> None:
     """An agent without a program, and a word that would write more than a version."""

@@ -63,7 +63,7 @@ def test_it_sums_up_what_the_episodes_recorded() -> None:
     )
 
     assert found == (
-        "Interrupted: 1 agent went on under another watch; 2 agents continued in a new sandbox; "
+        "Interrupted: 1 agent continued in the same sandbox; 2 agents continued in a new sandbox; "
         "1 agent began again in a new sandbox; 3 recorded model calls bought again; "
         "sandboxes left behind: 0"
     )

@@ -192,7 +192,7 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         r"is a file: grade it with `perdure grade SOURCE --predictions unknow",
     ),
     ("grade first-steps", {}, r"no run 'first-steps' .* a file, give --predictions"),
-    ("grade r --sandbox podman", {}, r"only -c, --detach, .* go with RUN"),
+    ("grade r --sandbox podman", {}, r"with RUN, give only -c, --detach, .* need --predictions"),
     ("report r --publish out --json", {}, r"--publish writes both files itself"),
     (
         "grade first-steps -p no.json",
@@ -232,11 +232,11 @@ COMMAND_LINES: list[tuple[str, dict[str, str], str]] = [
         {"PERDURE_AGENTS__OPENHANDS_PYTHON": "/bin/false"},
         r"no Python 3.12 .*PERDURE_AGENTS__OPENHANDS_PYTHON",
     ),
-    ("agents pin oracle 1.0", {}, r"agent 'oracle' has no lock that could be moved"),
+    ("agents pin oracle 1.0", {}, r"agent 'oracle' has no locked version to change"),
     (
         "agents pin codex 1.0",
         {"PERDURE_AGENTS__CODEX_TARBALL": "own.tgz"},
-        r"PERDURE_AGENTS__CODEX_TARBALL hides the registry's 1.0: unset it",
+        r"PERDURE_AGENTS__CODEX_TARBALL replaces the registry's 1.0: unset it",
     ),
     ("run first-steps", {"OPENAI_BASE_URL": "ftp://x"}, r"URL must start with http:// or https://"),
     (

@@ -22,7 +22,7 @@ def test_values_are_combined_in_the_order_of_the_options() -> None:
     [
         (["model"], "--vary model: write it as KEY=VALUE,VALUE"),
         (["model=a,"], "--vary model=a,: write it as KEY=VALUE,VALUE"),
-        (["model=a,b", "model=a"], "--vary model: a value is given twice"),
+        (["model=a,b", "model=a"], "--vary model: a value is given twice; leave one out"),
         ([f"seed={','.join(map(str, range(65)))}"], "--vary gives 65 runs: at most 64 are allowed"),
     ],
 )

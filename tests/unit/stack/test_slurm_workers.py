@@ -190,8 +190,8 @@ def test_list_tells_a_silent_controller_from_missing_workers(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "give one of --ray and --slurm"),
-        (["--ray", "--slurm"], "give one of --ray and --slurm"),
+        ([], "give either --ray or --slurm"),
+        (["--ray", "--slurm"], "give either --ray or --slurm"),
         (["--slurm", "--label", "a=b"], "--label needs --ray"),
         (["--ray", "--min", "2"], "--min needs --slurm"),
         (["--slurm", "--min", "3", "--max", "2"], "--max 2 is less than --min 3"),

@@ -18,13 +18,14 @@ AGENT_LIMITS = {
     *("ContextWindowExceededError", "ContextLengthExceededError"),
     *("OutputTokenExceededError", "OutputLengthExceededError"),
 }
-"""Exceptions after which the verdict is of the agent's own work. Harbor also trusts rewards after an
-agent's nonzero exit code and after exceptions that it does not know; a lost API can cause both."""
+"""Exceptions after which the verdict still judges the agent's own work. Harbor also trusts rewards
+after a nonzero exit code or an unknown exception. We do not, because an API outage can cause
+both."""
 AFTER_AGENT = {
     *("VerifierTimeoutError", "RewardFileNotFoundError", "RewardFileEmptyError"),
     *("VerifierOutputParseError", "AddTestsDirError", "DownloadVerifierDirError"),
 }
-"""Exceptions of the grading: the agent's patch is complete."""
+"""Exceptions during grading, when the agent's patch is already complete."""
 
 
 def main(folder: Path) -> None:

@@ -30,8 +30,8 @@ Key = tuple[str, str, str, int]
 
 
 def main(path: Path) -> None:
-    """A retried evaluation has several logs. Of each sample, the newest one with a verdict counts,
-    otherwise the newest."""
+    """A retried evaluation has several logs. For each sample, print the newest result with a
+    verdict, or the newest one if none has a verdict."""
     kept: dict[Key, dict[str, Any]] = {}
     for file in files(path):
         name = str(file.relative_to(path)) if path.is_dir() else file.name

@@ -31,9 +31,9 @@ LIMIT_WORDS = (
     "maximum number of tokens",
     "output token maximum",
 )
-"""Parts of a server's error, in lower case, if the conversation or an answer reached a token limit."""
+"""An error that contains one of these (in lower case) means that a token limit was reached."""
 NO_SUMMARY = "not allowed while generating summary"
-"""Part of OpenCode's error if the model called a tool instead of summarizing the history."""
+"""OpenCode's error contains this if the model called a tool instead of summarizing the history."""
 LINE_BYTES = 1 << 16
 """A longer update is printed without its content."""
 MESSAGE_BYTES = 1 << 26
@@ -83,7 +83,7 @@ class Client:
 
 
 class TurnFailed(Exception):
-    """The server ended a turn as whole, but an update says that it failed."""
+    """The server ended a turn like a successful one, but an update says that it failed."""
 
 
 class Session:

@@ -10,7 +10,7 @@ from perdure.cli.commands.run_options import NEW, OPTIONS, RUN_ID, read, with_op
 
 SOURCE = OPTIONS[0]
 LEFT_OUT = (SOURCE, RUN_ID, NEW)
-"""Options of `perdure run` that `adopt` spells otherwise or lacks."""
+"""Options of `perdure run` that `adopt` replaces or does not have."""
 
 
 @click.command()
@@ -38,20 +38,20 @@ LEFT_OUT = (SOURCE, RUN_ID, NEW)
     "--reader-python",
     default="",
     metavar="PYTHON",
-    help="An interpreter that has Harbor or Inspect.  [default: uv installs it apart]",
+    help="A Python that has Harbor or Inspect.  [default: uv makes an environment]",
 )
 @with_options(*(one for one in OPTIONS if one not in LEFT_OUT))
 def adopt(
     *, folder: Path, by: str, score: str, skip_unknown: bool, reader_python: str, **given: Any
 ) -> None:
-    """Complete the results of another program: keep its verdicts, and produce what they lack.
+    """Complete another program's results: keep its verdicts, grade patches and sample the rest.
 
     FOLDER is a job of Harbor, an output folder of mini-swe-agent, SWE-bench predictions with or
     without reports, or a folder or file of Inspect logs.
 
-    In the run, a rollout with a verdict there ends as `adopted`, without an outcome or reward of
-    Perdure's. A patch without a verdict is graded. An attempt that infrastructure ended, or that is
-    missing, is sampled by --agent. Repeat the command to continue.
+    A rollout that already has a verdict ends as `adopted`; Perdure gives it no outcome or reward. A
+    patch without a verdict is graded. If an attempt is missing, or an infrastructure failure ended
+    it, --agent samples it. Repeat the command to continue.
 
     \b
     perdure adopt jobs/night --dataset verified --run night --model X

@@ -106,7 +106,7 @@ def pin(*, name: str, version: str, assignments: tuple[str, ...]) -> None:
     from perdure.installation import PACKAGE
 
     if getattr(load_settings().agents, f"{name}_tarball", None):
-        raise ConfigurationError(f"{variable(name)} hides the registry's {version}: unset it")
+        raise ConfigurationError(f"{variable(name)} replaces the registry's {version}: unset it")
     before = locked_version(name)
     with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
         copy = Path(folder) / PACKAGE.name

@@ -82,7 +82,7 @@ def _break(settings: Settings, *, keep_running: bool, as_json: bool) -> None:
 
     if keep_running:
         raise click.UsageError(
-            "--break stops its stack, which needs its engine: leave out --keep-running"
+            "--break stops its stack, which depends on the demo's engine: leave out --keep-running"
         )
     broken_run.check(settings)
     instances = _build(settings)

@@ -48,14 +48,16 @@ def grade(
     notify: str,
     **options: Any,
 ) -> None:
-    """Grade the patches of a run that only generated, or those of another program.
+    """Grade the ungraded patches of a run, or patches that another program made.
 
-    RUN, of `perdure run --no-grade`: its ungraded rollouts. Repeat the command to grade what an
-    earlier one left; when none is left, it changes nothing.
+    With RUN, grade the ungraded rollouts of a run that was started with `perdure run --no-grade`.
+    Repeat the command to grade the rollouts that are still ungraded. If there are none, it does
+    nothing.
 
-    SOURCE holds the instances, as for `perdure run`, of the patches in --predictions. Several patches
-    for one instance become its samples. Each is applied as swebench applies it; `show` says by which
-    command. The result is a run: `show`, `export`, `report` and `regrade` take its name.
+    With SOURCE and --predictions, grade the patches in FILE. SOURCE names their instances, as for
+    `perdure run`. Several patches for one instance become its samples. Each is applied as swebench
+    applies it; `show` names the command that did so. The result is a run: `show`, `export`,
+    `report` and `regrade` take its name.
 
     \b
     perdure grade RUN
@@ -75,7 +77,10 @@ def grade(
     sandbox, assignments = options.pop("sandbox"), options.pop("assignments")
     if predictions is None:
         if sandbox or assignments or any(options.values()):
-            raise click.UsageError("only -c, --detach, --dry-run, --notify, --json go with RUN")
+            raise click.UsageError(
+                "with RUN, give only -c, --detach, --dry-run, --notify, --json; other options need "
+                "--predictions"
+            )
         code = rerun.grade_ungraded(
             settings, source, concurrency=concurrency, dry_run=dry_run, **how
         )

@@ -77,10 +77,10 @@ def unarchive(run_ids: tuple[str, ...], as_json: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 def delete(run_ids: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Delete ended runs from store and Temporal.
+    """Delete ended runs from the store and Temporal.
 
-    Episodes, patches, logs, recorded turns and workflows go. Instances and images stay, because
-    other runs use them. If the command is interrupted, repeat it.
+    This deletes episodes, patches, logs, recorded turns and workflows. It keeps instances and
+    images, because other runs use them. If the command is interrupted, repeat it.
     """
     found = asyncio.run(_delete(run_ids, None))
     if not as_json:
@@ -98,7 +98,8 @@ def delete(run_ids: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool) ->
 
 
 async def _delete(run_ids: tuple[str, ...], found: "list[FoundRun] | None") -> "list[FoundRun]":
-    """Look at all runs before the first is deleted; `found` is what the user has agreed to."""
+    """Without `found`, look at all runs and delete nothing. Otherwise delete `found`, to which the
+    user has agreed."""
     from perdure.cli.runs import run_deletion
     from perdure.cli.temporal_connection import connect
     from perdure.storage.store_url import open_store
@@ -115,7 +116,9 @@ async def _delete(run_ids: tuple[str, ...], found: "list[FoundRun] | None") -> "
 
 
 def _deletes(found: "FoundRun") -> str:
-    journals = f" ({many(len(found.sessions), 'session')} of them)" if found.sessions else ""
+    journals = (
+        f", with journals of {many(len(found.sessions), 'session')}" if found.sessions else ""
+    )
     return (
         f"{found.run_id}: {many(found.objects, 'object')} in the store, {found.bytes / 1e6:,.1f} MB"
         f"{journals}; {many(found.workflows, 'workflow')} in Temporal; its rows in the viewer's index"

@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 HOME = "/tmp/perdure-{user}-{node}"
 LOOK_S = 2.0
 END_S = 120.0
-"""Seconds that cancelled tasks have to end: Slurm's KillWait (30 s by default), and more where the
-controller is busy."""
+"""Seconds to wait until cancelled tasks have ended: Slurm's KillWait (30 s by default), with a
+reserve for a busy controller."""
 
 
 def up(
     settings: Settings, environment: dict[str, str], ready_s: float, dry_run: bool, **fields: Any
 ) -> "WorkersReport | None":
-    """Submit the array, then cancel that of an earlier `up`. None: the script was only printed.
+    """Submit the array, then cancel the arrays of earlier `up` commands. Return None after a dry
+    run.
 
-    `environment`: of each worker. Raises: ConfigurationError; MissingDependency; RetryHere.
+    `environment`: each worker's variables. Raises: ConfigurationError; MissingDependency;
+    RetryHere.
     """
     from perdure.client.temporal_server import configured_address
     from perdure.settings import process_environment
@@ -68,7 +70,7 @@ def up(
 
 
 def report(settings: Settings) -> "WorkersReport | None":
-    """Of the newest array. None: there is none."""
+    """Report on the newest array; None if it has neither active nor failed tasks."""
     from perdure.stack.slurm_workers import array_report, slurm_commands
 
     tasks = slurm_commands.tasks(_name(settings))
@@ -79,9 +81,9 @@ def report(settings: Settings) -> "WorkersReport | None":
 
 
 def down(settings: Settings) -> int:
-    """Cancel all tasks and wait for their end. Returns how many there were.
+    """Cancel all tasks, wait until they have ended, and return their number.
 
-    Raises: RetryHere if some are still there.
+    Raises: RetryHere if some have not ended in time.
     """
     from perdure.stack.slurm_workers import slurm_commands
 

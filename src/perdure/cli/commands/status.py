@@ -36,7 +36,7 @@ STORED = "in the store only"
 """The state of a run that Temporal does not know."""
 LISTED_RUNS = 50
 LABELS_S = 5.0
-"""Seconds for which a list of runs waits for the store. Without it, archived runs are shown."""
+"""Seconds to wait for the store. If it does not answer, lists of runs include archived ones."""
 STEP_PATIENCE = timedelta(seconds=0.5)
 """Timeout of one rollout's query."""
 
@@ -156,7 +156,10 @@ async def _labelled(settings: Settings, tag: str | None, archived: bool, as_json
     for run in runs:
         click.echo(listed_line(*run))
     if not runs:
-        click.echo("No such run: `perdure runs` tags and archives runs")
+        click.echo(
+            "No run matches. `perdure runs edit RUN --tag T` adds a tag; "
+            "`perdure runs archive RUN` archives a run."
+        )
 
 
 async def _known(perdure: "Perdure", settings: Settings, run_id: str) -> "RunStatus | None":

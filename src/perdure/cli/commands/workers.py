@@ -27,8 +27,10 @@ CARRIED = ("TEMPORAL_", "AWS_", "OTEL_")
 RAY_HOME = "/tmp/perdure-{node}"
 ON_RAY = ("spare_cpus", "resource", "labels", "most_rollouts", "ray_address")
 ON_SLURM = ("partition", "least", "most", "time_limit", "notice_s", "sbatch_args", "dry_run")
-"""Options of `up` that only one of the two takes."""
-ON_SLURM_FLAG = click.option("--slurm", "on_slurm", is_flag=True, help="Those on Slurm's nodes.")
+"""Options of `up` that apply only to Ray, or only to Slurm."""
+ON_SLURM_FLAG = click.option(
+    "--slurm", "on_slurm", is_flag=True, help="Use the workers on Slurm, not Ray."
+)
 
 
 def _selectors(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
@@ -54,8 +56,9 @@ def workers() -> None:
 @click.option(
     "--home",
     metavar="PATH",
-    help="The home on each node, on its own disk; {node} is its name, with Ray {id} the end of its id, "
-    f"with Slurm {{user}} the user.  [default: {RAY_HOME}; Slurm: {slurm_workers.HOME}]",
+    help="Perdure's home on each node, on the node's own disk. {node} is the node's name, {id} "
+    f"(Ray) the end of its id, {{user}} (Slurm) your user.  [default: {RAY_HOME}; Slurm: "
+    f"{slurm_workers.HOME}]",
 )
 @click.option(
     "--cpus-per-rollout",
@@ -146,7 +149,7 @@ def up(
 ) -> None:
     """Keep one worker running on every node. Run it again to change the settings."""
     if on_ray == on_slurm:
-        raise click.UsageError("give one of --ray and --slurm")
+        raise click.UsageError("give either --ray or --slurm")
     others, flag = (ON_RAY, "--ray") if on_slurm else (ON_SLURM, "--slurm")
     _refuse(context, others, flag)
     taken = {name: value for name, value in o.items() if name not in others}

@@ -67,8 +67,12 @@ class BreakSummary:
     def problems(self) -> list[str]:
         wrong = self.graded_right < self.rollouts
         return [
-            *(["not every rollout was graded right"] if wrong else []),
-            *(["more calls were bought twice than were cut"] if self._bought_too_many else []),
+            *(["some rollouts were graded wrong or not at all"] if wrong else []),
+            *(
+                ["more model calls were bought twice than were in flight at the kills"]
+                if self._bought_too_many
+                else []
+            ),
             *(["something was left behind"] if self.left else []),
         ]
 
@@ -81,11 +85,11 @@ class BreakSummary:
         zeros = sum(one.reward == 0 for one in self.episodes)
         told = {
             "Graded right": f"{self.graded_right} of {self.rollouts}",
-            "Continued": f"{many(same, 'agent')} in the same sandbox at the turn that was struck;"
+            "Continued": f"{many(same, 'agent')} in the same sandbox at the interrupted turn;"
             f" in a new one {', '.join(self.continued) or 'none'}",
             "Bought twice": f"{self.bought_twice} of {many(self.calls, 'model call')}"
             f" ({self.cut} were in flight at the kills)",
-            "Zeros": f"{zeros}; a loop that scores 0 what it loses would have given"
+            "Zeros": f"{zeros}; a loop that scores lost rollouts 0 would have given"
             f" {zeros + self.wrong_zeros}",
             "Left behind": "; ".join(self.left.lines())
             or f"nothing (no {', '.join(vars(self.left))})",

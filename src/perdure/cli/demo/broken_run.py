@@ -43,7 +43,7 @@ from perdure.types import Instance, RolloutRequest, RunRequest
 AGENT = "mini_swe_agent"
 SAMPLES = 2
 PATIENCE_S = 900.0
-"""`hang_s` of the demo's engine: its calls also wait for the next fault."""
+"""The demo engine's `hang_s`. It is long because calls also wait for the next fault."""
 CANCEL_S = 20.0
 SETTLE_S = 60.0
 """Seconds that the last clean-ups may take after the run has ended."""
@@ -93,8 +93,8 @@ async def play(settings: Settings, instances: Sequence[Instance], *, as_json: bo
 
 @dataclass(frozen=True)
 class BrokenRun:
-    """A run and what stands around it. `settings`: those of its stack. `store`: the user's own, which
-    gets the results."""
+    """A run with its stack, engine, proxy and disk. `settings`: the stack's. `store`: the user's
+    own store, which receives the results."""
 
     settings: Settings
     store: Store
@@ -114,7 +114,7 @@ class BrokenRun:
 
     @property
     def sandboxes(self) -> list[str]:
-        """The beginnings of the names of all its sandboxes."""
+        """Name prefixes of all its sandboxes."""
         return [name.removesuffix("agent") for name in self.names]
 
 
@@ -158,7 +158,7 @@ async def _prepared(
 
 @contextlib.asynccontextmanager
 async def _started(settings: Settings, request: RunRequest) -> AsyncIterator[RunHandle]:
-    """A run that is cancelled if it is interrupted, because its store is lost with the demo."""
+    """Start a run. Cancel it if the demo is interrupted, because its store ends with the demo."""
     handle = await (await connect(settings)).perdure.start_run(request)
     try:
         yield handle
@@ -170,13 +170,11 @@ async def _started(settings: Settings, request: RunRequest) -> AsyncIterator[Run
 
 
 async def _disk(parts: contextlib.AsyncExitStack, folder: Path) -> SmallDisk | None:
-    """None if this user may not mount one; then a line says so."""
+    """Mount a small file system. If this user may not, print a line and return None."""
     try:
         return await parts.enter_async_context(small_disk.mounted(folder))
     except MissingDependency as error:
-        say(
-            f"Left out: a full file system, because this user cannot mount one of its own ({error})."
-        )
+        say(f"Skipped: a full file system, because this user cannot mount one ({error}).")
         return None
 
 
@@ -207,7 +205,7 @@ async def _break(broken: BrokenRun) -> dict[str, Hit]:
     broken.proxy.allow(faults.TURNS_EACH)
     with print_when_silent("still starting"):
         await faults.all_call(targets)
-    say(f"All work. {many(len(chosen), 'fault')} follow, each with the seconds of its recovery:")
+    say(f"All agents work. {many(len(chosen), 'fault')} follow, each with its recovery time:")
     hits: dict[str, Hit] = {}
     for number, fault in enumerate(chosen):
         with print_when_silent("still recovering"):
@@ -218,7 +216,7 @@ async def _break(broken: BrokenRun) -> dict[str, Hit]:
 
 async def _finish(broken: BrokenRun) -> list[Episode]:
     """Let the agents end and be graded. The user's store gets the results."""
-    say("All agents went on. They finish, and their patches are graded ...")
+    say("All agents continued. Waiting until they finish and are graded ...")
     broken.proxy.allow(sys.maxsize)
     with run_follower.shown() as show, print_when_silent("still running"):
         await run_follower.follow(broken.handle, show)
@@ -231,8 +229,8 @@ async def _finish(broken: BrokenRun) -> list[Episode]:
 
 
 async def _settled(broken: BrokenRun, before: Traces) -> Traces:
-    """What is left once the last clean-ups had their time. The stack still runs, because its stop
-    would remove everything."""
+    """Give the last clean-ups time, then return what remains. The stack still runs, because
+    stopping it would remove everything."""
     home, deadline = broken.settings.home.absolute(), time.monotonic() + SETTLE_S
     with print_when_silent("still looking for what was left behind"):
         while True:

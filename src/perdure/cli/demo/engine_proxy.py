@@ -20,7 +20,7 @@ from perdure.stack.stack_ports import LOOPBACK
 
 SAMPLES = "/inference/v1/generate"
 HOPS = {"host", "connection", "content-length", "transfer-encoding"}
-"""Headers of one connection, not of the call."""
+"""Hop-by-hop headers, which the proxy does not forward."""
 DELIVERY_S = 1.0
 """A call counts as in flight for this many seconds after its last byte, because its answer may not be
 stored yet."""
@@ -51,7 +51,7 @@ class EngineProxy:
         self._client: aiohttp.ClientSession
         self.calls: list[Call] = []
         self.sessions: set[str] = set()
-        """All that ever called, also those whose calls wait."""
+        """Every session that has called, including those whose calls still wait."""
         self._waiting: Counter[str] = Counter()
         self.refused: list[str] = []
         """The rollouts of the calls that it refused."""

@@ -28,9 +28,10 @@ LIMIT_S = 240.0
 """Seconds after which a fault counts as not recovered. A busy host needs a minute."""
 LOOK_S = 0.1
 ANSWER = timedelta(seconds=0.5)
-"""How long a server that starts may take to answer. The SDK logs a call that it repeats for longer."""
+"""Timeout of a call to the restarting server. The SDK logs a call that it repeats for longer."""
 TURNS_EACH = 2
-"""Turns that each agent may have before the first fault, and during each: the struck one and the next."""
+"""Turns of each agent before the first fault, and during each fault: the struck turn and the
+next."""
 
 
 class NotRecovered(PerdureError):
@@ -78,27 +79,32 @@ async def until(holds: Callable[[], Awaitable[bool] | bool], what: str) -> None:
             while not (found if isinstance(found := holds(), bool) else await found):
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
-        raise NotRecovered(f"{what}: not within {LIMIT_S:g} s") from None
+        raise NotRecovered(f"waited {LIMIT_S:g} s, but {what}") from None
 
 
 async def strike(targets: Targets, fault: Fault, number: int) -> Hit:
     """Strike when every agent has called the model. Raises: NotRecovered."""
     await all_call(targets)
     targets.proxy.allow(TURNS_EACH * (number + 2))
-    await until(lambda: bool(targets.proxy.at_engine()), f"{fault.title}: no call is in flight")
+    await until(
+        lambda: bool(targets.proxy.at_engine()), f"no call is in flight for the fault {fault.title}"
+    )
     return await fault.strike(targets)
 
 
 async def all_call(targets: Targets) -> None:
     """Wait until every agent has used its turns and calls the model again. Raises: NotRecovered."""
-    await until(lambda: set(targets.rollouts) <= targets.proxy.waiting(), "not every agent goes on")
+    await until(
+        lambda: set(targets.rollouts) <= targets.proxy.waiting(),
+        "not every agent has called the model again",
+    )
 
 
 # --- processes -----------------------------------------------------------------------------------
 
 
 async def kill_sandbox(targets: Targets) -> Hit:
-    """SIGKILL for pid 1 of the namespaces of an agent that waits for the model."""
+    """Kill pid 1 of the sandbox of an agent that waits for the model."""
     call = targets.proxy.at_engine()[0]
     folder = next(targets.settings.home.absolute().glob(f"sandboxes/*/{call.session}"))
     holder = SandboxFolder(folder).holder
@@ -155,7 +161,7 @@ async def kill_temporal(targets: Targets) -> Hit:
     await until(lambda: _answers(targets, before), "Temporal does not answer")
     meanwhile = sum(1 for call in targets.proxy.calls if call.answered and (call.ended or 0) > at)
     rollouts = f"{many(len(targets.rollouts), 'rollout')} open"
-    went_on = f"answers again; agents made {many(meanwhile, 'call')} meanwhile"
+    went_on = f"answers again; {many(meanwhile, 'model call')} until then"
     return Hit(rollouts, went_on, _since(at), frozenset())
 
 
@@ -195,7 +201,8 @@ async def fill_disk(targets: Targets) -> Hit:
 
 
 def chosen(*, with_disk: bool) -> list[Fault]:
-    """All faults, in order; without the full file system if there is none of our own."""
+    """All faults, in order. `with_disk`: with the full file system, which needs a mount of our
+    own."""
     disk = [Fault(f"disk full for {OUTAGE_S:g} s", fill_disk)] if with_disk else []
     return [
         Fault("kill -9 sandbox", kill_sandbox),
@@ -214,11 +221,11 @@ def turns(*, with_disk: bool) -> int:
     return TURNS_EACH * (1 + len(chosen(with_disk=with_disk)))
 
 
-# --- looks ---------------------------------------------------------------------------------------
+# --- checks --------------------------------------------------------------------------------------
 
 
 def _kill(*pids: int) -> float:
-    """The monotonic time of the signals."""
+    """Send SIGKILL. Return the monotonic time."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     return time.monotonic()
@@ -268,7 +275,7 @@ async def _answers(targets: Targets, before: int) -> bool:
 
 
 async def _are_watched(targets: Targets, at: float) -> bool:
-    """Whether a worker has taken each agent since that Unix time, and has reported it."""
+    """Whether, since that Unix time, a worker took over each agent and sent a heartbeat."""
     try:
         return all([await _is_watched(targets.client, one, at) for one in targets.workflow_ids])
     except RPCError:

@@ -1,4 +1,4 @@
-"""What a home has on this host, as the kernel shows it: processes, sandboxes, mounts, cgroups, folders."""
+"""Traces of a home on this host: processes, sandboxes, mounts, cgroups, folders."""
 
 import os
 import re
@@ -11,8 +11,8 @@ from perdure.sandboxes.host import procfs
 
 CGROUPS = Path("/sys/fs/cgroup")
 PODMAN_PAUSE = b"catatonit\0-P\0"
-"""Rootless Podman keeps one such process for each user, from the first command on. Looking for sandboxes
-of Podman starts it."""
+"""Command line of rootless Podman's pause process. A user's first Podman command starts it, and our
+search for Podman sandboxes may be that command."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def _is_in(path: str, home: Path) -> bool:
 
 
 def _processes(home: Path, *, stack: bool) -> list[str]:
-    """Processes of sandboxes have their folder in their environment. The stack's have the home in
-    their environment or their command line."""
+    """A sandbox's processes have its folder in their environment. The stack's processes have the
+    home in their environment or their command line."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         mark = f"PERDURE_BOX={home}/".encode()

@@ -66,7 +66,7 @@ async def mounted(folder: Path) -> AsyncIterator[SmallDisk]:
 
 
 def _command(folder: Path) -> list[str]:
-    """A process that mounts it, prints a line, and ends when its input does."""
+    """The command that mounts it, prints a line, and ends when its standard input closes."""
     if not (unshare := shutil.which("unshare")):
         raise MissingDependency("`unshare` is not installed (package util-linux)")
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]

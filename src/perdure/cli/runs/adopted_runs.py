@@ -30,12 +30,12 @@ from perdure.storage.store_url import open_store
 from perdure.types import GIVEN_PATCHES, GIVEN_PATCHES_OPTION
 
 SHOWN = 3
-"""Most causes and files to name."""
+"""Maximum number of causes to name."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which results to adopt. `by`: an agent or a model; `score`: the name of their verdict."""
+    """Which results to adopt. `by`: an agent or a model. `score`: the score that is the verdict."""
 
     by: str = ""
     score: str = ""

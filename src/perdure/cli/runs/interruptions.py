@@ -13,13 +13,14 @@ class Interruptions:
     """Counts of one rollout, or sums over rollouts."""
 
     watched_again: int = 0
-    """Agents that went on in their sandbox while another worker, or another try, took over the watch."""
+    """Agents that continued in their sandbox when another worker, or another try, began to watch
+    them."""
     continued: int = 0
     """Agents that continued in a new sandbox, from their recorded turns."""
     begun_again: int = 0
     """Agents that began again in a new sandbox, because no turn was recorded."""
     gradings: int = 0
-    """Gradings whose sandbox was lost, so that they were repeated."""
+    """Gradings that were repeated because their sandbox was lost."""
     bought_again: int = 0
     """Recorded model calls of lost sandboxes that no later attempt used."""
 
@@ -51,7 +52,7 @@ class Interruptions:
         if not self:
             return ""
         told = [
-            _told(self.watched_again, "agent", "went on under another watch"),
+            _told(self.watched_again, "agent", "continued in the same sandbox"),
             _told(self.continued, "agent", "continued in a new sandbox"),
             _told(self.begun_again, "agent", "began again in a new sandbox"),
             _told(self.gradings, "grading", "repeated in a new sandbox"),
@@ -63,8 +64,8 @@ class Interruptions:
 
 
 def _lost(episode: Episode) -> list[AttemptSummary]:
-    """Attempts whose sandbox was lost. An attempt that had a verdict, or that the run's clock
-    stopped, is none: a later start repeated its rollout."""
+    """Attempts whose sandbox was lost. An attempt does not count if it had a verdict or the run's
+    deadline stopped it: then a later start repeated its rollout."""
     ended = {one.attempt for one in episode.earlier}
     before = episode.attempts[:-1]
     return [one for one in before if one.provider and one.attempt not in ended]

@@ -1,8 +1,8 @@
-"""Deletes a run: what the store, Temporal, the gateways and the viewer's index have of it.
+"""Deletes a run from the store, Temporal, the gateways and the viewer's index.
 
-The order survives a kill at any point. First the label says that the deletion has begun, so that
-nothing starts or reports the run. The label goes last, so that the same command finds the rest.
-Instances, images and environments stay: other runs share them.
+The process may be killed at any point. It first marks the run's label, so that nothing starts or
+reports the run. It deletes the label last, so that the same command can delete the rest. Instances,
+images and environments stay, because other runs share them.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from perdure.viewer.search_index import Index, index_path
 
 AT_ONCE = 32
 LISTED_S, PAUSE_S = 120.0, 0.2
-"""Seconds for which the server may still list a deleted workflow, and between two looks."""
+"""Seconds to wait until the server no longer lists a deleted workflow, and between two checks."""
 SHOWN = 3
 
 
@@ -47,11 +47,12 @@ class FoundRun:
     sessions: Sequence[str]
     """Sessions whose turns are still in a gateway's journal."""
     workflows: int
-    """Executions of workflows, closed ones."""
+    """Number of closed workflow executions."""
 
 
 async def find(store: Store, client: Client, run_id: str) -> FoundRun:
-    """Look and change nothing. Raises: NotFound; ConfigurationError if a workflow is open."""
+    """Find what a deletion would remove. Raises: NotFound; ConfigurationError if a workflow is
+    open."""
     if not re.fullmatch(SLUG, run_id):  # it goes into a query and a prefix
         raise NotFound(f"{run_id!r} is not a run id: `perdure status` lists the runs")
     executions = await _closed(client, run_id)

@@ -55,7 +55,7 @@ def combinations(given: Sequence[str]) -> list[dict[str, str]]:
         values.setdefault(name, []).extend(parts)
     for name, found in values.items():
         if len(set(found)) < len(found):
-            raise ConfigurationError(f"--vary {name}: a value is given twice")
+            raise ConfigurationError(f"--vary {name}: a value is given twice; leave one out")
     made = [
         dict(zip(values, combination, strict=True)) for combination in product(*values.values())
     ]
@@ -65,7 +65,7 @@ def combinations(given: Sequence[str]) -> list[dict[str, str]]:
 
 
 def command_line(given: Mapping[str, Any], values: Mapping[str, str], runs: int) -> dict[str, Any]:
-    """The options of one of `runs` runs, which share the concurrency evenly."""
+    """The options of one run. All `runs` runs share the concurrency evenly."""
     fields = [f"{name}={value}" for name, value in values.items() if name != "agent"]
     return {
         **given,
@@ -90,7 +90,9 @@ def show(runs: Sequence[SweptRun], *, as_json: bool) -> None:
 def play(settings: Settings, runs: Sequence[SweptRun], launch: "LaunchOptions") -> int:
     """Start all runs, follow them, and print their table; return the exit code."""
     if len({one.run_id for one in runs}) < len(runs):
-        raise ConfigurationError("two combinations of --vary give the same run")
+        raise ConfigurationError(
+            "--vary: two combinations give the same run; leave one of them out"
+        )
     for one in runs:
         run_launcher.ensure_stack_ready(settings, one.planned.request, joins=one.planned.joins)
     for note in dict.fromkeys(note for one in runs for note in one.planned.notes):
@@ -116,7 +118,7 @@ async def _drive(settings: Settings, runs: Sequence[SweptRun], launch: "LaunchOp
             say(f"{one.run_id}: {line}")
     with_episodes = [one for one, end in zip(runs, ends, strict=True) if end.episodes]
     if not with_episodes:
-        raise NotFound("no run of the sweep has an episode: `perdure status` says why")
+        raise NotFound("no run of the sweep has an episode: `perdure status RUN` shows the reason")
     made = await run_reports.make(settings, [one.run_id for one in with_episodes], launch.prices)
     if launch.as_json:
         answer({"runs": _listed(runs), "report": document(made.reports, made.comparisons)})

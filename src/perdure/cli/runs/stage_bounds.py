@@ -1,5 +1,8 @@
-"""How long a stage may take before `perdure status --stuck` lists its rollout: p95 of the run's own
-ended rollouts, of all runs' while the run is young, or a fixed bound."""
+"""How long a stage may take before `perdure status --stuck` lists its rollout.
+
+The bound is the p95 of the run's completed rollouts. If the run has too few, it is the p95 over all
+runs, and if these have too few, a fixed bound.
+"""
 
 import asyncio
 import contextlib
@@ -18,12 +21,12 @@ from perdure.storage.base import Store
 from perdure.types import EpisodeRef
 
 READ = 100
-"""The ended rollouts of a run whose stages are read, the newest first."""
+"""Number of completed rollouts whose stage times are read, the newest first."""
 ENOUGH = 10
-"""With fewer ended rollouts, a p95 says little."""
+"""With fewer completed rollouts, a p95 says little."""
 P95 = 0.95
 LEAST_S = 60.0
-"""A rollout within a minute is not stuck, however fast the others were."""
+"""A stage is not stuck in its first minute, however fast the others were."""
 AT_ONCE = 32
 STORE_S = 5.0
 """Seconds for reading the episodes of a run. The store may be what is stuck."""

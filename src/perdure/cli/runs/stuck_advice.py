@@ -1,4 +1,4 @@
-"""What helps a stuck rollout. It continues by itself once the cause is gone."""
+"""What to do about a stuck rollout. The rollout continues by itself once the cause is gone."""
 
 from perdure import errors
 from perdure.client import temporal_names
@@ -8,9 +8,9 @@ AFTER_ERRORS: dict[type[errors.PerdureError], str] = {
     errors.RateLimited: "lower the rate by `perdure resize RUN N`, or raise the account's limit",
     errors.ControlPlaneError: "check the provider's status page, your quota, and your key",
     errors.StoreUnavailable: "check PERDURE_STORE, its keys, and its disk",
-    errors.CallsRefused: "correct the setting that the error names, then `perdure down` and `up`",
-    errors.GatewayUnavailable: "`perdure status` and `perdure engines list` say which part is away",
-    errors.OutcomeUnknown: "make the part that the error names answer again",
+    errors.CallsRefused: "correct the setting in the error, then run `perdure down` and `up`",
+    errors.GatewayUnavailable: "see what is down with `perdure status` and `perdure engines list`",
+    errors.OutcomeUnknown: "restart or repair the service that the error names",
     errors.RetryHere: "correct what the error names, on the worker's host",
 }
 """By the closest class of the error, because its type says what to do next."""
@@ -29,7 +29,7 @@ STARTS = {
     temporal_names.IO_QUEUE: "start more workers of the role io",
 }
 
-CODE_FAILS = "start the build that began the run, or `perdure cancel` it"
+CODE_FAILS = "start workers of the build that began the run, or run `perdure cancel`"
 NO_ENGINE = "`perdure engines list` says why no engine answers"
 NO_PERMIT = "raise the limits of the provider's account, or end its other sandboxes"
 PARKED = "it continues at that time; `perdure cancel` ends it"
@@ -46,7 +46,7 @@ def of_error(name: str) -> str:
 
 
 def of_queue(queue: str) -> str:
-    """`queue`: one whose work no worker takes."""
+    """`queue`: the task queue from which no worker takes work."""
     _, _, host = queue.partition("@")
     return (
         f"start the workers of {host} again, with its home" if host else STARTS.get(queue, LOGGED)

@@ -1,7 +1,7 @@
 """Open rollouts that make no progress: in which step, for how long, why, and what would help.
 
-Temporal's lists know neither tries nor waits of activities. So the server describes the rollouts
-that started first, because a stuck rollout becomes one of them.
+Temporal's lists show neither the tries nor the waits of activities, so rollouts must be described
+one by one. We describe only the oldest ones, because a stuck rollout becomes one of them.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from perdure.storage.base import Store
 from perdure.telemetry import STUCK_TRIES
 
 CHECKED = 500
-"""Rollouts that are described at most. Describing this many takes about a second."""
+"""Maximum number of rollouts to describe. Describing this many takes about a second."""
 AT_ONCE = 32
 UNTAKEN_S = 60.0
 """Seconds after which work counts as stuck in a queue where it never waits for a free slot."""
@@ -50,12 +50,13 @@ EVENTS = 100
 SENTENCE = 300
 """Characters of an error's sentence."""
 QUERIES, PATIENCE = 20, timedelta(seconds=1)
-"""Rollouts without an activity that are asked what they wait for, and the time for an answer."""
+"""Maximum number of rollouts to ask what they wait for, and the timeout of each query."""
 BOOT = "boot_sandbox"
 
 
 class Reason(NamedTuple):
-    """`why`: one sentence. `helps`: what to do about it, the same for all rollouts alike."""
+    """`why`: one sentence. `helps`: what to do, in the same words for every rollout with this
+    problem."""
 
     why: str
     helps: str
@@ -109,7 +110,7 @@ class _Search:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def look(self, one: RolloutInfo) -> StuckRollout | None:
-        """None if it makes progress, or has ended."""
+        """None if the rollout makes progress or has ended."""
         async with self._slots:
             try:
                 described = await self._client.get_workflow_handle(one.workflow_id).describe()
@@ -207,7 +208,7 @@ class _Search:
         """What the rollout's page in the Web UI says last."""
         self._queries += 1
         if self._queries > QUERIES:
-            return "like the ones before"
+            return "not asked; its page in the Web UI says what it waits for"
         handle = self._client.get_workflow_handle(workflow_id)
         try:
             state = await handle.query("state", result_type=dict, rpc_timeout=PATIENCE)

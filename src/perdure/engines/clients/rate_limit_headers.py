@@ -9,16 +9,17 @@ UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 DURATION = re.compile(r"([\d.]+)(ms|[smhd])")
 """A part of a duration such as `6h2m0.5s`."""
 EARLIEST_UNIX_S, EARLIEST_UNIX_MS = 1e9, 1e12
-"""A smaller number is a duration. A number above the second one is in milliseconds."""
+"""A number up to the first one is a duration; a number above the second one is in milliseconds."""
 LONGEST_S = 8 * 86400.0
-"""Weekly limits are the longest known ones. After this time, the provider is asked again."""
+"""Maximum result. The longest known limits are weekly; after this time, the provider is asked
+again."""
 
 
 def reset_in_s(headers: Mapping[str, str], now: float) -> float | None:
     """Seconds until the provider takes calls again; None if it does not say. `now`: Unix seconds.
 
-    `Retry-After` says it. Without that header, the last reset among the limits of which nothing
-    remains: `x-ratelimit-reset-requests: 6m0s` with `x-ratelimit-remaining-requests: 0`, or
+    `Retry-After` takes precedence. Without it, the latest reset of an exhausted limit counts:
+    `x-ratelimit-reset-requests: 6m0s` with `x-ratelimit-remaining-requests: 0`, or
     `anthropic-ratelimit-tokens-reset: 2026-11-28T04:00:00Z` with `...-tokens-remaining: 0`.
     """
     said = [headers["retry-after"]] if "retry-after" in headers else _resets(headers)
@@ -27,7 +28,7 @@ def reset_in_s(headers: Mapping[str, str], now: float) -> float | None:
 
 
 def _resets(headers: Mapping[str, str]) -> list[str]:
-    """The resets of limits of which nothing remains."""
+    """The resets of the exhausted limits."""
     named = [name.lower() for name in headers if "ratelimit" in name.lower()]
     used_up = [name for name in named if "remaining" in name and headers[name] == "0"]
     resets = [headers.get(name.replace("remaining", "reset")) for name in used_up]

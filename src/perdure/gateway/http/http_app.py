@@ -257,7 +257,8 @@ async def _models(request: Request) -> Response:
 
 
 async def _mcp(request: Request) -> Response:
-    """Without GET, which the protocol lets a server refuse: streams that only wait cost connections."""
+    """POST and DELETE. The protocol lets a server refuse GET, whose idle streams cost
+    connections."""
     session_id = _session_of(request)
     asked = McpRequest(
         session_id=session_id,

@@ -1,7 +1,7 @@
 """A call of an MCP server as a journal record, and the file of a session's calls.
 
-The record is evidence beside the trajectory. It has neither the session key nor the server's
-credentials, because both are in headers.
+The record is stored next to the trajectory. It contains neither the session key nor the server's
+credentials, because only headers carry them.
 """
 
 import json
@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 MCP_BEGUN, MCP_CALL, MCP_FAILED, MCP_ENDED = "mcp_begun", "mcp_call", "mcp_failed", "mcp_ended"
-"""Kinds of journal records: a call that is about to be sent; how a call ended; the first call that got no
-answer through no fault of the agent; a session at a server that the agent has ended."""
+"""Kinds of journal records: a call is about to be sent; a call ended; a call got no answer through
+no fault of the agent; the agent ended its session at a server."""
 SHOWN = 16 << 10
 """Characters kept of the parameters and of the answer of one call."""
 RECORDED = 32 << 20
@@ -85,7 +85,7 @@ def calls_key(turns_key: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """JSON without what clients and servers tell each other, cut after `SHOWN` characters."""
+    """The value as JSON, without the protocol's own `_meta`, cut after `SHOWN` characters."""
     if isinstance(value, dict):
         value = {name: one for name, one in value.items() if name != "_meta"}
     return "" if value is None else json.dumps(value, ensure_ascii=False)[:SHOWN]

@@ -1,8 +1,8 @@
 """Forwards an agent's calls to the MCP servers of its session, which a sandbox cannot reach itself.
 
-The gateway chooses the address and adds the credentials, so a sandbox has neither. Only headers of
-the protocol pass. A call is bounded in time and size; then the agent gets an error, as from the tool.
-A server that cannot be reached is a failure of the infrastructure: it ends the attempt.
+The gateway knows the server's address and adds its credentials, so a sandbox has neither. It
+forwards only the protocol's headers. If a call exceeds its limit of time or size, the agent gets an
+error, as if from the tool. An unreachable server is an infrastructure failure and ends the attempt.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ LARGEST_REQUEST = 4 << 20
 LARGEST_ANSWER = 8 << 20
 """Bytes of one answer with all its events."""
 PATIENCE_S = 60.0
-"""Seconds in which a server that refuses connections, or answers 429 or 503, may come back."""
+"""Seconds to retry a call while the server refuses connections or answers 429 or 503."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
 KEEPALIVE_S = 1.0
-"""Seconds after which an idle connection is not used again: servers close theirs later."""
+"""Seconds after which an idle connection is not reused. Servers keep theirs open longer."""
 LOOK_S = 1.0
-"""Seconds between two looks at whether the agent still waits for an answer."""
+"""Seconds between two checks whether the agent still waits for an answer."""
 PROBE_S = 10.0
-"""Seconds in which a server answers anything at all after a call that took too long."""
+"""After a call times out, a server that answers nothing within this many seconds counts as dead."""
 SESSION = "mcp-session-id"
 TOOL_ERROR, NO_METHOD = -32000, -32601
-"""JSON-RPC error codes of what the gateway answers in the server's place."""
+"""JSON-RPC codes of the errors that the gateway returns in the server's place."""
 LISTEN = "subscriptions/listen"
 """A request whose answer never ends. Like the GET of earlier versions, a server may lack it."""
 
@@ -104,7 +104,7 @@ class _Call:
 
     @property
     def place(self) -> str:
-        """For messages to people: the name and the host, without path and credentials."""
+        """The server as messages name it: its name and host, without path and credentials."""
         return f"MCP server {self.asked.name!r} at {urlsplit(self.server.url).netloc}"
 
 
@@ -181,8 +181,8 @@ class McpProxy:
     # --- to the server ---------------------------------------------------------------------------
 
     async def _sent(self, call: _Call) -> httpx.Response:
-        """The server's answer, of which only the head is read. A request that the server has not
-        taken is repeated. Raises: ServerDead, TimeoutError."""
+        """Send the request and return the response with only its head read. A request that the
+        server did not accept is sent again. Raises: ServerDead, TimeoutError."""
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE_S
         until = loop.time() + (PATIENCE_S if call.message else 0)
         while True:
@@ -318,8 +318,8 @@ class McpProxy:
         return answer
 
     async def _note_hang_up(self, call: _Call) -> None:
-        """Until the call ends, note an agent that no longer waits for it. Otherwise it would count as
-        a call whose gateway process died."""
+        """If the agent hangs up before the call ends, record that. Otherwise the call would look as
+        if its gateway process had died."""
         while not call.is_recorded:
             await asyncio.sleep(LOOK_S)
             if await call.asked.has_hung_up():
@@ -397,7 +397,7 @@ def _is_answer(call: _Call, message: dict[str, Any]) -> bool:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """The whole events in the data, each with its end, and last what follows them."""
+    """The complete events in the data, each with its terminator, then the incomplete rest."""
     ends = [0, *(found.end() for found in _EVENT_END.finditer(data))]
     return [data[a:b] for a, b in zip(ends, [*ends[1:], len(data)], strict=True)]
 

@@ -13,19 +13,21 @@ from perdure.types import Grading, Instance, TestStatus, Twin, TwinDraw
 
 FAILING = frozenset((TestStatus.FAILED, TestStatus.ERROR))
 PLACES = ((0,), (1,), (0, 1))
-"""The runs that a twin can be in: with the run of originals, one text of its test is in two runs."""
+"""Which of the two runs with twins have the twin of a test. Counting the run of originals, two of
+the three runs then have the same text of that test."""
 DIVISIONS = 3
-"""Divisions between two runs that calibration tries, before all twins share one run."""
+"""Ways to divide twins between two runs that calibration tries before it puts all into one run."""
 
 
 async def proven_draws(
     bench: Bench, plain: Instance, pools: list[list[Twin]], wanted: int
 ) -> list[TwinDraw]:
-    """About `wanted` draws that all have a twin of the same functions: of as many as possible.
+    """About `wanted` draws. All have twins of the same functions, of as many functions as possible.
 
-    Draws come in threes. Within three, the runs have equal texts in the same pattern, and each place in
-    the pattern is that of the originals in one draw. So code that compares all runs, and knows all
-    divisions, must still guess one of three, unless calibration cannot prove some of the draws.
+    Draws are made in threes. The three draws show the same pattern of equal texts between runs, but
+    in each draw the run of originals has another place in the pattern. So code that compares all
+    runs and knows all divisions must still guess one of three, unless calibration cannot prove some
+    draws.
     """
     count = min(wanted, max(map(len, pools), default=0))
     count += -count % len(PLACES)
@@ -53,7 +55,7 @@ async def _proven_draw(
     number: str,
 ) -> TwinDraw | None:
     """The first division of these twins into runs that is proven under gold: in each run, the twins
-    fail and all other tests pass. Twins that the base passes, or that pass, are left out."""
+    fail and all other tests pass. Twins that pass under the base are left out."""
     base = await statuses_with(bench, plain, b"", together, f"proof-base-{number}")
     left = [not _any(twin, base, verdict_rules.F2P_PASSES) for twin in together]
     twins = list(compress(together, left))
@@ -75,8 +77,8 @@ async def _proven_draw(
 def divided(
     twins: Sequence[Twin], places: Sequence[int]
 ) -> tuple[tuple[Twin, ...], tuple[Twin, ...]]:
-    """The twins of two runs. `places`: index into PLACES of each twin. In one run, code under test must
-    judge each test by itself."""
+    """Divide the twins between two runs. `places`: the index into PLACES for each twin. Code under
+    test that sees only one run must judge each test by itself."""
     placed = [(twin, PLACES[place]) for twin, place in zip(twins, places, strict=True)]
     first, second = (tuple(twin for twin, runs in placed if n in runs) for n in (0, 1))
     return first, second

@@ -1,6 +1,7 @@
 """Changes one expectation of a test, on one line that the test patch adds.
 
-Every rule is exclusive: for one result of the code under test, the test and its twin cannot both pass.
+Every rule is exclusive, under the conditions at `needs_unrelated` and `ARGUMENT`: for one result of
+the code under test, the test and its twin cannot both pass.
 So a twin can never fail a correct fix that differs from gold. `match=`, `in` and `>` become an
 equality that contradicts them, because another check of their kind could also pass. Line numbers do
 not change.
@@ -16,7 +17,7 @@ from perdure.graders.twins import wrong_literals
 from perdure.graders.twins.parsed_test_file import Edit, Function, FunctionNode, Source
 
 ARGUMENT = "argument of a constructor"
-"""The rule whose twins a correct fix passes if it makes an equality that ignores the argument."""
+"""This rule is exclusive only if the fix defines no equality that ignores the argument."""
 MOST = 24
 """Most candidates of one function."""
 
@@ -403,7 +404,7 @@ def _handed_on(source: Source, function: Function) -> Iterator[_Change]:
 
 
 def _compares(helper: FunctionNode, number: int) -> bool:
-    """Whether a comparison that always runs has the parameter with this number, from 1, as a side."""
+    """Whether an assertion that always runs compares this parameter by `==`. `number`: from 1."""
     parameters = [*helper.args.posonlyargs, *helper.args.args]
     if helper.args.vararg is not None or number > len(parameters):
         return False

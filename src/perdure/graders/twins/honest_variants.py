@@ -1,11 +1,13 @@
-"""Writes gold in other ways, each a correct fix too: a twin that passes under one of them harms.
+"""Rewrites gold as other correct fixes, under which a twin must fail too.
 
 - renamed locals: in functions that the fix changes, names that no code outside can use.
 - another equal expression: rewrites that are equal for every Python object.
 - exceptions with a second base: what the fix raises is also an instance of another exception class.
+- values by another name: a wrapper calls each changed function, and changed values outside
+  functions are assigned to another name first.
 
-They are of files, because calibration writes files over those of gold. The originals decide whether
-a variant is honest: it is used only if they all pass.
+A variant is a set of files, which calibration writes over gold's. It is honest, and used, only if
+all original tests pass under it.
 """
 
 import ast
@@ -33,8 +35,8 @@ class Variant:
 
 
 def honest_variants(sources: Sequence[Source]) -> list[Variant]:
-    """At most four variants of the files of the fixed tree. `added` of each source: the lines that
-    the fix changes."""
+    """At most four variants of the fixed files. `added` of each source: the lines that the fix
+    changes."""
     makers: tuple[tuple[str, Callable[[Source], bytes | None]], ...] = (
         (RENAMED, _with_renamed_locals),
         (EQUAL, _with_equal_expressions),
@@ -185,7 +187,7 @@ def _with_renamed_locals(source: Source) -> bytes | None:
 
 
 def _renamed(source: Source, spared: frozenset[str]) -> bytes | None:
-    """None also if the result is not exactly the renamed syntax tree."""
+    """None if nothing is renamed, or if the result is not exactly the renamed syntax tree."""
     rewriting, tree = _Rewriting(source.data), ast.parse(source.data)
     names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
     spared |= {node.id for node in names if rewriting.text(node) != node.id.encode()}
@@ -217,8 +219,8 @@ _INNER_SCOPES = (
 
 
 def _scope(node: ast.AST) -> _Scope | None:
-    """The scope of a function or comprehension, and those of its variables that occur in no other
-    way than as a name: not as a parameter, an import, in `global`, or as an attribute of a class."""
+    """The scope of a function or comprehension, with the variables that occur only as names: not as
+    a parameter, an import, in `global`, or as an attribute of a class."""
     nodes: Sequence[ast.AST]
     if isinstance(node, FunctionNode):
         nodes, bound = node.body, _stored(node.body)
@@ -353,7 +355,8 @@ def {name}(cls, made={{}}):
 
 
 def _with_second_bases(source: Source) -> bytes | None:
-    """`raise X(...)` -> `raise of_two_bases(X)(...)`. If X is no exception class, it stays."""
+    """`raise X(...)` -> `raise of_two_bases(X)(...)`. X stays as it is if it is not an exception
+    class."""
     rewriting = _Rewriting(source.data)
     name = rewriting.fresh("_of_two_bases")
     raised = [

@@ -33,7 +33,7 @@ async def verified(
     without: Mapping[str, str] = MappingProxyType({}),
 ) -> Verified:
     """Grade in one run if the instance has no twins or `pairs` is 0. Otherwise grade in the runs of
-    each pair, one pair after the other, until one does not confirm the verdict.
+    each pair, one pair after the other, until a pair does not confirm the verdict.
 
     Pairs do not overlap, so code under test in one learns nothing from another.
     `at_once`: start all runs of a pair together, so that their order tells nothing either.
@@ -57,8 +57,9 @@ async def verified(
 async def _graded(
     drawn: Sequence[Run], grade_once: GradeOnce, most: int, *, whole: bool
 ) -> list[tuple[Run, Graded]]:
-    """At most `most` runs at a time, in the order of `drawn`. A run of originals comes first in the
-    result. If it does not resolve the row, it is the only one, unless `whole` is set."""
+    """Grade at most `most` runs at a time, in the order of `drawn`. The run of originals is first
+    in the result. If it does not resolve the row, the other runs are cancelled, unless `whole` is
+    set."""
     free = asyncio.Semaphore(most)
 
     async def graded(run: Run) -> Graded:

@@ -188,7 +188,8 @@ class Source:
         return [text for name in near if (text := found[name]) is not None]
 
     def exceptions_like(self, node: ast.expr) -> list[bytes]:
-        """Exceptions of the file that could replace this one; none if it is builtin, and no builtin ones."""
+        """The file's non-builtin exceptions that could replace this one; empty if this one is
+        builtin."""
         if isinstance(node, ast.Attribute):
             name, others = node.attr.encode(), self.attributes_like(node)
         else:

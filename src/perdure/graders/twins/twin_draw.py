@@ -1,11 +1,9 @@
-"""Flips the host's coins: for each pair of a grading, picks the runs with twins and the order of all
-runs.
+"""Picks at random, for each pair of a grading, the runs with twins and the order of all runs.
 
 One run has originals only and is the row's own protocol. The runs with twins look the same from
 inside: each is the row's own grading with another `test_patch`. Code that forges results can learn
 neither which run it is in nor which of its tests are twins. If the runs of a pair tell each other what
-they see, they still cannot tell which one has originals only: see
-`draw_proof.proven_draws`.
+they see, they still must guess which one has originals only: see `draw_proof.proven_draws`.
 """
 
 from collections.abc import Sequence

@@ -209,8 +209,9 @@ async def _sources(bench: Bench, added: dict[str, frozenset[int]]) -> tuple[list
 
 
 async def _exclusive(bench: Bench, fix: Sequence[Source], tried: list[_Tried]) -> list[_Tried]:
-    """Drop candidates that exchange a class for a related or unknown one, or for which a fix could
-    make a class of both."""
+    """Drop candidates that a correct fix could pass: they exchange a class for a related or unknown
+    one, the fix may raise a class that inherits from both, or its equality may ignore an
+    argument."""
     if _MAKES_EQUALITY.search(bench.gold) is not None or any(map(changes_equality, fix)):
         why = "a correct fix may make an equality that ignores an argument"
         tried = [one.keep([c for c in one.left if c.rule != ARGUMENT], why) for one in tried]

@@ -244,8 +244,8 @@ def _remove(name: str) -> bool:
 
 
 def _is_lower_layer(root: str) -> bool:
-    """Whether a sandbox has an overlay over this folder, in a mount namespace of which podman knows
-    nothing. Podman would delete the sandbox's files."""
+    """Whether a sandbox mounts an overlay over this folder. Podman cannot see that mount, which is
+    in another mount namespace, and would delete the sandbox's files."""
     for mounts in Path("/proc").glob("[0-9]*/mountinfo"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if f"lowerdir={root}," in mounts.read_text():

@@ -1,4 +1,4 @@
-"""What the tasks of a job array do: the nodes' own reports, and Slurm's reasons for missing ones."""
+"""Reports on a job array: what each node reports, and Slurm's reason for each missing node."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ OURS = ("CANCELLED", "COMPLETED")
 
 
 def report(tasks: Sequence[Task], folder: Path) -> WorkersReport:
-    """`tasks`: of one array."""
+    """`tasks`: all tasks of one array."""
     nodes, absent = [], []
     for task in (one for one in tasks if one.state == "RUNNING"):
         found = _own_report(task, folder)
@@ -30,7 +30,7 @@ def report(tasks: Sequence[Task], folder: Path) -> WorkersReport:
 
 
 def failures(tasks: Sequence[Task], folder: Path) -> list[str]:
-    """Why tasks ended that should run, with the fix."""
+    """The reason for each unexpected end of a task, with the fix."""
     ended = [one for one in tasks if one.state not in (*ACTIVE, *OURS)]
     return [f"{one.node}: {_reason(one, folder)}" for one in ended]
 
@@ -49,7 +49,7 @@ def _own_report(task: Task, folder: Path) -> NodeReport | None:
         found = NodeReport.model_validate_json((folder / f"node-{task.job}.json").read_bytes())
     except FileNotFoundError:
         return None
-    return found if found.node == task.node else None  # of an earlier node that was lost
+    return found if found.node == task.node else None  # otherwise it is the report of a lost node
 
 
 def _log(task: Task, folder: Path) -> Path:

@@ -15,7 +15,7 @@ from perdure.types import Frozen
 
 PROGRAM = "perdure.stack.slurm_workers.node_program"
 NOT_SHARED = 101
-"""Exit code of a task whose node lacks the shared folder or the Python."""
+"""Exit code of a task whose node cannot see the shared folder or Perdure's Python."""
 
 
 class SlurmPlan(Frozen):
@@ -38,12 +38,12 @@ class SlurmPlan(Frozen):
     idle_s: float = Field(300.0, ge=0)
     """Seconds without a rollout after which a node beyond `least` is given back."""
     sbatch_args: str = ""
-    """More options for sbatch; they win."""
+    """Extra options for sbatch, which override all others."""
 
 
 def render(plan: SlurmPlan) -> str:
     """The script. It holds no secret, because sbatch takes the settings from its environment."""
-    # A requeued task waits two minutes. A spare one takes its place at once.
+    # Slurm holds a requeued task back for two minutes. A spare task takes its place at once.
     tasks = 2 * plan.most
     options = [
         f"--job-name={plan.name}",

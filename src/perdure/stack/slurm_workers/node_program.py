@@ -34,7 +34,7 @@ from perdure.telemetry import configure_logging
 REPORT_S = 2.0
 """Seconds between two reports to the shared folder."""
 COUNT_S = 15.0
-"""Seconds between two looks at the array's size. Each asks Slurm's controller once."""
+"""Seconds between two checks of the array's size. Each sends Slurm's controller one request."""
 PAUSE_S = 5.0
 """Seconds between two requests to a controller that does not answer."""
 
@@ -42,8 +42,8 @@ log = structlog.get_logger("perdure.slurm_workers")
 
 
 def wanted_nodes(least: int, most: int, running: int, waiting: int, seats: int) -> int:
-    """How many tasks Slurm may run. `waiting`: boots and gradings without a worker; `seats`: of one
-    node."""
+    """How many tasks Slurm may run. `waiting`: boots and gradings that no worker has taken.
+    `seats`: the seats of one node."""
     return min(most, max(least, running + math.ceil(waiting / seats)))
 
 
@@ -74,7 +74,10 @@ class NodeProgram:
             idle.result()
         else:
             idle.cancel()
-            log.info("Slurm takes the node back: its rollouts move", notice=self._noticed.is_set())
+            log.info(
+                "Slurm takes this node back; its rollouts move to other nodes",
+                notice=self._noticed.is_set(),
+            )
             await self._worker.leave()
         self._report.unlink(missing_ok=True)
         await self._requeue()
@@ -91,7 +94,7 @@ class NodeProgram:
                     await self._ended.wait()
 
     async def _watch_until_idle(self) -> None:
-        """Report the worker's state. Returns when an idle node was given back."""
+        """Report the worker's state. Return once the node has been idle and was given back."""
         busy_at, counted_at, reported = monotonic(), float("-inf"), None
         while True:
             report = self._worker.report()
@@ -110,8 +113,8 @@ class NodeProgram:
             await asyncio.sleep(REPORT_S)
 
     async def _scale(self, idle_s: float) -> bool:
-        """True: this node was given back. The first `least` tasks never are, and the very first one
-        decides how many nodes there are."""
+        """Return whether this node was given back. The first `least` running tasks keep their
+        nodes, and the first one sets how many tasks Slurm may run."""
         running = await asyncio.to_thread(slurm_commands.running, self._array)
         if self._task not in running:  # Slurm is ending it
             return False

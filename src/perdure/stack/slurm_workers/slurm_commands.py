@@ -18,7 +18,7 @@ class Task(Frozen):
 
     array: int
     job: int
-    """The id of this task's job; it stays through a requeue."""
+    """The id of this task's job. A requeue does not change it."""
     task: int
     state: str
     reason: str

@@ -1,8 +1,9 @@
 """The `modal` provider: Modal's sandboxes, through its SDK.
 
-The identity is the sandbox's name, which is unique in the app, so a create whose answer was lost finds
-the sandbox that it made. Modal cannot move a sandbox's time limit. Therefore each gets the longest one,
-and its first process ends it at our deadline, which `touch` moves.
+The sandbox's name is derived from its identity and is unique in the app. So if the answer to a
+create is lost, the next try finds the sandbox. Modal cannot extend a sandbox's time limit.
+Therefore each sandbox gets the longest limit, and its first process ends it at our deadline, which
+`touch` extends.
 """
 
 import asyncio
@@ -50,11 +51,11 @@ IMAGE_S = 900.0
 GPU_S = 900.0
 """Seconds that a create waits for a GPU."""
 SILENT_S = 5.0
-"""Seconds past a command's time limit until we stop waiting. The service should have ended it."""
+"""Seconds to wait past a command's time limit, at which the service should have ended it."""
 UNREACHABLE_S = 600.0
-"""Seconds after which a sandbox that runs, according to its service, counts as dead."""
+"""Seconds of silence after which a sandbox counts as lost, even if Modal reports it as running."""
 AT_ONCE = 16
-"""Sandboxes whose tags are read at once."""
+"""Number of sandboxes whose tags are read concurrently."""
 LONGEST_NAME = 63
 NO_PROGRAM = (126, 127)
 """Exit codes of a shell that cannot execute the first process."""
@@ -89,7 +90,8 @@ class ModalSandbox(SdkSandbox):
         await self._call("set_tags", lambda: self.sdk.set_tags.aio(tags), in_sandbox=False)
 
     async def _print(self, what: str, command: str, extra_s: float) -> str:
-        """The line is on the shell's standard input, because other users can list arguments."""
+        """Send the command on the shell's standard input, because other users can list
+        arguments."""
         from modal.stream_type import StreamType
 
         seconds = math.ceil(self.provider.request_s + extra_s)
@@ -140,8 +142,8 @@ class ModalSandbox(SdkSandbox):
 
 
 class ModalProvider(SdkProvider):
-    """`MODAL_TOKEN_ID`, `MODAL_TOKEN_SECRET` and `MODAL_ENVIRONMENT` name the account.
-    `PERDURE_MODAL__SCOPE` names the deployment, if several hosts share one or several share an account.
+    """`MODAL_TOKEN_ID`, `MODAL_TOKEN_SECRET` and `MODAL_ENVIRONMENT` name the account. Set
+    `PERDURE_MODAL__SCOPE` if a deployment has several hosts, or if deployments share an account.
     """
 
     name = "modal"
@@ -298,7 +300,7 @@ class ModalProvider(SdkProvider):
                 "PERDURE_SANDBOX__TTL_S"
             )
         if spec.image and not IMAGE.fullmatch(spec.image):  # it becomes a line of a Dockerfile
-            raise ConfigurationError(f"environment.image: {spec.image!r} is no image")
+            raise ConfigurationError(f"environment.image: {spec.image!r} is not an image name")
 
     # -- finding ----------------------------------------------------------------------------------
 
