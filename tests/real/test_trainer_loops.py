@@ -13,11 +13,13 @@ import pytest
 import pytest_asyncio
 
 from perdure.engines.health_check import CANARY_PROMPTS
+from perdure.episodes.episode_store import read_run, read_segments
 from perdure.stack.engine_presence import home_roster
 from perdure.testing.scripted_engine import Call, ScriptedEngine
 from tests import docs_pages, loop_agent
 from tests.checkout_paths import ROOT
 from tests.doubles.scripted_sglang import ScriptedSglang
+from tests.doubles.trl_server import UPDATE, TrlServer
 from tests.real import trainers_here
 from tests.stack.gated_engine import IDLE, TURNS, commands
 from tests.stack.host_requirements import why_not_here
@@ -232,6 +234,63 @@ async def test_verifiers_plays_the_instances(done: dict[str, Any]) -> None:
     _are_sampled(found["trained"], found, 2)
     assert found["temperatures"] == [[0.8], [0.8], []]
     assert found["roles"][0] == ["user", "assistant", "tool"]
+
+
+# --- TRL -------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["server", "colocate"])
+async def trl(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, Any]]:
+    """Two steps of a group of two, with what the page prints. The stack has no engine but TRL's."""
+    home = tmp_path_factory.mktemp("trl")
+    page = docs_pages.block("train.md", "python trl").replace("first-steps/h11-0.14.0", INSTANCE)
+    (home / "page.py").write_text(page.replace("mini_swe_agent", loop_agent.NAME))
+    async with (
+        running(home / "stack", named=False) as stack,
+        TrlServer(stack.engine) as server,
+    ):
+        url = server.url if request.param == "server" else stack.engine.url
+        found = await trainers_here.run(
+            *("trl_vllm.py", request.param, url, home, home / "page.py"),
+            **trainers_here.environment(stack),
+        )
+        found["updates"] += server.asked[UPDATE]
+        found["sampled"] = _sampled(stack.engine.calls)
+        found["episodes"] = []
+        for step in range(2):
+            episodes = await read_run(stack.store, f"try-1-0-{step}-1")
+            found["episodes"].append([await read_segments(stack.store, one) for one in episodes])
+        yield found
+
+
+async def test_trl_trains_what_its_own_vllm_sampled(trl: dict[str, Any]) -> None:
+    """Each token of the loss once, with the logprob that TRL's vLLM gave it, although TRL's client names
+    neither the session nor why a completion ended."""
+    (sampled,) = trl["sampled"].items()
+    ids = [token for one, _ in trl["trained"] for token in one]
+    logprobs = [value for _, values in trl["trained"] for value in values]
+
+    assert len(trl["trained"]) == 4
+    assert sorted(ids) == sorted(sampled[0])
+    assert sorted(logprobs) == pytest.approx(sorted(sampled[1]), abs=1e-6)
+
+
+async def test_trl_publishes_its_own_weights(trl: dict[str, Any]) -> None:
+    """Before each step, once. All turns of the step have its number as their policy version."""
+    versions = [
+        {version for one in step for segment in one.segments for version in segment.versions} - {-1}
+        for step in trl["episodes"]
+    ]
+
+    assert (versions, trl["updates"]) == ([{0}, {1}], 2)
+    assert [[one.episode.reward for one in step] for step in trl["episodes"]] == [[1.0, 1.0]] * 2
+
+
+async def test_colocated_vllm_runs_in_trls_thread(trl: dict[str, Any]) -> None:
+    """Calls of both siblings run together, and it sleeps while TRL trains."""
+    assert trl["colocated"] in ([], [[True, 2, True]])
 
 
 # --- TorchTitan ------------------------------------------------------------------------------

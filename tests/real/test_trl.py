@@ -1,4 +1,5 @@
-"""TRL's GRPOTrainer learns through Perdure: a real stack, a real vLLM on CPU, a tiny random model.
+"""TRL's GRPOTrainer learns through Perdure's engines (`engine="perdure"`): a real stack, a real vLLM on CPU,
+a tiny random model.
 
 Run by `make test-trainers`. Each rollout is three turns in a sandbox; its reward is one bit of what the
 model said, so siblings differ. Installs TRL and vLLM below .perdure, once.
@@ -67,12 +68,14 @@ async def learned(
         await _instance(stack)
         await _join(stack, engine)
         page = docs_pages.block("train.md", "python trl").replace("first-steps/h11-0.14.0", PARITY)
-        (home / "page.py").write_text(page.replace("mini_swe_agent", note_agent.NAME))
+        agent = 'mini_swe_agent"'
+        own = f'{note_agent.NAME}", engine="perdure"'
+        (home / "page.py").write_text(page.replace(agent, own))
         arguments = (installed / "model", home / "out", home / "page.py")
         told = await trainers_here.run(
             "trl_grpo.py", *arguments, **trainers_here.environment(stack)
         )
-        found = [await _recorded(stack.store, f"try-1-{step}-0-1") for step in range(STEPS)]
+        found = [await _recorded(stack.store, f"try-1-0-{step}-1") for step in range(STEPS)]
         versions = [
             [version for one in episodes for version in one["versions"]] for episodes in found
         ]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,7 +25,7 @@ from perdure.home_folder import load_secret
 from perdure.integrations import trainer_hooks
 from perdure.settings.settings_loader import load_settings
 from perdure.storage.store_url import open_store
-from perdure.types import DEFAULT_MODEL
+from perdure.types import DEFAULT_MODEL, FinishReason
 
 REGISTRATION_POLL_S = 15.0
 """Seconds between checks whether the roster still has the engine. A gateway that cannot reach an
@@ -176,6 +176,16 @@ def split_engine_option(fields: Mapping[str, Any]) -> tuple[dict[str, Any], bool
             f"{PERDURE!r} (those of `perdure engines list`)"
         )
     return rest, engine == TRAINER
+
+
+def finish_reason_of(ask: Ask, ids: Sequence[int], context: int | None) -> FinishReason:
+    """Why a completion ended, for a trainer whose client does not tell. `context`: the most tokens of
+    prompt and completion together."""
+    if ids and ids[-1] in ask.sampling.get("stop_token_ids", ()):
+        return FinishReason.STOP
+    is_full = context is not None and len(ask.prompt_ids) + len(ids) >= context
+    at_limit = len(ids) >= ask.sampling.get("max_tokens", len(ids) + 1)
+    return FinishReason.LENGTH if is_full or at_limit else FinishReason.STOP
 
 
 async def name_server(url: str, model: str) -> str:

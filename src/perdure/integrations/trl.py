@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from perdure.client.sync_client import LoopThread
 from perdure.episodes.episode import EpisodeSegments
 from perdure.episodes.trainer_formats import graded, trl_output
-from perdure.integrations import trainer_hooks
+from perdure.integrations import trainer_engine, trainer_hooks
+from perdure.integrations.trl_generation import ACCEPTED, COLOCATE, Generation, generation_of
 from perdure.types import RolloutRequest
 
 logger = logging.getLogger(__name__)
@@ -26,32 +28,63 @@ class Rollouts:
     rollout. A warning names rollouts with several segments; `reward` logs the untrained ones."""
 
     def __init__(self, *, publish: bool = True, **fields: Any) -> None:
-        """`fields`: fields of a RolloutRequest, with `run_id`. `publish`: the engines get the model
-        before each step and sample only with it. TRL's loss then corrects for the recorded logprobs, as
-        with its own vLLM."""
+        """`fields`: fields of a RolloutRequest, with `run_id`. TRL's vLLM samples, unless they have
+        `engine="perdure"`. `publish`: with that, Perdure's engines get the model before each step
+        and sample only with it. Either way, TRL's loss corrects for the recorded logprobs. Raises:
+        ConfigurationError."""
+        self._fields, self._uses_trainers = trainer_engine.split_engine_option(fields)
         self._publish = publish
-        self._fields = fields
+        self._trainer: Any = None
         self._engines: Any = None
+        """Perdure's, if this publishes to them."""
+        self._generation: Generation | None = None
+        """TRL's, if this process samples."""
         self._calls: Counter[str] = Counter()
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
-        """Raises: ConfigurationError, UpdateRefused."""
-        if self._publish and self._engines is None:
-            from perdure.integrations.trl_weights import Engines  # needs perdure[trainer]
-
-            self._engines = Engines(trainer)
+        """Raises: ConfigurationError, UpdateRefused, StoreUnavailable, OSError."""
+        if self._trainer is not trainer:
+            self._begin(trainer)
+            self._trainer = trainer
         found = asyncio.run(self._all(self._requests(prompts, trainer)))
         _warn_of_untrained([one for one in found if one is not None])
         return trl_output(found)
 
+    def _begin(self, trainer: Any) -> None:
+        if self._uses_trainers:
+            self._serve(trainer)
+        elif self._publish:
+            from perdure.integrations.trl_weights import Engines  # needs perdure[trainer]
+
+            self._engines = Engines(trainer)
+
+    def _serve(self, trainer: Any) -> None:
+        """Register TRL's vLLM before any process starts a rollout. A colocated one samples only for the
+        rollouts of its process."""
+        self._generation = generation_of(trainer)
+        if self._generation is not None:
+            run_id = str(self._fields.get("run_id"))
+            if trainer.vllm_generation.mode == COLOCATE:
+                run_id = f"{run_id}-{trainer.accelerator.process_index}"
+            root = str(trainer.model.name_or_path)
+            _, engine = trainer_engine.engine_of_run(
+                {**self._fields, "run_id": run_id}, ACCEPTED, root=root
+            )
+            assert engine is not None  # by default
+            # In a loop that does not end with this call, because other processes may still sample.
+            LoopThread().do(engine.use(self._generation.sample))
+        trainer.accelerator.wait_for_everyone()
+
     async def _all(self, requests: Sequence[RolloutRequest]) -> list[EpisodeSegments | None]:
-        return list(
-            await asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
-        )
+        rollouts = asyncio.gather(*(trainer_hooks.finished(request) for request in requests))
+        if self._generation is None:
+            return list(await rollouts)
+        return list(await self._generation.until(rollouts))
 
     def _requests(self, prompts: Sequence[str], trainer: Any) -> list[RolloutRequest]:
         sampling = trainer_hooks.sampling_of(_parameters(trainer.args))
-        fields = {**self._versions(), **self._fields}
+        given = {name: v for name, v in self._fields.items() if name != "engine_host"}
+        fields = {**self._versions(), **given}
         step, seen = self._step(trainer), Counter[str]()
         requests = []
         for prompt in prompts:
@@ -75,7 +108,7 @@ class Rollouts:
     def _step(self, trainer: Any) -> str:
         """Unique per call and process. A trainer that restarts from a checkpoint gets the same names."""
         kind = "" if trainer.model.training else "eval-"
-        step = f"{kind}{trainer.state.global_step}-{trainer.accelerator.process_index}"
+        step = f"{trainer.accelerator.process_index}-{kind}{trainer.state.global_step}"
         self._calls[step] += 1
         return f"{step}-{self._calls[step]}"
 

@@ -1,4 +1,4 @@
-"""Publishes TRL's weights to Perdure's engines before the rollouts of each step are sampled.
+"""With `engine="perdure"`: publishes TRL's weights to Perdure's engines before each step is sampled.
 
 `Engines` replaces the trainer's vLLM client (`GRPOTrainer.vllm_generation`), which TRL asks to sync
 weights. TRL's loss then also corrects for the recorded logprobs.
@@ -42,8 +42,8 @@ class Engines:
             raise ConfigurationError("use_vllm must be false: Perdure's engines sample")
         if hasattr(trainer.model, "peft_config"):
             raise ConfigurationError(
-                "engines take whole checkpoints, not PEFT's adapters: use trl.Rollouts(publish=False) "
-                "and publish the merged model yourself"
+                "engines take whole checkpoints, not PEFT's adapters: let TRL's vLLM sample, or use "
+                "publish=False and publish the merged model yourself"
             )
         self._trainer = trainer
         self._weights = Weights()

@@ -91,12 +91,7 @@ class PerdureAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
         """verl reports only aborts; it calls both other reasons `completed`."""
         if told in ("abort", "aborted"):
             return FinishReason.ABORT
-        if ids and ids[-1] in ask.sampling.get("stop_token_ids", ()):
-            return FinishReason.STOP
-        context = self.rollout_config.max_model_len
-        is_full = context is not None and len(ask.prompt_ids) + len(ids) >= context
-        at_limit = len(ids) >= ask.sampling.get("max_tokens", len(ids) + 1)
-        return FinishReason.LENGTH if is_full or at_limit else FinishReason.STOP
+        return trainer_engine.finish_reason_of(ask, ids, self.rollout_config.max_model_len)
 
     def _shaped(self, experts: Any) -> Any:
         """The experts in shape [tokens, layers, top_k]. SGLang returns layers and experts in one

@@ -18,13 +18,22 @@ import pytest
 import pytest_asyncio
 
 from perdure.client.slime_variables import rollout_with_defaults
+from perdure.dialects.base import Refused
 from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes import turns_parquet
 from perdure.episodes.episode import AttemptSummary, EpisodeParts
 from perdure.episodes.trajectory_segments import cut
 from perdure.errors import Boundary, ConfigurationError, NoResult
 from perdure.instances import instance_catalog
-from perdure.integrations import skyrl, slime, trainer_engine, trainer_hooks, trl, trl_weights
+from perdure.integrations import (
+    skyrl,
+    slime,
+    trainer_engine,
+    trainer_hooks,
+    trl,
+    trl_generation,
+    trl_weights,
+)
 from perdure.sandboxes.base import identity_of
 from perdure.settings.settings_loader import load_settings
 from perdure.storage import store_keys
@@ -44,6 +53,7 @@ from perdure.types import (
 )
 from tests import docs_pages
 from tests.checkout_paths import ROOT
+from tests.stack.wait_until import until
 from tests.stored_episodes import store_episode
 from tests.unit.instances.made_rows import r2e_row
 from tests.unit.integrations import stand_ins
@@ -883,7 +893,7 @@ def test_trl_gets_a_row_for_each_prompt(stack: Stack, caplog: pytest.LogCaptureF
     """Tokens and mask of the last segment, and the reward beside them: None where there is no verdict. What
     is not trained is logged."""
     stack.ends |= {0: (1.0, 3), 1: (None, 1), 2: None}
-    rollouts = trl.Rollouts(run_id="try", agent="nop", publish=False)
+    rollouts = trl.Rollouts(run_id="try", agent="nop", engine="perdure", publish=False)
     output = rollouts(["d/i"] * 3, trl_trainer())
 
     assert output["prompt_ids"] == [[12], [0], [0]]
@@ -895,23 +905,23 @@ def test_trl_gets_a_row_for_each_prompt(stack: Stack, caplog: pytest.LogCaptureF
     said = trl.reward(["text"] * 3, log_metric=logged.__setitem__, trainer_state=None, **extra)
     assert said == [1.0, None, None]
     assert logged == {"perdure/untrained_segments": 2 / 3, "perdure/left_out": 2 / 3}
-    assert "2 segments of rollout/try-6-1-1/i/0 are not trained" in caplog.text
+    assert "2 segments of rollout/try-1-6-1/i/0 are not trained" in caplog.text
 
 
 def test_trl_calls_have_ids_of_their_own(stack: Stack) -> None:
     """Two generations of one step, and of training and evaluation, are different rollouts; the siblings
     of a prompt count up."""
     stack.ends |= {0: (1.0, 1), 1: (1.0, 1)}
-    rollouts = trl.Rollouts(run_id="try", publish=False)
+    rollouts = trl.Rollouts(run_id="try", engine="perdure", publish=False)
     for training in (True, True, False):
         rollouts(["d/i", "d/k", "d/i"], trl_trainer(training))
 
     assert [(r.run_id, r.instance, r.sample_index) for r in stack.requests[:3]] == [
-        ("try-6-1-1", "d/i", 0),
-        ("try-6-1-1", "d/k", 0),
-        ("try-6-1-1", "d/i", 1),
+        ("try-1-6-1", "d/i", 0),
+        ("try-1-6-1", "d/k", 0),
+        ("try-1-6-1", "d/i", 1),
     ]
-    assert [r.run_id for r in stack.requests[3::3]] == ["try-6-1-2", "try-eval-6-1-1"]
+    assert [r.run_id for r in stack.requests[3::3]] == ["try-1-6-2", "try-1-eval-6-1"]
     assert stack.requests[0].sampling.max_tokens_per_turn == 512
 
 
@@ -921,7 +931,8 @@ def test_trls_weights_sample_its_rollouts(
     """Each step's model is published under the next version, before rollouts that only it may sample; TRL
     asks for it where its vLLM would be. The last two checkpoints are kept."""
     stack.ends[0] = (1.0, 1)
-    trainer, rollouts = trl_trainer(output=tmp_path), trl.Rollouts(run_id="try")
+    trainer = trl_trainer(output=tmp_path)
+    rollouts = trl.Rollouts(run_id="try", engine="perdure")
     rollouts(["d/i"], trainer)
     for step in (7, 8):
         trainer.state.global_step, trainer.model.weights = step, f"of step {step}"
@@ -950,7 +961,188 @@ def test_what_trl_cannot_publish_is_refused(
     setattr(getattr(trainer, part) if part else trainer, field, True)
 
     with pytest.raises(ConfigurationError, match=fix):
-        trl.Rollouts(run_id="try")(["d/i"], trainer)
+        trl.Rollouts(run_id="try", engine="perdure")(["d/i"], trainer)
+
+
+TRL_REFUSED = 'Request failed: 400, {"error": {"message": "max_tokens must be at least 1"}}'
+
+
+class TrlClient:
+    """Stands for the client of TRL's server. Its logprobs have another token before the sampled one."""
+
+    base_url = "http://10.0.0.5:8000"
+
+    def __init__(self) -> None:
+        self.logprobs_mode = "processed_logprobs"
+        self.asked: list[Any] = []
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": self.logprobs_mode, "max_model_len": 6}}
+
+    def generate(self, prompts: Any, generation_kwargs: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append((prompts, generation_kwargs))
+        if generation_kwargs["max_tokens"] == 0:
+            raise Exception(TRL_REFUSED)
+        return {
+            "completion_ids": [[7, 8]],
+            "logprobs": [[[-0.1, -0.5], [-0.25]]],
+            "logprob_token_ids": [[[9, 7], [8]]],
+        }
+
+
+@pytest.fixture
+def trl_server() -> Any:
+    """A trainer with `use_vllm=True` and `vllm_mode="server"`."""
+    trainer = trl_trainer()
+    trainer.use_vllm, trainer._last_loaded_step = True, 6
+    trainer.model.name_or_path = "/models/qwen"
+    trainer.vllm_generation = SimpleNamespace(mode="server", vllm_client=TrlClient())
+    return trainer
+
+
+async def trl_sampled(generation: Any, prompt: list[int], **sampling: Any) -> Any:
+    return await generation.sample(Ask(prompt, sampling, "session", "s-0"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        ([1], {"max_tokens": 9}, FinishReason.STOP),
+        ([1], {"max_tokens": 2}, FinishReason.LENGTH),
+        ([1], {"max_tokens": 2, "stop_token_ids": [8]}, FinishReason.STOP),
+        ([1, 2, 3, 4], {"max_tokens": 9}, FinishReason.LENGTH),
+    ],
+)
+async def test_trls_server_samples_a_turn(
+    trl_server: Any, prompt: list[int], sampling: dict[str, Any], reason: FinishReason
+) -> None:
+    """With the logprobs of the sampled tokens, and the reason that TRL's client does not tell: an end
+    token, `max_tokens`, or the model's context of 6."""
+    found = await trl_sampled(trl_generation.generation_of(trl_server), prompt, **sampling)
+
+    assert (found.token_ids, found.logprobs, found.finish_reason) == ([7, 8], [-0.5, -0.25], reason)
+    assert trl_server.vllm_generation.vllm_client.asked == [([prompt], sampling)]
+
+
+async def test_what_trls_server_refuses_is_refused(trl_server: Any) -> None:
+    """It is an answer to the agent, not a fault of the engine that the gateway would wait for."""
+    with pytest.raises(Refused, match="max_tokens must be at least 1") as refused:
+        await trl_sampled(trl_generation.generation_of(trl_server), [1], max_tokens=0)
+
+    assert refused.value.status == 400
+
+
+def test_trls_server_samples_for_the_rollouts_of_all_processes(
+    stack: Stack, trl_server: Any
+) -> None:
+    """The main process registers it before any process starts a rollout. Its engine answers after the
+    main process's own rollouts have ended."""
+    stack.ends[0] = (1.0, 1)
+    waited: list[int] = []
+    trl_server.accelerator.wait_for_everyone = lambda: waited.append(len(stack.requests))
+    rollouts = trl.Rollouts(run_id="try", engine_host="127.0.0.1")
+    rollouts(["d/i"], trl_server)
+    (engine,) = asyncio.run(trainer_engine._roster().read()).engines
+    body = {"token_ids": [1], "sampling_params": {"max_tokens": 9}}
+    answer = httpx.post(f"{engine.url}/inference/v1/generate", json=body, trust_env=False).json()
+
+    assert (waited, engine.run) == ([0], "try-*")
+    assert answer["choices"][0]["token_ids"] == [7, 8]
+    assert stack.requests[0].policy_version is None
+    trl_server.accelerator.is_main_process = False
+    del trl_server.vllm_generation.vllm_client
+    trl.Rollouts(run_id="try", engine_host="127.0.0.1")(["d/i"], trl_server)
+    assert len(asyncio.run(trainer_engine._roster().read()).engines) == 1
+
+
+class ColocatedVllm:
+    """Stands for vLLM's `LLMEngine`: refuses an empty prompt, and ends the call of the token 1."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[int]] = {}
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        if not prompt["prompt_token_ids"]:
+            raise LookupError("prompt: the decoder prompt cannot be empty")
+        self.calls[name] = prompt["prompt_token_ids"]
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            del self.calls[name]
+
+    def step(self) -> list[Any]:
+        done = [name for name, ids in self.calls.items() if ids == [1]]
+        logprobs = [{7: SimpleNamespace(logprob=-0.5), 9: SimpleNamespace(logprob=-0.1)}]
+        output = SimpleNamespace(token_ids=(7,), logprobs=logprobs, finish_reason="length")
+        return [
+            SimpleNamespace(request_id=name, finished=True, outputs=[output])
+            for name in done
+            if self.calls.pop(name)
+        ]
+
+
+@pytest.fixture
+def trl_colocated(trl_server: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A trainer with `use_vllm=True` and `vllm_mode="colocate"`, in process 1."""
+    monkeypatch.setattr(trl_generation, "_sampling_params", lambda ask: None)
+    trl_server.vllm_generation = SimpleNamespace(
+        mode="colocate",
+        tensor_parallel_size=1,
+        enable_sleep_mode=False,
+        llm=SimpleNamespace(llm_engine=ColocatedVllm()),
+    )
+    return trl_server
+
+
+async def test_trls_colocated_vllm_has_only_the_calls_of_its_step(trl_colocated: Any) -> None:
+    """One that the gateway gives up is aborted, and what runs when the rollouts have ended is dropped,
+    because the weights change next. A refusal is an answer, and the other calls go on."""
+    engine = trl_colocated.vllm_generation.llm.llm_engine
+    generation: Any = trl_generation.generation_of(trl_colocated)
+    given_up, left = (asyncio.create_task(trl_sampled(generation, [token])) for token in (2, 3))
+
+    async def rollouts() -> Any:
+        await until(lambda: len(engine.calls) == 2, "both run")
+        given_up.cancel()
+        await until(lambda: len(engine.calls) == 1, "one is aborted")
+        with pytest.raises(Refused, match="cannot be empty"):
+            await trl_sampled(generation, [])
+        return await trl_sampled(generation, [1])
+
+    assert await generation.until(rollouts()) == Sampled([7], [-0.5], FinishReason.LENGTH, 6)
+    assert engine.calls == {}
+    with pytest.raises(RuntimeError, match="the training step has ended"):
+        await left
+
+
+def test_trls_colocated_vllm_samples_for_its_process(stack: Stack, trl_colocated: Any) -> None:
+    """Another process may already train, or wait for this one, and its vLLM with it."""
+    stack.ends[0] = (1.0, 1)
+    trl.Rollouts(run_id="try", engine_host="127.0.0.1")(["d/i"], trl_colocated)
+    (engine,) = asyncio.run(trainer_engine._roster().read()).engines
+
+    assert (engine.run, stack.requests[0].run_id) == ("try-1-*", "try-1-6-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"use_vllm": False}, "set use_vllm=True"),
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
+        ({"mode": "colocate", "tensor_parallel_size": 2}, 'use vllm_mode="server"'),
+    ],
+)
+def test_what_trl_cannot_sample_is_refused(
+    trl_server: Any, changes: dict[str, Any], fix: str
+) -> None:
+    """Before the first rollout, with what to change."""
+    for name, value in changes.items():
+        generation = trl_server.vllm_generation
+        owners = {"use_vllm": trl_server, "logprobs_mode": generation.vllm_client}
+        setattr(owners.get(name, generation), name, value)
+
+    with pytest.raises(ConfigurationError, match=fix):
+        trl.Rollouts(run_id="try")(["d/i"], trl_server)
 
 
 def test_rows_are_json(stack: Stack) -> None:
@@ -987,9 +1179,7 @@ async def test_the_pages_skyrl_example_gives_its_generator(stack: Stack) -> None
     assert len((await made.generate(skyrl_batch(0)))["rewards"]) == 1
 
 
-def test_the_pages_trl_example_gives_rows(
-    stack: Stack, published: Published, tmp_path: Path
-) -> None:
+def test_the_pages_trl_example_gives_rows(stack: Stack, trl_server: Any) -> None:
     """As printed: the dataset's prompt is an instance, and the reward is the rollout's."""
     made: dict[str, Any] = {}
 
@@ -1000,6 +1190,6 @@ def test_the_pages_trl_example_gives_rows(
     names = {"Dataset": SimpleNamespace(from_list=list), "GRPOTrainer": trainer}
     exec(docs_pages.block("train.md", "python trl"), names | {"model": None, "config": None})
     stack.ends[0] = (1.0, 1)
-    output = made["rollouts"]([made["rows"][0]["prompt"]], trl_trainer(output=tmp_path))
+    output = made["rollouts"]([made["rows"][0]["prompt"]], trl_server)
 
     assert made["reward"](["text"], log_metric=lambda *_: None, **output) == [1.0]
