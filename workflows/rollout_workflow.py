@@ -7,7 +7,7 @@ episode (docs/decisions/0028-no-verdict-is-red.md): a red line in the Web UI nee
 import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -85,6 +85,8 @@ class RolloutWorkflow:
         self.stopped_in = ""
         self.has_parked = False
         """Whether the current attempt waited for a quota before its boot."""
+        self.is_opened = False
+        """Whether the accounts were opened early since the rollout parked."""
         self.lost: Failure | None = None
         """Why the last attempt ended."""
         self.grading_end_task: asyncio.Task[None] | None = None
@@ -153,6 +155,11 @@ class RolloutWorkflow:
             self.stages_task.cancel()
         self.grading_end_task = asyncio.create_task(self._end_grading(truncation))
 
+    @workflow.signal(name=temporal_names.OPENED)
+    def opened(self) -> None:
+        """A user opened the accounts early: a parked rollout asks again now."""
+        self.is_opened = True
+
     @workflow.query
     def state(self) -> dict[str, Any]:
         """The rollout's progress, for users and for `perdure status`."""
@@ -173,7 +180,7 @@ class RolloutWorkflow:
     async def _end_grading(self, truncation: Truncation) -> None:
         left = truncation.ends_at - workflow.time()
         await workflow.sleep(max(0.0, left), summary="until gradings end")
-        if self.page.current == "grade" and self.stages_task is not None:
+        if self.page.current in ("grade", "parked") and self.stages_task is not None:
             self.stages_task.cancel()
 
     def _truncated_ending(
@@ -189,7 +196,7 @@ class RolloutWorkflow:
         elif self.stopped_in == "grade":
             message = f"{cause} was reached before its grading; its patch is kept"
         elif self.stopped_in == "parked":
-            message = f"{cause} was reached before the quota of its model: {self.page.reason}"
+            message = f"{cause} was reached before its account's quota: {self.page.reason}"
         elif self.lost is not None:
             last = self.lost.message
             message = f"{cause} was reached before its next attempt; the last one: {last}"
@@ -373,8 +380,12 @@ class RolloutWorkflow:
                     raise
                 return Booted(expired=True)
             if booted.resets_at:
-                await self._park(booted, attempt.request.expires_at)
-                if not self.is_spent:
+                self.has_parked = True
+                expires_at = attempt.request.expires_at
+                await self._park(booted, lambda: self.is_spent, expires_at)
+                self.page.stage("waiting", self.attempt)
+                if not self.is_spent:  # the permit was released
+                    attempt = attempt.model_copy(update={"permit": ""})
                     continue
             if not booted.waits_for:
                 return booted
@@ -383,19 +394,23 @@ class RolloutWorkflow:
             permit = booted.waits_for if granted else ""
             attempt = attempt.model_copy(update={"permit": permit})
 
-    async def _park(self, booted: Booted, expires_at: float | None) -> None:
-        """Wait without a sandbox until the quota of the model account resets, the rollout expires, or
-        the run's budget is used up."""
-        self.has_parked = True
-        self.page.parked(self.attempt, booted.reason)
-        ends_at = booted.resets_at if expires_at is None else min(booted.resets_at, expires_at + 1)
+    async def _park(
+        self,
+        parked: Booted | GradedPatch,
+        is_over: Callable[[], bool] = lambda: False,
+        expires_at: float | None = None,
+    ) -> None:
+        """Wait without a sandbox until the account's quota resets, a user opens the account, the rollout
+        expires, or `is_over`."""
+        self.page.parked(self.attempt, parked.reason)
+        ends_at = parked.resets_at if expires_at is None else min(parked.resets_at, expires_at + 1)
         with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(
-                lambda: self.is_spent,
+                lambda: self.is_opened or is_over(),
                 timeout=timedelta(seconds=max(SHORTEST_PARK_S, ends_at - workflow.time())),
-                timeout_summary="until the quota of the model account resets",
+                timeout_summary="until the account's quota resets",
             )
-        self.page.stage("waiting", self.attempt)
+        self.is_opened = False
 
     async def _granted(self, step: str, expires_at: float | None = None) -> bool:
         """Wait for a permit of a metered account. False if the wait timed out: ask again."""
@@ -483,6 +498,10 @@ class RolloutWorkflow:
             "grade",
         )
         graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
+        while graded.resets_at:
+            await self._park(graded)
+            self.page.stage("grade", attempt.attempt)
+            graded = await self._do("grade_in_fresh_sandbox", attempt, GradedPatch, options)
         self.page.graded(graded.model_copy(update={"reward": None}) if informs else graded)
         self.grade = graded.stored_as
         return graded

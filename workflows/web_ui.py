@@ -175,7 +175,7 @@ class RolloutPage:
         has_reason = graded.reason and not graded.failing  # otherwise both name the same tests
         reason = f": {web_ui_markdown.quoted(graded.reason)}" if has_reason else ""
         reward = "none" if graded.reward is None else f"{graded.reward:g}"
-        self._add(f"**{graded.outcome.value}**, reward {reward}{reason}")
+        self._add(f"**{graded.verdict}**, reward {reward}{reason}")
         if graded.failing:
             more = graded.failing_count - len(graded.failing)
             shown = ", ".join(map(web_ui_markdown.quoted, graded.failing))
@@ -192,7 +192,7 @@ class RolloutPage:
         run, graded = self._run, self._graded
         has_verdict = status is RolloutStatus.GRADED and graded is not None
         return outcome_summary.line(
-            graded.outcome.value if has_verdict and graded else status.value,
+            graded.verdict if has_verdict and graded else status.value,
             reward=graded.reward if has_verdict and graded else None,
             turns=run.turns if run else 0,
             tokens=run.tokens if run else 0,

@@ -4,6 +4,7 @@ PerdureError
 ├── RetryHere            nothing happened, or repeating the call is safe: retry it here
 │   ├── ControlPlaneError    a provider answered 5xx, or a transient 401; `retry_after` in seconds
 │   │   └── RateLimited          429: too many creates at a time, or too many sandboxes at once
+│   │       └── AccountExhausted     the account grants no sandbox before `resets_at`
 │   ├── StoreUnavailable     the store could not be reached, or refused temporarily
 │   └── GatewayUnavailable   the gateway or every engine behind it could not be reached
 │       ├── CallsRefused         engines answer, and none has served yet: often a wrong setting
@@ -92,6 +93,15 @@ class RateLimited(ControlPlaneError):
     ) -> None:
         super().__init__(message, retry_after=retry_after)
         self.limit = limit
+
+
+class AccountExhausted(RateLimited):
+    """A sandbox account grants nothing before `resets_at`, Unix seconds: its quota resets then, or it
+    has no credits and is asked again then. A repeat before that has no chance."""
+
+    def __init__(self, message: str, resets_at: float) -> None:
+        super().__init__(message)
+        self.resets_at = resets_at
 
 
 class StoreUnavailable(RetryHere):

@@ -9,6 +9,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,14 @@ from typing import Any
 
 import pytest
 
-from perdure.errors import ConfigurationError, ControlPlaneError, OutcomeUnknown, SandboxLost
+from perdure.errors import (
+    AccountExhausted,
+    ConfigurationError,
+    ControlPlaneError,
+    OutcomeUnknown,
+    RateLimited,
+    SandboxLost,
+)
 from perdure.sandboxes.agent_user import HOME
 from perdure.sandboxes.base import Exec, ExecState
 from perdure.sandboxes.guest import service_provider as service_module
@@ -147,6 +155,44 @@ async def test_unknown_image_is_named(bench: Bench) -> None:
 
 
 # -- commands -------------------------------------------------------------------------------------
+
+
+NO_CREDITS = {
+    "e2b": (402, "the team has no credits"),
+    "daytona": (403, "Organization is suspended: Depleted credits"),
+    "modal": (429, "workspace billing cycle spend limit reached"),
+}
+"""What the services answer to a create when a user must pay first."""
+
+
+async def test_an_account_without_credits_is_asked_once(bench: Bench) -> None:
+    """No retry helps. The error names the answer, the fix, and when the account is asked again."""
+    status, message = NO_CREDITS[bench.service.name]
+    bench.inject(bench.service.create, status=status, body={"message": message})
+    with pytest.raises(AccountExhausted, match=message) as refused:
+        await bench.provider.create(SPEC, ID)
+
+    assert "perdure accounts open" in str(refused.value)
+    assert 600 < refused.value.resets_at - time.time() < 7200
+    assert (len(bench.asked(bench.service.create)), bench.live) == (1, [])
+
+
+@pytest.mark.parametrize("hours", [None, 5])
+async def test_a_distant_reset_is_told_at_once(bench: Bench, hours: int | None) -> None:
+    """A create is not repeated until a quota resets in hours. E2B's SDK does not show the time."""
+    if bench.service.name == "e2b":
+        pytest.skip("the SDK hides Retry-After")
+    bench.provider.waits_at_caps = False
+    wait = 2 if hours is None else 3600 * hours
+    headers = {"Retry-After": str(wait)}
+    bench.inject(bench.service.create, status=429, headers=headers)
+    with pytest.raises(RateLimited) as refused:
+        await bench.provider.create(SPEC, ID)
+
+    error = refused.value
+    assert isinstance(error, AccountExhausted) == (hours is not None)
+    if isinstance(error, AccountExhausted):
+        assert error.resets_at - time.time() == pytest.approx(wait, abs=60)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -9,6 +9,7 @@ import pytest
 
 from perdure.cli.runs import stuck_rollouts
 from perdure.cli.runs.rollout_progress import parked_rollouts
+from perdure.engines.quota_resets import closed_accounts
 from perdure.testing.local_gateway import LocalGateway
 from perdure.types import Outcome, RolloutRequest
 from tests.stack.gated_engine import TURNS
@@ -64,6 +65,47 @@ async def test_a_short_wait_stays_in_the_gateway(tmp_path: Path) -> None:
             answered = await _ask(gateway, await gateway.open("s"))
 
     assert answered.status_code == 200
+
+
+async def test_no_call_is_bought_outside_the_open_hours(tmp_path: Path) -> None:
+    """The session waits for the next opening, and the engine sees no call."""
+    async with QuotaEngine() as engine:
+        named = {"url": engine.url, "kind": "openai", "open_hours": _hours(opens_in_h=2)}
+        async with LocalGateway(tmp_path, engine=named) as gateway, asyncio.timeout(60):
+            refused = await _ask(gateway, await gateway.open("s"))
+            seen = await gateway.control.get("s")
+            closed = await closed_accounts(gateway.store, time.time())
+
+    assert (refused.status_code, engine.sold.total()) == (503, 0)
+    assert seen.waits is not None
+    assert 3500 < seen.waits.until - time.time() < 7300
+    assert "engine.open_hours" in seen.waits.reason
+    assert [one.reason for one in closed] == [seen.waits.reason]
+
+
+@pytest.mark.longer
+async def test_rollouts_outside_the_open_hours_boot_no_sandbox(tmp_path: Path) -> None:
+    """They are parked until the opening. A rollout without a model does not wait."""
+    engine = QuotaEngine()
+    async with running(tmp_path, hosted=engine, open_hours=_hours(opens_in_h=2)) as stack:
+        request = await stack.start("day", max_attempts=1)
+        await until(lambda: _is_parked(stack, request), "the rollout is parked")
+        story = (await stack.handle(request).query("state"))["story"]
+        gold = await stack.episode(await stack.start("gold", agent="oracle"))
+        shown = await parked_rollouts(stack.client)
+        await stack.handle(request).cancel()
+        await stack.nothing_left()
+
+    assert gold.outcome is Outcome.RESOLVED
+    assert shown.startswith("1 rollout parked without a sandbox: `models are called at")
+    assert not any("sandbox up" in line for line in story)
+    assert engine.sold.total() == 0
+
+
+def _hours(opens_in_h: int) -> str:
+    """Open for four hours, beginning at the full hour before `opens_in_h` hours have passed."""
+    begin = int(time.time() // 3600) + opens_in_h
+    return f"{begin % 24:02}:00-{(begin + 4) % 24:02}:00"
 
 
 async def _is_parked(stack: Stack, request: RolloutRequest) -> bool:

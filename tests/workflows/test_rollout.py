@@ -488,6 +488,63 @@ async def test_a_parked_rollout_ends_with_its_run(
         assert "the quota resets tonight" in ending.failure.message
 
 
+async def _is_parked(rollout: WorkflowHandle[Any, Any]) -> bool:
+    return bool((await rollout.query("state"))["stage"] == "parked")
+
+
+@pytest.mark.parametrize("stage", ["boot_sandbox", "grade_in_fresh_sandbox"])
+async def test_a_user_opens_an_account_early(client: Client, stages: Stages, stage: str) -> None:
+    """A parked rollout asks again at once. Its agent's work is neither lost nor repeated."""
+    opened: list[bool] = []
+
+    async def boot(_: Attempt) -> Booted:
+        return Booted(uri="file:///x") if opened else _parked(time.time() + 86400)
+
+    async def grade(_: Attempt) -> GradedPatch:
+        if opened:
+            return GradedPatch(outcome=Outcome.RESOLVED, reward=1.0)
+        closed = _parked(time.time() + 86400)
+        return GradedPatch(
+            outcome=None, reward=None, reason=closed.reason, resets_at=closed.resets_at
+        )
+
+    stages.override[stage] = boot if stage == "boot_sandbox" else grade
+    rollout = await _start(client, REQUEST)
+    await until(lambda: _is_parked(rollout), "the rollout is parked", PATIENCE_S)
+    opened.append(True)
+    await rollout.signal(temporal_names.OPENED)
+    async with asyncio.timeout(PATIENCE_S):
+        episode = EpisodeRef.model_validate(await rollout.result())
+
+    assert (episode.status, episode.attempts) == (RolloutStatus.GRADED, 1)
+    assert stages.names().count(stage) == 2
+    assert stages.names().count("run_agent") == 1
+
+
+async def test_a_parked_grading_ends_with_its_run(client: Client, stages: Stages) -> None:
+    """The run's deadline does not wait for an account. The patch stays in the store."""
+
+    async def grade(_: Attempt) -> GradedPatch:
+        reason = "the quota resets tonight: answered 402"
+        return GradedPatch(outcome=None, reward=None, reason=reason, resets_at=time.time() + 86400)
+
+    stages.override["grade_in_fresh_sandbox"] = grade
+    rollout = await _start(client, REQUEST)
+    await until(lambda: _is_parked(rollout), "the rollout is parked", PATIENCE_S)
+    await rollout.signal("spent")  # the budget is for agents, so the grading stays parked
+    is_parked = await _is_parked(rollout)
+    now = Truncation(by="deadline", cause="the run's deadline", ends_at=time.time())
+    await rollout.signal("truncate", now)
+    async with asyncio.timeout(PATIENCE_S):
+        await rollout.result()
+
+    (ending,) = stages.endings
+    assert is_parked
+    assert (ending.status, stages.names().count("grade_in_fresh_sandbox")) == ("truncated", 1)
+    assert ending.failure is not None
+    assert "the quota resets tonight" in ending.failure.message
+
+
 async def test_a_truncation_between_attempts_names_the_last_failure(
     client: Client, stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:

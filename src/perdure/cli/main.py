@@ -86,6 +86,10 @@ COMMANDS = {
         "perdure.cli.commands.agents:agents",
         "Check that an agent's real program works; change its version.",
     ),
+    "accounts": (
+        "perdure.cli.commands.accounts:accounts",
+        "List accounts at their quota; open them early.",
+    ),
     "engines": (
         "perdure.cli.commands.engines.engine_commands:engines",
         "Start engines on Ray; list, add, drain, remove.",

@@ -24,7 +24,7 @@ counting thousands 10 ms."""
 WAITING = "waiting"
 """The stage of a rollout before its boot begins."""
 PARKED = "parked"
-"""The stage of a rollout that waits without a sandbox for the quota of its model account."""
+"""The stage of a rollout that waits without a sandbox for the quota of an account."""
 INSTANT = timedelta(milliseconds=1)
 FAILS_AFTER = 3
 """Tries of a workflow task after which its failure does not count as transient."""
@@ -232,6 +232,11 @@ async def any_open(client: Client, stage: str) -> str:
     """The workflow id of an open rollout in this stage; empty if there is none."""
     listed = client.list_workflows(_open_query(None, stage), page_size=1, limit=1)
     return "".join([one.id async for one in listed])
+
+
+async def parked(client: Client) -> list[str]:
+    """The workflow ids of all parked rollouts. Raises: RPCError."""
+    return [one.id async for one in client.list_workflows(_open_query(None, PARKED))]
 
 
 async def count(client: Client, run_id: str) -> dict[str, int]:

@@ -20,6 +20,9 @@ work."""
 TRUNCATE = "truncate"
 """Signal to a shard, a group or a rollout: the run's time is over. Its argument is a Truncation."""
 
+OPENED = "opened"
+"""Signal to a parked rollout: a user opened the accounts early, so it asks again."""
+
 CHANGED = "changed"
 """Memo of a run or a group: its changeable fields, set after the first change."""
 BEGAN = "began"

@@ -20,7 +20,8 @@ import structlog
 from perdure import tracing
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
-from perdure.engines.quota_resets import QuotaReset, QuotaResets
+from perdure.engines.open_hours import closed_reason, opens_at
+from perdure.engines.quota_resets import QuotaReset, QuotaResets, model_account, model_name
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import (
     Boundary,
@@ -115,11 +116,13 @@ class Sessions:
         *,
         secret: bytes,
         engine_url: str = "",
+        open_hours: str = "",
         ceilings: Ceilings = DEFAULT_CEILINGS,
     ) -> None:
         """`secret`: marks the ids of tool calls; all processes of a home share it. `engine_url`: the
-        endpoint that the settings name, whose quotas are noted."""
-        self._resets = QuotaResets(store, secret, engine_url)
+        endpoint that the settings name, whose quotas are noted. `open_hours`: as the setting."""
+        self._resets, self._engine_url = QuotaResets(store, secret), engine_url
+        self._open_hours = open_hours
         self._ceilings = ceilings
         self._journal = Journal(store)
         self._store = store
@@ -687,6 +690,8 @@ class Sessions:
         chain = chain_of(pending.request.chain, pending.request.purpose)
         try:
             earlier = session.unanswered.get(chain)
+            if until := opens_at(self._open_hours, time.time()):
+                raise QuotaExhausted(closed_reason(self._open_hours, until), until)
             record = await self._maker.sampled(pending)
             record = _with_earlier_wait(record, earlier, pending.arrived)
             session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)
@@ -699,8 +704,11 @@ class Sessions:
                 await self._note_refused(session, f"{refused}{ENGINE_REFUSAL_HINTS[refused.code]}")
             raise
         except QuotaExhausted as error:
-            reset = QuotaReset(resets_at=error.resets_at, reason=str(error))
-            await self._resets.note(pending.model.name, reset)
+            url, model = self._engine_url, pending.model.name
+            reset = QuotaReset(
+                resets_at=error.resets_at, reason=str(error), account=model_name(url, model)
+            )
+            await self._resets.note(model_account(url, model), reset)
             raise
         except CallsRefused as error:
             await self._note_refused(session, str(error))

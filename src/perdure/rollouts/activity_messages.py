@@ -79,10 +79,10 @@ class Booted(Frozen):
     waits_for: str = ""
     """The step that waits for a permit of the account. No sandbox exists yet."""
     resets_at: float = 0.0
-    """Unix seconds at which the quota of the model account resets. No sandbox exists until then; 0
-    if the account takes calls."""
+    """Unix seconds at which the quota of the model's or the sandboxes' account resets. No sandbox exists
+    until then; 0 if the accounts are open."""
     reason: str = ""
-    """Why the account takes no calls, and until when."""
+    """Why the account grants nothing, and until when."""
 
 
 LONGEST_WAIT_S = 6 * 3600.0
@@ -145,7 +145,8 @@ class Captured(Frozen):
 
 
 class GradedPatch(Frozen):
-    outcome: Outcome
+    outcome: Outcome | None
+    """None: the grading waits without a sandbox until `resets_at`. `reason` says why."""
     reward: float | None
     seconds: float = 0.0
     reason: str = ""
@@ -154,6 +155,12 @@ class GradedPatch(Frozen):
     failing_count: int = 0
     stored_as: str = ""
     """Name of the stored grade. A workflow's history keeps it across a reset."""
+    resets_at: float = 0.0
+    """Unix seconds at which the quota of the sandboxes' account resets; 0 if there is a grade."""
+
+    @property
+    def verdict(self) -> str:
+        return self.outcome.value if self.outcome is not None else "parked"
 
 
 class Ending(Frozen):

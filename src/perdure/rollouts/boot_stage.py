@@ -17,6 +17,7 @@ from perdure.engines.quota_resets import QuotaReset
 from perdure.engines.reported_model import engine_settings
 from perdure.episodes.episode_store import read_episode
 from perdure.errors import (
+    AccountExhausted,
     AttemptDamaged,
     ConfigurationError,
     InstanceError,
@@ -29,6 +30,7 @@ from perdure.graders.image.image_setup import set_up_image
 from perdure.instances.environment_builder import Prepared
 from perdure.rollouts import handler_hooks, run_identity
 from perdure.rollouts.activity_messages import AgentRun, Booted
+from perdure.rollouts.admission import account_resets
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.handler_hooks import Initialised
 from perdure.rollouts.request_models import TOKENIZER, check_models, engine_of_roster
@@ -39,7 +41,7 @@ from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.storage import store_keys
-from perdure.types import DEFAULT_MODEL, EpisodeRef, Frozen, RolloutStatus
+from perdure.types import EpisodeRef, Frozen, RolloutStatus
 
 CHECKPOINT = "sandbox.json"
 
@@ -99,13 +101,21 @@ async def boot(job: Job) -> Booted:
         # An attempt whose sandbox is gone and that left no diff is only evidence. This also skips
         # the attempts of earlier workflows of this rollout that were cancelled or terminated.
         job = job.next_attempt()
-    if (reset := await _quota_reset(job)) is not None:
-        await job.agent_sandbox.admission.release()
-        return Booted(uri=uri, resets_at=reset.resets_at, reason=reset.reason)
-    record = await _boot_sandbox(job, asked)
+    if (reset := await account_resets.reset_before_boot(job)) is not None:
+        return await _parked(job, uri, reset)
+    try:
+        record = await _boot_sandbox(job, asked)
+    except AccountExhausted as error:
+        reset = await account_resets.note_exhausted(job, job.agent_sandbox, error)
+        return await _parked(job, uri, reset)
     if record is None:
         return Booted(uri=uri, waits_for=job.agent_step)
     return _booted(job, uri, record)
+
+
+async def _parked(job: Job, uri: str, reset: QuotaReset) -> Booted:
+    await job.agent_sandbox.admission.release()
+    return Booted(uri=uri, resets_at=reset.resets_at, reason=reset.reason)
 
 
 async def attach(job: Job) -> Sandbox:
@@ -174,16 +184,6 @@ async def _may_live(job: Job, record: BootRecord) -> bool:
     return True
 
 
-async def _quota_reset(job: Job) -> QuotaReset | None:
-    """The reset that the rollout's models wait for; None if their accounts take calls."""
-    if not job.agent.needs_model:
-        return None
-    default = job.services.settings.engine.model or DEFAULT_MODEL
-    named = (job.request.model, *job.request.models.values())
-    models = {default if name == DEFAULT_MODEL else name for name in named}
-    return await job.services.quota_resets.last(models, job.activity_attempt.now())
-
-
 async def rollout_identity(job: Job) -> Identity:
     """If the request names a policy version, its engine contributes only the tokenizer, because the
     rest changes with each weight update."""
@@ -248,7 +248,7 @@ def _says(job: Job, what: str) -> None:
 
 
 async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
-    """None if the account has not granted it yet."""
+    """None if the account has not granted it yet. Raises: AccountExhausted."""
     plan = job.agent_sandbox
     if plan.admission.metered and job.permit != job.agent_step:
         await plan.admission.ask(job.agent_step)
@@ -258,8 +258,8 @@ async def _create(job: Job, spec: SandboxSpec) -> Sandbox | None:
             return await create_sandbox(
                 job.activity_attempt, plan.provider, spec, job.agent_identity
             )
-    except RateLimited:
-        if not plan.admission.metered:
+    except RateLimited as error:
+        if isinstance(error, AccountExhausted) or not plan.admission.metered:
             raise
         # The account usually queues a refused rollout itself. Asking again changes nothing then.
         await plan.admission.ask(job.agent_step)

@@ -10,7 +10,9 @@ from typing import Any
 from perdure import retry, tracing
 from perdure.agents.oracle import Oracle
 from perdure.data_source_handlers import JobDetails, parse_verdict, wrap_hook_call
+from perdure.engines.quota_resets import QuotaReset
 from perdure.errors import (
+    AccountExhausted,
     AttemptDamaged,
     Boundary,
     GiveUp,
@@ -32,6 +34,7 @@ from perdure.graders.verdict_rules import failing
 from perdure.limited_process import Unparsable, read
 from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import GradedPatch
+from perdure.rollouts.admission import account_resets
 from perdure.rollouts.admission.permit_rules import PAUSE_S
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import init_metadata
@@ -60,8 +63,16 @@ class GradingSandboxesLost(GiveUp):
 
 
 async def grade(job: Job) -> GradedPatch:
-    """Raises: NotFound if no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost."""
-    found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
+    """Without an outcome if the sandboxes' account is closed. The grading keeps its permit.
+
+    Raises: NotFound if no diff was captured; AttemptDamaged; RetryHere; GradingSandboxesLost.
+    """
+    if (reset := await account_resets.reset_before_grading(job)) is not None:
+        return _parked(reset)
+    try:
+        found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
+    except AccountExhausted as error:
+        return _parked(await account_resets.note_exhausted(job, job.grade_sandbox, error))
     await job.grade_sandbox.admission.release()
     resolved = found.outcome is Outcome.RESOLVED
     failed = [] if resolved else failing(found.fail_to_pass, found.pass_to_pass)
@@ -74,6 +85,10 @@ async def grade(job: Job) -> GradedPatch:
         failing=tuple(test[:TOLD_CHARACTERS] for test in failed[:TOLD_TESTS]),
         failing_count=len(failed),
     )
+
+
+def _parked(reset: QuotaReset) -> GradedPatch:
+    return GradedPatch(outcome=None, reward=None, reason=reset.reason, resets_at=reset.resets_at)
 
 
 def checkpoint(workflow_run_id: str) -> str:
@@ -294,7 +309,10 @@ async def _created(job: Job, spec: SandboxSpec, identity: str, *, is_first: bool
             return await create_sandbox(job.activity_attempt, plan.provider, spec, identity)
 
     return await retry.retry_call(
-        create, RateLimited, pauses=(PAUSE_S, PAUSE_S), passes=lambda _: not is_first
+        create,
+        RateLimited,
+        pauses=(PAUSE_S, PAUSE_S),
+        passes=lambda error: not is_first and not isinstance(error, AccountExhausted),
     )
 
 

@@ -12,7 +12,7 @@ from perdure import data_source_handlers, home_folder, variant_registry
 from perdure.agents.base import Agent
 from perdure.data_source_handlers import AgentHandler
 from perdure.engines.quota_resets import QuotaResets
-from perdure.engines.reported_model import engine_settings, named_engine, reported
+from perdure.engines.reported_model import engine_settings, reported
 from perdure.errors import ConfigurationError, PerdureError
 from perdure.gateway.control_client import FailoverTransport, GatewayControl
 from perdure.gateway.gateway_addresses import Gateways
@@ -78,8 +78,7 @@ class Services:
 
     @functools.cached_property
     def quota_resets(self) -> QuotaResets:
-        url = named_engine(self.settings).url
-        return QuotaResets(self.store, load_secret(self.settings), url)
+        return QuotaResets(self.store, load_secret(self.settings))
 
     def provider(self, name: str) -> SandboxProvider:
         """Raises: ConfigurationError for an unknown name."""

@@ -372,7 +372,7 @@ class SandboxProvider(ABC):
 
         Raises: SandboxLost when the sandbox of that identity has died (use a new generation);
         MissingDependency; ConfigurationError; RetryHere, as RateLimited when the account is at its
-        caps.
+        caps, and as AccountExhausted when it grants nothing for a long time.
         """
 
     @abstractmethod

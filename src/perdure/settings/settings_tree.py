@@ -25,6 +25,7 @@ from perdure.types.allowed_hosts import allowed_hosts
 
 PREFIX = "PERDURE_"
 DELIMITER = "__"
+CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
 
 
 class Group(BaseModel):
@@ -124,6 +125,8 @@ class EngineSettings(Group):
     """If an engine with waiting calls produces no token for this many seconds, its calls move."""
     park_after_s: float = Field(300.0, gt=0)
     """If the quota of a hosted API resets in more seconds than this, its rollouts wait without sandboxes."""
+    open_hours: str = Field("", pattern=rf"^({CLOCK}-{CLOCK})?$")
+    """Hours (UTC) in which models are called, such as `22:00-06:00`; outside them, rollouts are parked. Empty = always."""
 
 
 class SlotSettings(Group):

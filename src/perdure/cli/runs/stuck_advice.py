@@ -32,7 +32,9 @@ STARTS = {
 CODE_FAILS = "start workers of the build that began the run, or run `perdure cancel`"
 NO_ENGINE = "`perdure engines list` says why no engine answers"
 NO_PERMIT = "raise the limits of the provider's account, or end its other sandboxes"
-PARKED = "it continues at that time; `perdure cancel` ends it"
+PARKED = (
+    "it continues at that time; `perdure accounts open` after a top-up, `perdure cancel` ends it"
+)
 SLOW = "nothing has failed: `perdure show` says what it does, `perdure cancel` ends it"
 
 

@@ -10,7 +10,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -22,6 +21,7 @@ from perdure.engines.base import Wait
 from perdure.engines.clients.engine_errors import content_refusal, excerpt, is_transient, trouble
 from perdure.engines.clients.rate_limit_headers import reset_in_s
 from perdure.engines.hosted_sampling import check_hosted_sampling
+from perdure.engines.quota_resets import utc_minute
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import (
     Boundary,
@@ -178,7 +178,9 @@ class HostedApi(ABC):
         now = time.time()
         wait = reset_in_s(response.headers, now)
         if wait is not None and wait > self._park_after_s:
-            return QuotaExhausted(f"the quota resets at {_utc(now + wait)}: {told}", now + wait)
+            return QuotaExhausted(
+                f"the quota resets at {utc_minute(now + wait)}: {told}", now + wait
+            )
         if is_transient(status, text):
             return GatewayUnavailable(told, retry_after=wait, boundary=Boundary.ENGINE)
         self._refused_since = self._refused_since or time.monotonic()
@@ -190,8 +192,3 @@ class HostedApi(ABC):
             retry_after=retry_after,
             boundary=Boundary.ENGINE,
         )
-
-
-def _utc(unix_s: float) -> str:
-    """`2026-11-28 04:00 UTC`."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -139,6 +139,7 @@ def create_app(
                 metrics,
                 secret=secrets.oldest,
                 engine_url=named_engine(settings).url,
+                open_hours=settings.engine.open_hours,
                 ceilings=ceilings,
             )
             app.state.gateway = Gateway(

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from perdure.errors import RateLimited
+from perdure.errors import AccountExhausted, RateLimited
 from perdure.rollouts.admission.permit_rules import AskPermit, CreateRefused
 from perdure.rollouts.stage_services import Services
 from perdure.types import AccountCaps, RolloutRequest
@@ -57,9 +57,11 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Wraps a create and reports a refusal. Raises: RateLimited, unchanged."""
+        """Wraps a create and reports a refusal that may pass soon. Raises: RateLimited, unchanged."""
         try:
             yield
+        except AccountExhausted:  # the note in the store stops all rollouts of the account
+            raise
         except RateLimited as error:
             if self.metered:
                 refused = CreateRefused(

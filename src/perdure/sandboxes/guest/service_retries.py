@@ -12,7 +12,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from perdure import retry
-from perdure.errors import ControlPlaneError, PerdureError, RateLimited, SandboxLost
+from perdure.errors import (
+    AccountExhausted,
+    ControlPlaneError,
+    PerdureError,
+    RateLimited,
+    SandboxLost,
+)
 
 T = TypeVar("T")
 
@@ -35,13 +41,15 @@ class Missing(PerdureError):
 async def retry_transient(
     call: Callable[[], Awaitable[T]], *, patience_s: float = PATIENCE_S, wait_at_caps: bool = True
 ) -> T:
-    """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient."""
+    """Repeat while the failure is transient. `wait_at_caps`: RateLimited counts as transient, except
+    AccountExhausted."""
+    final = AccountExhausted if wait_at_caps else RateLimited
     return await retry.retry_call(
         call,
         ControlPlaneError,
         pauses=PAUSE_S,
         patience_s=patience_s,
-        passes=lambda error: wait_at_caps or not isinstance(error, RateLimited),
+        passes=lambda error: not isinstance(error, final),
     )
 
 

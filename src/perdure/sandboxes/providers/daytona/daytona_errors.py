@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.account_exhaustion import exhausted
 from perdure.sandboxes.guest.guest_sandbox import DiskTooSmall
 from perdure.sandboxes.guest.service_retries import Conflict, Missing, retry_after
 
@@ -34,11 +35,14 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
                 return ControlPlaneError(said, retry_after=REFUSAL_PASSES_S)
             return ConfigurationError(f"{said}; start the workers with a valid DAYTONA_API_KEY")
         case daytona.DaytonaForbiddenError():
-            return ConfigurationError(f"{said}; the account of DAYTONA_API_KEY may not do this")
+            return exhausted(said) or ConfigurationError(
+                f"{said}; the account of DAYTONA_API_KEY may not do this"
+            )
         case daytona.DaytonaRateLimitError():
             if QUOTA.search(str(error)):
                 return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
-            return RateLimited(said, retry_after=retry_after(error.headers) or 1.0)
+            wait = retry_after(error.headers)
+            return exhausted(said, retry_after=wait) or RateLimited(said, retry_after=wait or 1.0)
         case daytona.DaytonaNotFoundError():
             return Missing(said)
         case daytona.DaytonaConflictError():
@@ -47,6 +51,8 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
             return ControlPlaneError(said)
         case daytona.DaytonaBadRequestError() | daytona.DaytonaUnprocessableEntityError():
             return _refused(said)
+    if status == 402 and (spent := exhausted(said, status=status)) is not None:
+        return spent
     if status == 413:
         return ConfigurationError(f"{said}; it is larger than the service accepts")
     if status == 507:

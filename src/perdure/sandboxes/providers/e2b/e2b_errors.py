@@ -3,6 +3,7 @@
 import re
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.account_exhaustion import exhausted
 from perdure.sandboxes.guest.guest_sandbox import DiskTooSmall
 from perdure.sandboxes.guest.service_retries import Conflict, Missing
 
@@ -44,6 +45,8 @@ def _by_status(error: Exception, said: str) -> PerdureError:
     """For errors without a class in the SDK: their text begins with the status."""
     found = re.match(r"(\d{3}):", str(error))
     status = getattr(error, "status_code", None) or (int(found[1]) if found else None)
+    if status in (402, 403) and (spent := exhausted(said, status=status)) is not None:
+        return spent
     if status == 403 or "permission_denied" in str(error).lower():
         return ConfigurationError(f"{said}; the account of E2B_API_KEY may not do this")
     if status == 404:

@@ -3,6 +3,7 @@
 import re
 
 from perdure.errors import ConfigurationError, ControlPlaneError, PerdureError, RateLimited
+from perdure.sandboxes.guest.account_exhaustion import exhausted
 from perdure.sandboxes.guest.guest_sandbox import DiskTooSmall
 from perdure.sandboxes.guest.service_retries import Conflict, Missing
 
@@ -37,9 +38,12 @@ def typed(error: Exception, what: str, *, key_works: bool) -> PerdureError:
         case modal.PermissionDeniedError():
             return ConfigurationError(f"{said}; the account of MODAL_TOKEN_ID may not do this")
         case modal.ResourceExhaustedError():
+            wait = _retry_after(error)
+            if (spent := exhausted(said, retry_after=wait)) is not None:
+                return spent
             if FULL.search(str(error)):
                 return RateLimited(said, limit="concurrency", retry_after=RELEASE_S)
-            return RateLimited(said, retry_after=_retry_after(error) or 1.0)
+            return RateLimited(said, retry_after=wait or 1.0)
         case modal.NotFoundError() | modal.SandboxTimeoutError() | modal.SandboxTerminatedError():
             return Missing(said)
         case modal.AlreadyExistsError() | modal.ConflictError():
