@@ -427,18 +427,20 @@ async def test_a_rollout_waits_for_its_quota_without_a_sandbox(
 ) -> None:
     """It boots after the reset, and neither its attempts nor its time without answers are used up."""
     monkeypatch.setattr(rollout_workflow, "FIRST_PAUSE_S", 0.01)
-    resets_at, booted_at = 0.0, [0.0]
+    is_closed, resets_at, booted_at = False, 0.0, [0.0]
 
     async def boot(_: Attempt) -> Booted:
-        if time.time() < resets_at:
+        nonlocal is_closed, resets_at
+        if is_closed:
+            is_closed, resets_at = False, time.time() + 1.5
             return _parked(resets_at)
         booted_at.append(time.time())
         return Booted(uri="file:///x")
 
     async def exhaust(attempt: Attempt) -> AgentRun:
-        nonlocal resets_at
+        nonlocal is_closed
         if attempt.attempt < 4:
-            resets_at = time.time() + 1.5
+            is_closed = True
             monkeypatch.setattr(rollout_workflow, "LONGEST_WAIT_S", 1.0)
             return AgentRun(end=AgentEnd.LIMIT, turns=3, unanswered="answered 429")
         return AgentRun(end=AgentEnd.FINISHED, turns=4)
