@@ -209,6 +209,11 @@ async def test_rollouts_of_a_lost_node_move(slurm_cluster: SlurmCluster) -> None
     slurm.kill_node(node)
     await cluster.at_work(moving, attempt=2)
     slurm.start_node(node)
+
+    def has_swept() -> bool:
+        return not any(cluster.where(one) for one in moving)
+
+    await until(has_swept, f"{node} has ended its old sandboxes", PATIENCE_S)
     await cluster.end(requests, moving)
 
 
@@ -237,4 +242,4 @@ async def test_what_slurm_cannot_run_is_refused_with_the_fix(slurm_cluster: Slur
     assert code == 2
     assert partition.endswith(f"choose one of {PARTITION}, {URGENT} with --partition\n")
     assert f"{NODES[0]}: the node does not see {cluster.stack.home / 'slurm'}" in home
-    assert slurm.active() == ""
+    await nothing(slurm.active)
