@@ -24,6 +24,7 @@ import pytest
 from perdure.sandboxes.host import procfs
 from perdure.sandboxes.host.procfs import below
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
+from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.e2b.provider import E2BProvider
 from perdure.settings.settings_tree import Settings
 from perdure.stack import part_readiness
@@ -77,6 +78,10 @@ class Service:
         if self.popen is not None:
             self.popen.kill()
             self.popen.wait()
+
+    async def sweep(self) -> None:
+        """What a service does on its own hosts: a list removes what a killed process left."""
+        await BubblewrapProvider(Settings(home=self.state / "guests")).list()
 
 
 @dataclass
@@ -152,6 +157,11 @@ class Life:
         self.traces.see()
         return bool(self.traces.groups and self.traces.networks)
 
+    async def meets_a_sandbox_or_is_idle(self) -> bool:
+        return self.meets_a_sandbox() or all(
+            [await self.stack.is_over(request) for request in self.stack.requests]
+        )
+
     async def end(self) -> None:
         """Terminates some of them; the others run to their end."""
         open_ones = [r for r in self.stack.requests if not await self.stack.is_over(r)]
@@ -164,13 +174,17 @@ class Life:
         await self.stack.sweep(grace_s=0)
         self.traces.age()
         await self.stack.sweep(grace_s=0)
+        if self.service is not None:
+            await self.service.sweep()
 
     async def runs(self, seed: str) -> None:
         while self.killed.total() < KILLS:
             await self.recover()
             await self.start_some(seed)
             if not self.killed:  # on a busy host all kills could come before the first boot
-                await until(self.meets_a_sandbox, "a sandbox has booted", TO_THE_END_S)
+                await until(self.meets_a_sandbox_or_is_idle, "a sandbox has booted", TO_THE_END_S)
+                if not self.meets_a_sandbox():  # the rollouts were over before we looked
+                    continue
             for _ in range(self.dice.randint(1, 4)):
                 await asyncio.sleep(self.dice.uniform(0, LONGEST_S))
                 await self.strike()
