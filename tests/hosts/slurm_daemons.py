@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,6 +99,14 @@ class SlurmDaemons:
 
     def stop_node(self, name: str) -> None:
         self._kill(name)
+
+    async def save_state(self) -> None:
+        """Make the controller save what runs. It does so late, and one that is killed before ends the
+        jobs that it does not know."""
+        began, saved = time.time(), self.folder / "state" / "job_state"
+        for job, _, _ in self.running():
+            self.run("scontrol", "update", f"JobId={job}", "Comment=runs")
+        await until(lambda: saved.stat().st_mtime > began, "the controller saves its state")
 
     def kill_controller(self) -> None:
         """kill -9; nodes and jobs stay."""

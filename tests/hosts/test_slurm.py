@@ -121,6 +121,7 @@ async def test_a_requeued_task_and_a_killed_controller_cost_no_rollout(
     requests = await cluster.begin("requeue", 3)
     await cluster.at_work(requests)
     moving = [one for one in requests if cluster.where(one) == NODES[0]]
+    await slurm.save_state()
 
     slurm.kill_controller()
     code, _, told = await cluster.workers("list", "--slurm")
