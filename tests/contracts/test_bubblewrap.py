@@ -28,7 +28,6 @@ from perdure.sandboxes.providers import bubblewrap
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
-from tests.checkout_paths import ROOT
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
 SPEC = SandboxSpec(
@@ -225,7 +224,7 @@ def package_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         bubblewrap._base.cache_clear()
         namespaces._programs.cache_clear()
 
-    with tempfile.TemporaryDirectory(dir=ROOT) as name:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         folder = Path(name)
         program = folder / "store/1-hello/bin/hello"
         program.parent.mkdir(parents=True)

@@ -4,6 +4,7 @@ The nodes share the machine's disk, host name and address; each has its own port
 what Slurm runs on it.
 """
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -119,7 +120,8 @@ class SlurmDaemons:
         below = process_tree(step)
         self._kill(name)
         for pid in (step, *below):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a command of its agent has ended
+                os.kill(pid, signal.SIGKILL)
 
     def running(self) -> list[tuple[str, int, str]]:
         """Job id, array task and node of what runs."""
