@@ -28,6 +28,7 @@ from perdure.sandboxes.providers import bubblewrap
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.settings.settings_tree import Settings
 from perdure.types import Limits
+from tests.checkout_paths import ROOT
 
 LIMITS = Limits(memory_mb=256, cpus=2, pids=64, disk_mb=16, output_mb=1)
 SPEC = SandboxSpec(
@@ -218,13 +219,15 @@ async def test_missing_mount_is_named(provider: BubblewrapProvider, tmp_path: Pa
 
 @pytest.fixture
 def package_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder like /nix with one program; outside of /tmp, of which a sandbox has its own."""
+    """A folder like /nix with one program."""
 
     def forget() -> None:
         bubblewrap._base.cache_clear()
         namespaces._programs.cache_clear()
 
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+    if any(ROOT.is_relative_to(folder) for folder in ("/tmp", "/var/tmp")):
+        pytest.skip("this checkout is in /tmp, of which a sandbox has its own")
+    with tempfile.TemporaryDirectory(dir=ROOT) as name:
         folder = Path(name)
         program = folder / "store/1-hello/bin/hello"
         program.parent.mkdir(parents=True)
