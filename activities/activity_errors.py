@@ -29,6 +29,8 @@ HOST_ERRNOS = {
 }  # fmt: skip
 """Errors that the host causes, not a stage: its disk is full or broken, or it lacks processes,
 memory or file descriptors."""
+NO_THREAD = "can't start new thread"
+"""Python's words for EAGAIN where a thread was to start: a RuntimeError without an errno."""
 ROOM_S = 10.0
 """Seconds before a retry after such an error. The number of retries is not limited."""
 MAX_UNFORESEEN_ERROR_ATTEMPTS = 5
@@ -50,14 +52,18 @@ async def translated(work: Awaitable[Result]) -> Result:
         raise _of_failure(error) from None  # the history needs the message, not the stack
     except ApplicationError:
         raise
-    except OSError as error:
-        if error.errno not in HOST_ERRNOS:
+    except Exception as error:
+        if not _is_of_host(error):
             raise _of_bug(error) from error
         raise _of_failure(
             RetryHere(f"this host lacks resources: {error}", retry_after=ROOM_S)
         ) from None
-    except Exception as error:
-        raise _of_bug(error) from error
+
+
+def _is_of_host(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in HOST_ERRNOS
+    return isinstance(error, RuntimeError) and NO_THREAD in str(error)
 
 
 def _of_cancellation() -> BaseException:

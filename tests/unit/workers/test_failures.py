@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 
 import pytest
 from temporalio.exceptions import ApplicationError
@@ -33,16 +34,23 @@ async def test_a_kind_of_error_goes_by_the_name_that_is_known(
     assert (caught.value.type, caught.value.non_retryable) == (name, True)
 
 
+CODES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO)
+
+
 @pytest.mark.parametrize(
-    "code", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENOSPC, errno.EROFS, errno.EIO]
+    "error",
+    [
+        *(OSError(code, os.strerror(code)) for code in CODES),
+        RuntimeError("can't start new thread"),
+    ],
 )
-async def test_what_the_host_refuses_a_worker_is_tried_again(code: int) -> None:
+async def test_what_the_host_refuses_a_worker_is_tried_again(error: Exception) -> None:
     """It is retried for as long as the stage may take, not only as often as a bug."""
 
     async def work() -> None:
-        raise OSError(code, os.strerror(code))
+        raise error
 
-    with pytest.raises(ApplicationError, match=os.strerror(code)) as caught:
+    with pytest.raises(ApplicationError, match=re.escape(str(error))) as caught:
         await translated(work())
 
     assert (caught.value.type, caught.value.non_retryable) == ("RetryHere", False)
