@@ -102,8 +102,8 @@ class SlurmDaemons:
         self._kill(name)
 
     async def save_state(self) -> None:
-        """Make the controller save what runs. It does so late, and one that is killed before ends the
-        jobs that it does not know."""
+        """Make the controller save which jobs run. If it is killed before, the next controller ends
+        the jobs that it does not know."""
         began, saved = time.time(), self.folder / "state" / "job_state"
         for job, _, _ in self.running():
             self.run("scontrol", "update", f"JobId={job}", "Comment=runs")

@@ -16,7 +16,7 @@ from perdure.storage import stored_json
 from perdure.types import NetworkRecord, PhaseName, RefusedHost
 
 RECORD_S = 1.0
-"""Seconds between two looks for new refusals. A killed worker loses those of the last one."""
+"""Seconds between two looks for new refusals. A killed worker loses those since its last look."""
 
 
 @asynccontextmanager

@@ -71,7 +71,8 @@ async def start_keeper(
     """Fork a detached keeper and wait until it accepts commands.
 
     `in_own_users`: it becomes root of its own user namespace, where it may mount. `gateway`: the
-    port to listen on (0: any) and the unix socket to connect to. `proxy`: the same of an HTTP proxy.
+    port to listen on (0: any) and the unix socket to connect to. `proxy`: port
+    and socket of an HTTP proxy.
 
     Raises: RetryHere with the last lines of its log, when the sandbox does not boot.
     """

@@ -82,7 +82,7 @@ def gateway_of(spec: SandboxSpec) -> tuple[int, Path] | None:
 
 
 def proxy_of(spec: SandboxSpec, box: SandboxFolder) -> tuple[int, Path] | None:
-    """The same of the proxy to listed hosts."""
+    """The port and the socket of the proxy to listed hosts; None if the phase lists no host."""
     return (PROXY_PORT, proxy_socket(box)) if spec.network is Network.LISTED else None
 
 
