@@ -276,6 +276,7 @@ def parse_verdict(handler: AgentHandler, answer: Graded | Mapping[str, Any]) -> 
             outcome=Outcome.RESOLVED if resolved else Outcome.UNRESOLVED,
             reason="" if resolved else f"score {float(found):g}",
             rewards=Rewards(binary=float(resolved), partial=float(found)),
+            reward_form="partial",
             named_rewards=named,
             grader=handler.name,
         ),

@@ -28,6 +28,24 @@ async def advantages() -> dict[str, Any]:
     return found
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dense() -> dict[str, Any]:
+    trainers_here.install()
+    found: dict[str, Any] = await trainers_here.run("advantages.py", trainers_here.SLIME, "dense")
+    return found
+
+
+@pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan", "trl"])
+async def test_a_dense_reward_reaches_each_trainer(dense: dict[str, Any], trainer: str) -> None:
+    """The mean of 1, 0.5 and 0: the rollout that fixed half of the tests is neither good nor bad."""
+    if trainer == "slime":
+        trainers_here.need_slime()
+    resolved, half, unresolved, *_ = dense[trainer]
+
+    assert (resolved[0], unresolved[0]) == (pytest.approx(0.5), pytest.approx(-0.5))
+    assert half == [pytest.approx(0.0, abs=1e-6)] * len(half)
+
+
 @pytest.mark.parametrize("trainer", ["slime", "skyrl", "verl", "torchtitan"])
 async def test_a_rollout_counts_once_whatever_its_segments_are(
     advantages: dict[str, Any], trainer: str

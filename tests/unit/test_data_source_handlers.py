@@ -101,7 +101,7 @@ def test_a_module_that_is_missing_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "outcome", "partial"),
+    ("answer", "outcome", "score"),
     [
         ({"score": 1}, Outcome.RESOLVED, 1.0),
         ({"score": 0.25}, Outcome.UNRESOLVED, 0.25),
@@ -110,13 +110,13 @@ def test_a_module_that_is_missing_is_named() -> None:
     ],
 )
 def test_a_report_becomes_a_grade(
-    answer: Mapping[str, Any], outcome: Outcome, partial: float
+    answer: Mapping[str, Any], outcome: Outcome, score: float
 ) -> None:
     """`score` and `resolved` become outcome and rewards; `report` is unwrapped."""
     grade = parse_verdict(Mine(), answer).grade
 
-    assert (grade.outcome, grade.rewards.partial, grade.grader) == (outcome, partial, "mine")
-    assert grade.reward == float(outcome is Outcome.RESOLVED)
+    assert (grade.outcome, grade.reward, grade.grader) == (outcome, score, "mine")
+    assert grade.rewards.binary == float(outcome is Outcome.RESOLVED)
 
 
 def test_rewards_by_name_are_kept() -> None:

@@ -1,5 +1,7 @@
 """Installs pinned, verified npm packages in the tool cache, without npm and Node.
 
+`npm pack` took two to three times as long and compares a tarball with the registry, not with our lock.
+
 `locks/<name>.json` names the package, version and sha512 for each platform. On a host without a
 registry, the setting PERDURE_AGENTS__<NAME>_TARBALL names a tarball instead.
 """

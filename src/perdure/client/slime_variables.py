@@ -25,8 +25,8 @@ def defaults_for(
     filled = dict(rollout)
     for variable in FIELDS:
         text = environment.get(variable.name, "").strip()
-        if text and variable.agent in ("", agent):
-            _fill(filled, variable, _seconds(variable.name, text) if variable.is_seconds else text)
+        if text and variable.agent in ("", agent) and (value := _value(variable, text)) is not None:
+            _fill(filled, variable, value)
     return filled
 
 
@@ -51,6 +51,17 @@ def _fill(rollout: dict[str, Any], variable: Alias, value: float | str) -> None:
     if variable.name not in options:  # the variable's name is an alias of the option
         options.setdefault(option, value)
     rollout[field] = options
+
+
+def _value(variable: Alias, text: str) -> float | str | None:
+    """None if the variable sets nothing."""
+    match variable.value:
+        case "text":
+            return text
+        case "seconds":
+            return _seconds(variable.name, text)
+        case "dense":
+            return None if text == "0" else "partial"
 
 
 def _seconds(name: str, text: str) -> float:

@@ -1,4 +1,4 @@
-"""What a request says about rewards: the price of `tampered`, and which rewards it withholds."""
+"""What a request says about rewards: their form, the price of `tampered`, and which it withholds."""
 
 from perdure.types import Grade, Outcome, Rewards, RolloutRequest, Verification
 
@@ -10,7 +10,9 @@ def apply_reward_rules(grade: Grade, request: RolloutRequest) -> Grade:
     if grade.outcome is Outcome.TAMPERED:
         price = Rewards(**dict.fromkeys(Rewards.model_fields, request.tampered_reward))
         grade = grade.model_copy(update={"rewards": price, "named_rewards": {}})
-    return grade.model_copy(update={"withheld": _why_withheld(grade, request)})
+    form = request.reward_form or grade.reward_form
+    withheld = _why_withheld(grade, request)
+    return grade.model_copy(update={"reward_form": form, "withheld": withheld})
 
 
 def _why_withheld(grade: Grade, request: RolloutRequest) -> str:

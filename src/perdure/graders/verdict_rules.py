@@ -15,7 +15,7 @@ from perdure.graders.base import Grader
 from perdure.graders.diff.patch_filter import FilteredPatch
 from perdure.graders.hidden_test_run import Refusal, TestRun, last_lines
 from perdure.sandboxes.base import ExecState
-from perdure.types import Grade, Outcome, Rewards, TestStatus
+from perdure.types import Grade, Outcome, RewardForm, Rewards, TestStatus
 
 ZERO = Rewards(binary=0.0)
 
@@ -130,6 +130,7 @@ class Verdict:
     rewards: Rewards = ZERO
     score: Score | None = None
     named_rewards: Mapping[str, float] = field(default_factory=dict)
+    reward_form: RewardForm = "binary"
 
 
 def judge_filtered(filtered: FilteredPatch) -> Verdict | None:
@@ -194,6 +195,7 @@ def make_grade(
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=verdict.rewards,
+        reward_form=verdict.reward_form,
         named_rewards=dict(verdict.named_rewards),
         fail_to_pass=score.fail_to_pass if score else {},
         pass_to_pass=score.pass_to_pass if score else {},

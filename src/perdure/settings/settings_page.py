@@ -93,7 +93,9 @@ def _aliases() -> str:
     for one in variable_aliases.ALIASES:
         target = f"`{settings_loader.variable(one.stands_for)}`"
         if one.kind == "field":
-            target = f"`{one.stands_for}` of a request" + (f" ({one.agent})" if one.agent else "")
+            value = "=partial" if one.value == "dense" else ""
+            agent = f" ({one.agent})" if one.agent else ""
+            target = f"`{one.stands_for}{value}` of a request{agent}"
         names.setdefault(target, []).append(f"`{one.name}`")
     rows += [f"- {target}: {', '.join(found)}" for target, found in names.items()]
     rows += ["", "These set nothing:", ""]

@@ -18,7 +18,8 @@ class Alias(NamedTuple):
     stands_for: str
     agent: str = ""
     """The only agent to which the variable applies; empty for all."""
-    is_seconds: bool = False
+    value: Literal["text", "seconds", "dense"] = "text"
+    """What the variable holds. `dense`: `0` or nothing, otherwise the reward form `partial`."""
 
 
 ALIASES = (
@@ -36,9 +37,10 @@ ALIASES = (
     Alias("SHIM_PORT", "setting", "gateway.port"),
     Alias("ADAPTER_PORT", "setting", "gateway.port"),
     Alias("SWE_BOOT_CONCURRENCY", "setting", "slots.boot"),
-    Alias("SWE_TIME_BUDGET_SEC", "field", "agent_budget_s", is_seconds=True),
-    Alias("SWE_AGENT_TIME_BUDGET_SEC", "field", "agent_budget_s", is_seconds=True),
-    Alias("SWE_EVAL_TIMEOUT_SEC", "field", "grade_timeout_s", is_seconds=True),
+    Alias("SWE_TIME_BUDGET_SEC", "field", "agent_budget_s", value="seconds"),
+    Alias("SWE_AGENT_TIME_BUDGET_SEC", "field", "agent_budget_s", value="seconds"),
+    Alias("SWE_EVAL_TIMEOUT_SEC", "field", "grade_timeout_s", value="seconds"),
+    Alias("SWE_REWARD_DENSE", "field", "reward_form", value="dense"),
     Alias("SWE_CC_PROMPT", "field", "agent_options.prompt_template", agent="claude_code"),
     Alias("SWE_CLAUDE_EXTRA_ARGS", "field", "agent_options.extra_args", agent="claude_code"),
 )
@@ -58,7 +60,6 @@ NOT_APPLICABLE = {
     "SWE_EVAL_PROTOCOL": "the instance names its grader",
     "SWE_TRAIN_PROTOCOL": "the instance names its grader",
     "SWE_MAX_CONTEXT_LEN": "use `sampling.max_context_tokens` of a request",
-    "SWE_REWARD_DENSE": "for the TorchTitan recipes only",
     "SWE_CLAUDE_CDN": "use `PERDURE_AGENTS__CLAUDE_CODE_TARBALL`",
     "SLIME_AGENT_CC_EXTRA_ARGS": "use `SWE_CLAUDE_EXTRA_ARGS`",
     "SLIME_AGENT_CC_EXTRA_ENVS": "use `agent_options.extra_env` of a request",

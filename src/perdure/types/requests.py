@@ -13,7 +13,7 @@ from perdure.types.base import Request
 from perdure.types.identifier_patterns import InstanceRef, Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
-from perdure.types.results import Outcome, RolloutStatus
+from perdure.types.results import Outcome, RewardForm, RolloutStatus
 from perdure.types.reward_models import RewardModel
 
 DEFAULT_MODEL = "policy"
@@ -191,6 +191,10 @@ class RolloutRequest(Request):
     verdict: Literal["verified", "official"] = "verified"
     """Which verdict decides the reward: the official one checked by twins, or the official one
     alone."""
+    reward_form: RewardForm | None = None
+    """Which form of the grade's rewards is the rollout's reward. If absent, `binary`, but `partial`
+    if a verifier, a handler, or a reward model gives one number. Twins check only a success, so a
+    forged share of the tests earns its part of a dense reward."""
     reward_model: RewardModel | None = None
     """A model that scores the patch, beside the tests or instead of them."""
     twin_pairs: int = Field(1, ge=0, le=8)

@@ -68,11 +68,14 @@ class TestStatus(StrEnum):
     MISSING = "MISSING"
 
 
+RewardForm = Literal["binary", "f2p_fraction", "p2p_fraction", "partial"]
+
+
 class Rewards(Frozen):
-    """All rewards of one grade. `binary` is the default, and the others are dense rewards.
+    """All forms of one grade's reward. `binary` is 1 for `resolved`; the others are dense.
 
     `partial` = (f2p passed + p2p passed) / (f2p total + p2p total). An empty F2P list counts as 0,
-    an empty P2P list as 1. All are 0 if the outcome has no trusted test results: unparsable,
+    an empty P2P list as 1. If the grader gives one number, `partial` is that. All are 0 if the outcome has no trusted test results: unparsable,
     apply_failed, capture_failed, sandbox_destroyed and empty_patch. If it is tampered, all are the
     request's `tampered_reward`.
     """
@@ -162,6 +165,9 @@ class Grade(Frozen):
     """None if the official verdict is not `resolved`, so that there is nothing to verify."""
     reason: str = ""
     rewards: Rewards
+    reward_form: RewardForm = "binary"
+    """Which of `rewards` is the reward: the form that the request names, otherwise `partial` if the
+    grader gives one number, and `binary` if it runs tests."""
     named_rewards: dict[str, float] = Field(default_factory=dict)
     """The verifier's or the handler's own rewards by name, of any range, if it gave more than one
     number. `reward` decides the outcome; without it, their mean does. Those of the request's reward
@@ -193,7 +199,10 @@ class Grade(Frozen):
     @property
     def reward(self) -> float | None:
         """None, never 0, if it is withheld."""
-        return None if self.withheld else self.rewards.binary
+        if self.withheld:
+            return None
+        reward: float = getattr(self.rewards, self.reward_form)
+        return reward
 
 
 class PatchRef(Frozen):

@@ -1,8 +1,8 @@
 """Runs the trainers' own normalisation over Perdure's rows, and prints each rollout's advantage as JSON.
 
-    python tests/real/trainers/advantages.py SLIME
+    python tests/real/trainers/advantages.py SLIME [dense]
 
-In the environment of the trainers; SLIME is its source. TorchTitan's parts are imported. Modules of the
+In the environment of the trainers; SLIME is its source. `dense`: the second rollout fixed half of its tests. TorchTitan's parts are imported. Modules of the
 others want GPUs, Ray and more, so their functions are taken out of their source files, unaltered but for
 their decorators.
 """
@@ -41,7 +41,8 @@ from perdure.types import (
 
 FOLDERS = {"slime": Path(sys.argv[1])}
 """Where a package is, if it is not installed."""
-ENDS: tuple[tuple[float | None, int], ...] = ((1.0, 1), (1.0, 3), (0.0, 1), (None, 1))
+SECOND = 0.5 if "dense" in sys.argv else 1.0
+ENDS: tuple[tuple[float | None, int], ...] = ((1.0, 1), (SECOND, 3), (0.0, 1), (None, 1))
 """Reward and segments of each rollout of the group: the second has two sub-agents, the last failed."""
 
 
@@ -81,8 +82,9 @@ def rollout(index: int, reward: float | None, segments: int) -> EpisodeSegments:
     turns = recorded(segments)
     grade = None
     if reward is not None:
-        outcome = Outcome.RESOLVED if reward else Outcome.UNRESOLVED
-        grade = Grade(outcome=outcome, rewards=Rewards(binary=reward))
+        outcome = Outcome.RESOLVED if reward == 1 else Outcome.UNRESOLVED
+        rewards = Rewards(binary=float(reward == 1), partial=reward)
+        grade = Grade(outcome=outcome, rewards=rewards, reward_form="partial")
     parts = EpisodeParts(
         request=RolloutRequest(run_id="r", instance="d/i", sample_index=index),
         status=RolloutStatus.FAILED if grade is None else RolloutStatus.GRADED,

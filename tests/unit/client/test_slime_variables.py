@@ -61,3 +61,9 @@ def test_a_variable_that_is_no_time_is_named(text: str) -> None:
     """The message names the variable, not the field that it sets."""
     with pytest.raises(ConfigurationError, match=f"SWE_EVAL_TIMEOUT_SEC={text}: write a number"):
         defaults_for({}, "nop", {"SWE_EVAL_TIMEOUT_SEC": text})
+
+
+@pytest.mark.parametrize(("text", "filled"), [("1", {"reward_form": "partial"}), ("0", {})])
+def test_a_dense_reward_is_asked_for_as_in_document_004(text: str, filled: dict[str, str]) -> None:
+    """SWE_REWARD_DENSE applies in every trainer, not only in TorchTitan's recipes."""
+    assert defaults_for({}, "codex", {"SWE_REWARD_DENSE": text}) == filled

@@ -45,6 +45,26 @@ def test_tampering_has_the_price_of_the_request_in_every_form() -> None:
     assert apply_reward_rules(EXPOSED, request()).reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("form", "reward"), [(None, 0.0), ("binary", 0.0), ("partial", 0.75), ("f2p_fraction", 0.5)]
+)
+def test_the_request_names_the_form_of_its_reward(form: str | None, reward: float) -> None:
+    """A patch that fixes half of the tests earns its share if the trainer asks for that."""
+    half = Rewards(binary=0.0, f2p_fraction=0.5, p2p_fraction=1.0, partial=0.75)
+    grade = Grade(outcome=Outcome.UNRESOLVED, rewards=half)
+
+    assert apply_reward_rules(grade, request(reward_form=form)).reward == reward
+
+
+@pytest.mark.parametrize(("form", "reward"), [(None, 0.75), ("binary", 0.0)])
+def test_a_grader_that_gives_one_number_gives_the_reward(form: str | None, reward: float) -> None:
+    """Harbor's reward file, a handler, or a reward model: no request has to name its form."""
+    scores = Rewards(binary=0.0, partial=0.75)
+    grade = Grade(outcome=Outcome.UNRESOLVED, rewards=scores, reward_form="partial")
+
+    assert apply_reward_rules(grade, request(reward_form=form)).reward == reward
+
+
 @pytest.mark.parametrize("price", [0.1, -10.5, math.nan, -math.inf])
 def test_a_price_that_is_none_is_refused(price: float) -> None:
     """Tampering never pays more than failing, and the price is a bounded number."""

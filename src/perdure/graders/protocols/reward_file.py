@@ -97,7 +97,7 @@ async def _judged(run: TestRun) -> Verdict:
     outcome = Outcome.RESOLVED if reward == 1 else Outcome.UNRESOLVED
     reason = "" if reward == 1 else f"reward {reward:g}"
     rewards = Rewards(binary=float(reward == 1), partial=reward)
-    return Verdict(outcome, reason, rewards, named_rewards=named)
+    return Verdict(outcome, reason, rewards, named_rewards=named, reward_form="partial")
 
 
 class RewardFile(NamedTuple):

@@ -70,7 +70,6 @@ def _recipe(
     experts: int = 1,
 ) -> Controller.Config:
     data = process_environment.named("PROMPT_DATA")
-    dense = process_environment.named("SWE_REWARD_DENSE") not in ("", "0")
     return Controller.Config(
         model_spec=model_registry(size, attn_backend="varlen"),
         hf_assets_path=f"Qwen3-{size}",
@@ -85,7 +84,7 @@ def _recipe(
         rollouter=PerdureRollouter.Config(
             train_dataset=Instances.Config(path=data),
             validation_dataset=Instances.Config(path=data, shuffle=False),
-            rubric=Rubric.Config(reward_fns=[Graded.Config(dense=dense)]),
+            rubric=Rubric.Config(reward_fns=[Graded.Config()]),
             rollout=RolloutFields(max_context_tokens=ROW_TOKENS - 1),
         ),
         renderer=RendererConfig(name="qwen3"),

@@ -42,7 +42,7 @@ def rollout_of(
         for position, turn in enumerate(order)
     ]
     rewards = found.episode.rewards
-    own = rewards.model_dump() if rewards else {}
+    own = {**rewards.model_dump(), "reward": found.episode.reward} if rewards else {}
     taken[-1].env_rewards = {**found.episode.named_rewards, **own}
     taken[0].metrics = facts(found.episode)
     return Rollout(

@@ -7,18 +7,11 @@ from torchtitan.experiments.rl.rubrics import RewardFn
 
 
 class Graded(RewardFn):  # type: ignore[misc]  # torchtitan has no types
-    """1 if the rollout resolved its instance, otherwise 0.
-
-    `dense`: the share of hidden tests that pass (`Rewards.partial`); 1 only if all pass.
-    """
+    """The reward of the rollout's episode, in the form that its request names."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RewardFn.Config):  # type: ignore[misc]
-        dense: bool = False
-
-    def __init__(self, config: "Graded.Config") -> None:
-        super().__init__(config)
-        self._reward = "partial" if config.dense else "binary"
+        pass
 
     async def __call__(self, rollout: Rollout, env_input: object) -> float:
-        return float(rollout.turns[-1].env_rewards[self._reward])
+        return float(rollout.turns[-1].env_rewards["reward"])

@@ -61,7 +61,8 @@ def _replacing_tests(job: Job, score: ModelScore) -> Grade:
     return Grade(
         outcome=Outcome.RESOLVED if score.reward == 1 else Outcome.UNRESOLVED,
         reason="" if score.reward == 1 else f"reward {score.reward:g}",
-        rewards=Rewards(binary=score.reward, partial=score.reward),
+        rewards=Rewards(binary=float(score.reward == 1), partial=score.reward),
+        reward_form="partial",
         named_rewards=score.rewards,
         model_score=score,
         grader="reward_model",
