@@ -24,12 +24,13 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from perdure.engines.engine_roster import Roster, StoredRoster  # noqa: E402
 from perdure.serving import replica_manager  # noqa: E402
 from perdure.serving.engine_commands import NAMESPACE  # noqa: E402
-from perdure.serving.replica_plan import EnginePlan  # noqa: E402
+from perdure.serving.replica_plan import EnginePlan, ReplicaPool  # noqa: E402
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus  # noqa: E402
 from perdure.settings.settings_tree import Settings  # noqa: E402
 from perdure.storage.local_store import LocalStore  # noqa: E402
 
 KEY = "engines/0123456789abcdef.json"
+POOL = ReplicaPool(KEY, "policy")
 PATIENCE_S = 90.0
 SMALL: dict[str, Any] = {"object_store_memory": 80 << 20}
 
@@ -50,7 +51,7 @@ class Pool:
         return self.cluster.add_node(num_cpus=1, num_gpus=1, **SMALL)
 
     async def apply(self, **wishes: Any) -> None:
-        self.actor = replica_manager.get_or_start(self.settings, KEY, "")
+        self.actor = replica_manager.get_or_start(self.settings, POOL, "")
         await self.actor.apply.remote(self.plan(**wishes).model_dump_json())
 
     def plan(self, **wishes: Any) -> EnginePlan:
@@ -96,14 +97,14 @@ class Pool:
         return await self.roster.read()
 
     async def actor_pid(self, replica: ReplicaStatus) -> int:
-        name = f"engine-{Path(KEY).stem}-{replica.index}-g{replica.generation}"
+        name = f"engine-{POOL.name}-{replica.index}-g{replica.generation}"
         pid: int = await ray.get_actor(name, namespace=NAMESPACE).pid.remote()
         return pid
 
 
 def engine_pid(pool: Pool, replica: ReplicaStatus) -> int:
     """The server's own process, which leads its group."""
-    name = f"engine-{Path(KEY).stem}-{replica.index}-g{replica.generation}.note"
+    name = f"engine-{POOL.name}-{replica.index}-g{replica.generation}.note"
     pid: int = json.loads((pool.settings.home / "engines" / name).read_text())["group"]
     return pid
 

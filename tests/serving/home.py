@@ -18,6 +18,7 @@ from perdure.engines.engine_roster import StoredRoster, roster_key
 from perdure.engines.pool.engine_fleet import PoolOptions
 from perdure.engines.pool.engine_pool import EnginePool
 from perdure.home_folder import load_secret
+from perdure.serving.replica_plan import ReplicaPool
 from perdure.serving.replica_status import PoolStatus, read_status
 from perdure.settings.settings_tree import Settings
 from perdure.storage.local_store import LocalStore
@@ -49,7 +50,11 @@ class Home:
         return StoredRoster(LocalStore(self.settings.store_url), roster_key(self.secret))
 
     async def status(self) -> PoolStatus:
-        return await read_status(LocalStore(self.settings.store_url), roster_key(self.secret))
+        return await read_status(LocalStore(self.settings.store_url), self.pool)
+
+    @property
+    def pool(self) -> ReplicaPool:
+        return ReplicaPool(roster_key(self.secret), "policy")
 
     async def generations(self) -> list[int]:
         """Generations of the replicas that serve."""
@@ -81,13 +86,15 @@ class Home:
     async def up(self, *words: str) -> str:
         return await self.perdure("engines", "up", "--ray-address", self.nodes.address, *words)
 
-    async def up_scripted(self, replicas: int, turns: Sequence[dict[str, Any]] = (TURN,)) -> str:
+    async def up_scripted(
+        self, replicas: int, turns: Sequence[dict[str, Any]] = (TURN,), *more: str
+    ) -> str:
         scripts = self.folder / "scripts.json"
         scripts.write_text(json.dumps({"default": {"turns": list(turns)}}))
         engine = f"{sys.executable} -m perdure.testing.scripted_engine --scripts {scripts}"
         engine += " --host {host} --port {port} --generation {generation} --chunk-delay 0.05"
         words = ["--model", "scripted", "--replicas", str(replicas), "--cpus-per-replica", "0.1"]
-        return await self.up(*words, "--engine-command", engine)
+        return await self.up(*words, "--engine-command", engine, *more)
 
 
 @asynccontextmanager

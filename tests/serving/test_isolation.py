@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from perdure.engines.auth_proxy import engine_keys
-from perdure.engines.engine_roster import roster_key
 from perdure.serving.replica_plan import EnginePlan, read_plan
 from perdure.storage.local_store import LocalStore
 from tests.serving.home import Home
@@ -48,7 +47,7 @@ async def test_an_engine_of_a_given_cluster_asks_for_keys(home: Home) -> None:
     assert allowed[keys.data, "/inference/v1/generate"] == 400  # the engine's own word
     assert allowed[keys.control, "/pause?mode=abort"] == 200
     store = LocalStore(home.settings.store_url)
-    plan = await read_plan(store, roster_key(home.secret))
+    plan = await read_plan(store, home.pool)
     assert plan is not None
     assert listens_on(plan, replica.log) == "127.0.0.1"
     assert not any(key in plan.model_dump_json() for key in keys)

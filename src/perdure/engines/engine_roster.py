@@ -193,6 +193,14 @@ async def add_engine(
     return _known(await roster.change(added), name)
 
 
+async def add_model(
+    roster: SharedRoster, model: str, model_format: ModelFormat | None, *, default: str
+) -> None:
+    """Register a model before it has an engine. Raises: as `add_engine`."""
+    defaults = (default, DEFAULT_MODEL)
+    await roster.change(lambda now: _with_format(now, model, model_format, "", defaults))
+
+
 def _with_format(
     roster: Roster,
     model: str,

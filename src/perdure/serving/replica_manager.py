@@ -1,6 +1,6 @@
 """Keeps the planned number of replicas running: places, watches, registers, drains and replaces them.
 
-Each home has one detached actor. It may die at any moment, and so may every node: its plan and status
+Each model of a home has one detached actor. It may die at any moment, and so may every node: its plan and status
 are in the store, and it finds its replicas again by name.
 """
 
@@ -24,7 +24,7 @@ from perdure.serving import ray_placement
 from perdure.serving.engine_commands import NAMESPACE
 from perdure.serving.engine_replica import ReplicaReport, ReplicaState
 from perdure.serving.ray_placement import Placed
-from perdure.serving.replica_plan import EnginePlan, read_plan, write_plan
+from perdure.serving.replica_plan import EnginePlan, ReplicaPool, read_plan, write_plan
 from perdure.serving.replica_registration import ReplicaRegistration, lacks
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus, read_status, write_status
 from perdure.settings.settings_tree import Settings
@@ -120,12 +120,12 @@ class Snapshot:
 class EngineManager:
     """The manager's actor. Its methods answer at once; its own loop does the work."""
 
-    async def __init__(self, settings: str, roster_key: str, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, settings: str, pool: ReplicaPool, dashboard: str) -> None:  # type: ignore[misc]  # Ray awaits it
         self._settings = Settings.model_validate_json(settings)
         self._store = open_store(self._settings)
-        self._key = roster_key
-        self._pool = ReplicaRegistration(StoredRoster(self._store, roster_key))
-        self._prefix = f"engine-{roster_key.rsplit('/', 1)[-1].removesuffix('.json')}"
+        self._pool = pool
+        self._registration = ReplicaRegistration(StoredRoster(self._store, pool.roster_key))
+        self._prefix = f"engine-{pool.name}"
         self._dashboard = dashboard
         self._plan: EnginePlan | None = None
         self._slots: dict[int, Slot] = {}
@@ -139,11 +139,11 @@ class EngineManager:
     async def apply(self, plan: str) -> None:
         """Follow this plan from now on. If more than `replicas` has changed, replace all replicas."""
         wanted = EnginePlan.model_validate_json(plan)
-        earlier = await read_plan(self._store, self._key)
+        earlier = await read_plan(self._store, self._pool)
         if earlier is not None and earlier.model != wanted.model:
             # The weights of another model.
-            await self._store.delete(published_key(self._key, earlier.served_model))
-        await write_plan(self._store, self._key, wanted)
+            await self._store.delete(self._published_key())
+        await write_plan(self._store, self._pool, wanted)
         before, self._plan = self._plan, wanted
         same = before is not None and before.model_copy(update={"replicas": 0}) == (
             wanted.model_copy(update={"replicas": 0})
@@ -179,7 +179,7 @@ class EngineManager:
         await asyncio.gather(*(self._end(start) for start in starts))
         await asyncio.gather(*self._ending)
         self._slots, self._leaving = {}, []
-        await write_status(self._store, self._key, PoolStatus())
+        await write_status(self._store, self._pool, PoolStatus())
 
     # --- its loop --------------------------------------------------------------------------------
 
@@ -198,10 +198,10 @@ class EngineManager:
 
     async def _resume(self) -> None:
         """Take over the plan and the live replicas of an earlier manager."""
-        plan = await read_plan(self._store, self._key)
+        plan = await read_plan(self._store, self._pool)
         if plan is None:
             return
-        earlier = await read_status(self._store, self._key)
+        earlier = await read_status(self._store, self._pool)
         for name in await asyncio.to_thread(ray_placement.names):
             self._adopt(name)
         await self._forget(earlier)
@@ -231,13 +231,12 @@ class EngineManager:
         kept = {slot.current.generation for slot in self._slots.values() if slot.current}
         for one in (*earlier.replicas, *earlier.leaving):
             if one.engine and one.generation not in kept:
-                await self._pool.leave(one.engine, one.generation)
+                await self._registration.leave(one.engine, one.generation)
 
     async def _tick(self, plan: EnginePlan) -> None:
         draining = await asyncio.to_thread(ray_placement.draining_nodes)
-        key = published_key(self._key, plan.served_model)
-        published = await read_published(self._store, key)
-        seen = Snapshot(await self._pool.read(), draining, published)
+        published = await read_published(self._store, self._published_key())
+        seen = Snapshot(await self._registration.read(), draining, published)
         for index in range(plan.replicas):
             self._slots.setdefault(index, Slot(index))
         for slot in list(self._slots.values()):
@@ -288,7 +287,7 @@ class EngineManager:
         if (
             known is None or known.generation != start.generation
         ):  # otherwise an earlier manager registered it
-            await self._pool.join(plan, report.url, start.generation, seen.published)
+            await self._registration.join(plan, report.url, start.generation, seen.published)
         start.joined = name_of(report.url)
         slot.reason = ""
 
@@ -324,11 +323,11 @@ class EngineManager:
         again. If this manager dies, its successor continues.
         """
         try:
-            held = await self._pool.hold(start.joined, start.generation, published.version)
+            held = await self._registration.hold(start.joined, start.generation, published.version)
             if held is not None:
                 await asyncio.sleep(notice_s)
                 problem = await start.placed.take(published, self._settings)
-                await self._pool.finish_catch_up(held, problem)
+                await self._registration.finish_catch_up(held, problem)
         except (PerdureError, ray.exceptions.RayError) as error:
             log.warning(
                 "cannot load the published weights into a replica",
@@ -353,7 +352,7 @@ class EngineManager:
         if start.joined:
             # This comes first: the replica must end even if the roster cannot be changed.
             self._leaving.append(start)
-            await self._pool.drain(start.joined, start.generation, by)
+            await self._registration.drain(start.joined, start.generation, by)
         else:
             self._retire(start)
 
@@ -363,7 +362,7 @@ class EngineManager:
         return gone or bool(start.lost) or time.time() > start.leave_by
 
     async def _place(self, slot: Slot, plan: EnginePlan, seen: Snapshot) -> None:
-        generation = await self._pool.reserve_generation()
+        generation = await self._registration.reserve_generation()
         taken = [
             one.current.node or one.current.target for one in self._slots.values() if one.current
         ]
@@ -396,12 +395,15 @@ class EngineManager:
                 task.cancel()
         if start.report is not None and start.report.url:  # it may have been joining just now
             with contextlib.suppress(PerdureError):
-                await self._pool.leave(name_of(start.report.url), start.generation)
+                await self._registration.leave(name_of(start.report.url), start.generation)
         if not start.lost:
             with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
                 async with asyncio.timeout(STOP_S if start.node else POLL_S):
                     await start.placed.stop()
         await asyncio.to_thread(start.placed.release)
+
+    def _published_key(self) -> str:
+        return published_key(self._pool.roster_key, self._pool.served_model)
 
     def _picture(self) -> PoolStatus:
         slots = [self._slots[index] for index in sorted(self._slots)]
@@ -409,6 +411,7 @@ class EngineManager:
             address=ray.get_runtime_context().gcs_address,
             dashboard=self._dashboard,
             model=self._plan.model if self._plan else "",
+            served_model=self._pool.served_model,
             replicas=tuple(slot.status() for slot in slots),
             leaving=tuple(start.status("leaving") for start in self._leaving),
         )
@@ -418,23 +421,23 @@ class EngineManager:
         status, now = self._picture(), time.monotonic()
         if status != self._status or now - self._told_at >= BEAT_S:
             dated = status.model_copy(update={"at": time.time()})
-            await write_status(self._store, self._key, dated)
+            await write_status(self._store, self._pool, dated)
             self._status, self._told_at = status, now
 
 
-def manager_name(roster_key: str) -> str:
-    return f"manager-{roster_key.rsplit('/', 1)[-1].removesuffix('.json')}"
+def manager_name(pool: ReplicaPool) -> str:
+    return f"manager-{pool.name}"
 
 
-def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
-    """Find or start the home's manager on the connected cluster. It uses the store of these settings."""
+def get_or_start(settings: Settings, pool: ReplicaPool, dashboard: str) -> Any:
+    """Find or start the pool's manager on the connected cluster. It uses the store of these settings."""
     here = settings.model_copy(
         update={"home": settings.home.absolute(), "store": settings.store_url}
     )
     return (
         ray.remote(EngineManager)
         .options(
-            name=manager_name(roster_key),
+            name=manager_name(pool),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -444,12 +447,12 @@ def get_or_start(settings: Settings, roster_key: str, dashboard: str) -> Any:
             resources={"node:__internal_head__": 0.001},
             max_concurrency=32,
         )
-        .remote(here.model_dump_json(), roster_key, dashboard)
+        .remote(here.model_dump_json(), pool, dashboard)
     )
 
 
-def find(roster_key: str) -> Any | None:
+def find(pool: ReplicaPool) -> Any | None:
     try:
-        return ray.get_actor(manager_name(roster_key), namespace=NAMESPACE)
+        return ray.get_actor(manager_name(pool), namespace=NAMESPACE)
     except ValueError:
         return None

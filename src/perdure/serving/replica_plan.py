@@ -1,5 +1,7 @@
-"""The plan of `perdure engines up`, the same engine N times, and where a home keeps it."""
+"""The plans of `perdure engines up`, the same engine N times for a model, and where a home keeps them."""
 
+import hashlib
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
@@ -53,16 +55,49 @@ def fenced_name(plan: EnginePlan, generation: int) -> str:
     return f"{plan.served_model}-g{generation}"
 
 
-async def read_plan(store: Store, roster_key: str) -> EnginePlan | None:
+@dataclass(frozen=True)
+class ReplicaPool:
+    """The replicas of one model in a home. They have one plan, one status and one manager."""
+
+    roster_key: str
+    served_model: str
+
+    @property
+    def name(self) -> str:
+        """Part of the names of its actors. A model's name may have characters that Ray refuses."""
+        return self._prefix.rsplit("/", 1)[-1]
+
+    @property
+    def plan_key(self) -> str:
+        return f"{self._prefix}.plan.json"
+
+    @property
+    def status_key(self) -> str:
+        return f"{self._prefix}.replicas.json"
+
+    @property
+    def _prefix(self) -> str:
+        digest = hashlib.sha256(self.served_model.encode()).hexdigest()[:12]
+        return f"{_home(self.roster_key)}-{digest}"
+
+
+async def find_pools(store: Store, roster_key: str) -> list[ReplicaPool]:
+    """All pools of the home that have a plan, also those that run no replica now."""
+    names = [key async for key in store.list(f"{_home(roster_key)}-") if key.endswith(".plan.json")]
+    plans = [EnginePlan.model_validate_json((await store.get(key)).data) for key in names]
+    return [ReplicaPool(roster_key, plan.served_model) for plan in plans]
+
+
+async def read_plan(store: Store, pool: ReplicaPool) -> EnginePlan | None:
     try:
-        return EnginePlan.model_validate_json((await store.get(_key(roster_key))).data)
+        return EnginePlan.model_validate_json((await store.get(pool.plan_key)).data)
     except NotFound:
         return None
 
 
-async def write_plan(store: Store, roster_key: str, plan: EnginePlan) -> None:
-    await store.put(_key(roster_key), plan.model_dump_json(indent=1).encode())
+async def write_plan(store: Store, pool: ReplicaPool, plan: EnginePlan) -> None:
+    await store.put(pool.plan_key, plan.model_dump_json(indent=1).encode())
 
 
-def _key(roster_key: str) -> str:
-    return f"{roster_key.removesuffix('.json')}.plan.json"
+def _home(roster_key: str) -> str:
+    return roster_key.removesuffix(".json")

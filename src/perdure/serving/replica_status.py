@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from perdure.errors import NotFound
+from perdure.serving.replica_plan import ReplicaPool
 from perdure.storage.base import Store
 from perdure.types import Frozen
 
@@ -28,6 +29,8 @@ class PoolStatus(Frozen):
     """The Ray cluster's address."""
     dashboard: str = ""
     model: str = ""
+    served_model: str = ""
+    """The model name in requests."""
     replicas: tuple[ReplicaStatus, ...] = ()
     leaving: tuple[ReplicaStatus, ...] = ()
     at: float = Field(0.0)
@@ -38,16 +41,12 @@ class PoolStatus(Frozen):
         return frozenset(one.engine for one in (*self.replicas, *self.leaving) if one.engine)
 
 
-async def read_status(store: Store, roster_key: str) -> PoolStatus:
+async def read_status(store: Store, pool: ReplicaPool) -> PoolStatus:
     try:
-        return PoolStatus.model_validate_json((await store.get(_key(roster_key))).data)
+        return PoolStatus.model_validate_json((await store.get(pool.status_key)).data)
     except NotFound:
         return PoolStatus()
 
 
-async def write_status(store: Store, roster_key: str, status: PoolStatus) -> None:
-    await store.put(_key(roster_key), status.model_dump_json(indent=1).encode())
-
-
-def _key(roster_key: str) -> str:
-    return f"{roster_key.removesuffix('.json')}.replicas.json"
+async def write_status(store: Store, pool: ReplicaPool, status: PoolStatus) -> None:
+    await store.put(pool.status_key, status.model_dump_json(indent=1).encode())

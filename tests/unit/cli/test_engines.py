@@ -11,6 +11,7 @@ from perdure.cli.main import invoke
 from perdure.engines.engine_roster import Roster, StoredRoster, roster_key
 from perdure.engines.engine_state import EngineRecord, EngineState, name_of
 from perdure.home_folder import load_secret
+from perdure.serving.replica_plan import EnginePlan, ReplicaPool, write_plan
 from perdure.serving.replica_status import PoolStatus, ReplicaStatus, write_status
 from perdure.settings.settings_tree import Settings
 from perdure.stack.engine_presence import has_added_engines, has_no_ready_engine
@@ -30,8 +31,9 @@ def seen(settings: Settings, seconds_ago: float) -> None:
         replicas=(ReplicaStatus(index=0, state="ready", engine="10.0.0.7:8000"),),
         at=time.time() - seconds_ago,
     )
-    key = roster_key(load_secret(settings))
-    asyncio.run(write_status(open_store(settings), key, status))
+    pool, store = ReplicaPool(roster_key(load_secret(settings)), "policy"), open_store(settings)
+    asyncio.run(write_plan(store, pool, EnginePlan(model="scripted")))
+    asyncio.run(write_status(store, pool, status))
 
 
 @pytest.mark.parametrize(("seconds_ago", "told"), [(5.0, False), (7200.0, True)])

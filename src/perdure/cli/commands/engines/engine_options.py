@@ -20,6 +20,23 @@ ADDRESS = click.option(
     metavar="HOST:PORT",
     help="Ray cluster.  [default: RAY_ADDRESS, or a cluster on this machine]",
 )
+SERVED_MODEL = click.option(
+    "--served-model",
+    metavar="NAME",
+    help="Model name in requests; runs choose it with --model NAME.  [default: the model of the settings]",
+)
+TOKENIZER = click.option(
+    "--tokenizer",
+    metavar="T",
+    help="Tokenizer of a model that is added for the first time: qwen3, or a folder.",
+)
+TOOL_CALL_PARSER = click.option(
+    "--tool-call-parser",
+    default="auto",
+    metavar="P",
+    show_default=True,
+    help="Format of that model's tool calls.",
+)
 WEIGHT = click.option(
     "--weight",
     type=click.FloatRange(0, min_open=True),

@@ -2,18 +2,25 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from perdure.cli.commands.engines.engine_options import ADDRESS, WEIGHT
+from perdure.cli.commands.engines.engine_options import (
+    ADDRESS,
+    SERVED_MODEL,
+    TOKENIZER,
+    TOOL_CALL_PARSER,
+    WEIGHT,
+)
 from perdure.cli.console import answer, invoked_command, json_option, say
 from perdure.settings.settings_loader import load_settings
 from perdure.settings.settings_tree import Settings
 
 if TYPE_CHECKING:
     from perdure.engines.auth_proxy import KeyHashes
-    from perdure.serving.replica_plan import EnginePlan
+    from perdure.serving.replica_plan import EnginePlan, ReplicaPool
     from perdure.serving.replica_status import PoolStatus
 
 
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 @click.option(
     "--model", default="", metavar="M", help="A hub name or a folder.  [default: the last one]"
 )
+@SERVED_MODEL
+@TOKENIZER
+@TOOL_CALL_PARSER
 @click.option(
     "--replicas",
     type=click.IntRange(0, 512),
@@ -86,7 +96,7 @@ if TYPE_CHECKING:
 @ADDRESS
 @json_option
 def up(model: str, ray_address: str, wait: bool, as_json: bool, **options: Any) -> None:
-    """Keep N replicas of an engine running on Ray.
+    """Keep N replicas of an engine running on Ray, for each model.
 
     Run it again to change the settings. Exit code 1: the manager gave up on a replica. The reason
     is printed; `perdure engines logs` prints the end of the replica's log.
@@ -108,14 +118,17 @@ async def _up(
     from perdure.serving import ray_cluster
     from perdure.serving.replica_plan import read_plan
     from perdure.serving.replica_status import PoolStatus
-    from perdure.stack.engine_presence import home_roster_key
     from perdure.storage.store_url import open_store
 
-    key = home_roster_key(settings)
-    plan = _plan(settings, model, options) if model else await read_plan(open_store(settings), key)
+    pool = _pool(settings, options["served_model"])
+    if model:
+        plan: EnginePlan | None = _plan(pool, model, options)
+        await _add_model(settings, pool, model, options)
+    else:
+        plan = await read_plan(open_store(settings), pool)
     if plan is None:
         raise ConfigurationError(
-            "--model is missing, and no earlier `engines up` in this home named a model"
+            f"--model is missing, and no earlier `engines up` served the model {pool.served_model}"
         )
     connected = ray_cluster.connect(settings, address)
     from perdure.serving import replica_manager
@@ -126,7 +139,7 @@ async def _up(
     plan = plan.model_copy(update={"proxy_keys": _proxy_keys(settings, plan.listen)})
     if connected.dashboard:
         say(f"Ray dashboard {connected.dashboard}")
-    actor = replica_manager.get_or_start(settings, key, connected.dashboard)
+    actor = replica_manager.get_or_start(settings, pool, connected.dashboard)
     await actor.apply.remote(plan.model_dump_json())
     told: set[str] = set()
     while True:
@@ -149,7 +162,40 @@ def _tell(status: "PoolStatus", told: set[str]) -> None:
             say(line)
 
 
-def _plan(settings: Settings, model: str, options: dict[str, Any]) -> "EnginePlan":
+def _pool(settings: Settings, served_model: str | None) -> "ReplicaPool":
+    from perdure.serving.replica_plan import ReplicaPool
+    from perdure.stack.engine_presence import home_roster_key
+
+    return ReplicaPool(home_roster_key(settings), served_model or _default_model(settings))
+
+
+def _default_model(settings: Settings) -> str:
+    from perdure.types import DEFAULT_MODEL
+
+    return settings.engine.model or DEFAULT_MODEL
+
+
+async def _add_model(
+    settings: Settings, pool: "ReplicaPool", model: str, options: dict[str, Any]
+) -> None:
+    """Register the tokenizer of a model that the settings do not describe. If the model is a folder that
+    has one, it is the default."""
+    from perdure.engines.engine_roster import add_model
+    from perdure.gateway.rendering.message_format import checked_format
+    from perdure.stack.engine_presence import home_roster
+
+    tokenizer, default = options["tokenizer"], _default_model(settings)
+    if (
+        tokenizer is None
+        and pool.served_model != default
+        and (Path(model) / "tokenizer.json").exists()
+    ):
+        tokenizer = model
+    model_format = checked_format(tokenizer, options["tool_call_parser"], "--tokenizer")
+    await add_model(home_roster(settings), pool.served_model, model_format, default=default)
+
+
+def _plan(pool: "ReplicaPool", model: str, options: dict[str, Any]) -> "EnginePlan":
     from perdure.errors import ConfigurationError
     from perdure.serving import engine_commands
     from perdure.serving.replica_plan import EnginePlan
@@ -160,7 +206,7 @@ def _plan(settings: Settings, model: str, options: dict[str, Any]) -> "EnginePla
         raise ConfigurationError("--env: write it as NAME=VALUE")
     return EnginePlan(
         model=model,
-        served_model=settings.engine.model or "policy",
+        served_model=pool.served_model,
         replicas=options["replicas"],
         gpus_per_replica=options["gpus_per_replica"],
         cpus_per_replica=options["cpus_per_replica"],
@@ -188,7 +234,7 @@ def _proxy_keys(settings: Settings, listen: str) -> "KeyHashes | None":
 @ADDRESS
 @json_option
 def down(ray_address: str, as_json: bool) -> None:
-    """Stop all replicas and the Ray node that `up` started. Engines added by `add` stay."""
+    """Stop the replicas of all models and the Ray node that `up` started. Engines added by `add` stay."""
     settings = load_settings()
     asyncio.run(_down(settings, ray_address))
     from perdure.serving import ray_cluster
@@ -203,7 +249,9 @@ def down(ray_address: str, as_json: bool) -> None:
 async def _down(settings: Settings, address: str) -> None:
     from perdure.errors import ConfigurationError
     from perdure.serving import ray_cluster
+    from perdure.serving.replica_plan import find_pools
     from perdure.stack.engine_presence import home_roster_key
+    from perdure.storage.store_url import open_store
 
     try:
         ray_cluster.connect(settings, address, start=False)
@@ -213,17 +261,20 @@ async def _down(settings: Settings, address: str) -> None:
 
     from perdure.serving import replica_manager
 
-    actor = replica_manager.find(home_roster_key(settings))
-    if actor is not None:
-        await actor.stop.remote()
-        ray.kill(actor)
+    for pool in await find_pools(open_store(settings), home_roster_key(settings)):
+        actor = replica_manager.find(pool)
+        if actor is not None:
+            await actor.stop.remote()
+            ray.kill(actor)
     ray.shutdown()
 
 
 def print_replicas(status: "PoolStatus") -> None:
     """Print one line per replica; those that are being stopped come last."""
     for one in (*status.replicas, *status.leaving):
-        click.echo(f"replica {one.index}  {one.state:<12}{one.engine:<24}{one.reason}".rstrip())
+        click.echo(
+            f"replica {one.index}  {status.served_model}  {one.state:<12}{one.engine:<24}{one.reason}".rstrip()
+        )
     if status.dashboard:
         click.echo(f"Ray dashboard {status.dashboard}")
 
@@ -231,24 +282,24 @@ def print_replicas(status: "PoolStatus") -> None:
 @click.command()
 @click.argument("replica", type=click.IntRange(0), default=0)
 @click.option("-n", "--lines", type=click.IntRange(1), default=100, metavar="N", show_default=True)
+@SERVED_MODEL
 @ADDRESS
-def logs(replica: int, lines: int, ray_address: str) -> None:
+def logs(replica: int, lines: int, served_model: str | None, ray_address: str) -> None:
     """Print the end of a replica's log. If it is not running, this is the log of its last start."""
     settings = load_settings()
-    log = asyncio.run(_log_end(settings, replica, ray_address))
+    log = asyncio.run(_log_end(settings, replica, _pool(settings, served_model), ray_address))
     click.echo(b"\n".join(log.splitlines()[-lines:]))
 
 
-async def _log_end(settings: Settings, replica: int, address: str) -> bytes:
+async def _log_end(settings: Settings, replica: int, pool: "ReplicaPool", address: str) -> bytes:
     from perdure.errors import NotFound
     from perdure.serving import ray_cluster
     from perdure.serving.replica_status import PoolStatus
-    from perdure.stack.engine_presence import home_roster_key
 
     ray_cluster.connect(settings, address, start=False)
     from perdure.serving import replica_manager
 
-    actor = replica_manager.find(home_roster_key(settings))
+    actor = replica_manager.find(pool)
     if actor is None:
         raise NotFound(f"no replicas: start some with `{invoked_command()} engines up --model M`")
     status = PoolStatus.model_validate_json(await actor.status.remote())

@@ -1,16 +1,19 @@
 """`perdure engines list | add | drain | remove`: the engines that this home's gateways use."""
 
 import asyncio
-import json
 import time
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from perdure.cli.commands.engines.engine_options import NAME, WEIGHT
+from perdure.cli.commands.engines.engine_options import NAME, TOKENIZER, TOOL_CALL_PARSER, WEIGHT
 from perdure.cli.console import answer, invoked_command, json_option
 from perdure.settings.settings_loader import load_settings
+from perdure.settings.settings_tree import Settings
 from perdure.stack import stack_lifecycle
+
+if TYPE_CHECKING:
+    from perdure.serving.replica_status import PoolStatus
 
 SILENT_S = 60.0
 """The engine manager writes its status every few seconds. After this silence it must have ended."""
@@ -21,17 +24,16 @@ SILENT_S = 60.0
 def list_(as_json: bool) -> None:
     """List every engine of the pool and every replica that Ray should run."""
     from perdure.cli.commands.engines.engine_replicas import print_replicas
-    from perdure.serving.replica_status import read_status
-    from perdure.stack.engine_presence import home_roster, home_roster_key
-    from perdure.storage.store_url import open_store
+    from perdure.stack.engine_presence import home_roster
 
     settings = load_settings()
-    status = asyncio.run(read_status(open_store(settings), home_roster_key(settings)))
+    pools = [pool for pool in asyncio.run(_replicas(settings)) if pool.replicas]
     engines = asyncio.run(home_roster(settings).read()).engines
     known = [record for record in engines if not record.removed]
     if as_json:
-        pool = [record.model_dump(mode="json") for record in known]
-        answer({"engines": pool, "replicas": json.loads(status.model_dump_json())})
+        engines_here = [record.model_dump(mode="json") for record in known]
+        replicas = [pool.model_dump(mode="json") for pool in pools]
+        answer({"engines": engines_here, "replicas": replicas})
         return
     state = stack_lifecycle.running(settings)
     named_here = _names(settings.engine.url if state is None else state.engine)
@@ -48,22 +50,33 @@ def list_(as_json: bool) -> None:
             f"generation {record.generation}  version {version}  weight {record.weight:g}  "
             f"{f'run {record.run}  ' if record.run else ''}{note}".rstrip()
         )
-    if not known and not status.replicas:
+    if not known and not pools:
         add, up = (
             f"{invoked_command()} engines add URL",
             f"{invoked_command()} engines up --model M",
         )
         click.echo(f"No engines: add one with `{add}`, or start some with `{up}`")
-    if status.replicas:
-        print_replicas(status)
-        if (silent_s := time.time() - status.at) > SILENT_S:
+    for pool in pools:
+        print_replicas(pool)
+        if (silent_s := time.time() - pool.at) > SILENT_S:
             click.echo(
                 f"The engine manager last wrote this {silent_s / 60:.0f} min ago: "
-                f"restart it with `{invoked_command()} engines up`"
+                f"restart it with `{invoked_command()} engines up --served-model {pool.served_model}`"
             )
     if known and (state is not None or settings.gateway.url):
         gateway = state.gateway_url if state is not None else settings.gateway.url
         click.echo(f"Metrics {gateway}/metrics (perdure_engine_*)")
+
+
+async def _replicas(settings: Settings) -> "list[PoolStatus]":
+    from perdure.serving.replica_plan import find_pools
+    from perdure.serving.replica_status import read_status
+    from perdure.stack.engine_presence import home_roster_key
+    from perdure.storage.store_url import open_store
+
+    store = open_store(settings)
+    pools = await find_pools(store, home_roster_key(settings))
+    return [await read_status(store, pool) for pool in pools]
 
 
 def _names(urls: str) -> set[str] | None:
@@ -89,18 +102,8 @@ def _names(urls: str) -> set[str] | None:
     help="Name of the model that it serves; runs choose it with --model M.  [default: the engine's"
     " own if it is known, or PERDURE_ENGINE__MODEL, or policy]",
 )
-@click.option(
-    "--tokenizer",
-    metavar="T",
-    help="Tokenizer of a model that is added for the first time: qwen3, or a folder.",
-)
-@click.option(
-    "--tool-call-parser",
-    default="auto",
-    metavar="P",
-    show_default=True,
-    help="Format of that model's tool calls.",
-)
+@TOKENIZER
+@TOOL_CALL_PARSER
 @click.option(
     "--run", metavar="RUN", help="Sample only for this run, or for runs that match this glob."
 )
