@@ -138,3 +138,13 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(
     assert invoke(["engines", "add", "http://h:1", *words]) == 2
     assert "--tokenizer is" in capsys.readouterr().err
     assert not has_added_engines(settings)
+
+
+def test_a_second_model_on_ray_needs_its_tokenizer(
+    settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The refusal comes before a cluster is started."""
+    words = ["engines", "up", "--model", "org/judge-8b", "--served-model", "judge"]
+
+    assert invoke(words) == 2
+    assert "the model judge is new: give its tokenizer with --tokenizer" in capsys.readouterr().err
