@@ -1,8 +1,15 @@
-"""`python -m benchmarks.crash`: kills processes during a job, restarts it as documented, counts calls.
+"""`python -m benchmarks.crash`: kills processes during a job, restarts it as documented, counts verdicts
+and calls.
 
 It sends SIGKILL to the engine, then to agents' sandboxes, then to the peer's runner or to every process
 of Perdure: supervisor, Temporal's server, gateway, worker, command line. Calls are counted at the
 endpoint, where they are paid for. The promise: only turns in flight at the kills are bought again.
+
+A peer's killed sandbox answers later commands as a killed container does in the peer's own Docker
+environment: with exit code 1 (Harbor, mini-swe-agent) or SandboxUnavailableError (Inspect).
+The scripted answers solve the task, so each result that says otherwise is wrong. By default the
+sandboxes die in the last turns of the first rollouts, which end before everything is killed: a restart
+would hide what became of them.
 """
 
 import argparse
@@ -20,6 +27,7 @@ from benchmarks.model_endpoint import Endpoint
 from benchmarks.overhead.overhead_report import machine
 from benchmarks.peers.base import Peer
 from benchmarks.peers.harbor import Harbor
+from benchmarks.peers.inspect_ai import InspectAi
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
 from benchmarks.peers.peer_environments import Unavailable
 from benchmarks.scratch_folder import scratch_folder
@@ -29,10 +37,14 @@ AGENTS = {
     "bash": ("--agent", "benchmarks.overhead.bash_agent:BashAgent"),
     "mini": ("--agent", "mini_swe_agent"),
 }
-PEERS: dict[str, Callable[[Path], Peer]] = {"mini-swe-agent": MiniSweAgent, "harbor": Harbor}
+PEERS: dict[str, Callable[[Path], Peer]] = {
+    "inspect": InspectAi,
+    "mini-swe-agent": MiniSweAgent,
+    "harbor": Harbor,
+}
 HEAD = (
-    "side | finished at the kill | calls | bought again | turns in flight at the kills | at most those |"
-    " left behind | back after s | right | sandboxes lost"
+    "side | right | wrong zeros | without a verdict | finished at the kill | calls | bought again |"
+    " turns in flight at the kills | at most those | left behind | back after s | CPU s | sandboxes lost"
 )
 
 
@@ -77,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.crash")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--rollouts", type=int, default=24)
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--rollouts", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--latency", type=float, default=0.5, help="seconds per model call")
     parser.add_argument("--workers", type=int, default=8, help="rollouts at a time")
     parser.add_argument("--sandboxes", type=int, default=4, help="agents' sandboxes to kill")
@@ -110,9 +122,10 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
         kept = "yes" if o.repeated_calls <= o.max_repeated_calls else "**no**"
         lost = f"{o.attempts_lost} of {o.sandboxes_killed} killed"
         rows.append(
-            f"| {o.side} | {o.finished_at_kill} | {o.calls} | **{o.repeated_calls}** |"
+            f"| {o.side} | {o.right} of {o.rollouts} | {o.zeros} | {o.unscored} |"
+            f" {o.finished_at_kill} | {o.calls} | **{o.repeated_calls}** |"
             f" {o.max_repeated_calls} ({flight}) | {kept} | {o.left_behind} |"
-            f" {o.resume_wall:.1f} | {o.right} of {o.rollouts} | {lost} |"
+            f" {o.resume_wall:.1f} | {o.cpu:.0f} | {lost} |"
         )
     return rows
 

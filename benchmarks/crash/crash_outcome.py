@@ -76,7 +76,11 @@ class Outcome:
     in_flight: dict[str, int]
     """Maps each kill to the turns in flight at that moment."""
     resume_wall: float
+    cpu: float
+    """Seconds of all processes of the side, in both parts of the job."""
     right: int
+    zeros: int
+    """Results that say that the agent did not solve the task. Each is wrong: the answers solve it."""
     left_behind: LeftBehind
     sandboxes_killed: int
     attempts_lost: int = 0
@@ -85,6 +89,11 @@ class Outcome:
     @property
     def repeated_calls(self) -> int:
         return self.calls - self.ideal_calls
+
+    @property
+    def unscored(self) -> int:
+        """Rollouts without a verdict."""
+        return self.rollouts - self.right - self.zeros
 
     @property
     def max_repeated_calls(self) -> int:

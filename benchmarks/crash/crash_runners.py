@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import common_job
-from benchmarks.cpu_measurement import Meter, command_of, kill_all, name_of, parent_of
+from benchmarks.cpu_measurement import Meter, command_of, kill_all, parent_of
 from benchmarks.crash.crash_outcome import Crash, LeftBehind, Outcome
 from benchmarks.crash.kill_points import LIMIT_S, PAUSE_S, SETTLE_S, Acts, mounts_below
 from benchmarks.model_endpoint import Endpoint
-from benchmarks.peers.base import Grading, Job, Peer
+from benchmarks.peers.base import Grading, Job, Peer, Verdicts
 from benchmarks.perdure_stack import DATASET, PERDURE, ROOT, Home, Stack, right_answers
 from perdure.sandboxes.base import identity_of
 from perdure.sandboxes.host.host_processes import ProcessId, kill_process
@@ -47,7 +47,7 @@ class CrashedPerdure:
             document = stack.run([*self._asked(crash)], self._folder / "run.log")
             resume_wall = time.monotonic() - began
             left = _settled(lambda: self._left_behind(crash, stack, meter))
-            calls = len(self._endpoint.bought())
+            calls, cpu = len(self._endpoint.bought()), meter.seconds()
             stack.stop()
         return Outcome(
             side=self.name,
@@ -57,7 +57,9 @@ class CrashedPerdure:
             calls=calls,
             in_flight=acts.in_flight(),
             resume_wall=resume_wall,
+            cpu=cpu,
             right=right_answers(document),
+            zeros=sum(rollout["reward"] == 0 for rollout in document["rollouts"]),
             left_behind=left,
             sandboxes_killed=crash.sandboxes,
             attempts_lost=sum(r["attempts"] - 1 for r in document["rollouts"]),
@@ -133,7 +135,14 @@ class CrashedPeer:
     def measure(self, crash: Crash) -> Outcome:
         repository = common_job.make_repository(self._folder / "repository")
         self._endpoint.reset(latency_s=crash.latency_s)
-        job = Job(self._folder, repository, crash.rollouts, crash.workers, self._endpoint.url)
+        job = Job(
+            self._folder,
+            repository,
+            crash.rollouts,
+            crash.workers,
+            self._endpoint.url,
+            turn_limit=crash.turns + 1,
+        )
         self._peer.prepare(job)
         with Meter.open("crash-peer", self._folder / "meter") as meter:
             argv, env = self._peer.command(job)
@@ -141,7 +150,7 @@ class CrashedPeer:
                 runner = meter.popen(argv, env=env, stdout=log, stderr=log)
             acts = Acts(crash, self._endpoint, runner)
             acts.kill_engine()
-            acts.kill_sandboxes(lambda count: _kill_commands(meter, count))
+            acts.kill_sandboxes(lambda count: _kill_sandboxes(meter, job, crash.turns, count))
             acts.kill_everything(lambda: _kill(runner))
             finished = len(self._peer.patches(job))
             began = time.monotonic()
@@ -149,26 +158,30 @@ class CrashedPeer:
             meter.run(argv, job.log, env=env)
             resume_wall = time.monotonic() - began
             left = _settled(lambda: _left_by_peer(job, meter))
+            cpu = meter.seconds()
             kill_all(meter.pids(), signal.SIGKILL)
+        verdicts = self._verdicts(job)
         return Outcome(
-            side=self._peer.name,
+            side=f"{self._peer.name} {self._peer.version}",
             rollouts=crash.rollouts,
             ideal_calls=crash.ideal_calls,
             finished_at_kill=finished,
             calls=len(self._endpoint.bought()),
             in_flight=acts.in_flight(),
             resume_wall=resume_wall,
-            right=self._right(job),
+            cpu=cpu,
+            right=verdicts.resolved,
+            zeros=verdicts.zeros,
             left_behind=left,
             sandboxes_killed=crash.sandboxes,
         )
 
-    def _right(self, job: Job) -> int:
+    def _verdicts(self, job: Job) -> Verdicts:
         if self._peer.grades:
-            return self._peer.verdicts(job).resolved
+            return self._peer.verdicts(job)
         with Meter.open("crash-grade", job.folder / "grading-meter") as meter:
             grading = Grading(job.repository, job.folder / "grading", meter)
-            return grading.resolved(self._peer.patches(job), job.workers)
+            return grading.verdicts(self._peer.patches(job), job.workers)
 
 
 def _kill_with_client(stack: Stack, client: "subprocess.Popen[bytes]") -> None:
@@ -185,20 +198,36 @@ def _victim(box: SandboxFolder, number: int) -> ProcessId | None:
     return box.keeper if number % 2 == 0 else box.holder
 
 
-def _kill_commands(meter: Meter, count: int) -> tuple[str, ...]:
-    """Kill `count` bubblewrap processes: a peer's sandbox is one such process per command.
+def _kill_sandboxes(meter: Meter, job: Job, turns: int, count: int) -> tuple[str, ...]:
+    """Kill `count` of a peer's sandboxes while they run a command of the agent.
 
-    No model call is in flight while a command runs, so this returns no session.
+    Such a sandbox is a folder and one bubblewrap process per command. Its process dies and its folder
+    is taken away, so that later commands fail, as in a container that was killed. No model call is in
+    flight while a command runs, so this returns no session.
     """
-    killed: set[int] = set()
+    killed = 0
     deadline = time.monotonic() + LIMIT_S
-    while len(killed) < count:
-        running = [pid for pid in meter.pids() if name_of(pid) == "bwrap" and pid not in killed]
-        kill_all(running[:1], signal.SIGKILL)
-        killed.update(running[:1])
+    while killed < count:
+        for pid in meter.pids():
+            box = sandbox_of(command_of(pid), job.temporary, common_job.commands(turns))
+            if box is None or not box.exists():
+                continue
+            box.rename(job.temporary / f"killed-{killed}")
+            kill_all((p for p in meter.pids() if str(box) in command_of(p)), signal.SIGKILL)
+            killed += 1
+            break
         if time.monotonic() > deadline:
-            raise RuntimeError(f"only {len(killed)} commands could be killed")
+            raise RuntimeError(f"only {killed} sandboxes could be killed")
     return ()
+
+
+def sandbox_of(command: str, folder: Path, agents: Collection[str]) -> Path | None:
+    """The sandbox's folder, a child of `folder`, if this is the command line of a bubblewrap process
+    that runs one of the `agents`' commands; otherwise None."""
+    if not any(command.endswith(f" bash -c {one}") for one in agents):
+        return None
+    paths = (Path(word) for word in command.split() if word.startswith(f"{folder}/"))
+    return next((folder / path.relative_to(folder).parts[0] for path in paths), None)
 
 
 def _settled(look: Callable[[], LeftBehind]) -> LeftBehind:
@@ -210,7 +239,8 @@ def _settled(look: Callable[[], LeftBehind]) -> LeftBehind:
 
 
 def _left_by_peer(job: Job, meter: Meter) -> LeftBehind:
-    folders = [p for p in job.temporary.glob("*") if p.name.startswith(("harbor-box-", "mini"))]
+    prefixes = ("harbor-box-", "inspect-box-", "mini")
+    folders = [p for p in job.temporary.glob("*") if p.name.startswith(prefixes)]
     return LeftBehind(
         folders=len(folders),
         mounts=mounts_below(job.temporary),

@@ -21,6 +21,8 @@ class Job:
     rollouts: int
     workers: int
     endpoint_url: str
+    turn_limit: int = 60
+    """An agent ends after this many turns, even if its sandbox runs no more commands."""
 
     @property
     def log(self) -> Path:
@@ -34,14 +36,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """The results of a batch: how many there are, and how many are right."""
+    """The results of a batch. `zeros`: results that say that the agent did not solve the task. A rollout
+    without a verdict counts as neither."""
 
-    finished: int
     resolved: int
+    zeros: int
 
 
 class Peer(Protocol):
     name: ClassVar[str]
+    version: ClassVar[str]
     grades: ClassVar[bool]
     """False: this benchmark grades its patches."""
 
@@ -74,6 +78,10 @@ class Grading:
     def __post_init__(self) -> None:
         self.flags = common_job.bwrap_flags(self.repository)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    def verdicts(self, patches: Mapping[str, str], workers: int) -> Verdicts:
+        resolved = self.resolved(patches, workers)
+        return Verdicts(resolved, zeros=len(patches) - resolved)
 
     def resolved(self, patches: Mapping[str, str], workers: int = 8) -> int:
         with ThreadPoolExecutor(workers) as pool:

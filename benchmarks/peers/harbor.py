@@ -43,6 +43,7 @@ class Harbor:
             "PYTHONPATH": str(PLUGIN),
             "BENCH_BWRAP": json.dumps(self.flags(job)),
             "BENCH_ENDPOINT": job.endpoint_url,
+            "BENCH_TURNS": str(job.turn_limit),
         }
         if again:
             return [program, "job", "resume", "-p", str(job.folder / "jobs" / "bench")], env
@@ -65,8 +66,8 @@ class Harbor:
             json.loads(path.read_text()).get("verifier_result")
             for path in (job.folder / "jobs" / "bench").glob("*/result.json")
         ]
-        right = sum(bool(r) and r["rewards"].get("reward") == 1 for r in rewards)
-        return Verdicts(finished=len(rewards), resolved=right)
+        given = [r["rewards"].get("reward") for r in rewards if r]
+        return Verdicts(resolved=given.count(1), zeros=given.count(0))
 
 
 class HarborInside(Harbor):

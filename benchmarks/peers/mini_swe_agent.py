@@ -34,7 +34,7 @@ class MiniSweAgent:
             "agent": {
                 "system_template": "You are a helpful assistant that can use a shell.",
                 "instance_template": "{{task}}",
-                "step_limit": 60,
+                "step_limit": job.turn_limit,
                 "cost_limit": 0.0,
             },
             "environment": {

@@ -18,6 +18,7 @@ from harbor.models.agent.context import AgentContext
 
 URL = os.environ.get("BENCH_ENDPOINT", "") + "/v1/chat/completions"
 TRIES = 60
+TURNS = int(os.environ.get("BENCH_TURNS", "0"))
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 TOOL = {
     "type": "function",
@@ -71,7 +72,7 @@ class BashAgent(BaseAgent):
             {"role": "system", "content": "You are a helpful assistant that can use a shell."},
             {"role": "user", "content": instruction},
         ]
-        while True:
+        for _ in range(TURNS):
             body = {"model": "policy", "messages": messages, "tools": [TOOL]}
             answer = await ask(body)
             message = answer["choices"][0]["message"]

@@ -1,5 +1,6 @@
-"""Which turns the crash benchmark counts as in flight, and which calls as bought."""
+"""Which turns the crash benchmark counts as in flight, which calls as bought, and which verdicts as wrong."""
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.call_log import DELIVERY_S, CallLog, EndpointCall, KillWindow
-from benchmarks.crash.crash_outcome import Kill
+from benchmarks.crash.crash_outcome import Kill, LeftBehind, Outcome
+from benchmarks.crash.crash_runners import sandbox_of
+from benchmarks.peers.base import Job, Verdicts
+from benchmarks.peers.harbor import Harbor
+from benchmarks.peers.inspect_ai import counted
+from perdure.adoption.foreign_rollouts import ForeignRollout
 
 AT = KillWindow(100.0, 100.1)
 
@@ -69,3 +75,67 @@ def test_callers_without_a_session_count_as_agents() -> None:
     calls = [_call("", 99.0, 101.0) for _ in range(12)]
 
     assert Kill("everything", AT).in_flight(calls, agents=8) == 8
+
+
+def test_a_rollout_that_no_result_names_is_not_a_zero() -> None:
+    """A tool that lost a rollout did not call it a failure."""
+    outcome = Outcome(
+        side="Harbor",
+        rollouts=4,
+        ideal_calls=40,
+        finished_at_kill=1,
+        calls=40,
+        in_flight={},
+        resume_wall=1.0,
+        cpu=1.0,
+        right=2,
+        zeros=1,
+        left_behind=LeftBehind(folders=0, mounts=0, groups=0, processes=0),
+        sandboxes_killed=1,
+    )
+
+    assert outcome.unscored == 1
+
+
+def test_harbors_trial_without_a_reward_is_not_a_zero(tmp_path: Path) -> None:
+    """An exception leaves `verifier_result` empty."""
+    job = Job(tmp_path, tmp_path, rollouts=3, workers=1, endpoint_url="")
+    results = [{"rewards": {"reward": 1.0}}, {"rewards": {"reward": 0.0}}, None]
+    for number, result in enumerate(results):
+        trial = tmp_path / "jobs" / "bench" / f"toy-{number}"
+        trial.mkdir(parents=True)
+        (trial / "result.json").write_text(json.dumps({"verifier_result": result}))
+
+    assert Harbor.__new__(Harbor).verdicts(job) == Verdicts(resolved=1, zeros=1)
+
+
+def test_inspects_sample_with_an_error_is_not_a_zero() -> None:
+    """`inspect_logs` prints no scores for it."""
+    samples = [
+        ForeignRollout(instance_id=name, origin="Inspect", file=name, scores=scores)
+        for name, scores in (("a", {"hidden_test": 1.0}), ("b", {"hidden_test": 0.0}), ("c", None))
+    ]
+
+    assert counted(samples) == Verdicts(resolved=1, zeros=1)
+
+
+BOX = "--bind /job/tmp/harbor-box-1/app /app --bind /job/tmp/harbor-box-1/logs /logs"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (f"bwrap --ro-bind /job/repo /repo {BOX} --chdir /app bash -c true", "harbor-box-1"),
+        ("bwrap --bind /job/tmp/mini-a /job/tmp/mini-a bash -c true", "mini-a"),
+        (f"bwrap {BOX} --chdir /app bash -c bash /tests/test.sh", None),
+        (f"bwrap {BOX} --chdir /app git clone -q /repo .", None),
+        ("bash -c true", None),
+    ],
+)
+def test_only_a_sandbox_that_runs_an_agents_command_is_killed(
+    command: str, expected: str | None
+) -> None:
+    """A boot, a checkpoint or a grading is not the agent's work."""
+    found = sandbox_of(command, Path("/job/tmp"), ("true", "git diff"))
+
+    assert found == (expected and Path("/job/tmp", expected))
