@@ -98,7 +98,8 @@ async def test_it_solves_a_task_over_two_turns_of_the_user(stand: Stand, case: C
         Acp(),
         script(case.read, case.edit, DONE, case.check, DONE),
         asked={"Generate a title": {"content": "Fix add()"}},
-        options={"server": case.server, "turns": [CHECK_IT]},
+        options={"server": case.server},
+        messages=[CHECK_IT],
     )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.FINISHED, Outcome.RESOLVED), run.said
@@ -116,8 +117,9 @@ async def test_a_full_context_is_no_fault(stand: Stand, case: Case) -> None:
         Acp(),
         script(case.edit, *[case.bash(NOISE)] * 14, DONE),
         asked={"Generate a title": {"content": "Fix add()"}},
-        options={"server": case.server, "turns": [CHECK_IT]}
+        options={"server": case.server}
         | ({} if case.server == "gemini_cli" else {"context_window": 96_000}),
+        messages=[CHECK_IT],
         sampling=Sampling(max_context_tokens=case.context, max_tokens_per_turn=500),
     )
 
@@ -133,7 +135,8 @@ async def test_a_cancelled_turn_of_a_real_server(stand: Stand, case: Case) -> No
         Acp(),
         script(case.read, case.bash("sleep 600"), case.edit, DONE),
         asked={"Generate a title": {"content": "Fix add()"}},
-        options={"server": case.server, "turns": [CHECK_IT], "turn_s": 12.0},
+        options={"server": case.server, "turn_s": 12.0},
+        messages=[CHECK_IT],
     )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.FINISHED, Outcome.RESOLVED), run.said
@@ -150,8 +153,8 @@ async def test_a_server_from_npm_that_no_one_listed(stand: Stand) -> None:
         options={
             "package": "@qwen-code/qwen-code@0.15.10",
             "command": ["qwen", "--acp", "--auth-type", "openai"],
-            "turns": [CHECK_IT],
         },
+        messages=[CHECK_IT],
     )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.FINISHED, Outcome.RESOLVED), run.said
@@ -165,7 +168,8 @@ async def test_any_command_that_speaks_the_protocol(stand: Stand) -> None:
     run = await stand.run(
         Acp(),
         script({"content": FIX}, DONE),
-        options={"command": TINY, "turns": [CHECK_IT]},
+        options={"command": TINY},
+        messages=[CHECK_IT],
     )
     said = [event["content"]["text"] for event in events(run, "update")]
 
@@ -181,7 +185,8 @@ async def test_a_policy_that_rejects_every_permission(stand: Stand) -> None:
     run = await stand.run(
         Acp(),
         script({"content": FIX}, DONE),
-        options={"command": TINY, "turns": [CHECK_IT], "permissions": "reject"},
+        options={"command": TINY, "permissions": "reject"},
+        messages=[CHECK_IT],
     )
 
     assert (run.end, run.diff) == (AgentEnd.FINISHED, b""), run.said
@@ -194,7 +199,8 @@ async def test_a_cancelled_turn_is_followed_by_the_next(stand: Stand) -> None:
     run = await stand.run(
         Acp(),
         script({"content": "WAIT"}, {"content": FIX}, {"content": "WAIT"}),
-        options={"command": TINY, "turns": [CHECK_IT, "And again."], "turn_s": 5.0},
+        options={"command": TINY, "turn_s": 5.0},
+        messages=[CHECK_IT, "And again."],
     )
 
     assert (run.end, run.grade.outcome) == (AgentEnd.LIMIT, Outcome.RESOLVED), run.said
@@ -218,7 +224,8 @@ async def test_how_a_turn_stops_decides_the_end(stand: Stand, answer: str, end: 
     run = await stand.run(
         Acp(),
         script({"content": answer}, DONE),
-        options={"command": TINY, "turns": [CHECK_IT]},
+        options={"command": TINY},
+        messages=[CHECK_IT],
     )
 
     assert run.end is end, run.said

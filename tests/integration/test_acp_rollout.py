@@ -28,10 +28,11 @@ async def test_a_server_of_the_options_solves_an_instance(tmp_path: Path) -> Non
     if missing := why_not_here():
         pytest.skip(missing)
     runs = [{"content": f"RUN {command}"} for command in (*commands(), "true")]
-    options = {"command": COMMAND, "package": PACKAGE, "turns": ["Go on."] * (len(runs) - 1)}
+    options = {"command": COMMAND, "package": PACKAGE}
+    user = {"messages": ["Go on."] * (len(runs) - 1)}
     async with running(tmp_path / "stack") as stack:
         stack.engine.control(scripts={"default": {"turns": runs}})
-        request = await stack.start("acp", agent="acp", agent_options=options)
+        request = await stack.start("acp", agent="acp", agent_options=options, user=user)
         await until(lambda: stack.is_over(request), "the rollout is over")
         episode = await stack.episode(request)
 

@@ -20,6 +20,7 @@ from perdure.agents import (
     prompt_template,
     python_runner,
     tool_cache,
+    user_messages,
 )
 from perdure.agents.acp_servers import PACKAGES, SERVERS
 from perdure.agents.base import HOME, AgentTask, Evidence, Launch
@@ -47,8 +48,6 @@ class AcpOptions(headless_cli.HeadlessOptions):
     """npm package of the server with an exact version, `name@1.2.3`."""
     command: Arguments = Field((), validate_default=True)
     """The server's command: a program of `package`, of the image, or a path."""
-    turns: tuple[str, ...] = ()
-    """The user's further turns; the first is the task."""
     permissions: Literal["allow", "reject"] = "allow"
     """The answer to every permission request: for that request only, if the server offers this."""
     turn_s: float | None = Field(None, gt=0)
@@ -76,6 +75,7 @@ class Acp:
     name: ClassVar[str] = "acp"
     needs_model: ClassVar[bool] = True
     uses_mcp_servers: ClassVar[bool] = True
+    takes_messages: ClassVar[bool] = True
     artifacts: ClassVar[tuple[str, ...]] = ()
 
     async def install(self, tools: Path, settings: AgentSettings) -> tuple[Mount, ...]:
@@ -159,7 +159,8 @@ def _settings(task: AgentTask, chosen: AcpOptions, command: tuple[str, ...]) -> 
         "session_meta": server.session_meta if server else {},
         "failure": server.failure if server else "",
         "mcp_servers": [_mcp_server(task, *one) for one in servers.items()],
-        "turns": chosen.turns,
+        "conversation": user_messages.FOLDER if task.has_user else "",
+        "said_characters": user_messages.SAID_CHARACTERS,
         "permissions": chosen.permissions,
         "turn_s": chosen.turn_s,
     }

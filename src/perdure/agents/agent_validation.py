@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pydantic import JsonValue
 
 from perdure import variant_registry
-from perdure.agents import mcp_config
+from perdure.agents import mcp_config, user_messages
 from perdure.agents.base import Agent, AgentTask
-from perdure.types import Grading, Instance, McpServers, Sampling, Source, SourceKind
+from perdure.types import Grading, Instance, McpServers, Sampling, SimulatedUser, Source, SourceKind
 
 NOWHERE = "http://127.0.0.1:1"
 NO_INSTANCE = Instance(
@@ -23,12 +23,16 @@ NO_INSTANCE = Instance(
 
 
 def check_options(
-    name: str, options: Mapping[str, JsonValue], mcp_servers: McpServers | None = None
+    name: str,
+    options: Mapping[str, JsonValue],
+    mcp_servers: McpServers | None = None,
+    user: SimulatedUser | None = None,
 ) -> None:
-    """Raises: ConfigurationError naming the agent, the option that is unknown or wrong, or MCP servers
-    that the agent cannot use."""
+    """Raises: ConfigurationError naming the agent, the option that is unknown or wrong, or the MCP servers
+    or the user that the agent cannot have."""
     agent: Agent = variant_registry.load("agent", variant_registry.AGENTS, name)()
     mcp_config.check(name, agent, mcp_servers or {})
+    user_messages.check(name, agent, user)
     agent.launch(
         AgentTask(
             instance=NO_INSTANCE,

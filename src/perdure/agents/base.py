@@ -38,6 +38,8 @@ class AgentTask:
     mcp_servers: McpServers = field(default_factory=dict)
     """Servers whose tools the agent may call, for `UsesMcpServers`."""
     options: Mapping[str, JsonValue] = field(default_factory=dict)
+    has_user: bool = False
+    """Whether a user may write further messages, for `TakesMessages`."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -94,6 +96,14 @@ class UsesMcpServers(Protocol):
     """An agent whose `launch` configures the task's MCP servers. Runs with servers refuse others."""
 
     uses_mcp_servers: ClassVar[bool]
+
+
+@runtime_checkable
+class TakesMessages(Protocol):
+    """An agent that tells the host when its turn ends, and then waits for the user's next message, as
+    `user_messages` describes. Runs with a user refuse others."""
+
+    takes_messages: ClassVar[bool]
 
 
 class Agent(Protocol):

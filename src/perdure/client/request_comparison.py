@@ -21,6 +21,8 @@ PER_START_FIELDS = {
     *("expires_at", "heartbeat_timeout_s", "grading"),
 }
 """Fields of a rollout that do not affect its outcome."""
+MAY_BE_ABSENT = ("agent_options.", "models.", "mcp_servers.", "reward_model.", "user.")
+"""Prefixes of the fields that are in an identity only if the request has them."""
 SHOWN = 12
 """Maximum number of differences in an error message."""
 
@@ -44,7 +46,7 @@ def request_identity(request: BaseModel) -> Identity:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Lines of `name: old -> new`. A name that only one side has is ignored, except for instances that
-    are left out, agent options, mapped models, MCP servers and reward models: another version of Perdure has
+    are left out and for the fields in MAY_BE_ABSENT: another version of Perdure has
     other fields, and an endpoint may not say what it serves."""
     lines = []
     for name in dict.fromkeys((*before, *now)):
@@ -53,7 +55,7 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
             continue
         if None not in (old, new):
             lines.append(f"{name}: {old} -> {new}")
-        elif name.startswith(("agent_options.", "models.", "mcp_servers.", "reward_model.")):
+        elif name.startswith(MAY_BE_ABSENT):
             lines.append(f"{name}: {old or 'absent'} -> {new or 'absent'}")
         elif name.startswith("instance.") and new is None:
             lines.append(f"{name}: left out, and a run keeps its instances")

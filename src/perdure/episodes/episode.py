@@ -202,6 +202,8 @@ class Episode(Frozen):
     sampled_tokens: int = 0
     usage: tuple[ModelUsage, ...] = ()
     """Usage per model that answered."""
+    user_usage: tuple[ModelUsage, ...] = ()
+    """Usage of the model that played the user, in all attempts. It is in no other count."""
     turn_tokens: tuple[tuple[int, int], ...] = ()
     """Prompt and sampled tokens of each turn."""
     trained_tokens: int = 0
@@ -393,6 +395,7 @@ class EpisodeParts:
     patch: PatchRef | None = None
     grade: Grade | None = None
     adopted: Adopted | None = None
+    user_usage: tuple[ModelUsage, ...] = ()
     failure: Failure | None = None
     stopped_in: str = ""
     stage_seconds: dict[str, float] = field(default_factory=dict)
@@ -453,6 +456,7 @@ COPIED = (
     "grade",
     "patch",
     "adopted",
+    "user_usage",
     "turns_key",
 )
 """Fields that `EpisodeParts` and `Episode` share."""

@@ -37,6 +37,8 @@ SessionId = Annotated[str, StringConstraints(pattern=SESSION_ID)]
 """Names a folder of the journal and a path of the control API, so it has no slashes."""
 
 
+PLACEHOLDER = "(no visible output)"
+"""The text that an agent gets if neither text nor a tool call was sampled."""
 STOPPED_OUTSIDE = "stopped from outside"
 """Why a stopped session takes no more calls: the run's budget, its time, or a cancellation."""
 HOPELESS = 3

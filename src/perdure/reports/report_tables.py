@@ -108,6 +108,8 @@ def _figures(reports: Sequence[Report]) -> Section:
         ("sampled tokens of discarded attempts", lambda one: _big(one.discarded_sampled_tokens)),
         ("prompt tokens of judges", lambda one: _big(one.judge_prompt_tokens)),
         ("sampled tokens of judges", lambda one: _big(one.judge_sampled_tokens)),
+        ("prompt tokens of simulated users", lambda one: _big(one.user_prompt_tokens)),
+        ("sampled tokens of simulated users", lambda one: _big(one.user_sampled_tokens)),
         ("cost, total", _cost),
         ("cost per rollout: mean, p90", _cost_each),
         ("seconds: median, p90, most", lambda one: _three(one.seconds)),

@@ -85,6 +85,7 @@ class _Episode(Frozen):
     cached_tokens: int = 0
     sampled_tokens: int = 0
     usage: tuple[ModelUsage, ...] = ()
+    user_usage: tuple[ModelUsage, ...] = ()
     turn_tokens: tuple[tuple[int, int], ...] = ()
     policy_version_min: int | None = None
     policy_version_max: int | None = None
@@ -163,6 +164,13 @@ class RolloutFacts:
     named_rewards: dict[str, float] = field(default_factory=dict)
     judged: tuple[ModelUsage, ...] = ()
     """Tokens of its judge; empty if it had none."""
+    user_usage: tuple[ModelUsage, ...] = ()
+    """Tokens of the model that played its user; empty if none did."""
+
+    @property
+    def all_usage(self) -> tuple[ModelUsage, ...]:
+        """Tokens of all model calls, those of discarded attempts, the judge and the user included."""
+        return (*self.usage, *self.discarded, *self.judged, *self.user_usage)
 
     @property
     def name(self) -> str:
@@ -269,6 +277,7 @@ def parse_facts(data: bytes) -> RolloutFacts:
         withheld=grade.withheld,
         adopted=episode.adopted,
         judged=_judged(grade.model_score),
+        user_usage=episode.user_usage,
     )
 
 

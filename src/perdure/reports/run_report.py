@@ -104,6 +104,9 @@ class Report:
     """Tokens of attempts that no longer count, because they were lost or retried."""
     judge_prompt_tokens: int
     judge_sampled_tokens: int
+    user_prompt_tokens: int
+    user_sampled_tokens: int
+    """Tokens of models that played the user."""
     mean_reward: float | None
     named_rewards: dict[str, NamedReward]
     bounds: Bounds
@@ -167,6 +170,7 @@ def build_report(
     replayed = [one for one in graded if one.earlier_outcomes]
     discarded = [use for one in rollouts for use in one.discarded]
     judged = [use for one in rollouts for use in one.judged]
+    users = [use for one in rollouts for use in one.user_usage]
     return Report(
         run_id=run.run_id,
         agents=_distinct(one.agent for one in rollouts),
@@ -200,6 +204,8 @@ def build_report(
         discarded_sampled_tokens=sum(one.sampled_tokens for one in discarded),
         judge_prompt_tokens=sum(one.prompt_tokens for one in judged),
         judge_sampled_tokens=sum(one.sampled_tokens for one in judged),
+        user_prompt_tokens=sum(one.prompt_tokens for one in users),
+        user_sampled_tokens=sum(one.sampled_tokens for one in users),
         mean_reward=_mean([one.reward for one in graded if one.reward is not None]),
         named_rewards=named_reward_statistics(graded),
         bounds=bounds or Bounds(),

@@ -44,23 +44,19 @@ class Prices:
         return [self._cost(one) for one in rollouts if _has_usage(one)]
 
     def _cost(self, rollout: RolloutFacts) -> float:
-        """The cost of all its model calls, including discarded attempts and the judge.
+        """The cost of all its model calls, including discarded attempts, the judge and the user.
 
         A model without a price counts as free; `missing` names it.
         """
         return math.fsum(
             price.of(one.prompt_tokens, one.cached_tokens, one.sampled_tokens)
-            for one in (*rollout.usage, *rollout.discarded, *rollout.judged)
+            for one in rollout.all_usage
             if (price := self.of_usage(one)) is not None
         )
 
     def missing(self, rollouts: Iterable[RolloutFacts]) -> list[str]:
         """The models that answered and have no price in the file."""
-        used = (
-            one
-            for rollout in rollouts
-            for one in (*rollout.usage, *rollout.discarded, *rollout.judged)
-        )
+        used = (one for rollout in rollouts for one in rollout.all_usage)
         without = {one.model for one in used if self.of_usage(one) is None}
         return sorted(models_of(1, without, "")) if without else []
 

@@ -141,7 +141,7 @@ class Captured(Frozen):
     waits_for: str = ""
     """The step that waits for the grading sandbox's permit."""
     grade_timeout_s: float = 1800.0
-    """Seconds for one run of the tests."""
+    """Seconds for one run of the tests, on the patch and on each graded turn's diff."""
 
 
 class GradedPatch(Frozen):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import time
 
@@ -27,6 +28,7 @@ from perdure.rollouts.gateway_session.gateway_session import AgentSession, sessi
 from perdure.rollouts.prediction_application import apply_prediction, has_given_patch
 from perdure.rollouts.sandbox.allowed_network import allowed_network
 from perdure.rollouts.sandbox.pristine_control import sandboxes_work
+from perdure.rollouts.simulated_user.conversation import Conversation
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, shown_shortage
 from perdure.telemetry import metrics
 from perdure.types import AgentEnd
@@ -73,11 +75,15 @@ async def _run_in(job: Job, sandbox: Sandbox) -> AgentRun:
                     await _start(job, session, sandbox, route.url)
                 if opened is not None:
                     _report(job, opened)
-                status = await _watch(job, session, sandbox, route)
+                async with _conversation(job, sandbox) as conversation:
+                    status = await _watch(job, session, sandbox, route, conversation)
                 span.set({"process.exit.code": status.code})
         if not status.done:
             return await _stopped(job, session, sandbox)
-        run = await _unless_host_failed(job, await _conclude(job, session, sandbox, status))
+        run = await _conclude(job, session, sandbox, status)
+        if status.cause == "timeout" and conversation is not None and conversation.is_unanswered:
+            run = run.model_copy(update={"unanswered": "the user did not answer in time"})
+        run = await _unless_host_failed(job, run)
         return run.model_copy(update={"watched_again": is_started})
     except asyncio.CancelledError:
         if job.activity_attempt.is_cancelled_on_purpose():
@@ -194,15 +200,28 @@ async def _check_mcp_programs(job: Job, sandbox: Sandbox) -> None:
                 )
 
 
+def _conversation(
+    job: Job, sandbox: Sandbox
+) -> contextlib.AbstractAsyncContextManager[Conversation | None]:
+    """With the user, if the rollout has one. Raises: AttemptDamaged."""
+    user = job.user
+    return Conversation(job, sandbox, user) if user else contextlib.nullcontext()
+
+
 async def _watch(
-    job: Job, session: AgentSession | None, sandbox: Sandbox, route: GatewayRoute
+    job: Job,
+    session: AgentSession | None,
+    sandbox: Sandbox,
+    route: GatewayRoute,
+    conversation: Conversation | None = None,
 ) -> ExecStatus:
     """Wait until the agent has exited. It still runs if its rollout was stopped."""
     ttl_s = job.services.settings.sandbox.ttl_s
     renewed = time.monotonic()
     waited = 0.0
+    wait = functools.partial(sandbox.wait, EXEC_ID) if conversation is None else conversation.wait
     while True:
-        status = await sandbox.wait(EXEC_ID, WATCH_S)
+        status = await wait(WATCH_S)
         if status.done:
             break
         job.services.seats.take(sandbox.identity)
@@ -215,9 +234,11 @@ async def _watch(
             _report(job, summary)
             if summary.stopped:
                 return status
-            if summary.waiting_seconds > waited:
-                waited = summary.waiting_seconds
-                await sandbox.extend(EXEC_ID, job.request.agent_budget_s + _excused(summary))
+            if (excused := _waited(summary, conversation)) > waited:
+                waited = excused
+                coming = 2 * WATCH_S if _waits(summary, conversation) else 0.0
+                excused = min(waited + coming, LONGEST_WAIT_S)
+                await sandbox.extend(EXEC_ID, job.request.agent_budget_s + excused)
             is_refused = summary.too_stale or summary.is_hopeless or summary.capped
             no_answer = is_refused or summary.waits_for_quota(time.time())
             if no_answer or summary.mcp_failed:
@@ -233,10 +254,14 @@ async def _watch(
     return status
 
 
-def _excused(session: SessionSummary) -> float:
-    """Seconds not charged to the agent's budget. An ongoing wait is assumed to last two polls."""
-    coming = 2 * WATCH_S if session.waits else 0.0
-    return min(session.waiting_seconds + coming, LONGEST_WAIT_S)
+def _waited(session: SessionSummary, conversation: Conversation | None) -> float:
+    """Seconds in which the agent waited for an engine or the user. Its budget does not count them."""
+    return session.waiting_seconds + (conversation.waited_s if conversation else 0.0)
+
+
+def _waits(session: SessionSummary, conversation: Conversation | None) -> bool:
+    """Whether it waits now. The wait is assumed to last two polls."""
+    return session.waits is not None or (conversation is not None and conversation.is_waiting)
 
 
 async def _conclude(

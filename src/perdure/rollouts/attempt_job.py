@@ -23,7 +23,15 @@ from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import SandboxProvider, identity_of
 from perdure.sandboxes.phase_specs import PhasePlacement
 from perdure.storage import store_keys
-from perdure.types import CalibrationState, Instance, McpServers, PhaseName, RolloutRequest
+from perdure.types import (
+    CalibrationState,
+    Instance,
+    McpServers,
+    PhaseName,
+    RolloutRequest,
+    SimulatedUser,
+    conversation_user,
+)
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -235,6 +243,16 @@ class Job:
         """The servers of the instance, replaced and joined by those of the request."""
         return {**self.instance.mcp_servers, **self.request.mcp_servers}
 
+    @property
+    def user(self) -> SimulatedUser | None:
+        """Who answers the agent's turns; None if the task is the only message, or no model reads it.
+
+        Raises: ConfigurationError naming the field.
+        """
+        if not self.agent.needs_model:
+            return None
+        return conversation_user(self.instance.user, self.request.user)
+
     def task(self, *, gateway_url: str | None, session_key: str) -> AgentTask:
         request, instance = self.request, self.instance
         return AgentTask(
@@ -247,6 +265,7 @@ class Job:
             budget_s=request.agent_budget_s,
             mcp_servers=self.mcp_servers,
             options=request.agent_options,
+            has_user=self.user is not None,
         )
 
     def _plan(self, phase: PhaseName) -> SandboxPlan:

@@ -38,6 +38,7 @@ from perdure.rollouts.reward_model.scoring import check_reward_model
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.host_term import first_term
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox
+from perdure.rollouts.simulated_user.user_validation import check_user
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Mount, Sandbox, SandboxSpec
 from perdure.storage import store_keys
@@ -314,6 +315,7 @@ async def _refuse_what_cannot_run(job: Job) -> None:
     phase_specs.check(job.request, instance, services.provider)
     services.reach(job.agent_sandbox.placement.provider)
     mcp_config.check(job.request.agent, job.agent, job.mcp_servers)
+    await check_user(job)
     _check_mcp_hosts(job)
     check_row_hosts(job, "agent")
     check_row_hosts(job, "grade")

@@ -13,6 +13,7 @@ from perdure.rollouts.boot_stage import BootRecord, attach
 from perdure.rollouts.grade_stage import ARTIFACTS, needs_tests
 from perdure.rollouts.prediction_application import IGNORED, has_given_patch
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
+from perdure.rollouts.simulated_user.turn_grading import captured_turns
 from perdure.sandboxes.base import Sandbox
 from perdure.types import PatchRef
 
@@ -34,13 +35,14 @@ async def capture(job: Job) -> Captured:
     await job.agent_sandbox.provider.kill(identity)
     job.services.seats.leave(identity)
     job.services.held.pop(identity, None)
+    runs = 1 + len(await captured_turns(job))
     return Captured(
         size=found.size,
         files=found.files,
         empty=found.empty,
         too_large=found.too_large,
         waits_for=await _hand_over(job, found),
-        grade_timeout_s=job.request.grade_timeout_s or job.instance.grading.timeout_s,
+        grade_timeout_s=runs * (job.request.grade_timeout_s or job.instance.grading.timeout_s),
     )
 
 

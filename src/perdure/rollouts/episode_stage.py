@@ -1,12 +1,20 @@
 """The episode stage: assemble one episode from what the other stages stored."""
 
 import asyncio
+import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from perdure.episodes.episode import AttemptSummary, Episode, EpisodeParts, same_attempt
+from perdure.episodes.episode import (
+    AttemptSummary,
+    Episode,
+    EpisodeParts,
+    ModelUsage,
+    same_attempt,
+    usage_by_model,
+)
 from perdure.episodes.episode_assembly import (
     AssembledEpisode,
     Calls,
@@ -21,6 +29,7 @@ from perdure.rollouts import grade_stage as grading
 from perdure.rollouts import stage_checkpoints
 from perdure.rollouts.activity_messages import SANDBOX_LOST, AgentRun, Ending
 from perdure.rollouts.boot_stage import BootRecord
+from perdure.rollouts.simulated_user.user_turn import UserTurn
 from perdure.rollouts.stage_checkpoints import Model
 from perdure.sandboxes.base import identity_of
 from perdure.storage import store_keys, stored_json
@@ -28,6 +37,7 @@ from perdure.storage.base import Store
 from perdure.telemetry import metrics
 from perdure.types import Adopted, EpisodeRef, Failure, Grade, Instance, PatchRef, RolloutStatus
 
+USER_TURN = re.compile(r"/user-\d+\.json$")
 INTERRUPTED = (RolloutStatus.CANCELLED, RolloutStatus.EXPIRED, RolloutStatus.TRUNCATED)
 """Statuses of a rerun that ended without a result."""
 
@@ -147,6 +157,7 @@ async def _gather(store: Store, ending: Ending) -> EpisodeParts:
         patch=patch,
         grade=grade,
         adopted=await _adopted(store, ending, damaged),
+        user_usage=await _user_usage(store, attempts, damaged),
         failure=ending.failure,
         stopped_in=ending.stopped_in,
         stage_seconds=stages,
@@ -162,6 +173,18 @@ async def _adopted(store: Store, ending: Ending, damaged: list[str]) -> Adopted 
         return None
     found = await _evidence(store, store_keys.adopted(ending.request), Adopted, damaged)
     return found if found is not None and found.patch_sha256 else None
+
+
+async def _user_usage(
+    store: Store, attempts: Sequence[AttemptSummary], damaged: list[str]
+) -> tuple[ModelUsage, ...]:
+    """What the model that played the user cost. Attempts may share a completion, which counts once."""
+    found: dict[str, ModelUsage] = {}
+    for key in (key for one in attempts for key in one.evidence if USER_TURN.search(key)):
+        turn = await _evidence(store, key, UserTurn, damaged)
+        if turn is not None and (made := turn.completion) is not None:
+            found[made.id] = ModelUsage(turns=1, **made.model_dump(exclude={"id"}))
+    return usage_by_model(found.values())
 
 
 async def _evidence(store: Store, key: str, model: type[Model], damaged: list[str]) -> Model | None:

@@ -42,6 +42,7 @@ from perdure.rollouts.calibration.calibration_stages import with_calibration
 from perdure.rollouts.reward_model.scoring import scored
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
+from perdure.rollouts.simulated_user.turn_grading import captured_turns, with_turn_grades
 from perdure.sandboxes.base import Sandbox, SandboxSpec
 from perdure.types import Grade, Instance, Outcome, PatchRef, Rewards
 
@@ -70,7 +71,7 @@ async def grade(job: Job) -> GradedPatch:
     if (reset := await account_resets.reset_before_grading(job)) is not None:
         return _parked(reset)
     try:
-        found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade)
+        found = await job.once(checkpoint(job.workflow_run_id), Grade, _grade_all)
     except AccountExhausted as error:
         return _parked(await account_resets.note_exhausted(job, job.grade_sandbox, error))
     await job.grade_sandbox.admission.release()
@@ -136,6 +137,23 @@ def _generation(workflow_run_id: str) -> str:
     return workflow_run_id[-8:] or "0"
 
 
+async def _grade_all(job: Job) -> Grade:
+    """Grade the patch, and the diff of each turn if the request asks for it."""
+    turns = await captured_turns(job)
+    if not turns:
+        return await _grade(job)
+    name = _generation(job.workflow_run_id)
+    grade = await job.once(f"final-grade-{name}.json", Grade, _grade)
+    return await with_turn_grades(await with_calibration(job), grade, turns, name, _grade_turn)
+
+
+async def _grade_turn(job: Job, patch: PatchRef, turn: int) -> Grade:
+    if not is_gradable(job, patch):
+        return _without_tests(job, patch)
+    data = await _captured(job, patch.key, patch.sha256)
+    return await _by_tests(job, patch, data, f"-turn-{turn}")
+
+
 async def _grade(job: Job) -> Grade:
     patch = await job.read("patch.json", PatchRef)
     if patch is None:
@@ -166,7 +184,8 @@ async def _grade(job: Job) -> Grade:
     return apply_reward_rules(grade, job.request)
 
 
-async def _by_tests(job: Job, patch: PatchRef, data: bytes) -> Grade:
+async def _by_tests(job: Job, patch: PatchRef, data: bytes, suffix: str = "") -> Grade:
+    """`suffix`: of the names of its files."""
     store = job.services.store
     artifacts = b""
     if patch.artifacts_sha256:
@@ -184,7 +203,7 @@ async def _by_tests(job: Job, patch: PatchRef, data: bytes) -> Grade:
         at_once=not job.grade_sandbox.admission.metered,  # a permit is for one sandbox
         without=job.without_twin,
     )
-    name = job.key(f"tests-{_generation(job.workflow_run_id)}")
+    name = job.key(f"tests-{_generation(job.workflow_run_id)}{suffix}")
     for number, graded in enumerate(found.runs, 1):
         key = name if number == 1 else f"{name}-{number}"
         await store.put_if_absent(f"{key}.log", graded.log)

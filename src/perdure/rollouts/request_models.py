@@ -25,7 +25,9 @@ async def check_models(
     Raises: ConfigurationError, which lists the available models, if no engine has a model that the
     request names; StoreUnavailable.
     """
-    names = (request.model, *request.models.values())
+    names = [request.model, *request.models.values()]
+    if request.user is not None and request.user.model:
+        names.append(request.user.model)
     await check_named(settings, store, names, request.run_id, engine)
 
 

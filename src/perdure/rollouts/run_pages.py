@@ -35,7 +35,7 @@ async def prepare_run(services: Services, run: RunRequest) -> PreparedRun:
     await check_store(services.settings, lambda: services.store)
     await run_label.check_not_deleting(services.store, run.run_id)
     rollout = run.rollout_request("any/instance")
-    check_options(rollout.agent, rollout.agent_options, rollout.mcp_servers)
+    check_options(rollout.agent, rollout.agent_options, rollout.mcp_servers, rollout.user)
     phase_specs.check(rollout, None, services.provider)
     store = services.store
     if run.again is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from perdure.agents import user_messages
 from perdure.agents.base import EXEC_ID, Agent, AgentTask, Evidence, install
 from perdure.episodes import trajectory_segments, turns_parquet
 from perdure.errors import NotFound
@@ -48,6 +49,8 @@ FILE = f"{WORKDIR}/calc.py"
 BROKEN = "def add(a, b):\n    return a - b\n"
 ISSUE = "add() in calc.py subtracts its arguments, which is surprising: make it add them."
 BUDGET_S = 120.0
+LOOK_S = 0.2
+"""Seconds between two looks for the end of an agent's turn."""
 BUDGETS_S = (12.0, 48.0, 192.0)
 SAMPLING = Sampling()
 INSTANCE = Instance(
@@ -155,6 +158,7 @@ class Start:
     options: Mapping[str, Any] = field(default_factory=dict)
     mcp_servers: Mapping[str, McpServer] = field(default_factory=dict)
     mounts: Sequence[Mount] = ()
+    messages: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -200,15 +204,18 @@ class Stand:
         sampled: Sampled = _goes_on,
         mcp_servers: Mapping[str, McpServer] | None = None,
         mounted: Sequence[Mount] = (),
+        messages: Sequence[str] = (),
     ) -> Run:
-        """`scripts`: see `script`. `asked`: phrase of a last message -> the answer to it. `sampled` is
+        """`scripts`: see `script`. `messages`: of the user, after the task. `asked`: phrase of a last message -> the answer to it. `sampled` is
         called whenever an engine is about to sample a turn."""
 
         def policy(engine: ScriptedEngine) -> Policy:
             return Asked({"scripts": list(scripts)}, asked or {}, partial(sampled, engine))
 
         servers = mcp_servers or {}
-        start = Start(instance, sampling, budget_s, model, options or {}, servers, mounted)
+        start = Start(
+            instance, sampling, budget_s, model, options or {}, servers, mounted, messages
+        )
         async with self.served(policy, engines) as served:
             return await self.attempt(served, agent, start)
 
@@ -257,9 +264,10 @@ class Stand:
                 budget_s=start.budget_s,
                 mcp_servers=dict(start.mcp_servers),
                 options=dict(start.options),
+                has_user=bool(start.messages),
             )
             started = time.monotonic()
-            status = await _to_the_end(agent, task, sandbox)
+            status = await _to_the_end(agent, task, sandbox, start.messages)
             summary = await served.gateway.control.close(session)
             evidence = Evidence(
                 status,
@@ -300,11 +308,19 @@ class Stand:
         return graded.grade
 
 
-async def _to_the_end(agent: Agent, task: AgentTask, sandbox: Sandbox) -> ExecStatus:
+async def _to_the_end(
+    agent: Agent, task: AgentTask, sandbox: Sandbox, messages: Sequence[str]
+) -> ExecStatus:
     launch = agent.launch(task)
     for path, content in launch.files.items():
         await sandbox.put(path, content, mode=0o600)
     await sandbox.start(EXEC_ID, Exec(launch.argv, env=launch.env, timeout_s=task.budget_s))
+    answers = (*messages, None) if messages else ()
+    for turn, message in enumerate(answers, 1):
+        while await user_messages.ended_turn(sandbox, turn) is None:
+            if (status := await sandbox.wait(EXEC_ID, LOOK_S)).done:
+                return status
+        await user_messages.send(sandbox, turn, message)
     return await sandbox.wait(EXEC_ID)
 
 

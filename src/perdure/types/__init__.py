@@ -68,10 +68,12 @@ from perdure.types.results import (
     RunStatus,
     RunSummary,
     TestStatus,
+    TurnGrade,
     Verification,
 )
 from perdure.types.reward_models import Criterion, RewardModel
 from perdure.types.routed_experts import ExpertRows, RoutedExperts
+from perdure.types.simulated_users import SimulatedUser, conversation_user
 from perdure.types.trajectories import (
     AGENT_HEADER,
     EngineSpan,
@@ -153,6 +155,7 @@ __all__ = [
     "SamplingSpan",
     "Segment",
     "SegmentKind",
+    "SimulatedUser",
     "Slug",
     "Source",
     "SourceKind",
@@ -161,6 +164,7 @@ __all__ = [
     "TestStatus",
     "Turn",
     "TurnFacts",
+    "TurnGrade",
     "TurnSampling",
     "Twin",
     "TwinDraw",
@@ -168,6 +172,7 @@ __all__ = [
     "Verification",
     "Verifier",
     "VersionSpan",
+    "conversation_user",
     "distinct_twins",
     "slugify",
 ]

@@ -10,6 +10,7 @@ from perdure.types.base import Bytes, Frozen
 from perdure.types.identifier_patterns import Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
+from perdure.types.simulated_users import SimulatedUser
 
 
 class SourceKind(StrEnum):
@@ -215,6 +216,8 @@ class Instance(Frozen):
     mcp_servers: McpServers = Field(default_factory=dict)
     """Servers whose tools the agent may call. The worker's settings must allow the hosts of those
     that are not in the sandbox."""
+    user: SimulatedUser | None = None
+    """Who writes the messages after the task. Hidden from the agent's sandbox."""
     created_at: str | None = None
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
 

@@ -15,6 +15,7 @@ from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Limits, Phases
 from perdure.types.results import Outcome, RewardForm, RolloutStatus
 from perdure.types.reward_models import RewardModel
+from perdure.types.simulated_users import SimulatedUser
 
 DEFAULT_MODEL = "policy"
 """Stands for the model that the engine settings name, in a request that names none."""
@@ -153,6 +154,8 @@ class RolloutRequest(Request):
     """A name of the sandbox registry, or a dotted path."""
     mcp_servers: McpServers = Field(default_factory=dict)
     """Servers whose tools the agent may call. One replaces the instance's server of the same name."""
+    user: SimulatedUser | None = None
+    """Who writes the messages after the task, for an agent that takes several (`acp`)."""
     model: str = DEFAULT_MODEL
     """The model that answers the agent's calls, whatever name the agent asks for: one that an
     engine serves (`perdure engines list`)."""

@@ -155,6 +155,22 @@ class ModelScore(Frozen):
     seconds: float = 0.0
 
 
+class TurnGrade(Frozen):
+    """The verdict on the diff after one turn of the agent.
+
+    Example: TurnGrade(turn=1, outcome="unresolved", reward=0.5, patch_sha256="3f1c...")
+    """
+
+    turn: int
+    """1 is the turn that answers the task."""
+    outcome: Outcome
+    reward: float | None
+    """The share of the turn's own tests that pass; without such tests, as for the whole patch. None, never
+    0, if no diff could be taken, or if it is withheld."""
+    reason: str = ""
+    patch_sha256: str = ""
+
+
 class Grade(Frozen):
     """The verdict on a patch, with everything needed to audit it."""
 
@@ -174,6 +190,8 @@ class Grade(Frozen):
     model are added."""
     model_score: ModelScore | None = None
     """What the request's reward model answered; None if it was not asked."""
+    turn_grades: tuple[TurnGrade, ...] = ()
+    """Of each turn, if the request asks for it. `named_rewards` has them as `turn-1`, ..."""
     fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     pass_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     exit_code: int | None = None

@@ -41,7 +41,7 @@ def settings(launch: Launch) -> Mapping[str, Any]:
         ({"command": COMMAND, "permissions": "ask"}, r"agent_options\.permissions: .*'reject'"),
         ({"command": COMMAND, "turn_s": 0}, r"agent_options\.turn_s: .*greater than 0"),
         ({"command": COMMAND, "context_window": 9999}, r"context_window needs .*server"),
-        ({"command": COMMAND, "turn": []}, r"agent_options\.turn: unknown, did you mean turns"),
+        ({"command": COMMAND, "turns": []}, r"agent_options\.turns: unknown, did you mean turn_s"),
         ({"server": "gemini_cli", "context_window": 9999}, r"context_window: gemini CLI has no"),
         ({"command": COMMAND, "extra_env": {"MY_TOKEN": "x"}}, r"extra_env\.MY_TOKEN"),
         ({"command": COMMAND, "extra_env": {"OPENAI_BASE_URL": "x"}}, r"OPENAI_BASE_URL: set by"),
@@ -87,14 +87,13 @@ def test_a_server_takes_the_settings_of_its_agent(server: str) -> None:
     assert TASK.session_key not in " ".join(launch.argv)
 
 
-def test_the_users_turns_and_flags_reach_the_client() -> None:
-    """The task is the first turn; flags follow the command, which replaces the agent's own."""
+def test_the_task_and_flags_reach_the_client() -> None:
+    """The task is the first message; flags follow the command, which replaces the agent's own."""
     options = {"server": "opencode", "command": COMMAND, "extra_args": "--a 'b c'"}
-    launch = Acp().launch(with_options(**options, turns=["Now test it."], prompt_template="Do it."))
+    launch = Acp().launch(with_options(**options, prompt_template="Do it."))
 
     assert launch.files[PROMPT] == b"Do it."
     assert settings(launch)["command"] == [*COMMAND, "--a", "b c"]
-    assert settings(launch)["turns"] == ["Now test it."]
 
 
 def test_a_command_gets_the_gateway_in_each_vendors_variables() -> None:

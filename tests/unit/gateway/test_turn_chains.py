@@ -19,7 +19,7 @@ from perdure.episodes.trajectory_segments import cut
 from perdure.episodes.turns_parquet import decode
 from perdure.errors import Boundary, GatewayUnavailable
 from perdure.gateway import session_manager as sessions_module
-from perdure.gateway.base import SessionSpec
+from perdure.gateway.base import PLACEHOLDER, SessionSpec
 from perdure.gateway.gateway_metrics import Metrics
 from perdure.gateway.journal.closed_session_file import turns_file
 from perdure.gateway.journal.recorded_turns import turns_of
@@ -31,7 +31,6 @@ from perdure.gateway.rendering.tool_call_parsers.format_detection import Found
 from perdure.gateway.rendering.tool_call_parsers.hermes import Hermes
 from perdure.gateway.session_manager import Sessions
 from perdure.gateway.session_model import ModelLoader, SessionModel
-from perdure.gateway.turns.answer_parsing import PLACEHOLDER
 from perdure.gateway.turns.identical_calls import Caller
 from perdure.gateway.turns.prompt_bridge import bridge
 from perdure.gateway.turns.turn_maker import await_unless_closed

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from perdure.instances.rows.row_choice import Choice
 from perdure.instances.rows.row_conversion import dataset_name, to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
-from perdure.types import Instance, SourceKind
+from perdure.types import Instance, SimulatedUser, SourceKind
 from tests.checkout_paths import ROOT
 
 TASKS = ROOT.parent / "shared" / "data" / "tasks"
@@ -66,6 +67,16 @@ def test_an_artifact_that_is_no_absolute_path_is_refused(path: str) -> None:
     """It would be looked for somewhere else in the grader's sandbox."""
     with pytest.raises(InstanceError, match="row 17 has a bad `artifacts`: write absolute paths"):
         read(OWN, artifacts=[path])
+
+
+@pytest.mark.parametrize("encode", [dict, json.dumps])
+def test_a_row_of_any_format_may_bring_its_user(encode: Callable[[Any], Any]) -> None:
+    """As an object or as JSON. An error names the field of the user."""
+    instance = read(ROW, simulated_user=encode({"messages": ["Now test it."], "model": None}))
+
+    assert instance.user == SimulatedUser(messages=("Now test it.",))
+    with pytest.raises(InstanceError, match=r"row 17 .*simulated_user\.message"):
+        read(ROW, simulated_user={"message": "Now test it."})
 
 
 def test_sdist_row() -> None:

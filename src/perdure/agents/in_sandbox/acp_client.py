@@ -1,7 +1,8 @@
-"""Runs an Agent Client Protocol server: one session, the user's turns one after another.
+"""Runs an Agent Client Protocol server: one session, the user's messages one after another.
 
 It runs in the sandbox in a Python of its own, where Perdure is not installed. It reads a JSON file
-of settings, and the first turn from standard input. It prints one JSON object per line: the session's
+of settings, the first message from standard input, and further ones from files, which the host writes
+as `perdure.agents.user_messages` describes. It prints one JSON object per line: the session's
 updates as the server sent them, and `turn_end` after each turn.
 """
 
@@ -38,6 +39,8 @@ LINE_BYTES = 1 << 16
 """A longer update is printed without its content."""
 MESSAGE_BYTES = 1 << 26
 """Limit on one message of the server."""
+POLL_S = 0.2
+"""Seconds between two looks for the user's next message. The host's time limit ends the wait."""
 CANCEL_S = 30.0
 """Seconds that a server has to end a cancelled turn."""
 
@@ -55,19 +58,22 @@ def tell(event: dict[str, Any]) -> None:
 class Client:
     """Answers the server's requests. It declares no files and no terminals: a server uses its own."""
 
-    def __init__(self, answer: str, failure: str) -> None:
-        self.answer, self.failure = answer, failure
+    def __init__(self, answer: str, failure: str, said_characters: int) -> None:
+        self.answer, self.failure, self.said_characters = answer, failure, said_characters
         self.begin_turn()
 
     def begin_turn(self) -> None:
         self.is_cancelled = self.has_failed = False
-        self.last_text = ""
+        self.last_text = self.said = ""
 
     async def session_update(self, session_id: str, update: Any, **kwargs: Any) -> None:
         event = update.model_dump(mode="json", by_alias=True, exclude_none=True)
         self.has_failed |= bool(self.failure) and self.failure in json.dumps(event)
         if event["sessionUpdate"] == "agent_message_chunk":
             self.last_text = str(event["content"].get("text"))
+            self.said = (self.said + self.last_text)[-self.said_characters :]
+        elif self.said and not self.said.endswith("\n"):
+            self.said += "\n\n"
         tell({"type": "update", **event})
 
     async def request_permission(
@@ -144,6 +150,19 @@ def mcp_server(settings: dict[str, Any]) -> Any:
     return McpServerStdio.model_validate({**settings, "command": path})
 
 
+async def next_message(folder: Path, turn: int, said: str) -> str | None:
+    """What the user answers to a turn; None if the conversation is over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f".turn-{turn}"
+    unfinished.write_text(said, "utf-8", "replace")
+    unfinished.rename(folder / f"turn-{turn}.txt")
+    answer = folder / f"user-{turn}.json"
+    while not answer.exists():
+        await asyncio.sleep(POLL_S)
+    message: str | None = json.loads(answer.read_bytes())["message"]
+    return message
+
+
 async def converse(settings: dict[str, Any], prompt: str) -> int:
     """Run all turns and return the exit code. Raises: as `Session.turn`, and OSError."""
     import acp
@@ -152,7 +171,7 @@ async def converse(settings: dict[str, Any], prompt: str) -> int:
         Implementation,
     )
 
-    client = Client(settings["permissions"], settings["failure"])
+    client = Client(settings["permissions"], settings["failure"], settings["said_characters"])
     argv = argv_of(settings["command"], settings["packages"], settings["node"])
     pipes = {"limit": MESSAGE_BYTES, "stderr": None}
     async with acp.spawn_agent_process(client, *argv, env=os.environ, transport_kwargs=pipes) as (
@@ -170,11 +189,15 @@ async def converse(settings: dict[str, Any], prompt: str) -> int:
             **settings["session_meta"],
         )
         session = Session(connection, client, opened.session_id, settings["turn_s"])
-        for number, text in enumerate((prompt, *settings["turns"]), 1):
-            reason = await session.turn(text)
-            tell({"type": "turn_end", "turn": number, "stop_reason": reason})
-            if reason not in ("end_turn", "cancelled"):
+        message: str | None = prompt
+        turn = 0
+        while message is not None:
+            turn += 1
+            reason = await session.turn(message)
+            tell({"type": "turn_end", "turn": turn, "stop_reason": reason})
+            if not settings["conversation"] or reason not in ("end_turn", "cancelled"):
                 break
+            message = await next_message(Path(settings["conversation"]), turn, client.said)
     return EXIT_CODES[reason]
 
 

@@ -122,7 +122,7 @@ def check(options: RunOptions) -> RolloutRequest:
         rollout = run.rollout_request("x/x")
     except ValidationError as error:
         raise ConfigurationError(faults(error, RolloutRequest)) from None
-    check_options(rollout.agent, rollout.agent_options, rollout.mcp_servers)
+    check_options(rollout.agent, rollout.agent_options, rollout.mcp_servers, rollout.user)
     for name in (rollout.sandbox, *named_in_phases(rollout)):
         variant_registry.load("sandbox", variant_registry.SANDBOXES, name)
     return rollout

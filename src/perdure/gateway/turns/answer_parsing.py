@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 
 from perdure.dialects.base import Answer, ModelRequest
 from perdure.engines.base import Completion
+from perdure.gateway.base import PLACEHOLDER
 from perdure.gateway.rendering.message_format import Format
 from perdure.gateway.rendering.parsed_response import ParsedToolCall, ToolCallParseStatus
 from perdure.gateway.turns.output_constraints import forbids_calls
 from perdure.gateway.turns.prompt_bridge import end_of
 from perdure.types import FinishReason
-
-PLACEHOLDER = "(no visible output)"
-"""The text that an agent gets if neither text nor a tool call was sampled."""
 
 
 class Read(NamedTuple):

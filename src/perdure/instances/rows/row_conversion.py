@@ -13,9 +13,11 @@ from pydantic import ValidationError
 from perdure import variant_registry
 from perdure.instances.rows.format_recognition import recognised, refuse_ambiguous_format
 from perdure.instances.rows.row_fields import Row
-from perdure.types import Instance, slugify
+from perdure.types import Instance, SimulatedUser, slugify
 
 Reader = Callable[[Row, str], Instance]
+USER = "simulated_user"
+"""A column that a row of any format may have: `Instance.user`."""
 
 
 def to_instance(
@@ -27,9 +29,16 @@ def to_instance(
     """
     read = Row(row_number, row, folder or Path())
     try:
-        return _format_of(read)(read, dataset)
+        instance = _format_of(read)(read, dataset)
     except ValidationError as error:
         raise read.invalid(error) from error
+    if not read.has(USER):
+        return instance
+    try:
+        user = SimulatedUser.model_validate(read.mapping(USER))
+    except ValidationError as error:
+        raise read.invalid(error, USER) from error
+    return instance.model_copy(update={"user": user})
 
 
 def dataset_name(source: str | Path) -> str:

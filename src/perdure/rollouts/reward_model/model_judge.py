@@ -4,21 +4,14 @@ The gateway journals each answer, so a repeated call gets it without a second co
 """
 
 import time
-from typing import Any
 
 import structlog
 
-from perdure.errors import Boundary, GatewayUnavailable, PerdureError, RetryHere
+from perdure.errors import PerdureError
 from perdure.gateway.base import SessionSpec
-from perdure.gateway.control_client import FailoverTransport
 from perdure.rollouts.attempt_job import Job
-from perdure.rollouts.reward_model.bounded_post import (
-    Answered,
-    RewardModelRefused,
-    check_status,
-    parse_object,
-    post_json,
-)
+from perdure.rollouts.model_call import Messages, Reply, parse_reply, post_chat
+from perdure.rollouts.reward_model.bounded_post import RewardModelRefused, check_status
 from perdure.rollouts.reward_model.http_reward_model import ANSWER_CHARS
 from perdure.rollouts.reward_model.rubric_prompt import AGAIN, prompt, read_scores, weighted_mean
 from perdure.rollouts.reward_model.scored_work import Work
@@ -27,7 +20,6 @@ from perdure.types import ModelScore, RewardModel, Sampling
 
 MOST_ANSWERS = 3
 """Unreadable answers after which the grading fails."""
-NOT_OPEN = 403
 
 log = structlog.get_logger()
 
@@ -39,8 +31,8 @@ async def score(job: Job, work: Work, judge: RewardModel, name: str) -> ModelSco
     """
     started, session = time.monotonic(), session_of(job, name)
     await job.services.gateway.open(_spec(job, judge, session, name))
-    messages = [{"role": "user", "content": prompt(work, judge.criteria)}]
-    replies: list[_Reply] = []
+    messages: Messages = [{"role": "user", "content": prompt(work, judge.criteria)}]
+    replies: list[Reply] = []
     while True:
         reply = await _asked(job, judge, session, messages)
         replies.append(reply)
@@ -97,46 +89,10 @@ def _spec(job: Job, judge: RewardModel, session: str, name: str) -> SessionSpec:
     )
 
 
-class _Reply:
-    """One chat completion. Raises: RetryHere if it is none."""
-
-    def __init__(self, document: Any) -> None:
-        try:
-            self.text = str(document["choices"][0]["message"].get("content") or "")
-            self.model = str(document.get("model") or "")
-            self._usage = dict(document.get("usage") or {})
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            problem = f"the gateway gave no completion: {error!r}"
-            raise RetryHere(problem, boundary=Boundary.GATEWAY) from error
-
-    def count(self, name: str) -> int:
-        return int(self._usage.get(name) or 0)
-
-    @property
-    def cached(self) -> int:
-        details = self._usage.get("prompt_tokens_details") or {}
-        return int(details.get("cached_tokens") or 0)
-
-
-async def _asked(
-    job: Job, judge: RewardModel, session: str, messages: list[dict[str, str]]
-) -> _Reply:
-    services = job.services
-    url = f"{(await services.gateways.urls())[0]}/v1/chat/completions"
-    answer = await post_json(
-        url,
-        {"model": judge.model, "messages": messages},
-        headers={"authorization": f"Bearer {services.gateway.key(session)}"},
-        timeout_s=judge.timeout_s,
-        transport=FailoverTransport(services.gateways),
+async def _asked(job: Job, judge: RewardModel, session: str, messages: Messages) -> Reply:
+    answer = await post_chat(
+        job.services, session, judge.model, messages, timeout_s=judge.timeout_s
     )
     who = f"the judge {judge.model!r}"
-    _check(answer, who)
-    return _Reply(parse_object(answer.body, who))
-
-
-def _check(answer: Answered, who: str) -> None:
-    """Raises: GatewayUnavailable for a session that another try has ended, and as `check_status`."""
-    if answer.status == NOT_OPEN:
-        raise GatewayUnavailable(f"{who}: its session is not open")
     check_status(answer, who)
+    return parse_reply(answer, who)
