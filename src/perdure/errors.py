@@ -126,7 +126,8 @@ class CallsRefused(GatewayUnavailable):
 
 
 class QuotaExhausted(GatewayUnavailable):
-    """A model account takes no calls before `resets_at`, Unix seconds, as its provider says."""
+    """A model account takes no calls before `resets_at`, Unix seconds: its quota or a limit of the
+    settings resets then, or it has no credit and is asked again then."""
 
     boundary = Boundary.ENGINE
 

@@ -8,6 +8,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+ASK_AGAIN_S = 1800.0
+"""Seconds until an account without credits is asked again, because nothing says when it has some."""
+
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 

@@ -202,7 +202,7 @@ async def test_text_and_tool_calls_come_back_as_a_chat_completion(
     """The caller gets OpenAI's format, even from an API with another format."""
     answer = await make_chat(server.url, client, 0).chat(_chat("a tool"), session_id="s")
 
-    choice = answer["choices"][0]
+    choice = answer.completion["choices"][0]
     (call,) = choice["message"]["tool_calls"]
     assert choice["message"]["content"] == "Look:"
     assert (call["function"]["name"], call["function"]["arguments"]) == (
@@ -210,7 +210,7 @@ async def test_text_and_tool_calls_come_back_as_a_chat_completion(
         '{"command": "ls"}',
     )
     assert choice["finish_reason"] == "tool_calls"
-    assert answer["usage"]["completion_tokens"] > 0
+    assert answer.completion["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize("status", [401, 404, 422])
@@ -252,7 +252,8 @@ async def test_a_later_refusal_is_waited_out(
     server.control(kind=None)
     answer = await call
 
-    assert answer["choices"][0]["message"]
+    assert answer.completion["choices"][0]["message"]
+    assert answer.waited_s > 0
     assert (f"answered {status}" in wait.reason, engine.waits("s")) == (True, None)
 
 

@@ -220,7 +220,6 @@ REFUSALS = [
     Refusal(
         401, "Incorrect API key provided", "invalid_api_key", "Check the key in OPENAI_API_KEY"
     ),
-    Refusal(429, "You exceeded your current quota", "insufficient_quota", "Add credit to"),
     Refusal(404, "The model `policy` does not exist", "model_not_found", "PERDURE_ENGINE__MODEL"),
     Refusal(400, TOO_LONG, "context_length_exceeded", "Raise sampling.max_context_tokens"),
 ]

@@ -1,19 +1,18 @@
 """A sandbox account without credits: rollouts wait for a top-up without a sandbox and continue."""
 
-import asyncio
-import json
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from perdure.cli.main import invoke
 from perdure.cli.runs.rollout_progress import parked_rollouts
 from perdure.types import Outcome, RolloutRequest
 from tests import service_harness
 from tests.service_harness import DAYTONA
+from tests.stack.account_commands import AccountCommands
 from tests.stack.gated_engine import TURNS
 from tests.stack.host_requirements import why_not_here
+from tests.stack.quota_engine import hours
 from tests.stack.running_stack import Stack, running
 from tests.stack.wait_until import until
 
@@ -23,22 +22,6 @@ SUSPENDED = {
     "body": {"message": "Organization is suspended: Depleted credits"},
     "times": None,
 }
-
-
-def _use(stack: Stack, patch: pytest.MonkeyPatch) -> None:
-    """Let `perdure` commands of this process use the stack."""
-    patch.setenv("PERDURE_HOME", str(stack.home))
-    patch.setenv("PERDURE_STORE", stack.store.url)
-    patch.setenv("TEMPORAL_ADDRESS", stack.client.service_client.config.target_host)
-    patch.setenv("TEMPORAL_NAMESPACE", stack.client.namespace)
-
-
-async def _accounts(capsys: pytest.CaptureFixture[str], command: str) -> Any:
-    capsys.readouterr()
-    code = await asyncio.to_thread(invoke, ["accounts", command, "--json"])
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    return json.loads(printed.out)
 
 
 async def _is_parked(stack: Stack, request: RolloutRequest) -> bool:
@@ -56,7 +39,7 @@ async def test_rollouts_wait_for_credits(
         service_harness.serving(DAYTONA, tmp_path / "server", monkeypatch) as (server, _),
         running(tmp_path / "stack") as stack,
     ):
-        _use(stack, monkeypatch)
+        accounts = AccountCommands(stack, monkeypatch, capsys)
         stack.engine.hold(TURNS - 1)
         played = await stack.start("played", sandbox="daytona", max_attempts=1)
         await stack.held(played)
@@ -68,9 +51,9 @@ async def test_rollouts_wait_for_credits(
         shown = await parked_rollouts(stack.client)
         (rule,) = server.faults.rules
         refused, alive = rule.hits, server.sandboxes.all()
-        listed = await _accounts(capsys, "list")
+        listed = await accounts.run("list")
         server.faults.rules.clear()
-        opened = await _accounts(capsys, "open")
+        opened = await accounts.run("open")
         episodes = [await stack.episode(request) for request in (played, late)]
         left = server.sandboxes.all()
 
@@ -82,3 +65,29 @@ async def test_rollouts_wait_for_credits(
     assert [(one.outcome, len(one.attempts)) for one in episodes] == [(Outcome.RESOLVED, 1)] * 2
     assert left == []
     assert stack.engine.turns == TURNS
+
+
+async def test_no_sandbox_boots_outside_the_hours_of_its_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rollouts are parked until the opening, and the list of accounts says why."""
+    if missing := why_not_here():
+        pytest.skip(missing)
+    closed = {"daytona": hours(opens_in_h=2)}
+    async with (
+        service_harness.serving(DAYTONA, tmp_path / "server", monkeypatch) as (server, _),
+        running(tmp_path / "stack", sandbox={"open_hours": closed}) as stack,
+    ):
+        request = await stack.start("night", sandbox="daytona", max_attempts=1)
+        await until(lambda: _is_parked(stack, request), "the rollout is parked")
+        shown = await parked_rollouts(stack.client)
+        listed = await AccountCommands(stack, monkeypatch, capsys).run("list")
+        await stack.handle(request).cancel()
+        await stack.nothing_left()
+        alive = server.sandboxes.all()
+
+    assert alive == []
+    assert shown.startswith("1 rollout parked without a sandbox: `daytona is used at")
+    assert [one["account"] for one in listed] == ["daytona"]
+    assert "sandbox.open_hours" in listed[0]["reason"]
+    assert 3500 < listed[0]["resets_at"] - time.time() < 7300

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -480,13 +480,14 @@ async def running(
     named: bool = True,
     beat_s: float = BEAT_S,
     hosted: HeldEngine | None = None,
+    sandbox: Mapping[str, Any] | None = None,
     **engine_settings: Any,
 ) -> AsyncIterator[Stack]:
     """A stack that is up, with the toy instances in its store; nothing of it remains afterwards.
 
     `store`: a folder, or `s3://bucket` at `s3_url`. `wired`: the engine is reached through a `Wire`.
     `named`: the settings name the engine; otherwise gateways take those of the roster. `hosted`: an
-    engine that is used as a hosted API.
+    engine that is used as a hosted API. `sandbox`: settings of that group.
     """
     home.mkdir(parents=True, exist_ok=True)
     TOOLS.mkdir(parents=True, exist_ok=True)
@@ -512,6 +513,7 @@ async def running(
                 store=str(store or home / "store"),
                 gateway={"port": addresses.gateway_port},
                 engine={"url": url if named else "", **engine_settings},
+                sandbox=sandbox or {},
                 s3_endpoint_url=s3_url,
             )
             plan = Plan(settings, ROOT, addresses, engine=url if named else "")

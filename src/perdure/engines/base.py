@@ -54,6 +54,15 @@ class Completion(NamedTuple):
     tokens."""
 
 
+class ChatAnswer(NamedTuple):
+    """A hosted API's answer to one call."""
+
+    completion: dict[str, Any]
+    """An OpenAI chat completion object, not streamed."""
+    waited_s: float
+    """Seconds before the try that got the answer."""
+
+
 class TokenEngine(Protocol):
     """An engine that takes token ids and returns token ids."""
 
@@ -72,8 +81,8 @@ class ChatEngine(Protocol):
         """Raises: Refused, which names a sampling parameter that the API does not have."""
         ...
 
-    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
-        """One OpenAI chat completion object, not streamed. Raises: GatewayUnavailable, Refused."""
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> ChatAnswer:
+        """Raises: GatewayUnavailable, Refused; StoreUnavailable if the account has limits."""
         ...
 
     def waits(self, session_id: str) -> Wait | None:

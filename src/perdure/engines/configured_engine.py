@@ -8,6 +8,7 @@ import contextlib
 
 import httpx
 
+from perdure.engines.api_allowance import ApiAllowance
 from perdure.engines.base import Engine, HostedEngine, Wait
 from perdure.engines.clients.anthropic_hosted import AnthropicHosted
 from perdure.engines.clients.hosted_requests import engine_name
@@ -21,7 +22,7 @@ from perdure.engines.reported_model import HOSTED, key_variable, named_engine, p
 from perdure.errors import Boundary, ConfigurationError, GatewayUnavailable, PerdureError
 from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
-from perdure.types import DEFAULT_MODEL
+from perdure.types import DEFAULT_MODEL, ApiLimits
 
 KINDS = ("vllm", "sglang", *HOSTED)
 TOKENS = ("auto", "vllm", "sglang")
@@ -30,6 +31,10 @@ POLL_S = 1.0
 NO_ENGINE = (
     "no engine is configured: set PERDURE_ENGINE__URL (an inference server), "
     "or OPENAI_BASE_URL / ANTHROPIC_BASE_URL (a hosted API)"
+)
+LIMITS_OF_OWN = (
+    "PERDURE_ENGINE__LIMITS is for hosted APIs, and the engine has token ids: leave it out, or set "
+    "PERDURE_ENGINE__KIND=openai"
 )
 
 
@@ -45,12 +50,14 @@ class ConfiguredEngine:
         *,
         home_key: str = "",
         vocabulary: int | None = None,
+        allowance: ApiAllowance | None = None,
     ) -> None:
         """`roster`: the roster that the gateways of a home share; a single process needs none.
         `home_key`: the key of engines behind an `EngineProxy`. `vocabulary`: how many token ids the
-        settings' model has."""
+        settings' model has. `allowance`: the limits of the account, if it is a hosted API's."""
         self._settings = settings
         self._client = client
+        self._allowance = allowance
         self._roster = roster or InMemoryRoster()
         self._engine: Engine | HostedEngine | None = None
         self._probing = asyncio.Lock()
@@ -142,6 +149,8 @@ class ConfiguredEngine:
             if len(specs) == 1:
                 kind = await probed_kind(specs[0].url, self._settings, self._client)
         if kind in TOKENS:
+            if self._settings.engine.limits != ApiLimits():
+                raise GatewayUnavailable(LIMITS_OF_OWN, boundary=Boundary.ENGINE)
             return Engine(", ".join(engine_name(kind, spec.url) for spec in specs), self.pool)
         return self._hosted(kind, url)
 
@@ -163,6 +172,7 @@ class ConfiguredEngine:
             api_key=api_key,
             key_source=key_source,
             park_after_s=self._settings.engine.park_after_s,
+            allowance=self._allowance,
         )
         return HostedEngine(chat.name, chat)
 
@@ -198,6 +208,8 @@ def check_engine_settings(settings: Settings) -> None:
         raise ConfigurationError(
             f"PERDURE_ENGINE__KIND is {kind!r}: use auto, {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
+    if kind in TOKENS and kind != "auto" and settings.engine.limits != ApiLimits():
+        raise ConfigurationError(LIMITS_OF_OWN)
     url = named_engine(settings).url
     if any(not part.strip().startswith(("http://", "https://")) for part in url.split(",") if url):
         raise ConfigurationError("the engine's URL must start with http:// or https://")

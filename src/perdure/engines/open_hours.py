@@ -1,6 +1,6 @@
-"""The hours of the day in which an operator lets models be called, such as `22:00-06:00` UTC."""
+"""The hours of the day in which an operator lets an account be used, such as `22:00-06:00` UTC."""
 
-from perdure.engines.quota_resets import utc_minute
+from perdure.engines.quota_resets import QuotaReset, utc_minute
 
 DAY_S = 86400
 
@@ -15,8 +15,22 @@ def opens_at(hours: str, now: float) -> float:
     return 0.0 if since < length else now - since + DAY_S
 
 
-def closed_reason(hours: str, until: float) -> str:
-    return f"models are called at {hours} UTC only (engine.open_hours), next at {utc_minute(until)}"
+def models_open(hours: str, now: float, account: str) -> QuotaReset | None:
+    """The next opening of models. `hours`: the setting `engine.open_hours`. None if they are open."""
+    return _opening(hours, now, account, "models are called", "engine.open_hours")
+
+
+def sandboxes_open(hours: str, now: float, account: str) -> QuotaReset | None:
+    """As `models_open`, for an account of `sandbox.open_hours`."""
+    return _opening(hours, now, account, f"{account} is used", "sandbox.open_hours")
+
+
+def _opening(hours: str, now: float, account: str, used: str, setting: str) -> QuotaReset | None:
+    until = opens_at(hours, now)
+    if not until:
+        return None
+    reason = f"{used} at {hours} UTC only ({setting}), next at {utc_minute(until)}"
+    return QuotaReset(resets_at=until, reason=reason, account=account)
 
 
 def _second_of_day(clock: str) -> int:

@@ -20,7 +20,7 @@ import structlog
 from perdure import tracing
 from perdure.dialects.base import MAIN, Answer, ModelRequest, Refused
 from perdure.engines.base import TOO_STALE, Wait
-from perdure.engines.open_hours import closed_reason, opens_at
+from perdure.engines.open_hours import models_open
 from perdure.engines.quota_resets import QuotaReset, QuotaResets, model_account, model_name
 from perdure.engines.waiting_calls import Waits
 from perdure.errors import (
@@ -690,8 +690,8 @@ class Sessions:
         chain = chain_of(pending.request.chain, pending.request.purpose)
         try:
             earlier = session.unanswered.get(chain)
-            if until := opens_at(self._open_hours, time.time()):
-                raise QuotaExhausted(closed_reason(self._open_hours, until), until)
+            if reset := models_open(self._open_hours, time.time(), ""):
+                raise QuotaExhausted(reset.reason, reset.resets_at)
             record = await self._maker.sampled(pending)
             record = _with_earlier_wait(record, earlier, pending.arrived)
             session.pace.sampled(record.answer.usage.get("completion_tokens") or 0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, to_jsonable_python
 from pydantic_settings import SettingsError
 
 from perdure.errors import ConfigurationError
@@ -17,7 +17,7 @@ from perdure.settings import process_environment, variable_aliases
 from perdure.settings.process_environment import toml_file
 from perdure.settings.settings_tree import DELIMITER, PREFIX, Settings
 
-OBJECTS = ("sandbox.caps",)
+OBJECTS = ("sandbox.caps", "sandbox.open_hours", "engine.limits")
 """Settings whose value is a table. In a variable it is JSON."""
 FOR_TESTS = "PERDURE_TEST_"
 """Prefix of the variables that Perdure's tests read."""
@@ -131,9 +131,16 @@ def _as_text(settings: Settings, path: str) -> str:
         return str(found.absolute())
     if path == "store" and "://" not in found:
         return str(Path(found).absolute())
-    if isinstance(found, dict):
-        return json.dumps({key: one.model_dump(mode="json") for key, one in found.items()})
+    if isinstance(found, dict | BaseModel):
+        return json.dumps(jsonable(found))
     return "" if found is None else str(found)
+
+
+def jsonable(table: dict[str, Any] | BaseModel) -> Any:
+    """The value of a setting of OBJECTS for JSON."""
+    if isinstance(table, BaseModel):
+        return table.model_dump(mode="json", exclude_defaults=True)
+    return to_jsonable_python(table)
 
 
 def _owner(settings: Settings, path: str) -> tuple[BaseModel, str]:
@@ -213,5 +220,14 @@ def _unknown_key(name: str) -> str:
 def _no_json(error: SettingsError) -> str:
     """The message for a variable whose value must be a JSON object and is not."""
     found = process_environment.variables()
-    name = next((one for one in map(variable, OBJECTS) if one in found), PREFIX)
+    wrong = (one for one in map(variable, OBJECTS) if one in found and not _is_json(found[one]))
+    name = next(wrong, PREFIX)
     return f"{name}={found.get(name, '')!r} is not JSON: {error.__cause__}"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

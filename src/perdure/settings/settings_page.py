@@ -23,7 +23,6 @@ in brackets. A process takes a setting from the first of these places that has i
 
 A variable's name is the path of its key: `port` in the table `[gateway]` is
 `PERDURE_GATEWAY__PORT`. An empty variable counts as unset. Unknown variables and keys are errors.
-`perdure up` passes its resolved settings to all its processes, which read no file.
 
 ```toml
 store = "s3://bucket/prefix"
@@ -57,8 +56,8 @@ def shown(found: Any) -> Any:
         return "**********" if found.get_secret_value() else ""
     if isinstance(found, Path):
         return str(found)
-    if isinstance(found, dict):
-        return {key: one.model_dump(mode="json") for key, one in found.items()}
+    if isinstance(found, dict | BaseModel):
+        return settings_loader.jsonable(found)
     return found
 
 

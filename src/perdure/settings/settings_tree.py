@@ -7,7 +7,7 @@ prints it, and docs/settings.md is generated from it. `perdure.settings.settings
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import (
@@ -20,12 +20,13 @@ from pydantic_settings import (
 from perdure import variant_registry
 from perdure.errors import ConfigurationError
 from perdure.settings import process_environment, variable_aliases
-from perdure.types import AccountCaps
+from perdure.types import AccountCaps, ApiLimits
 from perdure.types.allowed_hosts import allowed_hosts
 
 PREFIX = "PERDURE_"
 DELIMITER = "__"
 CLOCK = r"([01]\d|2[0-3]):[0-5]\d"
+HOURS = rf"^({CLOCK}-{CLOCK})?$"
 
 
 class Group(BaseModel):
@@ -125,8 +126,10 @@ class EngineSettings(Group):
     """If an engine with waiting calls produces no token for this many seconds, its calls move."""
     park_after_s: float = Field(300.0, gt=0)
     """If the quota of a hosted API resets in more seconds than this, its rollouts wait without sandboxes."""
-    open_hours: str = Field("", pattern=rf"^({CLOCK}-{CLOCK})?$")
+    open_hours: str = Field("", pattern=HOURS)
     """Hours (UTC) in which models are called, such as `22:00-06:00`; outside them, rollouts are parked. Empty = always."""
+    limits: ApiLimits = ApiLimits()
+    """Limits of a hosted API's account over all gateways, runs and models: `{"requests": {"minute": 500}, "tokens": {"day": 50000000}, "dollars": {"hour": 4}, "price": {"input": 1.25, "output": 10}}`. Also `input_tokens`, `output_tokens`, and `cached` in `price`."""
 
 
 class SlotSettings(Group):
@@ -171,6 +174,8 @@ class SandboxSettings(Group):
     """If the worker is root, each bubblewrap sandbox runs as its own host user, one of 65,536 ids from this one on. Containers on one machine need disjoint ranges. 0 = all run as the worker's user."""
     caps: dict[str, AccountCaps] = Field(default_factory=dict)
     """Limits of provider accounts, shared by all workers: `{"e2b": {"live": 20, "creates_per_s": 5, "starting": 16}}`."""
+    open_hours: dict[str, Annotated[str, Field(pattern=HOURS)]] = Field(default_factory=dict)
+    """Hours (UTC) in which sandbox accounts are used: `{"e2b": "22:00-06:00"}`."""
     allow_local: bool = False
     """Whether to allow `--sandbox local`, whose commands have your user, files and network."""
     build_hosts: str = ""
@@ -190,15 +195,15 @@ class SandboxSettings(Group):
         allowed_hosts(row_hosts.replace(",", " ").split())
         return row_hosts
 
-    @field_validator("caps")
+    @field_validator("caps", "open_hours")
     @classmethod
-    def _providers_are_known(cls, caps: dict[str, AccountCaps]) -> dict[str, AccountCaps]:
-        for name in caps:
+    def _providers_are_known(cls, by_provider: dict[str, Any]) -> dict[str, Any]:
+        for name in by_provider:
             try:
                 variant_registry.path_of("sandbox", variant_registry.SANDBOXES, name)
             except ConfigurationError as error:
                 raise ValueError(str(error)) from None
-        return caps
+        return by_provider
 
 
 class ApptainerSettings(Group):

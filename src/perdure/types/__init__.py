@@ -4,6 +4,7 @@ This package has data only. Behavior is in `sandboxes`, `agents`, `graders` and 
 types from here.
 """
 
+from perdure.types.api_limits import ApiLimits
 from perdure.types.base import Bytes, Frozen, Request
 from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
@@ -101,6 +102,7 @@ __all__ = [
     "AccountCaps",
     "Adopted",
     "AgentEnd",
+    "ApiLimits",
     "Budget",
     "Build",
     "Bytes",

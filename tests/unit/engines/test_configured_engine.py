@@ -186,10 +186,6 @@ REFUSALS = {
         (401, "Incorrect API key provided: sk-proj-0123456789abcdefghij"),
         "answered 401: Incorrect API key provided: …. Check the key in OPENAI_API_KEY",
     ),
-    "quota": (
-        (429, "You exceeded your current quota, please check your plan"),
-        "please check your plan. Add credit to the account of the key in OPENAI_API_KEY",
-    ),
     "context": (
         (400, "This model's maximum context length is 4096 tokens, and you asked for 9000"),
         "asked for 9000 Raise sampling.max_context_tokens or the server's --max-model-len",
@@ -251,6 +247,25 @@ def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:
     """The message lists the kinds."""
     with pytest.raises(ConfigurationError, match=r"PERDURE_ENGINE__KIND is 'llama'.*vllm"):
         check_engine_settings(Settings(home=tmp_path, engine={"kind": "llama"}))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "auto"])
+async def test_limits_of_an_engine_with_token_ids_are_refused(
+    tmp_path: Path, engine: ScriptedEngine, kind: str
+) -> None:
+    """They would hold for no call: the gateway says so at its start, or at the first call."""
+    named = {"url": engine.url, "kind": kind, "limits": {"requests": {"day": 1}}}
+    if kind == "vllm":
+        with pytest.raises(ConfigurationError, match="PERDURE_ENGINE__LIMITS is for hosted APIs"):
+            check_engine_settings(Settings(home=tmp_path, engine=named))
+        return
+    async with LocalGateway(tmp_path, engine=named) as gateway:
+        key = await gateway.open("s")
+        with pytest.raises(KeyError, match="choices"):
+            await _converse(gateway, key)
+        summary = await gateway.control.get("s")
+
+    assert "PERDURE_ENGINE__LIMITS is for hosted APIs" in summary.unanswered
 
 
 def test_the_secret_is_made_once(tmp_path: Path) -> None:

@@ -4,7 +4,12 @@ import json
 
 import pytest
 
-from perdure.engines.clients.engine_errors import content_refusal, is_transient, trouble
+from perdure.engines.clients.engine_errors import (
+    content_refusal,
+    is_transient,
+    lacks_credit,
+    trouble,
+)
 
 OPENAI = {"message": "Invalid schema for function 'bash'", "type": "invalid_request_error"}
 CONTENT = {
@@ -73,3 +78,26 @@ def test_temporary_errors_are_told_from_those_that_a_user_must_fix() -> None:
     not."""
     assert [is_transient(status, "") for status in (429, 503, 529, 401, 402, 404, 302)] == [True] * 3 + [False] * 4  # fmt: skip
     assert not is_transient(429, '{"error": {"code": "insufficient_quota"}}')
+
+
+CREDIT = {
+    "OpenAI": (429, {"message": "You exceeded your current quota, please check your plan", "code": "insufficient_quota"}),
+    "OpenAI: hard limit": (400, {"message": "Billing hard limit has been reached"}),
+    "Anthropic": (400, {"message": "Your credit balance is too low to access the Anthropic API."}),
+    "Anthropic: limit": (400, {"message": "You have reached your specified API usage limits."}),
+    "OpenRouter": (402, {"message": "Insufficient credits. Add more.", "code": 402}),
+    "DeepSeek": (402, {"message": "Insufficient Balance"}),
+}  # fmt: skip
+NOT_CREDIT = {
+    "OpenAI: rate": (429, {"message": "Rate limit reached for gpt-x on requests per min (RPM)"}),
+    "Gemini: rate": (429, {"message": "You exceeded your current quota", "status": "RESOURCE_EXHAUSTED"}),
+    "a failure": (500, {"message": "Your credit balance is too low"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*CREDIT, *NOT_CREDIT])
+def test_an_account_without_credit_is_told_from_a_rate_limit(case: str) -> None:
+    """Its rollouts are parked, so a rate limit that passes in seconds must not count."""
+    status, error = (CREDIT | NOT_CREDIT)[case]
+
+    assert lacks_credit(status, json.dumps({"error": error})) == (case in CREDIT)

@@ -110,6 +110,7 @@ def test_a_child_process_has_the_same_settings_anywhere(
     """Values from the file, an alias or a relative path apply in another folder without them."""
     Path("perdure.toml").write_text(
         f'secret = "{SECRET}"\nstore = "results"\n[sandbox.caps.e2b]\nlive = 3\n'
+        '[sandbox.open_hours]\ne2b = "22:00-06:00"\n[engine.limits.requests]\nminute = 500\n'
         '[kubernetes]\npod_file = "pod.json"\n[metrics]\nport = 9\n'
     )
     monkeypatch.setenv("SWE_BOOT_CONCURRENCY", "6")

@@ -8,6 +8,7 @@ from typing import Any
 
 from perdure.dialects import anthropic, openai_chat
 from perdure.dialects.json_fields import Fields
+from perdure.engines.base import ChatAnswer
 from perdure.engines.clients.hosted_requests import HostedApi
 
 API_VERSION = "2023-06-01"
@@ -20,7 +21,7 @@ class AnthropicHosted(HostedApi):
     def _headers_of(self, api_key: str) -> dict[str, str]:
         return {"anthropic-version": API_VERSION, "x-api-key": api_key}
 
-    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> ChatAnswer:
         body = to_messages(request, self.model or request["model"])
         return await self._post("/messages", body, from_messages, session_id=session_id)
 

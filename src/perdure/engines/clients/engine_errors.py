@@ -47,7 +47,13 @@ FIELD_IN_PROSE = re.compile(
 )
 """A field in a sentence: quoted, with an index or a colon, or a name that is not an English word. "The
 system is overloaded" names none."""
-NO_QUOTA = ("insufficient_quota", "exceeded your current quota", "credit balance is too low")
+NO_CREDIT = (
+    *("insufficient_quota", "exceeded your current quota", "billing hard limit"),
+    *("credit balance is too low", "reached your specified api usage limits"),
+)
+"""How OpenAI and Anthropic word that an account has no credit, or has spent what its owner allows."""
+RATE = "resource_exhausted"
+"""Gemini's status of a rate limit, which it words like OpenAI an empty account."""
 SECRET = re.compile(r"[\w*.-]{20,}")
 """Text that may be a key, or a part of one, in the answer of a server that refused it."""
 TOLD = ("message", "code", "type", "error")
@@ -59,7 +65,7 @@ READ_CHARS = 5000
 def content_refusal(name: str, status: int, text: str) -> Refused | None:
     """The refusal for the agent, if the content of its request caused the answer; otherwise None."""
     told = _error_object(text) if status in CONTENT_STATUSES else None
-    if told is None or says_no_quota(text):
+    if told is None or lacks_credit(status, text):
         return None
     said = f"the engine {name} answered {status}: {sentence(text)}"
     shown = " ".join(_text(told.get(name)) for name in TOLD)[:READ_CHARS]
@@ -77,8 +83,8 @@ def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
     """
     key = f"the key in {key_source}" if key_source else "the engine's key"
     said = f"the engine {name} answered {status}: {sentence(text)}"
-    if says_no_quota(text) or status == httpx.codes.PAYMENT_REQUIRED:
-        return f"{said}. Add credit to the account of {key}"
+    if lacks_credit(status, text):
+        return f"{said}. Add credit to the account of {key}, then `perdure accounts open`"
     if status in KEY_STATUSES:
         hidden = SECRET.sub("…", sentence(text))
         return f"the engine {name} answered {status}: {hidden}. Check {key}"
@@ -90,12 +96,15 @@ def trouble(name: str, status: int, text: str, key_source: str = "") -> str:
 def is_transient(status: int, text: str) -> bool:
     """Whether the error may pass without action. Otherwise a user may have to fix a key, a model name or
     the account's credit."""
-    return (status >= 500 or status in TRANSIENT_STATUSES) and not says_no_quota(text)
+    return (status >= 500 or status in TRANSIENT_STATUSES) and not lacks_credit(status, text)
 
 
-def says_no_quota(text: str) -> bool:
-    """Whether the account has no credit. Hosted APIs also send 400 and 429 for this."""
-    return any(said in text[:READ_CHARS].lower() for said in NO_QUOTA)
+def lacks_credit(status: int, text: str) -> bool:
+    """Whether the account has no credit. Hosted APIs send 402, 400, 403 or 429 for this."""
+    said = text[:READ_CHARS].lower()
+    if status == httpx.codes.PAYMENT_REQUIRED:
+        return True
+    return status < 500 and RATE not in said and any(words in said for words in NO_CREDIT)
 
 
 def sentence(text: str) -> str:

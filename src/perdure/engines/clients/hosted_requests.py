@@ -17,8 +17,15 @@ import httpx
 
 from perdure import tracing
 from perdure.dialects.base import Refused
-from perdure.engines.base import Wait
-from perdure.engines.clients.engine_errors import content_refusal, excerpt, is_transient, trouble
+from perdure.engines.api_allowance import ApiAllowance, ApiUsage
+from perdure.engines.base import ChatAnswer, Wait
+from perdure.engines.clients.engine_errors import (
+    content_refusal,
+    excerpt,
+    is_transient,
+    lacks_credit,
+    trouble,
+)
 from perdure.engines.clients.rate_limit_headers import reset_in_s
 from perdure.engines.hosted_sampling import check_hosted_sampling
 from perdure.engines.quota_resets import utc_minute
@@ -30,6 +37,7 @@ from perdure.errors import (
     GatewayUnavailable,
     QuotaExhausted,
 )
+from perdure.retry import ASK_AGAIN_S
 from perdure.types import Sampling
 
 PATIENCE_S = 120.0
@@ -39,6 +47,8 @@ FIRST_PATIENCE_S = 20.0
 reported."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 CONNECT_S = 5.0
+BYTES_PER_TOKEN = 4
+"""Estimates a prompt's tokens until the answer says how many it had."""
 PARK_AFTER_S = 300.0
 """Default of `engine.park_after_s`."""
 READ_TIMEOUT_S = 900.0
@@ -79,9 +89,11 @@ class HostedApi(ABC):
         key_source: str,
         patience_s: float = PATIENCE_S,
         park_after_s: float = PARK_AFTER_S,
+        allowance: ApiAllowance | None = None,
     ) -> None:
         """`base_url`: with or without `/v1`. `key_source`: the environment variable of the key. Errors name
-        it and never show the key. `park_after_s`: a call does not wait for a later reset of a quota."""
+        it and never show the key. `park_after_s`: a call does not wait for a later reset of a quota.
+        `allowance`: the limits of the account."""
         root = base_url.rstrip("/")
         self._root = root if urlsplit(root).path else f"{root}/v1"
         self.model = model
@@ -90,6 +102,7 @@ class HostedApi(ABC):
         self._key_source = key_source
         self._patience_s = patience_s
         self._park_after_s = park_after_s
+        self._allowance = allowance
         self._refused_since: float | None = None
         """`time.monotonic()` of its first refusal since it last served a call."""
         self._has_served = False
@@ -113,32 +126,50 @@ class HostedApi(ABC):
 
     async def _post(
         self, path: str, body: Mapping[str, Any], read: Read, *, session_id: str
-    ) -> dict[str, Any]:
+    ) -> ChatAnswer:
         """Post a request, and return the result of `read` on the JSON object of a 200. After any other
         answer, the request is repeated, unless its content caused the answer.
 
         Raises: GatewayUnavailable after `patience_s` without a usable answer; CallsRefused sooner if
         the API has refused every call of this process; QuotaExhausted at once; Refused if the API
-        refuses the request's content.
+        refuses the request's content; StoreUnavailable if the account has limits.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
-        deadline = time.monotonic() + self._patience_s
+        began, patience_s = time.monotonic(), self._patience_s
         pause, since = FIRST_PAUSE_S, time.time()
         with contextlib.ExitStack() as told:  # stays noted during the next try
             while True:
+                expected = ApiUsage(requests=1, prompt=len(content) // BYTES_PER_TOKEN)
+                patience_s += await self._within_limits(session_id, expected)
+                waited_s = time.monotonic() - began
                 try:
-                    return await self._once(path, content, read)
+                    return ChatAnswer(await self._once(path, content, read, expected), waited_s)
                 except QuotaExhausted:
                     raise
                 except GatewayUnavailable as failure:
                     wait = min(max(failure.retry_after or 0.0, pause), LONGEST_PAUSE_S)
-                    if time.monotonic() + wait > deadline or self._gives_up(failure):
+                    over = time.monotonic() + wait > began + patience_s
+                    if over or self._gives_up(failure):
                         raise
                     told.close()
                     reason = Wait(since=since, reason=str(failure))
                     told.enter_context(self._waiting.noted(session_id, reason))
                 await asyncio.sleep(wait)
                 pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    async def _within_limits(self, session_id: str, expected: ApiUsage) -> float:
+        """Wait until the account's limits allow the call. Returns the seconds of the wait.
+
+        Raises: QuotaExhausted if the wait is longer than `park_after_s`; StoreUnavailable.
+        """
+        began, since = time.monotonic(), time.time()
+        while self._allowance and (reached := await self._allowance.take(expected)):
+            wait = reached.opens_at - time.time()
+            if wait > self._park_after_s:
+                raise QuotaExhausted(reached.reason, reached.opens_at)
+            with self._waiting.noted(session_id, Wait(since=since, reason=reached.reason)):
+                await asyncio.sleep(max(0.0, wait))
+        return time.monotonic() - began
 
     def _gives_up(self, failure: GatewayUnavailable) -> bool:
         """Whether refusals have lasted long enough that only a user can fix the cause."""
@@ -147,7 +178,10 @@ class HostedApi(ABC):
         patience = self._patience_s if self._has_served else FIRST_PATIENCE_S
         return time.monotonic() - self._refused_since >= min(patience, self._patience_s)
 
-    async def _once(self, path: str, content: bytes, read: Read) -> dict[str, Any]:
+    async def _once(
+        self, path: str, content: bytes, read: Read, expected: ApiUsage
+    ) -> dict[str, Any]:
+        """One try. If it gets no answer, the provider may still charge what was expected."""
         try:
             response = await self._client.post(
                 self._root + path, content=content, headers=self._headers | tracing.carrier()
@@ -155,6 +189,7 @@ class HostedApi(ABC):
         except httpx.TransportError as error:
             raise self._unavailable(f"{type(error).__name__} {error}".strip()) from None
         if response.status_code != httpx.codes.OK:
+            self._settle(expected, ApiUsage(requests=1))
             raise self._refusal(response)
         try:
             value = json.loads(response.content)
@@ -167,7 +202,12 @@ class HostedApi(ABC):
         except UNREADABLE as error:
             raise self._unavailable(f"a malformed answer: {error!r}") from error
         self._refused_since, self._has_served = None, True
+        self._settle(expected, _usage_of(found) or expected)
         return found
+
+    def _settle(self, expected: ApiUsage, used: ApiUsage) -> None:
+        if self._allowance is not None:
+            self._allowance.settle(expected, used)
 
     def _refusal(self, response: httpx.Response) -> Exception:
         status, text = response.status_code, response.text
@@ -181,6 +221,10 @@ class HostedApi(ABC):
             return QuotaExhausted(
                 f"the quota resets at {utc_minute(now + wait)}: {told}", now + wait
             )
+        if lacks_credit(status, text):
+            until = now + ASK_AGAIN_S
+            asked = f"the account is asked again at {utc_minute(until)}: {told}"
+            return QuotaExhausted(asked, until)
         if is_transient(status, text):
             return GatewayUnavailable(told, retry_after=wait, boundary=Boundary.ENGINE)
         self._refused_since = self._refused_since or time.monotonic()
@@ -192,3 +236,14 @@ class HostedApi(ABC):
             retry_after=retry_after,
             boundary=Boundary.ENGINE,
         )
+
+
+def _usage_of(completion: Mapping[str, Any]) -> ApiUsage | None:
+    """What a chat completion object says it used; None if it does not."""
+    try:
+        usage = completion["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        cached = int(details.get("cached_tokens") or 0)
+        return ApiUsage(1, int(usage["prompt_tokens"]), cached, int(usage["completion_tokens"]))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

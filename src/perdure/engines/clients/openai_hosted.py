@@ -7,6 +7,7 @@ model name of the settings or the rollout. It sends none of the agent's headers.
 from typing import Any
 
 from perdure.dialects import openai_chat
+from perdure.engines.base import ChatAnswer
 from perdure.engines.clients.hosted_requests import HostedApi
 from perdure.engines.hosted_sampling import is_openai_api
 
@@ -17,7 +18,7 @@ class OpenAIHosted(HostedApi):
     def _headers_of(self, api_key: str) -> dict[str, str]:
         return {"authorization": f"Bearer {api_key}"} if api_key else {}
 
-    async def chat(self, request: dict[str, Any], *, session_id: str) -> dict[str, Any]:
+    async def chat(self, request: dict[str, Any], *, session_id: str) -> ChatAnswer:
         body = {**request, "model": self.model or request["model"], "stream": False}
         body.pop("stream_options", None)
         # OpenAI's newer models refuse the old name; other servers know only the old name.

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from perdure.dialects import anthropic, gemini, openai_chat, openai_responses
 from perdure.dialects.base import Answer, CountingDialect, Dialect, ParsedCall, Refused
 from perdure.dialects.json_fields import name_header
+from perdure.engines.api_allowance import ApiAllowance
 from perdure.engines.auth_proxy import engine_keys
 from perdure.engines.base import Wait
 from perdure.engines.clients.hosted_requests import new_client
@@ -127,8 +128,14 @@ def create_app(
                 engine_keys(secrets.oldest),
             )
             vocabulary = model_format.tokenizer.vocabulary
+            url, limits = named_engine(settings).url, settings.engine.limits
             engine = ConfiguredEngine(
-                settings, client, roster, home_key=keys.data, vocabulary=vocabulary
+                settings,
+                client,
+                roster,
+                home_key=keys.data,
+                vocabulary=vocabulary,
+                allowance=ApiAllowance(store, secrets.oldest, url, limits),
             )
             ceilings = Ceilings(
                 settings.gateway.calls_per_minute, settings.gateway.tokens_per_minute
@@ -138,7 +145,7 @@ def create_app(
                 store,
                 metrics,
                 secret=secrets.oldest,
-                engine_url=named_engine(settings).url,
+                engine_url=url,
                 open_hours=settings.engine.open_hours,
                 ceilings=ceilings,
             )

@@ -236,10 +236,10 @@ class TurnMaker:
             "perdure.engine": name,
         }
         with tracing.span("engine call", attributes, kind="client"):
-            completion = await await_unless_closed(
+            completion, waited_s = await await_unless_closed(
                 session, engine.chat(body, session_id=session.spec.session_id)
             )
-        engine_seconds = time.monotonic() - started
+        engine_seconds = time.monotonic() - started - waited_s
         read = hosted_answer(pending.request, completion, turn_id)
         cut = read.answer.finish_reason == FinishReason.LENGTH.value
         reason = FinishReason.LENGTH if cut else FinishReason.STOP
@@ -256,6 +256,7 @@ class TurnMaker:
             read=read,
             miss=None,
             engine_seconds=engine_seconds,
+            waiting_seconds=waited_s,
         )
 
 

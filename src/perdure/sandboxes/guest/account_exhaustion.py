@@ -4,11 +4,10 @@ import re
 import time
 
 from perdure.errors import AccountExhausted
+from perdure.retry import ASK_AGAIN_S
 
 PARK_AFTER_S = 300.0
 """A longer Retry-After is the reset of a quota. Below it, the permits of the account pause."""
-ASK_AGAIN_S = 1800.0
-"""Seconds until an account without credits is asked again, because nothing says when it has some."""
 PAYMENT_REQUIRED = 402
 NO_CREDITS = re.compile(
     r"(depleted|out of|insufficient|no( more)?) credits|spend(ing)? limit|payment (method|required)"
