@@ -118,7 +118,7 @@ class E2BServer(Double):
             known = {"digest": digest, "id": f"i{uuid4().hex[:19]}"}
             self.keys.write(key, known)
         if key not in self._creating:
-            self._creating[key] = asyncio.create_task(self._boot(known["id"], body))
+            self._creating[key] = asyncio.create_task(self._boot(self._recorded(known["id"], body)))
         try:  # the sandbox is made even if the client goes away
             record = await asyncio.shield(self._creating[key])
         finally:
@@ -127,12 +127,13 @@ class E2BServer(Double):
         self.keys.write(key, {**known, "made": record})
         return web.json_response(_created(record), status=201)
 
-    async def _boot(self, identity: str, body: dict[str, Any]) -> dict[str, Any]:
-        record: dict[str, Any] | None = self.sandboxes.read(identity)
-        if record is not None and record["state"] != "creating":
-            return record
+    def _recorded(self, identity: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The sandbox's record. A new one counts against the quota at once."""
+        known: dict[str, Any] | None = self.sandboxes.read(identity)
+        if known is not None:
+            return known
         now = time.time()
-        record = record or {
+        record: dict[str, Any] = {
             "id": identity,
             "template": body["templateID"],
             "metadata": body.get("metadata") or {},
@@ -144,13 +145,18 @@ class E2BServer(Double):
             "processes": {},
         }
         self.sandboxes.write(identity, record)
+        return record
+
+    async def _boot(self, record: dict[str, Any]) -> dict[str, Any]:
+        if record["state"] != "creating":
+            return record
         await asyncio.sleep(self.settings["boot_s"] or 0)
         memory = int(self.settings["memory_mb"] or LIMITS.memory_mb)
         limits = LIMITS.model_copy(update={"memory_mb": memory})
         spec = SandboxSpec(HOME, env={**record["env"], "HOME": HOME}, limits=limits)
-        await self.guests.create(spec, identity)
+        await self.guests.create(spec, record["id"])
         record["state"] = "running"
-        self.sandboxes.write(identity, record)
+        self.sandboxes.write(record["id"], record)
         return record
 
     def _check_quota(self) -> None:
@@ -244,8 +250,8 @@ class E2BServer(Double):
 
     async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
         # finish what was being made when the last server was killed
-        half_made = [r["id"] for r in self.sandboxes.all() if r["state"] == "creating"]
-        making = [asyncio.create_task(self._boot(identity, {})) for identity in half_made]
+        half_made = [one for one in self.sandboxes.all() if one["state"] == "creating"]
+        making = [asyncio.create_task(self._boot(record)) for record in half_made]
         async for _ in super()._expiring(app):
             yield
         for left in making:

@@ -86,6 +86,10 @@ COMMANDS = {
         "perdure.cli.commands.agents:agents",
         "Check that an agent's real program works; change its version.",
     ),
+    "sandboxes": (
+        "perdure.cli.commands.sandboxes:sandboxes",
+        "Prove a sandbox provider on your own account.",
+    ),
     "accounts": (
         "perdure.cli.commands.accounts:accounts",
         "List accounts at their quota; open them early.",

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +133,20 @@ class SandboxContract:
         finally:
             await provider.kill(identity)
 
+    async def test_lost_answer_makes_no_second_box(self, provider: SandboxProvider) -> None:
+        """If the process that created a sandbox dies before it reads the answer, a repeated create
+        returns that sandbox, and there is only one."""
+        identity, run = fresh_identity(), fresh_identity()
+        spec = replace(self.spec(), labels={**LABELS, "run": run})
+        try:
+            await _die_in_another_process(_create_and_die, provider, spec, identity)
+            again = await provider.create(spec, identity)
+
+            assert await again.read_file("mark") == b"of the lost create"
+            assert [info.identity for info in await provider.list({"run": run})] == [identity]
+        finally:
+            await provider.kill(identity)
+
     async def test_attach_finds_it(self, provider: SandboxProvider) -> None:
         """attach returns a working handle to a sandbox that another caller created."""
         async with self.box(provider) as box:
@@ -184,6 +198,16 @@ class SandboxContract:
 
             with raises(SandboxLost):
                 await box.start("x", Exec(["true"]))
+
+    async def test_old_handle_is_fenced(self, provider: SandboxProvider) -> None:
+        """After another worker has attached to a sandbox and killed it, a start through the first
+        worker's handle raises SandboxLost."""
+        async with self.box(provider) as old:
+            await old.exec(["true"])
+            await (await provider.attach(old.identity)).kill()
+
+            with raises(SandboxLost):
+                await old.start("late", Exec(["true"]))
 
     async def test_identity_can_be_used_again_after_kill(self, provider: SandboxProvider) -> None:
         """After a kill the identity is free, and a new sandbox has none of the old files."""
@@ -382,17 +406,17 @@ class SandboxContract:
         """A command whose time limit was extended dies at the later limit."""
         async with self.box(provider) as box:
             for name in ("longer", "long"):
-                await box.start(name, Exec(["sleep", "600"], timeout_s=3))
+                await box.start(name, Exec(LONG, timeout_s=10))
             await box.extend("longer", 600)
             await box.extend("longer", 1)
-            await box.extend("long", 6)
+            await box.extend("long", 12)
             moved = await box.wait("long", timeout_s=60)
             still = await box.poll("longer")
             await box.extend("long", 600)
 
             assert moved.cause == "timeout"
             assert moved.seconds is not None
-            assert moved.seconds > 4.5
+            assert moved.seconds > 11
             assert not still.done
             with raises(NotFound):
                 await box.extend("never", 600)
@@ -701,12 +725,27 @@ async def _start_elsewhere(
     timeout_s: float | None = None,
 ) -> None:
     """Start the command from another process, which then dies by SIGKILL."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_start_and_die, args=(provider, identity, exec_id, argv, timeout_s)
-    )
+    await _die_in_another_process(_start_and_die, provider, identity, exec_id, argv, timeout_s)
+
+
+async def _die_in_another_process(work: Callable[..., None], *given: object) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=given)
     process.start()
-    await asyncio.to_thread(process.join)
+    try:
+        await asyncio.to_thread(process.join)
+    finally:  # if the test was cancelled, the process must not create a sandbox after the last kill
+        process.kill()
+        process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def _create_and_die(provider: SandboxProvider, spec: SandboxSpec, identity: str) -> None:
+    async def create() -> None:
+        box = await provider.create(spec, identity)
+        await box.write_file("mark", b"of the lost create")
+
+    asyncio.run(create())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _start_and_die(
