@@ -1,7 +1,7 @@
 """`python -m benchmarks.throughput`: unmodified mini-swe-agents that wait for a model, on three runners.
 
 Each batch holds several times as many rollouts as run at once, so that the steady state shows separately
-from the first burst. The sides alternate for each size.
+from the first burst. The sides alternate for each size. `--slurm 1,2,4` compares Perdure with itself on so many nodes instead.
 """
 
 import argparse
@@ -18,6 +18,8 @@ from benchmarks.peers.harbor import HarborMini
 from benchmarks.peers.mini_swe_agent import MiniSweAgent
 from benchmarks.peers.peer_environments import Unavailable
 from benchmarks.scratch_folder import scratch_folder
+from benchmarks.throughput.slurm_nodes import SlurmFigures
+from benchmarks.throughput.slurm_nodes import measure as measure_on_slurm
 from benchmarks.throughput.throughput_runners import Batch, Figures, PeerSide, PerdureSide, Side
 
 CACHE = Path(".perdure/bench/environments")
@@ -28,8 +30,15 @@ HEAD = (
 )
 
 
+SLURM_HEAD = "| nodes | seats | right | rollouts/min | of the first row's | x ideal | idle CPU |"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    return _on_slurm(options) if options.slurm else _next_to_peers(options)
+
+
+def _next_to_peers(options: argparse.Namespace) -> int:
     batches = [
         Batch(agents, agents * options.times, options.turns, options.latency)
         for agents in options.agents
@@ -40,11 +49,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Endpoint.start(folder / "endpoint", common_job.script(options.turns)) as endpoint,
     ):
         sides = _sides(options.sides, folder, endpoint)
-        print("\n".join((HEAD, "|" + "---|" * (HEAD.count("|") - 1))), flush=True)
+        _print_head(HEAD)
         for batch in batches:
             for side in sides:
                 found.append(side.measure(batch))
                 print(_row(found[-1], batch), flush=True)
+    return _end(found, options)
+
+
+def _on_slurm(options: argparse.Namespace) -> int:
+    found: list[SlurmFigures] = []
+    with scratch_folder("perdure-bench-", keep=options.keep) as folder:
+        _print_head(SLURM_HEAD)
+        for nodes in options.slurm:
+            place = folder / f"at-{nodes}"
+            one = measure_on_slurm(place, nodes, options.times, options.turns, options.latency)
+            found.append(one)
+            ideal = 60 * one.seats / (options.turns * options.latency)
+            cells = (
+                str(nodes),
+                str(one.seats),
+                f"{one.right} of {one.rollouts}",
+                f"{one.per_minute:.1f}",
+                f"{one.per_minute / found[0].per_minute:.2f}",
+                f"{one.per_minute / ideal:.2f}",
+                f"{one.idle:.0%}",
+            )
+            print(f"| {' | '.join(cells)} |", flush=True)
+    return _end(found, options)
+
+
+def _print_head(head: str) -> None:
+    print("\n".join((head, "|" + "---|" * (head.count("|") - 1))), flush=True)
+
+
+def _end(found: Sequence[Figures | SlurmFigures], options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
     return int(any(one.right < one.rollouts for one in found))
@@ -58,6 +97,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--latency", type=float, default=2.0, help="seconds per model call")
     parser.add_argument(
         "--sides", type=words, default=SIDES, help=f"comma-separated, from {', '.join(SIDES)}"
+    )
+    parser.add_argument(
+        "--slurm",
+        type=_numbers,
+        default=(),
+        metavar="1,2,4",
+        help="numbers of nodes of a Slurm cluster on this machine; no other sides",
     )
     add_output(parser)
     options = parser.parse_args(arguments)

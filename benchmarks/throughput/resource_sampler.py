@@ -59,12 +59,13 @@ class Sampler:
 
     def _sample_until(self, ended: threading.Event) -> None:
         while True:
-            self.samples.append(Sample(time.time(), self.meter.seconds(), _idle()))
+            self.samples.append(Sample(time.time(), self.meter.seconds(), idle_seconds()))
             if len(self.samples) % MEMORY_EVERY == 0:
                 self.memory = max(self.memory, Memory.of(self.meter.pids()).pss)
             if ended.wait(EVERY_S):
                 return
 
 
-def _idle() -> float:
+def idle_seconds() -> float:
+    """Idle time of all cores since boot."""
     return int(Path("/proc/stat").read_text().split(maxsplit=5)[4]) / TICKS

@@ -36,6 +36,7 @@ AGENTS = {
     "oracle": "perdure.agents.oracle:Oracle",
     "predictions": "perdure.agents.predictions_agent:Predictions",
     "qwen_code": "perdure.agents.qwen_code:QwenCode",
+    "r2e_gym": "perdure.agents.r2e_gym:R2eGym",
     "smolagents": "perdure.agents.smolagents:Smolagents",
     "terminus_2": "perdure.agents.terminus_2:Terminus2",
 }

@@ -44,7 +44,7 @@ def test_a_version_that_passes_the_checks_is_locked(installation: Path) -> None:
     told, lock = pin(installation, "1.25.0")
 
     assert told.returncode == 0, told.stderr
-    assert told.stdout.endswith("|`smolagents`|no|text|none|4/4|all|\n")
+    assert told.stdout.endswith("|`smolagents`|no|text|none|4/4|none|all|\n")
     assert "smolagents 1.26.0 -> 1.25.0: smolagents.in, smolagents.txt" in told.stderr
     assert lock.count("smolagents==1.25.0") == 2
 

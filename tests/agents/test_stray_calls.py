@@ -18,6 +18,7 @@ from perdure.agents.mini_swe_agent import MiniSweAgent
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
+from perdure.agents.r2e_gym import R2eGym
 from perdure.agents.smolagents import Smolagents
 from perdure.errors import MissingDependency
 from perdure.testing.agent_stand import Stand, call, script
@@ -75,6 +76,11 @@ CASES = [
         Openhands(),
         lambda command: call("terminal", command=command),
         last=call("finish", message="Nothing to do."),
+    ),
+    Case(
+        R2eGym(),
+        lambda command: call("execute_bash", cmd=command),
+        last=call("finish", command="submit"),
     ),
     Case(
         Smolagents(),

@@ -65,8 +65,8 @@ def why_not() -> str:
 
 
 class SlurmDaemons:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: Sequence[str] = NODES) -> None:
+        self.folder, self.nodes = folder, nodes
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCHED}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -84,9 +84,10 @@ class SlurmDaemons:
         self._start("munged", *munged, *(f"--{name}={path}" for name, path in paths.items()))
         await until((self.folder / "munge.socket").exists, "munged listens")
         await self.start_controller()
-        for name in NODES:
+        for name in self.nodes:
             self.start_node(name)
-        await until(lambda: self._states() == {name: "idle" for name in NODES}, "two idle nodes")
+        idle = dict.fromkeys(self.nodes, "idle")
+        await until(lambda: self._states() == idle, f"{len(idle)} idle nodes")
 
     async def start_controller(self) -> None:
         self._start("slurmctld", "slurmctld", "-D", "-f", self.environment["SLURM_CONF"])
@@ -151,13 +152,13 @@ class SlurmDaemons:
             self._kill(name)
 
     def _configure(self) -> None:
-        for name in ("state", *(f"spool-{node}" for node in NODES)):
+        for name in ("state", *(f"spool-{node}" for node in self.nodes)):
             (self.folder / name).mkdir()
         host = socket.gethostname().partition(".")[0]
-        with held_ports.held(1 + len(NODES)) as (controller, *ports):
+        with held_ports.held(1 + len(self.nodes)) as (controller, *ports):
             nodes = [
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS}"
-                for name, port in zip(NODES, ports, strict=True)
+                for name, port in zip(self.nodes, ports, strict=True)
             ]
             text = CONFIGURATION.format(
                 name=f"perdure-{os.getpid()}",
@@ -168,7 +169,7 @@ class SlurmDaemons:
                 nodes="\n".join(nodes),
                 partition=PARTITION,
                 urgent=URGENT,
-                names=",".join(NODES),
+                names=",".join(self.nodes),
             )
         Path(self.environment["SLURM_CONF"]).write_text(text)
 

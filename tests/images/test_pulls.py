@@ -6,6 +6,7 @@ The registry is Debian's docker-registry. Refusals by rate and outages come from
 import asyncio
 import json
 import subprocess
+import tarfile
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from perdure.sandboxes.image_pulls import LIMIT_PASSES_S
 from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
-from tests import small_image
+from tests import docker_engine, small_image
 from tests.images.image_registry import PASSWORD, USER, Answer, Gate, gate_before, serving
 from tests.images.podman_storage import Podman, podman_in
 
@@ -35,6 +36,8 @@ UNKNOWN = (
 )
 """What Docker Hub answers for a repository that does not exist."""
 DISK_MB = 4
+FOREIGN = "s390x"
+"""An architecture of no machine that runs these tests."""
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +151,24 @@ async def test_credential_helper_that_is_missing_is_no_fault_of_the_row(
         await here.boot()
 
 
+async def test_image_of_another_architecture_is_refused_before_a_sandbox_boots(
+    bench: Benches, pushed: str, tmp_path: Path
+) -> None:
+    """The message names its architecture and where it would run; nothing is left."""
+    here, archive = bench.at(pushed), _archive_of_a_folder(tmp_path)
+    here.podman("import", "--quiet", "--arch", FOREIGN, archive, IMAGE)
+    with pytest.raises(InstanceError, match=rf"toy/add:1' is for {FOREIGN}, .* in a VM of this"):
+        await here.boot()
+
+    assert await here.boxes() == []
+
+
+def _archive_of_a_folder(folder: Path) -> str:
+    with tarfile.open(folder / "image.tar", "w") as archive:
+        archive.add(folder, "opt", recursive=False)
+    return str(folder / "image.tar")
+
+
 async def test_image_that_is_not_there_ends_its_instance(bench: Benches, gate: Gate) -> None:
     """Also where a registry answers an unknown repository with 401, as Docker Hub does."""
     here = bench.at(gate.address)
@@ -235,6 +256,19 @@ def docker(
         return DockerProvider(settings.changed(sandbox={"image_mirror": f"docker.io={mirror}"}))
 
     return at
+
+
+async def test_docker_names_an_image_of_another_architecture(
+    docker: Callable[[str], DockerProvider], docker_address: str, tmp_path: Path
+) -> None:
+    """As podman does, before a container is made."""
+    platform, archive = f"linux/{FOREIGN}", _archive_of_a_folder(tmp_path)
+    docker_engine.docker(docker_address, "import", "--platform", platform, archive, IMAGE)
+    try:
+        with pytest.raises(InstanceError, match=f"toy/add:1' is for {FOREIGN}"):
+            await docker("localhost:1").create(SPEC, "box")
+    finally:
+        docker_engine.docker(docker_address, "rmi", IMAGE)
 
 
 async def test_docker_names_refused_credentials(

@@ -58,6 +58,7 @@ def test_check_says_what_the_printed_agent_can_do(folder: Path) -> None:
             "tools": "text",
             "sub_agents": "none",
             "resume": "1/1",
+            "mcp": "none",
             "trained": "all",
             "problem": "",
         }
@@ -72,6 +73,18 @@ def test_check_fails_for_an_agent_that_does_not_work(folder: Path) -> None:
 
     assert done.returncode == 1
     assert "one_shot: the agent ended finished and its patch is unresolved" in done.stderr
+
+
+def test_check_fails_for_an_agent_that_claims_mcp_servers_but_calls_none(folder: Path) -> None:
+    """The column says so too."""
+    file = folder / "my_agents.py"
+    claim = "class OneShot:\n    uses_mcp_servers: ClassVar[bool] = True"
+    file.write_text(file.read_text().replace("class OneShot:", claim))
+    done = run(folder, "perdure.cli.main", "agents", "check", "my_agents:OneShot")
+
+    assert done.returncode == 1
+    assert done.stdout.endswith("|`one_shot`|no|text|none|1/1|no|all|\n")
+    assert "one_shot: it takes MCP servers, but the answer" in done.stderr
 
 
 def test_the_docs_list_each_agent_that_calls_a_model() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.errors import ConfigurationError, InstanceError
+from perdure.errors import ConfigurationError, InstanceError, MissingDependency
 from perdure.instances import base_trees
 from perdure.instances.environment_builder import START, Environments
 from perdure.instances.recipes import release_pairs
@@ -109,6 +109,19 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 async def _all(home: Home) -> list[str]:
     return [info.identity for info in await home.provider.list()]
+
+
+async def test_install_lines_on_a_host_that_cannot_run_them_stop_the_run(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the chart's pods bubblewrap may not run. The row is named with what to do; a row without
+    install lines needs no builder."""
+    row, plain = await home.instance("true"), await home.instance()
+    monkeypatch.setattr(home.provider, "check", lambda: ["bubblewrap cannot make a sandbox: EPERM"])
+    with pytest.raises(MissingDependency, match=r"d/thing-1 has install lines.*EPERM.*an image"):
+        await home.environments.prepare(row)
+
+    assert (await home.environments.prepare(plain)).tree is not None
 
 
 async def test_without_isolation_there_are_no_artifacts(home: Home) -> None:

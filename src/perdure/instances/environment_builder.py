@@ -20,7 +20,14 @@ from urllib.parse import quote
 from uuid import uuid4
 
 from perdure.durable_files import is_whole, publish_folder
-from perdure.errors import Boundary, ConfigurationError, InstanceError, RetryHere, SandboxLost
+from perdure.errors import (
+    Boundary,
+    ConfigurationError,
+    InstanceError,
+    MissingDependency,
+    RetryHere,
+    SandboxLost,
+)
 from perdure.home_folder import make_readable_by_sandboxes
 from perdure.instances import base_trees, dockerfile_builds, host_git, uv_program
 from perdure.instances.package_index_hosts import how_to_allow, index_hosts
@@ -105,7 +112,7 @@ class Environments:
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
-        sandbox cannot build it); any error of making a sandbox.
+        sandbox cannot build it), MissingDependency (this host cannot); any error of making a sandbox.
         """
         if instance.artifacts and not self._runs_on.isolated:
             raise ConfigurationError(
@@ -195,6 +202,7 @@ class Environments:
         try:
             await base_trees.fetch(instance.source, folder / "tree", self._store)
             if instance.environment.install:
+                await asyncio.to_thread(self._check_builder, instance)
                 spec = await asyncio.to_thread(self._build_spec, instance, key, folder)
                 spec = replace(spec, limits=limits, network=network)
                 async with self._index_access(instance, spec, key) as (spec, asked):
@@ -205,6 +213,14 @@ class Environments:
             await asyncio.to_thread(publish_folder, folder, ready)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _check_builder(self, instance: Instance) -> None:
+        if problems := self._provider.check():
+            raise MissingDependency(
+                f"{instance.ref} has install lines, which {self._provider.name} runs on the worker's "
+                f"host: {'; '.join(problems)}. Give the row an image instead, or run the workers on "
+                "hosts of their own"
+            )
 
     async def _sweep(self, key: str) -> None:
         """Remove a killed builder's leftovers of this environment, sandboxes first."""

@@ -4,13 +4,14 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from perdure.agents.base import Agent
+from perdure.agents.base import Agent, UsesMcpServers
 from perdure.agents.locked_version import locked_version
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.agent_stand import Run, Stand, Start
+from perdure.testing.mcp_server import RESULT, mcp_server
 from perdure.testing.tool_reading_policy import (
     SHELLS,
     SUB_AGENTS,
@@ -22,6 +23,7 @@ from perdure.types import AgentEnd, Outcome, Purpose
 
 BUDGET_S = 600.0
 """Time limit of one run of the agent. Only an agent that hangs reaches it."""
+NO_MCP = "it takes MCP servers, but the answer of a server's tool did not reach its model"
 UNTRAINED = (Purpose.SIDE, Purpose.STRAY)
 
 
@@ -31,7 +33,7 @@ class AgentCheck:
 
     Example:
         AgentCheck(agent="opencode", version="1.18.33", streaming="yes", tools="bash",
-                   sub_agents="own chain", resume="4/4", trained="all", problem="")
+                   sub_agents="own chain", resume="4/4", mcp="yes", trained="all", problem="")
     """
 
     agent: str
@@ -45,15 +47,18 @@ class AgentCheck:
     """`own chain`; `main` if their turns cannot be told from its own; `none` if it offers none."""
     resume: str
     """`N/M`: the next attempt replayed N of the M turns of a lost attempt."""
+    mcp: str
+    """Whether the answer of an MCP server's tool reached its model through the gateway; `none` if it
+    refuses servers."""
     trained: str
     """How many of the sampled tokens are trained, side requests excluded."""
     problem: str
-    """Why a run did not solve the task; empty if all did."""
+    """Why a run did not solve the task, or `NO_MCP`; empty if all is well."""
 
 
 async def check(stand: Stand, agent: Agent, options: Mapping[str, Any] | None = None) -> AgentCheck:
-    """Run the agent, repeat the run as if its sandbox were lost, and run it with a sub-agent if it
-    has one.
+    """Run the agent, repeat the run as if its sandbox were lost, and run it with a sub-agent and with
+    an MCP server if it can use them.
 
     Raises: ConfigurationError, AgentError, MissingDependency.
     """
@@ -62,29 +67,36 @@ async def check(stand: Stand, agent: Agent, options: Mapping[str, Any] | None = 
         first = await stand.attempt(served, agent, start)
         streams = served.link.streams
         again = await stand.attempt(served, agent, start, number=2)
-    runs = [first, again]
-    if has_sub_agents := _tool(first, SUB_AGENTS) != "":
+    runs, sub_agents = [first, again], "none"
+    if _tool(first, SUB_AGENTS):
         async with stand.served(lambda _: ToolReadingPolicy(delegates=True)) as served:
             runs.append(await stand.attempt(served, agent, start))
+        sub_agents = _sub_agents(runs[-1])
+    mcp = "none"
+    if isinstance(agent, UsesMcpServers):
+        runs.append(await _with_mcp_server(stand, agent, start))
+        mcp = _mcp(runs[-1])
+    problems = [*map(_problem, runs), NO_MCP if mcp == "no" else ""]
     return AgentCheck(
         agent=agent.name,
         version=locked_version(agent.name),
         streaming="yes" if streams else "no",
         tools=_tool(first, SHELLS) or "text",
-        sub_agents=_sub_agents(runs[-1]) if has_sub_agents else "none",
+        sub_agents=sub_agents,
         resume=f"{again.summary.replayed_turns}/{len(first.turns)}",
+        mcp=mcp,
         trained=_trained(runs),
-        problem=next((problem for run in runs if (problem := _problem(run))), ""),
+        problem=next(filter(None, problems), ""),
     )
 
 
 def table(checks: Sequence[AgentCheck]) -> str:
     """A Markdown table."""
     rows = [
-        ("agent", "streaming", "tools", "sub-agents", "resume", "trained"),
-        ("---",) * 6,
+        ("agent", "streaming", "tools", "sub-agents", "resume", "MCP", "trained"),
+        ("---",) * 7,
         *(
-            (f"`{c.agent}`", c.streaming, c.tools, c.sub_agents, c.resume, c.trained)
+            (f"`{c.agent}`", c.streaming, c.tools, c.sub_agents, c.resume, c.mcp, c.trained)
             for c in checks
         ),
     ]
@@ -101,6 +113,16 @@ def _tool(run: Run, names: Sequence[str]) -> str:
 
 def _sub_agents(run: Run) -> str:
     return "own chain" if {turn.chain for turn in run.steps()} - {"main"} else "main"
+
+
+async def _with_mcp_server(stand: Stand, agent: Agent, start: Start) -> Run:
+    async with mcp_server() as server, stand.served(lambda _: ToolReadingPolicy()) as served:
+        return await stand.attempt(served, agent, replace(start, mcp_servers={"check": server}))
+
+
+def _mcp(run: Run) -> str:
+    """The gateway calls the server, because the sandbox cannot reach it."""
+    return "yes" if any(RESULT in turn.new_messages for turn in run.turns) else "no"
 
 
 def _trained(runs: Sequence[Run]) -> str:

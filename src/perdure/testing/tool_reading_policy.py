@@ -1,7 +1,7 @@
 """A policy that fixes the probe's task with whatever tools an agent offers, as a model would.
 
-It reads the tools in the prompt, calls a sub-agent if one is offered, then runs three commands and
-reports that it is done. If the agent offers no tools, the policy answers in the format that the
+It reads the tools in the prompt, calls a sub-agent and the tool of an MCP server if they are offered,
+then runs three commands and reports that it is done. If the agent offers no tools, the policy answers in the format that the
 prompt describes, or with a shell script if it knows no such format.
 """
 
@@ -12,10 +12,11 @@ from typing import Any
 
 from perdure.gateway.rendering.tokenizers import load_tokenizer
 from perdure.testing.agent_stand import ISSUE
+from perdure.testing.mcp_server import RESULT, TOOL
 from perdure.testing.scripted_policy import Policy
 
 OFFERED = re.compile(r"<tools>\n(\{.*?\})\n</tools>", re.DOTALL)
-SHELLS = ("bash", "exec_command", "run_shell_command", "shell", "terminal")
+SHELLS = ("bash", "exec_command", "execute_bash", "run_shell_command", "shell", "terminal")
 """Names of tools that run a command, in lower case."""
 SPAWN, WAIT = "multi_agent_v1__spawn_agent", "multi_agent_v1__wait_agent"
 """Codex's sub-agents run in the background."""
@@ -81,6 +82,8 @@ def answer(prompt: str, delegates: bool) -> dict[str, Any]:
         return _call(prompt, sub_agent, QUESTION)
     if (spawned := SPAWNED.search(prompt)) and f'{{"name": "{WAIT}"' not in prompt:
         return {"tool_calls": [{"name": WAIT, "arguments": {"targets": [spawned[1]]}}]}
+    if RESULT not in prompt and (mcp_tool := mcp_tool_of(tools)):
+        return _call(prompt, mcp_tool, QUESTION)
     if command := _next_command(prompt):
         return _call(prompt, shell, command)
     if SUBMIT in prompt:
@@ -96,6 +99,11 @@ def offered(prompt: str) -> list[Schema]:
 
 def named(tools: Sequence[Schema], names: Sequence[str]) -> Schema | None:
     return next((tool for tool in tools if tool["name"].lower() in names), None)
+
+
+def mcp_tool_of(tools: Sequence[Schema]) -> Schema | None:
+    """The tool of `perdure.testing.mcp_server`. Agents put a prefix before its name."""
+    return next((tool for tool in tools if tool["name"].endswith(TOOL)), None)
 
 
 def _next_command(prompt: str) -> str:

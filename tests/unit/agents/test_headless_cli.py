@@ -15,6 +15,7 @@ from perdure.agents.gemini_cli import GeminiCli
 from perdure.agents.opencode import Opencode
 from perdure.agents.openhands import Openhands
 from perdure.agents.qwen_code import QwenCode
+from perdure.agents.r2e_gym import R2eGym
 from perdure.agents.smolagents import Smolagents
 from perdure.agents.terminus_2 import Terminus2
 from perdure.errors import ConfigurationError
@@ -23,7 +24,7 @@ from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
 WITH_FLAGS = [ClaudeCode(), Codex(), Opencode(), QwenCode(), GeminiCli()]
-AGENTS = [*WITH_FLAGS, Openhands(), Smolagents(), Terminus2()]
+AGENTS = [*WITH_FLAGS, Openhands(), R2eGym(), Smolagents(), Terminus2()]
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 

@@ -4,13 +4,19 @@ import pytest
 
 from perdure.agents.base import Agent
 from perdure.agents.openhands import Openhands
+from perdure.agents.r2e_gym import R2eGym
 from perdure.agents.smolagents import Smolagents
 from perdure.agents.terminus_2 import Terminus2
 from perdure.errors import ConfigurationError
 from perdure.types import AgentEnd
 from tests.unit.agents.headless_task import TASK, ended, said, with_options
 
-OPENHANDS, SMOLAGENTS, TERMINUS_2 = AGENTS = (Openhands(), Smolagents(), Terminus2())
+OPENHANDS, R2E_GYM, SMOLAGENTS, TERMINUS_2 = AGENTS = (
+    Openhands(),
+    R2eGym(),
+    Smolagents(),
+    Terminus2(),
+)
 every_agent = pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
 
 
@@ -40,6 +46,9 @@ def test_flags_are_refused(agent: Agent, option: str) -> None:
         (OPENHANDS, "MaxIterationsReached", AgentEnd.LIMIT),
         (OPENHANDS, "LLMContextWindowExceedError", AgentEnd.LIMIT),
         (OPENHANDS, "LLMServiceUnavailableError", AgentEnd.CRASHED),
+        (R2E_GYM, "agent", AgentEnd.FINISHED),
+        (R2E_GYM, "abs_step_limit", AgentEnd.LIMIT),
+        (R2E_GYM, "token_limit", AgentEnd.LIMIT),
         (SMOLAGENTS, "success", AgentEnd.FINISHED),
         (SMOLAGENTS, "max_steps_error", AgentEnd.LIMIT),
         (SMOLAGENTS, "context_full", AgentEnd.LIMIT),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from perdure.errors import MissingDependency
+from perdure.graders.protocols import row_parser
 from perdure.graders.protocols.row_parser import parse_output
 from perdure.limited_process import Unparsable, read
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
@@ -62,3 +64,21 @@ async def test_a_parser_without_a_result_is_a_verdict() -> None:
     """The reason is its last output; a retry would end the same way."""
     with pytest.raises(Unparsable, match=r"(?s)the row's parser failed: .*ValueError: no log"):
         await read(parse_output, "raise ValueError('no log')", b"", b"")
+
+
+def test_a_host_that_lets_no_bubblewrap_run_is_named_before_the_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the chart's pods, where a verdict would otherwise be retried without end."""
+    row_parser.check.cache_clear()
+    row_parser.check()
+    refused = tmp_path / "bwrap"
+    refused.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2; exit 1\n"
+    )
+    refused.chmod(0o755)
+    monkeypatch.setattr(row_parser, "program_of_host", lambda _: str(refused))
+    row_parser.check.cache_clear()
+
+    with pytest.raises(MissingDependency, match=r"No permissions.* workers on hosts of their own"):
+        row_parser.check()

@@ -176,12 +176,18 @@ def test_workers_get_the_settings_and_the_secret_in_their_environment(
     assert "a secret of sixteen" not in (tmp_path / "script").read_text()
 
 
+@pytest.mark.parametrize(
+    "squeue",
+    [
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
+        "kill -PIPE $$",
+    ],
+    ids=["never answers", "hangs up during the call"],
+)
 def test_list_tells_a_silent_controller_from_missing_workers(
-    stand_in: StandIn, capsys: pytest.CaptureFixture[str]
+    squeue: str, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(
-        "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1"
-    )
+    stand_in("squeue", squeue)
 
     assert invoke(["workers", "list", "--slurm"]) == 1
     assert "running workers continue" in capsys.readouterr().err

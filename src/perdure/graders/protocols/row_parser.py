@@ -8,11 +8,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from perdure.errors import Boundary, RetryHere
+from perdure.errors import Boundary, MissingDependency, RetryHere
 from perdure.graders.reports.log_parsers import Statuses
 from perdure.limited_process import Unparsable
 from perdure.sandboxes.host.sandbox_programs import program as program_of_host
@@ -22,11 +24,24 @@ INSIDE = "/output"
 """The folder with both streams; the parser can write only here."""
 _STARTED = "started"
 """This file exists once bubblewrap has started the parser."""
+_PARSER = ("parser.py", "stdout.log", "stderr.log", "output.json")
+_NOT_ALLOWED = ("no permissions", "not permitted", "permission denied")
+"""What bubblewrap says where the kernel refuses it namespaces, as in pods of the Helm chart."""
 
 
+@cache
 def check() -> None:
-    """Raises: MissingDependency."""
-    program_of_host("bwrap")
+    """Raises: MissingDependency without bubblewrap, or if this host does not let it run."""
+    with TemporaryDirectory() as folder:
+        tried = subprocess.run(
+            _confined(Path(folder), ["true"]), env={}, capture_output=True, check=False
+        )
+    said = tried.stderr[-200:].decode("utf-8", "replace").strip()
+    if tried.returncode and any(words in said.lower() for words in _NOT_ALLOWED):
+        raise MissingDependency(
+            f"bubblewrap, which confines the row's parser, may not run here: {said}; grade such rows "
+            "by workers on hosts of their own, not in pods"
+        )
 
 
 def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestStatus]:
@@ -41,7 +56,8 @@ def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestSt
         (place / "parser.py").write_text(program)
         (place / "stdout.log").write_bytes(stdout)
         (place / "stderr.log").write_bytes(stderr)
-        done = subprocess.run(_confined(place), env={}, capture_output=True, check=False)
+        command = _confined(place, [sys.executable, "-I", *_PARSER])
+        done = subprocess.run(command, env={}, capture_output=True, check=False)
         said = done.stderr[-200:].decode("utf-8", "replace").strip()
         if not (place / _STARTED).exists():
             raise RetryHere(f"the row's parser did not start: {said}", boundary=Boundary.WORKER)
@@ -53,9 +69,8 @@ def parse_output(program: str, stdout: bytes, stderr: bytes) -> dict[str, TestSt
     return _statuses(named)
 
 
-def _confined(place: Path) -> list[str]:
-    python = [sys.executable, "-I", "parser.py", "stdout.log", "stderr.log", "output.json"]
-    start = ["/bin/sh", "-c", f': >{_STARTED}; exec "$@"', "sh", *python]
+def _confined(place: Path, command: Sequence[str]) -> list[str]:
+    start = ["/bin/sh", "-c", f': >{_STARTED}; exec "$@"', "sh", *command]
     return [
         *(program_of_host("bwrap"), "--unshare-all", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL", "--dev", "/dev", "--tmpfs", "/tmp", *_readable()),

@@ -11,6 +11,7 @@ from pathlib import Path
 from perdure.errors import InstanceError
 from perdure.sandboxes.guest.guest_sandbox import FOLDER, GuestSandbox
 from perdure.sandboxes.host.keeper import seccomp_filter
+from perdure.sandboxes.image_architecture import RUN_ELSEWHERE
 
 DEADLINE = f"{FOLDER}/deadline"
 """File inside that holds the time at which the first process ends the sandbox, on two clocks: unix
@@ -27,6 +28,8 @@ NO_PROGRAM = (
     ": command not found",
 )
 """How container runtimes and shells report a missing program."""
+FOREIGN_PROGRAM = "exec format error"
+"""How a kernel reports a program of another architecture."""
 
 
 class ContainerSandbox(GuestSandbox):
@@ -60,10 +63,12 @@ def source_of(name: str) -> str:
 
 
 def names_missing_program(said: str) -> bool:
-    return any(words in said.lower() for words in NO_PROGRAM)
+    """Or one that cannot run."""
+    return any(words in said.lower() for words in (*NO_PROGRAM, FOREIGN_PROGRAM))
 
 
 def missing_programs_error(identity: str, said: str) -> InstanceError:
-    return InstanceError(
-        f"the image of sandbox {identity!r} lacks python3 or a shell tool: {said[-300:]}"
-    )
+    problem = "lacks python3 or a shell tool"
+    if FOREIGN_PROGRAM in said.lower():
+        problem = f"is for an architecture that its host cannot run ({RUN_ELSEWHERE})"
+    return InstanceError(f"the image of sandbox {identity!r} {problem}: {said[-300:]}")

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.host.sandbox_programs import missing_programs, program
+from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     PROXY_PORT,
@@ -81,6 +83,8 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
 
     async def _boot(self, spec: SandboxSpec, box: SandboxFolder) -> NamespaceSandbox:
         image = None if spec.image is None else await self._image(spec.image)
+        if image is not None:
+            check_architecture(str(spec.image), image.architecture, platform.machine())
         if image is not None and lacks_git(Path(image.root), image.env):
             git = await asyncio.to_thread(self._made_once, ".git", write_git)
             spec = replace(spec, mounts=(*mounts_of(git), *spec.mounts))
@@ -204,16 +208,18 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
 
 
 class _Image:
-    def __init__(self, root: str, env: Mapping[str, str]) -> None:
+    def __init__(self, root: str, env: Mapping[str, str], architecture: str) -> None:
         self.root = root
         self.env = env
+        self.architecture = architecture
 
 
 def _mounted(found: str) -> _Image:
     root = _run("image", "mount", found, in_its_mounts=True).strip()
     (config,) = json.loads(_run("image", "inspect", "--format", "json", found))
     variables = (config.get("Config") or {}).get("Env") or []
-    return _Image(root, dict(variable.split("=", 1) for variable in variables))
+    env = dict(variable.split("=", 1) for variable in variables)
+    return _Image(root, env, config.get("Architecture") or "")
 
 
 def _find(name: str) -> str | None:

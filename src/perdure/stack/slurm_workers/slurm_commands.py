@@ -1,5 +1,6 @@
 """Runs Slurm's commands: submits a job array, lists, throttles, requeues and cancels its tasks."""
 
+import signal
 import subprocess
 from collections.abc import Mapping
 
@@ -101,7 +102,7 @@ def _run(*argv: str, stdin: str | None = None, environment: Mapping[str, str] | 
         raise _away(argv[0]) from None
     if done.returncode == 0:
         return done.stdout
-    if AWAY in done.stderr:
+    if AWAY in done.stderr or done.returncode == -signal.SIGPIPE:  # it hung up during the call
         raise _away(argv[0])
     said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     raise ConfigurationError(f"{argv[0]} failed: {said[-1]}")

@@ -7,6 +7,7 @@ commands and keeps their records. Folders of this host are bound if the engine s
 import asyncio
 import io
 import json
+import platform
 import subprocess
 import tarfile
 import time
@@ -18,7 +19,6 @@ from typing import Any
 from perdure.errors import (
     ConfigurationError,
     ControlPlaneError,
-    InstanceError,
     MissingDependency,
     NotFound,
 )
@@ -39,6 +39,7 @@ from perdure.sandboxes.guest.service_retries import (
     sandbox_lost_error,
 )
 from perdure.sandboxes.host.sandbox_programs import program
+from perdure.sandboxes.image_architecture import check_architecture
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     BuildOutput,
@@ -65,6 +66,7 @@ REQUEST_S = 60.0
 BOOT_S = 300.0
 LABEL = "perdure"
 LISTED_AT_ONCE = 8
+IMAGE_FORMAT = "{{.Id}} {{.Architecture}} {{json .Config.Env}}"
 IMAGE_STAYS_S = 60.0
 """Seconds for which the id found for an image name is trusted."""
 PULLER = Puller(
@@ -284,7 +286,7 @@ class DockerProvider(ServiceProvider, ImageBuilder):
         if found is not None and found.state == "created":
             await self.kill(identity)
             if names_missing_program(str(error)):
-                return InstanceError(f"the image of sandbox {identity!r} lacks python3: {error}")
+                return missing_programs_error(identity, str(error))
         return error
 
     async def _adopt(self, found: Found) -> DockerSandbox:
@@ -334,12 +336,14 @@ class DockerProvider(ServiceProvider, ImageBuilder):
 
     async def _image(self, name: str) -> str | None:
         said = await docker_cli.call(
-            *("image", "inspect", "--format", "{{.Id}} {{json .Config.Env}}", name),
+            *("image", "inspect", "--format", IMAGE_FORMAT, name),
             seconds=REQUEST_S,
             what="image inspect",
         )
         if said.code == 0:
-            found, variables = said.out.decode().strip().split(" ", 1)
+            found, architecture, variables = said.out.decode().strip().split(" ", 2)
+            if self.host_bound:  # another engine's emulators cannot be seen from here
+                check_architecture(name, architecture, platform.machine())
             lines = json.loads(variables) or []
             self._variables[found] = dict(line.split("=", 1) for line in lines if "=" in line)
             return found
