@@ -12,20 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from temporalio.testing import ActivityEnvironment
 
-from activities.rollout_activities import Stages
 from perdure.cli.main import invoke
 from perdure.errors import ConfigurationError, ControlPlaneError, InstanceError, PerdureError
 from perdure.instances import build_contexts, instance_catalog
 from perdure.instances.environment_builder import LAST_USES, Environments, check_image
 from perdure.instances.image_preparation import missing_images, prune
 from perdure.instances.rows.row_import import import_rows
-from perdure.rollouts import stage_checkpoints
-from perdure.rollouts.activity_messages import Attempt
 from perdure.rollouts.stage_services import Services
 from perdure.sandboxes.base import Network, SandboxSpec
 from perdure.sandboxes.image_builds import BuildOutput, ImageBuild
@@ -34,21 +29,19 @@ from perdure.sandboxes.providers.docker.provider import DockerProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers
-from perdure.storage import store_keys
 from perdure.storage.local_store import LocalStore
 from perdure.types import (
     Build,
     Environment,
-    Grade,
     Instance,
     Limits,
-    RolloutRequest,
     Source,
     SourceKind,
 )
 from tests import docker_engine, small_image
 from tests.checkout_paths import ROOT
 from tests.images import podman_storage
+from tests.images.played_stages import played
 from tests.images.podman_storage import Podman, podman_in
 
 BASE = "localhost/perdure-test/base:1"
@@ -332,20 +325,6 @@ def write_task(folder: Path, mode: str, artifacts: str) -> Path:
     return folder
 
 
-async def played(services: Services, ref: str, agent: str, **fields: Any) -> Grade:
-    """One rollout's stages, as its workflow calls them."""
-    request = RolloutRequest(run_id=agent, instance=ref, agent=agent, sandbox="podman", **fields)
-    request = request.model_copy(update={"grade_empty_patch": True})
-    attempt = Attempt(request=request, attempt=1, workflow_run_id="00000000")
-    stages = Stages(services)
-    for stage in (stages.boot, stages.run_agent, stages.capture, stages.grade):
-        await ActivityEnvironment().run(stage, attempt)
-    key = f"{store_keys.attempt(request, 1)}/grade-00000000.json"
-    grade = await stage_checkpoints.read(services.store, key, Grade)
-    assert grade is not None
-    return grade
-
-
 @pytest.mark.parametrize(
     ("mode", "artifacts"), [("separate", '"/app", "/app/absent"'), ("shared", "")]
 )
@@ -357,7 +336,9 @@ async def test_a_task_as_harbor_writes_it(
     services = Services(Settings(home=tmp_path / "home", store=str(tmp_path / "store")))
     report = await import_rows(services.store, write_task(tmp_path / "hello", mode, artifacts))
     (ref,) = report.refs
-    gold, nothing = [await played(services, ref, agent) for agent in ("oracle", "nop")]
+    gold, nothing = [
+        (await played(services, ref, agent, sandbox="podman"))[0] for agent in ("oracle", "nop")
+    ]
 
     assert (gold.outcome, gold.reward) == ("resolved", 1.0)
     assert (nothing.outcome, nothing.reward) == ("unresolved", 0.0)
@@ -373,7 +354,8 @@ async def test_artifacts_that_cannot_be_taken_are_no_verdict_of_the_tests(
     with (task / "solution/solve.sh").open("a") as solution:
         solution.write("head -c 3000000 /dev/urandom >large\n")
     (ref,) = (await import_rows(services.store, task)).refs
-    grade = await played(services, ref, "oracle", limits=Limits(output_mb=1))
+    limits = Limits(output_mb=1)
+    grade, _ = await played(services, ref, "oracle", sandbox="podman", limits=limits)
 
     assert grade.outcome == "capture_failed"
     assert grade.reason.startswith("artifacts_too_large")

@@ -52,6 +52,35 @@ async def test_the_tests_see_the_agents_files_and_no_older_ones(boxes: list[Sand
     assert await files(tests) == ["absent/own", "lib/a.c", "out/new"]
 
 
+async def test_patterns_are_for_members_of_a_folder(boxes: list[Sandbox]) -> None:
+    """As in Harbor: `./a` is at its top, and a file is kept under any pattern. An empty folder that
+    every agent has is no artifact, so that no image needs tar for it."""
+    agent, _ = boxes
+    await agent.exec("mkdir -p 'o,&/sub'; touch 'o,&/a' 'o,&/sub/a' 'o,&/b' file", check=True)
+    await agent.exec("ln -s ./b 'o,&/link'; mkdir -p /logs/artifacts || true")
+    artifacts = {"/logs/artifacts": (), "/testbed/o,&": ("./a",), "/testbed/file": ("file",)}
+    packed = await pack_artifacts(agent, artifacts, output_mb=1)
+
+    with tarfile.open(fileobj=io.BytesIO(packed.data), ignore_zeros=True) as tar:
+        found = {member.name: member.linkname for member in tar if not member.isdir()}
+    assert sorted(found) == [
+        "testbed/file",
+        *(f"testbed/o,&/{name}" for name in ("b", "link", "sub/a")),
+    ]
+    assert found["testbed/o,&/link"] == "./b"
+    assert (await pack_artifacts(agent, {"/logs/artifacts": ()}, output_mb=1)).data == b""
+
+
+async def test_one_artifact_may_be_inside_another(boxes: list[Sandbox]) -> None:
+    agent, tests = boxes
+    artifacts: dict[str, tuple[str, ...]] = {"/testbed/out": (), "/testbed/out/sub": ()}
+    await agent.exec("mkdir -p out/sub; touch out/a out/sub/b", check=True)
+    packed = await pack_artifacts(agent, artifacts, output_mb=1)
+
+    assert await unpack_artifacts(tests, artifacts, packed.data) == ""
+    assert await files(tests) == ["out/a", "out/sub/b"]
+
+
 async def test_too_many_bytes_are_refused_by_name(boxes: list[Sandbox]) -> None:
     """They are not cut: half an archive would be graded as the agent's work."""
     agent, _ = boxes

@@ -341,4 +341,4 @@ async def test_a_harbor_task_is_graded(services: Services, pro: Instance, harbor
     nop = await graded(services, harbor, b"", 1)
 
     assert (gold.outcome, gold.reward, gold.reason) == ("resolved", 1.0, "")
-    assert (nop.outcome, nop.reward, nop.rewards.partial) == ("unresolved", 0.0, 0.5)
+    assert (nop.outcome, nop.reward, nop.rewards.partial) == ("unresolved", 0.5, 0.5)

@@ -12,7 +12,8 @@ from perdure.types import AgentEnd
 
 GOLD = f"{HOME}/gold.patch"
 SOLUTION = f"{HOME}/solution"
-SOLVE = f"ln -sfn {SOLUTION} /solution 2>/dev/null; exec bash {SOLUTION}/solve.sh"
+SCRIPT = f"{SOLUTION}/solve.sh"
+SOLVE = f"ln -sfn {SOLUTION} /solution 2>/dev/null; chmod +x {SCRIPT} && exec {SCRIPT}"
 """Harbor's scripts expect their folder at /solution."""
 
 

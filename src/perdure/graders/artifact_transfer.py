@@ -5,12 +5,14 @@ it. Only members below the artifacts' own paths are unpacked.
 """
 
 import posixpath
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from perdure.errors import Boundary, InstanceError, RetryHere, SandboxLost
 from perdure.graders.diff.git_diff_parser import MalformedDiff, parse
+from perdure.instances.rows.formats.harbor import ARTIFACTS_FOLDER
 from perdure.sandboxes.base import ExecResult, ExecState, Sandbox
 
 TRANSFER_TIMEOUT_S = 300.0
@@ -29,11 +31,7 @@ async def pack_artifacts(
 ) -> PackedArtifacts:
     """Pack the artifacts that exist. Absent ones are left out, as in Harbor. `output_mb`: the limit
     of the sandbox. Raises: SandboxLost, RetryHere."""
-    lines = []
-    for path, left_out in artifacts.items():
-        options = shlex.join(f"--exclude={pattern}" for pattern in left_out)
-        place, inside = shlex.quote(path), shlex.quote(path.strip("/"))
-        lines.append(f"[ ! -e {place} ] || tar -C / {options} -cf - {inside} || exit 1")
+    lines = [_pack_line(path, out, sandbox.workdir) for path, out in artifacts.items()]
     done = _check_finished(
         sandbox, await sandbox.exec("\n".join(lines), timeout=TRANSFER_TIMEOUT_S)
     )
@@ -49,6 +47,25 @@ async def pack_artifacts(
     return PackedArtifacts(done.stdout)
 
 
+def _pack_line(path: str, left_out: tuple[str, ...], workdir: str) -> str:
+    """As in Harbor, patterns are for members of a folder, and an empty ARTIFACTS_FOLDER is no
+    artifact. The repository of the workdir stays, because no tests get it."""
+    place, inside = shlex.quote(path), path.strip("/")
+    repository = posixpath.relpath(posixpath.join(workdir, ".git"), path)
+    if not repository.startswith("../"):
+        left_out = (*left_out, f"./{repository}")
+    pack = f"tar -C / -cf - {shlex.quote(inside)}"
+    if left_out:
+        inside = re.sub(r"([&\\,])", r"\\\1", inside)
+        options = [*(f"--exclude={one}" for one in left_out), f"--transform=s,^\\.,{inside},S"]
+        folder = f"tar -C {place} {shlex.join(options)} -cf - ."
+        pack = f"if [ -d {place} ]; then {folder}; else {pack}; fi"
+    absent = f"[ ! -e {place} ]"
+    if path == ARTIFACTS_FOLDER:
+        absent = f'[ -z "$(ls -A {place} 2>/dev/null)" ]'
+    return f"{absent} || {{ {pack}; }} || exit 1"
+
+
 async def unpack_artifacts(
     sandbox: Sandbox, artifacts: Mapping[str, tuple[str, ...]], packed: bytes
 ) -> str:
@@ -62,7 +79,9 @@ async def unpack_artifacts(
         raise InstanceError("the image of the tests lacks GNU tar, which unpacks the artifacts")
     archive = f"{sandbox.tmp}/.perdure-artifacts.tar"
     await sandbox.put(archive, packed)
-    paths = (path.strip("/") for path in artifacts)
+    paths = [path.strip("/") for path in artifacts]
+    # tar counts a member for the first path that contains it, and misses it for the second.
+    paths = [one for one in paths if not any(one.startswith(f"{other}/") for other in paths)]
     argv = ["bash", "-c", _UNPACK_SCRIPT, archive, sandbox.workdir, *paths]
     done = _check_finished(sandbox, await sandbox.exec(argv, timeout=TRANSFER_TIMEOUT_S))
     said = done.stderr[-200:].decode("utf-8", "replace").strip()

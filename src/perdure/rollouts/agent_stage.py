@@ -108,7 +108,7 @@ async def _run_by_handler(job: Job, session: AgentSession | None, sandbox: Sandb
     started, end = time.monotonic(), AgentEnd.FINISHED
     kept = asyncio.create_task(_keep_alive(job, session, sandbox))
     try:
-        async with asyncio.timeout(job.request.agent_budget_s):
+        async with asyncio.timeout(job.agent_budget_s):
             await handler_hooks.run(job, sandbox)
     except TimeoutError:  # the budget ran out; the handler's own errors arrive as SandboxLost
         end = AgentEnd.LIMIT
@@ -183,7 +183,7 @@ async def _start(job: Job, session: AgentSession | None, sandbox: Sandbox, url: 
             launch.argv,
             env=launch.env,
             cwd=launch.cwd or sandbox.workdir,
-            timeout_s=job.request.agent_budget_s,
+            timeout_s=job.agent_budget_s,
         ),
     )
 
@@ -238,7 +238,7 @@ async def _watch(
                 waited = excused
                 coming = 2 * WATCH_S if _waits(summary, conversation) else 0.0
                 excused = min(waited + coming, LONGEST_WAIT_S)
-                await sandbox.extend(EXEC_ID, job.request.agent_budget_s + excused)
+                await sandbox.extend(EXEC_ID, job.agent_budget_s + excused)
             is_refused = summary.too_stale or summary.is_hopeless or summary.capped
             no_answer = is_refused or summary.waits_for_quota(time.time())
             if no_answer or summary.mcp_failed:

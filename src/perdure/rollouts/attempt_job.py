@@ -239,6 +239,12 @@ class Job:
             )
 
     @property
+    def agent_budget_s(self) -> float:
+        """The request's, or the task's own if that is shorter."""
+        own, budget = self.instance.agent_timeout_s, self.request.agent_budget_s
+        return budget if own is None else min(own, budget)
+
+    @property
     def mcp_servers(self) -> McpServers:
         """The servers of the instance, replaced and joined by those of the request."""
         return {**self.instance.mcp_servers, **self.request.mcp_servers}
@@ -262,7 +268,7 @@ class Job:
             session_key=session_key,
             model=request.model,
             sampling=request.sampling,
-            budget_s=request.agent_budget_s,
+            budget_s=self.agent_budget_s,
             mcp_servers=self.mcp_servers,
             options=request.agent_options,
             has_user=self.user is not None,

@@ -1,6 +1,8 @@
 """Tasks that are folders: Harbor's published layout, and plain ones with a file per long field."""
 
 import json
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,21 +35,34 @@ def test_a_harbor_task(tmp_path: Path) -> None:
     assert instance.phases.grade.limits == LimitChanges(cpus=1, memory_mb=2048, disk_mb=1024)
     assert instance.phases.agent.network is None
     assert set(grading.files) == {".perdure-tests/test.sh", ".perdure-tests/check.py"}
-    assert grading.timeout_s == 120.0
+    assert (instance.agent_timeout_s, grading.timeout_s) == (60.0, 120.0)
+    assert list(instance.artifacts) == ["/logs/artifacts"]
     RewardFileGrader().validate(instance)
 
 
+PRINTS = "#!/usr/bin/env python3\nimport os\nprint(os.environ['A'])\n"
+"""A script that bash cannot read."""
+
+
+def output(files: Mapping[str, bytes], script: str, folder: Path) -> str:
+    """What the script prints, if it is run as the sandbox runs it."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    (folder / script).chmod(0o755)
+    return subprocess.check_output([folder / script], text=True)
+
+
 def test_the_verifiers_variables_are_set(tmp_path: Path) -> None:
-    """`verifier.env` reaches the tests and nothing else."""
+    """`verifier.env` reaches the tests and nothing else. Their first line names the interpreter."""
     folder = write_harbor(tmp_path / "add", "img:1")
     task = (folder / "task.toml").read_text()
     (folder / "task.toml").write_text(task.replace("[verifier]", '[verifier]\nenv = {A = "x y"}'))
+    (folder / "tests/test.sh").write_text(PRINTS)
 
     instance = read(folder)
 
-    assert instance.grading.files[".perdure-tests/test.sh"].startswith(
-        b"export A='x y'\n#!/bin/bash"
-    )
+    assert output(instance.grading.files, ".perdure-tests/test.sh", tmp_path / "out") == "x y\n"
     assert instance.environment.env == {}
 
 
@@ -258,9 +273,62 @@ def test_a_phase_overrides_the_environments_network(tmp_path: Path) -> None:
 
 def test_the_solutions_variables_are_set(tmp_path: Path) -> None:
     more = '\n[solution.env]\nA = "x y"\n'
-    instance = read(write_harbor(tmp_path / "add", "img:1", more=more))
+    folder = write_harbor(tmp_path / "add", "img:1", more=more)
+    (folder / "solution/solve.sh").write_text(PRINTS)
 
-    assert instance.gold_script["solve.sh"].startswith(b"export A='x y'\nsed -i")
+    assert output(read(folder).gold_script, "solve.sh", tmp_path / "out") == "x y\n"
+
+
+@pytest.mark.parametrize(
+    ("begins", "shown"),
+    [
+        ("<!-- a canary GUID 1 -->\n# canary\n\n", "add() subtracts.\n"),
+        ("# Title\n<!-- canary -->\n", "# Title\n<!-- canary -->\nadd() subtracts.\n"),
+    ],
+)
+def test_leading_canaries_are_not_shown(tmp_path: Path, begins: str, shown: str) -> None:
+    """They mark text that no model may be trained on; as in Harbor, the agent does not see them."""
+    folder = write_harbor(tmp_path / "add", "img:1")
+    (folder / "instruction.md").write_text(f"{begins}add() subtracts.\n")
+
+    assert read(folder).problem_statement == shown
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("trajectory.json", "trajectory.json continues"),
+        ("tests/data/.harborignore", ".harborignore leaves out files"),
+        ("environment/data.txt", "Harbor copies its environment folder into"),
+    ],
+)
+def test_files_that_harbor_uses_and_perdure_does_not(tmp_path: Path, file: str, said: str) -> None:
+    folder = write_harbor(tmp_path / "add", "img:1")
+    (folder / "environment/Dockerfile").unlink()
+    (folder / file).parent.mkdir(exist_ok=True)
+    (folder / file).write_text("{}")
+
+    with pytest.raises(InstanceError, match=said):
+        read(folder)
+
+
+def test_the_tests_may_be_only_in_their_image(tmp_path: Path) -> None:
+    image = '[verifier.environment]\ndocker_image = "t:1"\nworkdir = "/srv"\n'
+    folder = write_harbor(tmp_path / "add", "img:1", more=image)
+    (folder / "tests/test.sh").unlink()
+    instance = read(folder)
+
+    assert instance.grading.files == {}
+    RewardFileGrader().validate(instance)
+
+
+def test_a_verifiers_image_without_its_workdir_is_refused(tmp_path: Path) -> None:
+    """Tests that start elsewhere than in Harbor would fail, and look like a verdict."""
+    image = '[verifier.environment]\ndocker_image = "t:1"\n'
+    folder = write_harbor(tmp_path / "add", "img:1", more=image)
+
+    with pytest.raises(InstanceError, match=r"`verifier.environment.workdir`"):
+        read(folder)
 
 
 def test_an_image_is_built_from_the_dockerfile(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ async def _watch(sandbox: Sandbox, *told: dict[str, Any]) -> ExecStatus:
         return SessionSummary(session_id="s", open=True, **next(summaries))
 
     job = SimpleNamespace(
-        request=SimpleNamespace(agent_budget_s=BUDGET_S),
+        agent_budget_s=BUDGET_S,
+        request=SimpleNamespace(),
         services=SimpleNamespace(
             settings=SimpleNamespace(sandbox=SimpleNamespace(ttl_s=3600)),
             seats=SimpleNamespace(take=lambda _: None),

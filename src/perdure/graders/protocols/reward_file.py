@@ -76,7 +76,7 @@ def _command(instance: Instance, scratch: str) -> Command:
     has_tests = verifier is not None and verifier.has_tests
     steps = [] if has_tests else [f"cp -r {FOLDER}/. /tests/", f"rm -rf {FOLDER}"]
     steps += [f"cd {shlex.quote(verifier.cwd)}"] if verifier is not None else []
-    run = " && ".join([*steps, "bash /tests/test.sh"])
+    run = " && ".join([*steps, "chmod +x /tests/test.sh", "/tests/test.sh"])
     return Command(
         f"{run}\n{{ cat {LOGS}/reward.json || cat {LOGS}/reward.txt; }} 2>/dev/null "
         f"| head -c {MAX_BYTES} >{reward}",

@@ -42,6 +42,8 @@ from perdure.types.validation_errors import faults
 
 FOLDER = ".perdure-tests"
 """The folder of the tests in `grading.files`; the grader `reward_file` moves them to /tests."""
+CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
+"""Harbor does not show such lines to the agent, if the instruction begins with them."""
 ONE_COMMIT = (
     "[ -d .git ] || { git init -q . && git add -A -f && git -c user.name=perdure "
     "-c user.email=perdure@localhost commit -q --allow-empty -m base; }"
@@ -101,24 +103,21 @@ def to_instance(row: Row, dataset: str) -> Instance:
     if problems := _unsupported(folder, task, tables):
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
     own = _environment(folder / "environment", tables["environment"])
-    kept = _artifact_excludes(task, tables)
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
         data_source="harbor",
-        problem_statement=_text(row, folder, "instruction.md"),
+        problem_statement=_instruction(_text(row, folder, "instruction.md")),
         source=Source(kind=SourceKind.IMAGE),
         environment=own,
-        grading=_grading(folder, tables, own, keeps=bool(kept)),
+        grading=_grading(folder, tables, own),
         gold_patch=_gold(folder),
-        gold_script=_gold_script(folder, tables["solution"]),
-        artifacts=kept,
+        gold_script=_files_with_env(folder / "solution", "solve.sh", tables["solution"]),
+        artifacts=_artifact_excludes(task),
+        agent_timeout_s=tables["agent"].get("timeout_sec"),
         mcp_servers=_mcp_servers(tables["environment"])[0],
         phases=_phases(tables),
-        metadata={
-            "agent_timeout_s": tables["agent"].get("timeout_sec"),
-            **({PERMITS_NETWORK: True} if "public" in _networks(tables) else {}),
-        },
+        metadata={PERMITS_NETWORK: True} if "public" in _networks(tables) else {},
     )
 
 
@@ -172,8 +171,14 @@ def _unsupported(
     for name in ("environment", "tests"):
         if any((folder / name).glob("docker-compose.y*ml")):
             problems.append(f"its {name} folder has several containers; Perdure runs only one")
-    if not (folder / "tests" / "test.sh").is_file():
+    if not _has_tests(folder, tables) and not (folder / "tests" / "test.sh").is_file():
         problems.append("it has no tests/test.sh, which writes the reward")
+    if (folder / "trajectory.json").exists():
+        problems.append("its trajectory.json continues another agent's work")
+    if [*folder.glob("tests/**/.harborignore"), *folder.glob("solution/**/.harborignore")]:
+        problems.append(
+            "its .harborignore leaves out files of tests or solution: remove them instead"
+        )
     return [*problems, *_image_problems(folder, task, tables)]
 
 
@@ -195,12 +200,22 @@ def _image_problems(
     folder: Path, task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     environment, place = tables["environment"], folder / "environment"
-    if not environment.get("docker_image") and not (place / DOCKERFILE).is_file():
-        return ["it has no environment/Dockerfile and no `environment.docker_image`"]
+    if not (place / DOCKERFILE).is_file():
+        if not environment.get("docker_image"):
+            return ["it has no environment/Dockerfile and no `environment.docker_image`"]
+        if place.is_dir() and any(place.iterdir()):
+            return [
+                "Harbor copies its environment folder into the image's workdir: add an "
+                "environment/Dockerfile with FROM, WORKDIR and COPY, and remove `docker_image`"
+            ]
     workdir = environment.get("workdir") or _workdir(place)
     if not workdir and not environment.get("docker_image"):
         return ["its Dockerfile sets no absolute WORKDIR: add one, or `environment.workdir`"]
-    problems = []
+    problems, verifier = [], tables["verifier.environment"]
+    if verifier.get("docker_image") and not verifier.get("workdir"):
+        problems.append(
+            "its tests start in the WORKDIR of their image: name it in `verifier.environment.workdir`"
+        )
     for path, artifact in _artifacts(task).items():
         if artifact.get("service", "main") != "main":
             problems.append(f"`artifacts`: {path} is in another container")
@@ -215,14 +230,10 @@ def _artifacts(task: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {str(table.get("source", "")): table for table in tables}
 
 
-def _artifact_excludes(
-    task: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[str, ...]]:
-    """Path of an artifact -> patterns to leave out. As in Harbor, ARTIFACTS_FOLDER is one of them
-    if there are any."""
+def _artifact_excludes(task: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Path of an artifact -> patterns to leave out. As in Harbor, ARTIFACTS_FOLDER is always one."""
     declared = {path: tuple(one.get("exclude", ())) for path, one in _artifacts(task).items()}
-    usual: dict[str, tuple[str, ...]] = {ARTIFACTS_FOLDER: ()}
-    return {**usual, **declared} if _is_separate(tables) or declared else {}
+    return {ARTIFACTS_FOLDER: (), **declared}
 
 
 def _is_separate(tables: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -294,17 +305,23 @@ def _workdir(folder: Path) -> str:
     return path if path.startswith("/") and "$" not in path else ""
 
 
-def _grading(
-    folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment, *, keeps: bool
-) -> Grading:
-    table, tests = tables["verifier"], _files(folder / "tests")
-    tests["test.sh"] = _exports(table) + tests["test.sh"]
+def _instruction(text: str) -> str:
+    lines = text.split("\n")
+    first = next(
+        (at for at, line in enumerate(lines) if not CANARY.fullmatch(line.strip())), len(lines)
+    )
+    return "\n".join(lines[first:]).lstrip("\n") if first else text
+
+
+def _grading(folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment) -> Grading:
+    table = tables["verifier"]
     verifier = _verifier(folder, tables, own)
     has_tests = verifier is not None and verifier.has_tests
+    tests = {} if has_tests else _files_with_env(folder / "tests", "test.sh", table)
     return Grading(
         protocol="reward_file",
-        files={} if has_tests else {f"{FOLDER}/{name}": data for name, data in tests.items()},
-        pre_commands=(ONE_COMMIT, *([f"mkdir -p {ARTIFACTS_FOLDER}"] if keeps else [])),
+        files={f"{FOLDER}/{name}": data for name, data in tests.items()},
+        pre_commands=(ONE_COMMIT, f"mkdir -p {ARTIFACTS_FOLDER}"),
         timeout_s=float(table.get("timeout_sec", 600.0)),
         verifier=verifier,
     )
@@ -315,11 +332,8 @@ def _verifier(
 ) -> Verifier | None:
     if not _is_separate(tables):
         return None
-    table, place, has_tests = tables["verifier.environment"], folder / "tests", True
-    if table.get("docker_image") or (place / DOCKERFILE).is_file():
-        found = _environment(place, table, "/")
-    else:
-        found, has_tests = own, False
+    table, has_tests = tables["verifier.environment"], _has_tests(folder, tables)
+    found = _environment(folder / "tests", table, "/") if has_tests else own
     env = {**(_env(table) if table else found.env), **_env(tables["verifier"])}
     return Verifier(
         environment=found.model_copy(update={"env": env, "workdir": TESTS_WORKDIR}),
@@ -328,16 +342,21 @@ def _verifier(
     )
 
 
-def _exports(table: Mapping[str, Any]) -> bytes:
-    """Shell lines that set the table's variables."""
+def _has_tests(folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether the image of a separate verifier contains the tests."""
+    image = tables["verifier.environment"].get("docker_image")
+    return _is_separate(tables) and bool(image or (folder / "tests" / DOCKERFILE).is_file())
+
+
+def _files_with_env(folder: Path, script: str, table: Mapping[str, Any]) -> dict[str, bytes]:
+    """The folder's files. If the table has variables, another script sets them and then runs the
+    folder's own, which its first line interprets, as in Harbor."""
+    files, own = _files(folder), f"own-{script}"
     lines = [f"export {key}={shlex.quote(value)}\n" for key, value in _env(table).items()]
-    return "".join(lines).encode()
-
-
-def _gold_script(folder: Path, solution: Mapping[str, Any]) -> dict[str, bytes]:
-    files = _files(folder / "solution")
-    if "solve.sh" in files:
-        files["solve.sh"] = _exports(solution) + files["solve.sh"]
+    if lines and script in files:
+        files[own] = files[script]
+        run = f'chmod +x "${{0%/*}}/{own}" && exec "${{0%/*}}/{own}"\n'
+        files[script] = "".join(["#!/bin/bash\n", *lines, run]).encode()
     return files
 
 
