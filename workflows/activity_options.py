@@ -112,9 +112,10 @@ def stop_calls(request: RolloutRequest) -> ActivityOptions:
     return _options(temporal_names.IO_QUEUE, each=STOP_CALLS_S, total=STOP_CALLS_S, beat=beat)
 
 
-def capture(request: RolloutRequest, host: str | None) -> ActivityOptions:
-    """`total` includes half an hour of retries on a host where controls fail."""
-    each = CAPTURE_S + 300
+def capture(request: RolloutRequest, host: str | None, tests_s: float) -> ActivityOptions:
+    """`total` includes half an hour of retries on a host where controls fail. `tests_s`: seconds for
+    tests in the agent's own sandbox."""
+    each = CAPTURE_S + 300 + tests_s
     beat = request.heartbeat_timeout_s
     options = _options(temporal_names.IO_QUEUE, each=each, total=each + 1800, beat=beat)
     return options if host is None else _on(temporal_names.upkeep_queue(host), options)

@@ -282,7 +282,7 @@ class RolloutWorkflow:
             if self.is_spent:
                 return RolloutStatus.CANCELLED, None
             run, captured = await self._run_uninterrupted(
-                self._run_agent_and_capture(attempt, host)
+                self._run_agent_and_capture(attempt, host, booted.tests_s)
             )
             if captured is None:
                 return RolloutStatus.CANCELLED, None
@@ -336,7 +336,7 @@ class RolloutWorkflow:
                     return await task
 
     async def _run_agent_and_capture(
-        self, attempt: Attempt, host: str | None
+        self, attempt: Attempt, host: str | None, tests_s: float
     ) -> tuple[AgentRun, Captured | None]:
         """Run the agent and capture its diff. The diff is None if the budget stopped an agent that
         had made no model call."""
@@ -345,7 +345,7 @@ class RolloutWorkflow:
         no_call = run.end is AgentEnd.LIMIT and not run.turns
         if no_call and self.is_spent and self.truncation is None:
             return run, None
-        return run, await self._capture(attempt, host)
+        return run, await self._capture(attempt, host, tests_s)
 
     async def _grade_for_information(
         self, attempt: Attempt, run: AgentRun, captured: Captured
@@ -470,9 +470,9 @@ class RolloutWorkflow:
         except ActivityError as error:
             workflow.logger.info("the agent stops with its next heartbeat: %s", error.cause)
 
-    async def _capture(self, attempt: Attempt, host: str | None) -> Captured:
+    async def _capture(self, attempt: Attempt, host: str | None, tests_s: float) -> Captured:
         options = activity_options.described(
-            activity_options.capture(attempt.request, host),
+            activity_options.capture(attempt.request, host, tests_s),
             "git diff against the base",
             f"capture-{attempt.attempt}",
         )

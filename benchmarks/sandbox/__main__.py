@@ -1,11 +1,13 @@
 """Measures how long a sandbox takes: boot to first exec, exec, a 16 MB file, kill; alone and many at once.
 
     python -m benchmarks.sandbox [--providers NAMES] [--parallel COUNTS] [--rounds N] [--json]
+                                 [--sidecar IMAGE]
 
 Within each round, each provider and its plain tool do the same work alternately. The plain tools are
 `bwrap` with the same flags running `true`, the `podman` and `docker` command lines, and the E2B and
 Daytona SDKs. For the SDKs, both sides use the same double, whose sandboxes also run on this host.
-`x plain` is our overhead.
+`x plain` is our overhead. With `--sidecar IMAGE`, both sides are our sandboxes of an image that is here,
+and only the first has a sidecar with a health check: `x plain` is what a compose task costs.
 """
 
 import argparse
@@ -52,7 +54,7 @@ async def main() -> None:
             print(_HEAD)
         for name in options.providers:
             try:
-                async with pair(name, folder / name) as sides:
+                async with pair(name, folder / name, options.sidecar) as sides:
                     for count in options.parallel:
                         bench = Bench(sides, file)
                         await bench.rounds(count, max(1, options.rounds // count))
@@ -161,6 +163,7 @@ def _options() -> argparse.Namespace:
         "--parallel", type=lambda text: [int(part) for part in text.split(",")], default=[1, 32]
     )
     parser.add_argument("--rounds", type=int, default=128, help="total sandboxes per side")
+    parser.add_argument("--sidecar", default="", help="an image for podman and docker")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
     return parser.parse_args()
 

@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from perdure.sandboxes.host.sandbox_folder import SandboxFolder
 from perdure.sandboxes.providers.bubblewrap import BubblewrapProvider
 from perdure.sandboxes.providers.podman import PodmanProvider
 from perdure.settings.settings_tree import Settings
+from perdure.types import Healthcheck, Sidecar
 
 BOOT, EXEC, FILE, KILL = STEPS = ("boot to first exec", "exec", "16 MB file", "kill")
 TARGET = "/tmp/file"
@@ -59,8 +61,9 @@ Pair = tuple[Side, Side]
 
 
 @asynccontextmanager
-async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
-    """A pair that is ready and warmed up. Raises: Unavailable."""
+async def pair(name: str, folder: Path, sidecar: str = "") -> AsyncIterator[Pair]:
+    """A pair that is ready and warmed up. `sidecar`: an image; both sides are then our sandboxes of it,
+    and only the first has a sidecar, with a health check. Raises: Unavailable."""
     folder.mkdir()
     async with contextlib.AsyncExitStack() as stack:
         if name in service_doubles.SERVICES:
@@ -74,8 +77,15 @@ async def pair(name: str, folder: Path) -> AsyncIterator[Pair]:
         ours = Ours(kind(Settings(home=folder / "home")), _spec(name, folder))
         if missing := ours.provider.check():
             raise Unavailable(missing[0])
+        alone = SandboxSpec("/tmp", image=sidecar, labels=LABELS)
+        if sidecar:
+            ours = Ours(ours.provider, replace(alone, sidecars={"side": _sidecar(sidecar)}))
         box = await ours.boot()
-        plain = _plain(name, ours, box, folder / "plain")
+        plain: Side
+        if sidecar:
+            plain = Ours(ours.provider, alone, "alone")
+        else:
+            plain = _plain(name, ours, box, folder / "plain")
         await ours.kill(box)
         await plain.kill(await plain.boot())
         yield ours, plain
@@ -90,6 +100,11 @@ def _spec(name: str, folder: Path) -> SandboxSpec:
     tree.mkdir()
     (tree / "file").write_text("base\n")
     return SandboxSpec("/testbed", tree=tree, labels=LABELS)
+
+
+def _sidecar(image: str) -> Sidecar:
+    check = Healthcheck(command=("true",), interval_s=1)
+    return Sidecar(image=image, command=("sleep", "infinity"), healthcheck=check)
 
 
 def _plain(name: str, ours: "Ours", box: Any, folder: Path) -> Side:
@@ -110,12 +125,14 @@ def _plain(name: str, ours: "Ours", box: Any, folder: Path) -> Side:
 
 
 class Ours(Side):
-    def __init__(self, provider: SandboxProvider, spec: SandboxSpec) -> None:
+    def __init__(self, provider: SandboxProvider, spec: SandboxSpec, prefix: str = "bench") -> None:
+        """`prefix`: of the sandboxes' identities."""
         self.name, self.provider, self.spec = provider.name, provider, spec
+        self._prefix = prefix
         self._numbers = itertools.count()
 
     async def boot(self) -> Sandbox:
-        box = await self.provider.create(self.spec, f"bench-{next(self._numbers)}")
+        box = await self.provider.create(self.spec, f"{self._prefix}-{next(self._numbers)}")
         await self.exec(box)
         return box
 

@@ -46,7 +46,8 @@ class TestDocker(SandboxContract):
     async def test_no_step_costs_more_calls_than_it_must(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A boot is a run and a set-up; a command, an upload and a kill are one call each."""
+        """A boot is a run and a set-up; a command and an upload are one call each; a
+        kill lists the sandbox's containers, and removes them."""
         async with self.box(provider):
             pass  # the engine and the image are inspected once
         log, docker = tmp_path / "log", tmp_path / "docker"
@@ -57,7 +58,7 @@ class TestDocker(SandboxContract):
             await box.exec("true")
             await box.put("large", b"x" * 100_000)
 
-        assert log.read_text().split() == ["run", "exec", "exec", "exec", "rm"]
+        assert log.read_text().split() == ["run", "exec", "exec", "exec", "ps", "rm"]
 
     async def test_no_argument_tells_a_variable(
         self, provider: DockerProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,12 +2,15 @@
 
 import asyncio
 from pathlib import Path
+from typing import TypeVar
 
 from perdure.errors import InstanceError
 from perdure.instances import base_trees
 from perdure.sandboxes.image_builds import image_name_of
 from perdure.storage.base import Store, put_blob
-from perdure.types import Environment, Instance
+from perdure.types import Environment, Instance, Sidecar
+
+Container = TypeVar("Container", Environment, Sidecar)
 
 MOST_MB = 256
 """Largest build context: each host that builds it reads it into memory."""
@@ -28,13 +31,22 @@ async def store_contexts(store: Store, instance: Instance) -> Instance:
 
 
 async def _store_context(store: Store, ref: str, environment: Environment) -> Environment:
-    build = environment.build
+    sidecars = {
+        name: await _with_stored_build(store, ref, one)
+        for name, one in environment.sidecars.items()
+    }
+    own = await _with_stored_build(store, ref, environment)
+    return own.model_copy(update={"sidecars": sidecars})
+
+
+async def _with_stored_build(store: Store, ref: str, container: Container) -> Container:
+    build = container.build
     if build is None or build.path is None:
-        return environment
+        return container
     key = await put_blob(store, await asyncio.to_thread(_pack_context, ref, Path(build.path)))
     made = build.model_copy(update={"path": None, "key": key})
     image = image_name_of(key.rpartition("/")[2])
-    return environment.model_copy(update={"build": made, "image": image})
+    return container.model_copy(update={"build": made, "image": image})
 
 
 def _pack_context(ref: str, folder: Path) -> bytes:

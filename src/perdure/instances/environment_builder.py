@@ -12,9 +12,9 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote
 from uuid import uuid4
@@ -38,8 +38,9 @@ from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, 
 from perdure.sandboxes.host.forward_proxy import UnreachedHosts, forward_proxy, variables
 from perdure.sandboxes.image_builds import ImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
+from perdure.sandboxes.spec_validation import check_sidecars
 from perdure.storage.base import Store
-from perdure.types import Instance, Limits, SourceKind
+from perdure.types import Instance, Limits, Sidecar, SourceKind
 
 FORMAT = 1
 """Part of every key: increase it when the content of an environment changes."""
@@ -72,6 +73,7 @@ class Prepared:
     mounts: tuple[Mount, ...]
     env: dict[str, str]
     base_commit: str | None
+    sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
 
 
 class Environments:
@@ -121,8 +123,10 @@ class Environments:
             )
         if instance.source.kind is SourceKind.IMAGE:
             prepared = _from_image(instance, self._runs_on)
-            if instance.environment.build is not None:
-                await self._build_image(instance, limits, network)
+            for one in instance.environment.containers:
+                if one.build is not None:
+                    needs = instance.model_copy(update={"environment": one})
+                    await self._build_image(needs, limits, network)
             return prepared
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
@@ -320,7 +324,7 @@ def environment_key(instance: Instance) -> str:
     parts = [
         FORMAT,
         source.model_dump(mode="json"),
-        instance.environment.model_dump(mode="json"),
+        instance.environment.model_dump(mode="json", exclude={"sidecars"}),
         str(find_python(instance.environment.python)),
     ]
     if instance.environment.install:
@@ -371,11 +375,15 @@ def _prepared(instance: Instance, ready: Path, elsewhere: bool) -> Prepared:
         mounts=mounts,
         env={**variables, "PATH": path},
         base_commit=(ready / "base_commit").read_text(),
+        sidecars=environment.sidecars,
     )
 
 
 def check_image(instance: Instance, provider: SandboxProvider) -> None:
-    """Raises: ConfigurationError if the tree is in an image that the provider cannot run or build."""
+    """Raises: ConfigurationError if the provider cannot run the sidecars, or cannot run or build the
+    image that contains the tree."""
+    for environment in instance.environments:
+        check_sidecars(provider, environment.sidecars, f"{instance.ref} has")
     if instance.source.kind is not SourceKind.IMAGE:
         return
     for environment in instance.environments:
@@ -415,7 +423,13 @@ def _from_image(instance: Instance, provider: SandboxProvider) -> Prepared:
         )
     variables = {**FIXED, **environment.env}
     return Prepared(
-        environment.workdir, None, environment.image, (), variables, instance.base_commit
+        workdir=environment.workdir,
+        tree=None,
+        image=environment.image,
+        mounts=(),
+        env=variables,
+        base_commit=instance.base_commit,
+        sidecars=environment.sidecars,
     )
 
 

@@ -83,6 +83,8 @@ class Booted(Frozen):
     until then; 0 if the accounts are open."""
     reason: str = ""
     """Why the account grants nothing, and until when."""
+    tests_s: float = 0.0
+    """Seconds that tests in the agent's own sandbox may take; 0 if none run there."""
 
 
 LONGEST_WAIT_S = 6 * 3600.0

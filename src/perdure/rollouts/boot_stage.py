@@ -130,9 +130,12 @@ async def attach(job: Job) -> Sandbox:
 
 
 def _booted(job: Job, uri: str, record: BootRecord) -> Booted:
+    fields: dict[str, Any] = {}  # an unset field stays out of the history
     if job.agent_sandbox.provider.host_bound:
-        return Booted(uri=uri, attempt=job.attempt, host=record.host)
-    return Booted(uri=uri, attempt=job.attempt)  # an unset field stays out of the history
+        fields["host"] = record.host
+    if job.instance.grading.in_place:
+        fields["tests_s"] = job.request.grade_timeout_s or job.instance.grading.timeout_s
+    return Booted(uri=uri, attempt=job.attempt, **fields)
 
 
 async def _finished(job: Job) -> EpisodeRef | None:
@@ -345,6 +348,7 @@ def _spec(job: Job, prepared: Prepared, tools: Sequence[Mount]) -> SandboxSpec:
         image=prepared.image,
         mounts=(*prepared.mounts, *tools, *pristine_git(prepared)),
         env=prepared.env,
+        sidecars=prepared.sidecars,
         limits=placement.limits,
         network=placement.network,
         gateway=services.settings.gateway_socket if by_socket else None,

@@ -1,4 +1,5 @@
-"""The capture stage: take the diff as bytes, then kill the agent's sandbox."""
+"""The capture stage: take the diff as bytes, run tests that belong into the agent's sandbox, then kill
+it."""
 
 import hashlib
 
@@ -11,6 +12,7 @@ from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
 from perdure.rollouts.grade_stage import ARTIFACTS, needs_tests
+from perdure.rollouts.in_place_grading import run_in_place
 from perdure.rollouts.prediction_application import IGNORED, has_given_patch
 from perdure.rollouts.sandbox.pristine_control import CONTROL_S, sandboxes_work
 from perdure.rollouts.simulated_user.turn_grading import captured_turns
@@ -61,6 +63,8 @@ async def _take(job: Job) -> PatchRef:
     if not await store.put_if_absent(key, captured.data):
         captured = captured.with_data((await store.get(key)).data)
     artifacts, refused = await _artifacts(job, sandbox)
+    if job.instance.grading.in_place:
+        await run_in_place(job, sandbox)
     return PatchRef(
         key=key,
         sha256=hashlib.sha256(captured.data).hexdigest(),

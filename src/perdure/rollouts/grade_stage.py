@@ -39,6 +39,7 @@ from perdure.rollouts.admission.permit_rules import PAUSE_S
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import init_metadata
 from perdure.rollouts.calibration.calibration_stages import with_calibration
+from perdure.rollouts.in_place_grading import in_place_result
 from perdure.rollouts.reward_model.scoring import scored
 from perdure.rollouts.sandbox.allowed_network import allowed_network, check_row_hosts
 from perdure.rollouts.sandbox.sandbox_creation import create_sandbox, kill_on_exit
@@ -106,7 +107,10 @@ def is_gradable(job: Job, patch: PatchRef) -> bool:
     """Whether there is work for tests or a reward model, so that the patch alone gives no verdict."""
     if patch.artifacts_refused:
         return False
-    if job.instance.grading.verifier is not None:  # its tests see the artifacts and no diff
+    grading = job.instance.grading
+    if (
+        grading.in_place or grading.verifier is not None
+    ):  # the tests see more than the diff, or none
         return True
     if patch.refused or patch.too_large or patch.unapplied:
         return False
@@ -245,6 +249,8 @@ async def _run_tests(
 
     Raises: RetryHere, GradingSandboxesLost.
     """
+    if instance.grading.in_place:
+        return await in_place_result(job)
     try:
         is_first = identity == job.grade_identities[0]
         graded = await _run_once(
@@ -349,6 +355,7 @@ async def grading_spec(
         image=prepared.image,
         mounts=prepared.mounts,
         env=prepared.env,
+        sidecars=prepared.sidecars,
         limits=plan.placement.limits,
         network=plan.placement.network,
         labels=labels,

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from uuid import uuid4
 
 from perdure.errors import Boundary, ConfigurationError, RetryHere
-from perdure.types import AccountCaps, Limits
+from perdure.types import AccountCaps, Limits, Sidecar
 
 
 class Network(StrEnum):
@@ -58,6 +58,9 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     """At least `run`, `rollout` and `attempt`, by which the reaper finds the owner."""
     ttl_s: float = 3600.0
+    sidecars: Mapping[str, Sidecar] = field(default_factory=dict)
+    """Containers next to the sandbox, by name. They share its network, start before `create`
+    returns and end with it. Commands can neither see nor signal their processes."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +350,11 @@ class SandboxProvider(ABC):
     waits_at_caps: bool = True
     """`create` waits for a while when the account is at its caps. False: it raises RateLimited at once,
     for callers that share a queue."""
+
+    @property
+    def no_sidecars(self) -> str:
+        """Why it cannot run sidecars, and the fix; empty if it can."""
+        return "use --sandbox podman or docker"
 
     @property
     def sees_host(self) -> bool:

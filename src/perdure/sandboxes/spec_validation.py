@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from perdure.errors import ConfigurationError
-from perdure.sandboxes.base import SandboxSpec
+from perdure.sandboxes.base import SandboxProvider, SandboxSpec
+from perdure.types import Sidecar
 
 IDENTITY = re.compile(r"[a-z0-9-]{1,63}")
 EXEC_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -49,6 +50,17 @@ def check_variables(env: Mapping[str, str]) -> None:
                 f"env {name!r}: a variable's name must be letters, digits and '_', and its value "
                 "must not contain a NUL byte"
             )
+
+
+def check_sidecars(
+    provider: SandboxProvider, sidecars: Mapping[str, Sidecar], who: str = "the spec has"
+) -> None:
+    """`who`: the beginning of the message."""
+    if sidecars and (why := provider.no_sidecars):
+        raise ConfigurationError(
+            f"{who} the sidecars {', '.join(sorted(sidecars))}, which {provider.name} cannot run: "
+            f"{why}"
+        )
 
 
 def check_folders(spec: SandboxSpec) -> None:

@@ -6,9 +6,9 @@ types from here.
 
 from perdure.types.api_limits import ApiLimits
 from perdure.types.base import Bytes, Frozen, Request
+from perdure.types.containers import Build, Healthcheck, Sidecar
 from perdure.types.identifier_patterns import INSTANCE_REF, SLUG, InstanceRef, Slug, slugify
 from perdure.types.instances import (
-    Build,
     CommittedTests,
     Environment,
     Grading,
@@ -124,6 +124,7 @@ __all__ = [
     "Grading",
     "GroupRequest",
     "GroupResult",
+    "Healthcheck",
     "Instance",
     "InstanceRef",
     "LimitChanges",
@@ -157,6 +158,7 @@ __all__ = [
     "SamplingSpan",
     "Segment",
     "SegmentKind",
+    "Sidecar",
     "SimulatedUser",
     "Slug",
     "Source",

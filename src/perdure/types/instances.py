@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, StringConstraints
 
 from perdure.types.base import Bytes, Frozen
+from perdure.types.containers import Build, Sidecars
 from perdure.types.identifier_patterns import Slug
 from perdure.types.mcp_servers import McpServers
 from perdure.types.resource_limits import Phases
@@ -39,16 +40,6 @@ class Source(Frozen):
     commit: str | None = None
 
 
-class Build(Frozen):
-    """A Dockerfile from which each host builds the environment's image, once per content."""
-
-    path: str | None = None
-    """The build context on the importing host. The import stores it and sets `key` instead."""
-    key: str | None = None
-    """Store key of the build context, a tar.gz with `Dockerfile` at its top."""
-    timeout_s: float = Field(600.0, gt=0)
-
-
 class Environment(Frozen):
     """What the repository needs to run. It is prepared once per instance and shared read-only.
 
@@ -67,6 +58,14 @@ class Environment(Frozen):
     remove: tuple[str, ...] = ()
     """Absolute paths in the image that would reveal the tests or the fix. Every sandbox removes
     them before the agent or the tests start."""
+    sidecars: Sidecars = Field(default_factory=dict)
+    """Containers next to the sandbox's own, such as a database, by the name that reaches them."""
+
+    @property
+    def containers(self) -> "tuple[Environment, ...]":
+        """This environment, then the images of its sidecars as environments."""
+        sidecars = self.sidecars.values()
+        return self, *(Environment(image=one.image, build=one.build) for one in sidecars)
 
 
 class OutputParser(Frozen):
@@ -173,6 +172,9 @@ class Grading(Frozen):
     timeout_s: float = 1800.0
     verifier: Verifier | None = None
     """For `reward_file`. None: the tests run in the instance's environment, with the diff."""
+    in_place: bool = False
+    """The tests run in the agent's own sandbox, after its processes have ended. So they see what it
+    left outside the tree, such as the content of a database."""
     twin_draws: tuple[TwinDraw, ...] = ()
     """The draws that calibration has proven. Each grading picks one per pair."""
     canary: bool = False
@@ -229,6 +231,7 @@ class Instance(Frozen):
 
     @property
     def environments(self) -> tuple[Environment, ...]:
-        """The agent's environment, then the verifier's if it has one."""
+        """The agent's environment, then the verifier's if it has one; each with its sidecars'."""
         verifier = self.grading.verifier
-        return self.environment, *((verifier.environment,) if verifier else ())
+        tests = verifier.environment.containers if verifier else ()
+        return *self.environment.containers, *tests

@@ -176,3 +176,8 @@ from calc import add
 
 print((add(2, 3) == 5) / 2 + (add(2, 0) == 2) / 2)
 """
+
+
+def write_compose(folder: Path, text: str) -> None:
+    (folder / "environment").mkdir(exist_ok=True)
+    (folder / "environment/docker-compose.yaml").write_text(text)

@@ -16,7 +16,7 @@ from perdure.instances.rows.row_conversion import to_instance
 from perdure.instances.rows.row_import import import_rows
 from perdure.storage.local_store import LocalStore
 from perdure.types import Build, Instance, LimitChanges, McpServer, Sampling, SourceKind
-from tests.unit.instances.made_rows import write_harbor
+from tests.unit.instances.made_rows import write_compose, write_harbor
 
 PATCH = "diff --git a/m.py b/m.py\n--- a/m.py\n+++ b/m.py\n@@ -1 +1 @@\n-a\r\n+b\r\n"
 
@@ -119,12 +119,12 @@ def test_a_list_of_hosts_is_the_phases_own_or_its_environments(tmp_path: Path) -
 def test_all_that_is_not_done_is_refused_at_once(tmp_path: Path) -> None:
     more = 'gpus = 1\nos = "windows"\n\n[[steps]]\nname = "a"\n'
     folder = write_harbor(tmp_path / "add", "", more=more)
-    (folder / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    write_compose(folder, "services: {db: {image: 'db:1', privileged: true, volumes: ['d:/d']}}")
 
     with pytest.raises(InstanceError) as caught:
         read(folder)
 
-    for name in ("steps", "environment.gpus", "environment.os", "several containers"):
+    for name in ("steps", "environment.gpus", "environment.os", "db.privileged", "db.volumes"):
         assert name in str(caught.value)
 
 

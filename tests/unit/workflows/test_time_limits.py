@@ -40,7 +40,7 @@ async def test_a_capture_that_is_refused_as_late_as_possible_has_its_verdict(
         services=SimpleNamespace(settings=SimpleNamespace(diff_max_bytes=10)),
     )
     captured = await capture_stage._captured(job, cast(Any, None), diff.BASE_GIT)
-    limit = activity_options.capture(REQUEST, None)["start_to_close_timeout"]
+    limit = activity_options.capture(REQUEST, None, 0.0)["start_to_close_timeout"]
 
     assert captured.refused == "ended by time"
     assert sum(spent) < limit.total_seconds()

@@ -211,7 +211,8 @@ class GuestSandbox(Sandbox):
         targets += [spec.workdir] if spec.tree is not None else []
         settings = self._settings(spec)
         self._is_new = True
-        begun = await retry_transient(lambda: self._begin(targets, settings))
+        at_once = None if spec.sidecars else settings  # with settings, it may end the set-up
+        begun = await retry_transient(lambda: self._begin(targets, at_once))
         self._is_new = False
         if begun["ready"]:
             return
@@ -220,7 +221,13 @@ class GuestSandbox(Sandbox):
                 await self._bring(mount)
         if spec.tree is not None and spec.workdir in begun["missing"]:
             await self._unpack(spec.tree, spec.workdir, agent_owned=True)
+        if spec.sidecars:
+            await self._boot_sidecars(spec)
         await self._guest("ready", **settings)
+
+    async def _boot_sidecars(self, spec: SandboxSpec) -> None:
+        """May run repeatedly. Only for providers that run them."""
+        raise NotImplementedError
 
     def _settings(self, spec: SandboxSpec) -> dict[str, Any]:
         """What every later command needs."""

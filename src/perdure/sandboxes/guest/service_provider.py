@@ -38,7 +38,7 @@ from perdure.sandboxes.guest.service_retries import (
     sandbox_lost_error,
     was_refused,
 )
-from perdure.sandboxes.spec_validation import check_identity
+from perdure.sandboxes.spec_validation import check_identity, check_sidecars
 from perdure.settings import process_environment
 from perdure.settings.settings_tree import Settings
 
@@ -138,6 +138,7 @@ class ServiceProvider(SandboxProvider):
             raise OutcomeUnknown(f"{error}; a retry looks for identity {identity!r}") from error
 
     def _check_spec(self, spec: SandboxSpec) -> None:
+        check_sidecars(self, spec.sidecars)
         if spec.gateway is not None:
             raise ConfigurationError(
                 f"gateway: a sandbox of {self.name} cannot open a socket of this host; set "

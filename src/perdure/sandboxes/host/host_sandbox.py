@@ -299,7 +299,7 @@ class HostSandbox(Sandbox):
                 kill_group(str(group))
         if own := self.box.booted.own_pids:
             self._let_holder_kill()
-            return end_all(self._keeper, own)
+            return end_all(self._keeper, own, self.box.sidecars)
         execs = self.box.path / "execs"
         return all([self._kill_tree(ExecRecord(path)) for path in execs.glob("[!.]*")])
 

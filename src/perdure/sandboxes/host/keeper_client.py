@@ -67,12 +67,14 @@ async def start_keeper(
     proxy: tuple[int, Path] | None = None,
     *,
     in_own_users: bool = False,
+    sidecars: bool = False,
 ) -> None:
     """Fork a detached keeper and wait until it accepts commands.
 
     `in_own_users`: it becomes root of its own user namespace, where it may mount. `gateway`: the
     port to listen on (0: any) and the unix socket to connect to. `proxy`: port
-    and socket of an HTTP proxy.
+    and socket of an HTTP proxy. `sidecars`: it makes a pid namespace for them, and writes the pid
+    of its first process to the file `sidecars`.
 
     Raises: RetryHere with the last lines of its log, when the sandbox does not boot.
     """
@@ -90,6 +92,7 @@ async def start_keeper(
         "oom": str(plan.oom_file) if plan.oom_file else None,
         "holder": None if holder is None else vars(holder),
         "gateway": None if gateway is None else (gateway[0], str(gateway[1])),
+        "sidecars": sidecars,
         "proxy": None if proxy is None else (proxy[0], str(proxy[1])),
     }
     ours, theirs = socket.socketpair()

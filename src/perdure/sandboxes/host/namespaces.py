@@ -19,6 +19,7 @@ from perdure.sandboxes.host.provider import HostProvider
 from perdure.sandboxes.host.root_folder import LINKED, etc_digest, host_programs, write_etc
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder, SandboxMeta
 from perdure.sandboxes.host.untrusted_files import read_file, write_file
+from perdure.types import Limits
 
 GATEWAY_PORT, PROXY_PORT = 18001, 18002
 """Where commands reach the gateway and the proxy, on the sandbox's own loopback."""
@@ -98,12 +99,17 @@ def proxy_variables(spec: SandboxSpec) -> Mapping[str, str]:
 
 def disk_of(spec: SandboxSpec) -> tuple[str, str | None]:
     """Mount options of the tmpfs, and of the overlay on it if there is a tree."""
-    inodes = max(LEAST_INODES, spec.limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
-    disk = f"size={spec.limits.disk_mb}m,nr_inodes={inodes},mode=0755"
+    disk = disk_size(spec.limits)
     if spec.tree is None:
         return disk, None
     overlay = f"lowerdir={spec.tree},upperdir=disk/upper,workdir=disk/work"
     return disk, f"{overlay},{overlay_option()}"
+
+
+def disk_size(limits: Limits) -> str:
+    """Mount options of a tmpfs."""
+    inodes = max(LEAST_INODES, limits.disk_mb * INODES_PER_MB)  # each costs kernel memory
+    return f"size={limits.disk_mb}m,nr_inodes={inodes},mode=0755"
 
 
 def shared_folders(spec: SandboxSpec, etc: Path) -> Mapping[str, str]:

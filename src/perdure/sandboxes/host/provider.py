@@ -24,7 +24,7 @@ from perdure.sandboxes.host.sandbox_folder import (
     timestamped_name,
 )
 from perdure.sandboxes.host.sandbox_teardown import REMOVAL_PREFIX, destroy, lock_of
-from perdure.sandboxes.spec_validation import check_identity
+from perdure.sandboxes.spec_validation import check_identity, check_sidecars
 from perdure.settings.settings_tree import Settings
 
 STALE_S = 600.0
@@ -42,6 +42,7 @@ class HostProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec, identity: str) -> Sandbox:
         check_identity(identity)
+        check_sidecars(self, spec.sidecars)
         box = SandboxFolder(self.root / identity)
         async with locked(lock_of(box)):
             if box.ready:

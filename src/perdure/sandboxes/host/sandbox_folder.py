@@ -3,6 +3,7 @@
 Owns the files' names and formats. `provider` boots a sandbox, `sandbox_teardown` kills it.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from perdure.sandboxes.spec_validation import check_exec_id
 
 DRAFT = ".draft-"
 """Prefix of a folder that is not complete yet."""
+SIDECARS = "sidecars"
+"""The file in which the keeper writes the pid of their first process."""
 META = "meta.json"
 """The file's modification time is the deadline."""
 
@@ -107,7 +110,12 @@ class SandboxFolder:
     @property
     def ready(self) -> bool:
         """The boot has finished. No caller has a folder that is not ready."""
-        return (self.path / "ready").exists()
+        return (self.path / "ready").exists() and not self.booting.exists()
+
+    @property
+    def booting(self) -> Path:
+        """A file that exists until the sidecars are up; never, if there are none."""
+        return self.path / "booting"
 
     @property
     def keeper(self) -> ProcessId | None:
@@ -130,17 +138,28 @@ class SandboxFolder:
         return (self.keeper,) if holder is None else (self.keeper, holder)
 
     @property
+    def sidecars(self) -> int | None:
+        """The first process of the pid namespace of its sidecars, if it has any."""
+        with contextlib.suppress(FileNotFoundError):
+            return int((self.path / SIDECARS).read_text())
+        return None
+
+    @property
     def alive(self) -> bool:
         return self.ready and all(map(is_alive, self.processes))
 
-    def create_folder(self, meta: SandboxMeta, ttl_s: float) -> None:
-        """Create the complete folder, by rename."""
+    def create_folder(
+        self, meta: SandboxMeta, ttl_s: float, *, files: Mapping[str, str] | None = None
+    ) -> None:
+        """Create the complete folder, by rename. `files`: name -> content of more files."""
         draft = self.path.parent / timestamped_name(DRAFT)
         draft.mkdir(mode=0o700, parents=True)
         for name in ("disk", "execs"):
             (draft / name).mkdir()
         os.mkfifo(draft / "requests", 0o600)
         (draft / META).write_text(json.dumps(vars(meta)))
+        for name, text in (files or {}).items():
+            (draft / name).write_text(text)
         SandboxFolder(draft).extend(ttl_s)
         draft.rename(self.path)
 

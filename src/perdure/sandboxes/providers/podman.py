@@ -35,6 +35,7 @@ from perdure.sandboxes.host.namespaces import (
     proxy_variables,
     shared_folders,
 )
+from perdure.sandboxes.host.podman_sidecars import PodmanSidecars, SidecarImage
 from perdure.sandboxes.host.portable_git import lacks_git, mounts_of, write_git
 from perdure.sandboxes.host.root_folder import host_programs, write_skeleton
 from perdure.sandboxes.host.sandbox_folder import SandboxFolder
@@ -53,11 +54,13 @@ from perdure.sandboxes.image_builds import (
     run_build,
 )
 from perdure.sandboxes.image_pulls import PULL_TIMEOUT_S, Puller, PullFailed, Pulls, printed
+from perdure.sandboxes.sidecar_boot import boot_sidecars, host_names
 from perdure.sandboxes.spec_validation import check_folders
 from perdure.settings import process_environment
 
 ULIMITS = ("--ulimit", "nofile=20000:20000", "--ulimit", "nproc=32768:32768")
 """Limits of pid 1. Podman's defaults are higher than it may set inside most containers."""
+HOSTS = "hosts"
 MAKE_WORKDIR = b'\nRUN ["/bin/sh", "-c", ":"]\n'
 """Appended to Dockerfiles, because podman, unlike docker, creates the folder of a WORKDIR only for
 a later line."""
@@ -85,6 +88,9 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
         image = None if spec.image is None else await self._image(spec.image)
         if image is not None:
             check_architecture(str(spec.image), image.architecture, platform.machine())
+        images = {
+            name: await self._sidecar_image(one.image or "") for name, one in spec.sidecars.items()
+        }
         if image is not None and lacks_git(Path(image.root), image.env):
             git = await asyncio.to_thread(self._made_once, ".git", write_git)
             spec = replace(spec, mounts=(*mounts_of(git), *spec.mounts))
@@ -98,9 +104,10 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             workdir=spec.workdir,
             env={**ENVIRONMENT, **ROOT_VARIABLES, **variables, **proxy_variables(spec), **spec.env},
             enforced=enforced(plan, spec),
-            farewell=(program("podman"), "rm", "--force", "--ignore", "--time", "0", _name(box)),
+            farewell=_farewell(box, spec),
         )
-        box.create_folder(meta, spec.ttl_s)
+        files = {HOSTS: _hosts(spec), box.booting.name: ""} if spec.sidecars else {}
+        box.create_folder(meta, spec.ttl_s, files=files)
         lower = self._skeleton if image is None else image.root
         disk, overlay = disk_of(spec)
         root = f"lowerdir={lower},upperdir=disk/root.upper,workdir=disk/root.work"
@@ -114,7 +121,22 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             overlays |= {folder: f"ro,{options}" for folder, options in shared.items()}
             command = _in_own_users(command, box, disk, overlays)
             holder = Holder(tuple(command), "", None, None, pid_file)
-        await start_keeper(box, plan, holder, gateway_of(spec), proxy_of(spec, box))
+        await start_keeper(
+            *(box, plan, holder, gateway_of(spec), proxy_of(spec, box)),
+            sidecars=bool(spec.sidecars),
+        )
+        if spec.sidecars:
+            containers = PodmanSidecars(
+                box,
+                lambda name: _sidecar_name(box, name),
+                ["/usr/bin/env", *_variables(), *_podman()],
+                images,
+                limits=spec.limits,
+                env=proxy_variables(spec),
+                hosts=box.path / HOSTS,
+            )
+            await boot_sidecars(spec.sidecars, containers)
+            box.booting.unlink()
         return self._handle(box, meta)
 
     def command(self, spec: SandboxSpec, box: SandboxFolder) -> list[str]:
@@ -126,6 +148,7 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             *([] if spec.image else [Mount(disk / "tmp", "/tmp", writable=True)]),
             *([] if spec.image and not spec.tree else [Mount(disk / "tree", spec.workdir, True)]),
             *sorted(spec.mounts, key=lambda mount: mount.target.count("/")),
+            *([Mount(box.path / HOSTS, "/etc/hosts")] if spec.sidecars else []),
         ]
         # podman refuses two mounts with one target: the spec's replaces ours
         volumes = {mount.target: _volume(mount) for mount in mounts}.values()
@@ -201,6 +224,21 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
             found = await self._present(qualified_name(name))
             if await asyncio.to_thread(_find, name) is None:  # a mirror has another name
                 await asyncio.to_thread(_run, "tag", found, qualified_name(name))
+
+    @property
+    def no_sidecars(self) -> str:
+        return (
+            "" if os.geteuid() == 0 else "it needs workers of root for that; use --sandbox docker"
+        )
+
+    async def _sidecar_image(self, name: str) -> SidecarImage:
+        found = await self._present(name)
+        root = (await asyncio.to_thread(_mounted, found)).root
+        (described,) = json.loads(
+            await asyncio.to_thread(_run, "image", "inspect", "--format", "json", found)
+        )
+        config = described.get("Config") or {}
+        return SidecarImage(root, config, described.get("HealthCheck") or config.get("Healthcheck"))
 
     @cached_property
     def _pulls(self) -> Pulls:
@@ -382,6 +420,28 @@ def _in_own_users(
 
 def _name(box: SandboxFolder) -> str:
     return cgroups.group_name(box.path)
+
+
+REMOVE = 'for _ in 1 2 3 4 5 6 7 8 9 10; do "$@" && exit; sleep 0.3; done'
+"""Repeats a removal, which podman refuses while it still records the end of a container."""
+
+
+def _farewell(box: SandboxFolder, spec: SandboxSpec) -> tuple[str, ...]:
+    remove = (program("podman"), "rm", "--force", "--ignore", "--time", "0")
+    if not spec.sidecars:
+        return (*remove, _name(box))
+    names = (_sidecar_name(box, name) for name in spec.sidecars)
+    return ("/bin/sh", "-c", REMOVE, "sh", *remove, *names, _name(box))
+
+
+def _sidecar_name(box: SandboxFolder, name: str) -> str:
+    return f"{_name(box)}.{name}"
+
+
+def _hosts(spec: SandboxSpec) -> str:
+    """The file /etc/hosts of every container of the sandbox."""
+    names = " ".join(host_names(spec.sidecars))
+    return f"127.0.0.1 localhost {names}\n::1 localhost\n"
 
 
 def _volume(mount: Mount) -> str:

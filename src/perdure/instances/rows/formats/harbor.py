@@ -3,7 +3,8 @@ solution/.
 
 The image is the task's `docker_image`, or is built from its Dockerfile. Its tree becomes a
 repository of one commit, so that the agent's change is a diff. Tests of a `separate` verifier see
-the artifacts in their own environment; others see the diff in a fresh sandbox. A task that needs
+the artifacts in their own environment. Others see the diff in a fresh sandbox or, if the task has a
+docker-compose.yaml, the sandbox and the services that the agent used. A task that needs
 unsupported features is refused, with all of them in one message. `network_mode = "public"`,
 Harbor's default, permits a network; Perdure gives none. With "allowlist", agent and tests reach the
 listed hosts, if the worker's settings permit them.
@@ -19,6 +20,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from perdure.instances.rows import compose_file
+from perdure.instances.rows.compose_file import ComposeFile, read_compose_file
 from perdure.instances.rows.formats.swebench import is_artifact_path
 from perdure.instances.rows.row_fields import Row
 from perdure.sandboxes.image_builds import DOCKERFILE
@@ -65,6 +68,8 @@ ENVIRONMENT_KEYS = (
 AGENT_KEYS = "mcp_servers"
 """Keys of `environment` that a separate verifier's does not have."""
 SERVERS = TypeAdapter(McpServers)
+COMPOSED = {"environment": "environment", "tests": "verifier.environment"}
+"""Folder that may have a compose file -> the table of its environment."""
 SUPPORTED_KEYS: Mapping[str, str] = {
     "": (
         "version schema_version task metadata source multi_step_reward_strategy artifacts "
@@ -100,9 +105,11 @@ def to_instance(row: Row, dataset: str) -> Instance:
     folder = row.beside(row.text("task_folder", "name the folder of a Harbor task"))
     task = _task(row, folder)
     tables = {name: _table(row, task, name) for name in SUPPORTED_KEYS if name}
-    if problems := _unsupported(folder, task, tables):
+    composed = {name: _composed(folder / name, tables[table]) for name, table in COMPOSED.items()}
+    problems = [problem for one in composed.values() for problem in one.problems]
+    if problems := [*_unsupported(folder, task, tables), *problems]:
         raise row.refused("Perdure cannot run this Harbor task: " + "; ".join(problems))
-    own = _environment(folder / "environment", tables["environment"])
+    own = _environment(folder / "environment", tables["environment"], composed["environment"])
     return Instance(
         instance_id=slugify(folder.name),
         dataset=dataset,
@@ -110,7 +117,7 @@ def to_instance(row: Row, dataset: str) -> Instance:
         problem_statement=_instruction(_text(row, folder, "instruction.md")),
         source=Source(kind=SourceKind.IMAGE),
         environment=own,
-        grading=_grading(folder, tables, own),
+        grading=_grading(folder, tables, own, composed["tests"]),
         gold_patch=_gold(folder),
         gold_script=_files_with_env(folder / "solution", "solve.sh", tables["solution"]),
         artifacts=_artifact_excludes(task),
@@ -168,9 +175,7 @@ def _unsupported(
     ]
     problems += _mcp_servers(tables["environment"])[1]
     problems += [problem for name, table in tables.items() if (problem := _bad_hosts(name, table))]
-    for name in ("environment", "tests"):
-        if any((folder / name).glob("docker-compose.y*ml")):
-            problems.append(f"its {name} folder has several containers; Perdure runs only one")
+    problems += _in_place_problems(folder, tables)
     if not _has_tests(folder, tables) and not (folder / "tests" / "test.sh").is_file():
         problems.append("it has no tests/test.sh, which writes the reward")
     if (folder / "trajectory.json").exists():
@@ -180,6 +185,30 @@ def _unsupported(
             "its .harborignore leaves out files of tests or solution: remove them instead"
         )
     return [*problems, *_image_problems(folder, task, tables)]
+
+
+def _composed(folder: Path, table: Mapping[str, Any]) -> ComposeFile:
+    """The services of the folder's compose file; none if it has no such file."""
+    path = folder / compose_file.NAME
+    if not path.is_file():
+        return ComposeFile()
+    return read_compose_file(path, _env(table), _build_timeout(table))
+
+
+def _in_place_problems(folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What differs between agent and tests, if both use the same containers."""
+    if _is_separate(tables) or not (folder / "environment" / compose_file.NAME).is_file():
+        return []
+    own = tables["environment"]
+    if _listed(tables["verifier"], own) == _listed(tables["agent"], own):
+        return []
+    return [
+        "its agent and its tests reach different hosts, but share one sandbox with its services"
+    ]
+
+
+def _build_timeout(table: Mapping[str, Any]) -> float:
+    return float(table.get("build_timeout_sec", BUILD_TIMEOUT_S))
 
 
 def _bad_hosts(name: str, table: Mapping[str, Any]) -> str:
@@ -243,16 +272,20 @@ def _is_separate(tables: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _environment(
-    folder: Path, table: Mapping[str, Any], workdir: str = DEFAULT_WORKDIR
+    folder: Path,
+    table: Mapping[str, Any],
+    composed: ComposeFile,
+    workdir: str = DEFAULT_WORKDIR,
 ) -> Environment:
     """`folder`: the build context. As in Harbor, `docker_image` takes precedence over it."""
     image = table.get("docker_image")
-    limit = float(table.get("build_timeout_sec", BUILD_TIMEOUT_S))
+    build = Build(path=str(folder.absolute()), timeout_s=_build_timeout(table))
     return Environment(
         image=image,
-        build=None if image else Build(path=str(folder.absolute()), timeout_s=limit),
+        build=None if image else build,
         workdir=table.get("workdir") or _workdir(folder) or workdir,
-        env=_env(table),
+        env={**composed.env, **_env(table)},
+        sidecars=composed.sidecars,
     )
 
 
@@ -313,9 +346,15 @@ def _instruction(text: str) -> str:
     return "\n".join(lines[first:]).lstrip("\n") if first else text
 
 
-def _grading(folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment) -> Grading:
+def _grading(
+    folder: Path,
+    tables: Mapping[str, Mapping[str, Any]],
+    own: Environment,
+    composed: ComposeFile,
+) -> Grading:
+    """`composed`: the services of a separate verifier."""
     table = tables["verifier"]
-    verifier = _verifier(folder, tables, own)
+    verifier = _verifier(folder, tables, own, composed)
     has_tests = verifier is not None and verifier.has_tests
     tests = {} if has_tests else _files_with_env(folder / "tests", "test.sh", table)
     return Grading(
@@ -324,16 +363,20 @@ def _grading(folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environ
         pre_commands=(ONE_COMMIT, f"mkdir -p {ARTIFACTS_FOLDER}"),
         timeout_s=float(table.get("timeout_sec", 600.0)),
         verifier=verifier,
+        in_place=verifier is None and bool(own.sidecars),
     )
 
 
 def _verifier(
-    folder: Path, tables: Mapping[str, Mapping[str, Any]], own: Environment
+    folder: Path,
+    tables: Mapping[str, Mapping[str, Any]],
+    own: Environment,
+    composed: ComposeFile,
 ) -> Verifier | None:
     if not _is_separate(tables):
         return None
     table, has_tests = tables["verifier.environment"], _has_tests(folder, tables)
-    found = _environment(folder / "tests", table, "/") if has_tests else own
+    found = _environment(folder / "tests", table, composed, "/") if has_tests else own
     env = {**(_env(table) if table else found.env), **_env(tables["verifier"])}
     return Verifier(
         environment=found.model_copy(update={"env": env, "workdir": TESTS_WORKDIR}),

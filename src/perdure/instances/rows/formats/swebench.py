@@ -94,6 +94,7 @@ def environment_of(row: Row, image_of: Rule) -> Environment:
         "install": row.lines("install"),
         "env": {key: str(value) for key, value in row.mapping("env").items()},
         "workdir": workdir,
+        "sidecars": row.mapping("sidecars"),
     }
     try:
         return Environment.model_validate(fields)

@@ -2,9 +2,10 @@
 
 The container's Python gets this file as text, with the seconds until the deadline and the file in
 which the guest renews it. Standard library only. When it exits, the kernel ends all other processes
-of the container.
+of the container, and frees the lock for which `sidecars_init.py` waits.
 """
 
+import fcntl
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ def main(seconds: float, deadline: str) -> None:
     os.chmod(folder, 0o700)
     if os.geteuid() == 0:  # otherwise all processes run as one user: no owner would protect it
         os.chown(folder, RECORDS_OWNER, RECORDS_OWNER)
+    alive = os.open(f"{folder}/.alive", os.O_WRONLY | os.O_CREAT, 0o600)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    os.rename(f"{folder}/.alive", f"{folder}/alive")  # so it appears locked
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
     while time.monotonic() < end:
         reap()

@@ -84,22 +84,23 @@ def end_command(
     return _until_none(left)
 
 
-def end_all(keeper: int, own: Collection[int]) -> bool:
-    """Kill all processes in the sandbox's pid namespace except `own`. False: one still runs."""
+def end_all(keeper: int, own: Collection[int], sidecars: int | None = None) -> bool:
+    """Kill all processes in the sandbox's pid namespace except `own`. False: one still runs.
+    `sidecars`: pid 1 of another pid namespace that the keeper made; it and its children live on."""
 
     depth = procfs.depth(keeper)
 
     def left() -> Iterable[int]:
-        tree = _tree(keeper, *own)
-        found = {one for ones in tree.values() for one in ones}.difference(own)
+        tree = _tree(keeper, *own, without=sidecars)
+        found = {one for ones in tree.values() for one in ones}.difference(own, [sidecars])
         return [one for one in found if procfs.depth(one) > depth]
 
     return _until_none(left)
 
 
-def _tree(*roots: int) -> Mapping[int, list[int]]:
-    """Parent -> children, for `roots` and all their descendants."""
-    found: dict[int, list[int]] = {}
+def _tree(*roots: int, without: int | None = None) -> Mapping[int, list[int]]:
+    """Parent -> children, for `roots` and all their descendants, except below `without`."""
+    found: dict[int, list[int]] = {} if without is None else {without: []}
     queue = [*roots]
     for parent in queue:
         if parent not in found:

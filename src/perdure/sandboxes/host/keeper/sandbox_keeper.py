@@ -171,6 +171,8 @@ class Keeper:
         port = "-" if gateway is None else self._fork_forwarder(*gateway)
         if not port or (proxy is not None and not self._fork_forwarder(*proxy)):
             os._exit(1)  # the log says why
+        if self._order["sidecars"]:
+            self._fork_first_process()
         self._enter_launcher(self._launcher)
         if self._holder:  # before any command runs
             self._own = (self._holder, *procfs.below(self._holder))
@@ -218,6 +220,37 @@ class Keeper:
         for path in self._helpers_groups():
             with open(path, "w") as file:
                 file.write(str(self._holder))
+
+    def _fork_first_process(self) -> None:
+        """Fork pid 1 of the pid namespace that the sidecars share, and write its pid to the file
+        `sidecars`. It dies with the keeper, and then the kernel ends the sidecars."""
+        reader, writer = os.pipe()
+        keeper = os.getpid()
+        if os.fork() == 0:
+            try:
+                linux_syscalls.die_with_parent(keeper)
+                signal.set_wakeup_fd(-1)
+                linux_syscalls.unshare(linux_syscalls.CLONE_NEWPID)
+                pid = os.fork()
+                if pid == 0:
+                    linux_syscalls.die_with_parent(0)  # its parent is in another pid namespace
+                    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps orphans
+                    os.closerange(3, 256)
+                    os.execve("/bin/sleep", ["sleep", "infinity"], {})
+                os.write(writer, f"{pid}\n".encode())
+                os.closerange(3, 256)
+                os.waitpid(pid, 0)
+            except Exception as error:
+                _log(error)
+            finally:
+                os._exit(1)
+        os.close(writer)
+        told = os.read(reader, 16).decode().strip()
+        os.close(reader)
+        if not told:
+            os._exit(1)  # the log says why
+        with open("sidecars", "w") as file:
+            file.write(told)
 
     def _fork_launcher(self) -> socket:
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)

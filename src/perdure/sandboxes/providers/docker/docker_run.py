@@ -12,6 +12,7 @@ from perdure.sandboxes.guest.container_options import CAPABILITIES, ROOT, init_c
 from perdure.sandboxes.guest.guest_sandbox import FOLDER
 from perdure.sandboxes.host.keeper.kernel_quotas import TERMINALS
 from perdure.sandboxes.providers.docker import docker_cli
+from perdure.sandboxes.sidecar_boot import host_names
 from perdure.settings.settings_tree import Settings
 
 SPARE_PIDS = 32
@@ -73,6 +74,7 @@ def run_command(
     if spec.tree is not None or spec.image is None:
         folders.append(spec.workdir)
     limits = spec.limits
+    names = host_names(spec.sidecars) if spec.sidecars else ()
     return [
         *("run", "--detach", "--name", name, "--hostname", "sandbox", "--user", ROOT),
         *("--pull", "never"),
@@ -89,6 +91,7 @@ def run_command(
         *("--volume", FOLDER, "--shm-size", f"{limits.disk_mb}m"),
         *(part for folder in folders for part in ("--tmpfs", _disk(spec, folder, owner))),
         *(part for mount in spec.mounts if engine.binds for part in ("--volume", _volume(mount))),
+        *(part for host in names for part in ("--add-host", f"{host}:127.0.0.1")),
         *("--workdir", "/", "--env", f"PERDURE_OWNER={owner}", "--entrypoint", "python3"),
         *(image, *init_command(spec.ttl_s)),
     ]

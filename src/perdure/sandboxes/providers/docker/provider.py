@@ -59,6 +59,8 @@ from perdure.sandboxes.providers.docker.docker_run import (
     engine_of,
     run_command,
 )
+from perdure.sandboxes.providers.docker.docker_sidecars import SIDECAR_LABEL, DockerSidecars
+from perdure.sandboxes.sidecar_boot import SidecarFailed, boot_sidecars
 from perdure.sandboxes.spec_validation import check_folders, check_identity
 from perdure.settings.settings_tree import Settings
 
@@ -93,6 +95,11 @@ class Found:
         return self.labels[f"{LABEL}.identity"]
 
     @property
+    def sidecar(self) -> str:
+        """Its name; empty for the sandbox's own container."""
+        return self.labels.get(SIDECAR_LABEL, "")
+
+    @property
     def is_running(self) -> bool:
         return self.state in ("running", "created")
 
@@ -107,12 +114,16 @@ class DockerSandbox(ContainerSandbox):
         self.enforced: Mapping[str, str] = own["enforced"]
         self._bound: frozenset[str] = frozenset(own["bound"])
         self._variables: Mapping[str, str] = own["env"]
+        self._sidecars: Sequence[str] = own.get("sidecars", ())
 
     async def touch(self, ttl_s: float) -> None:
         await self._guest("touch", ttl=ttl_s)
 
     async def kill(self) -> None:
-        await self.provider.kill(self.identity)
+        if self._sidecars:
+            await self.provider.kill(self.identity)
+        else:
+            await self.provider.remove([self.name])
 
     # -- how the guest is reached -----------------------------------------------------------------
 
@@ -155,6 +166,9 @@ class DockerSandbox(ContainerSandbox):
 
     def _sent(self, spec: SandboxSpec) -> Sequence[Mount]:
         return [mount for mount in spec.mounts if mount.target not in self._bound]
+
+    async def _boot_sidecars(self, spec: SandboxSpec) -> None:
+        await self.provider.boot_sidecars(spec, self.identity)
 
 
 class DockerProvider(ServiceProvider, ImageBuilder):
@@ -223,7 +237,7 @@ class DockerProvider(ServiceProvider, ImageBuilder):
             return SandboxInfo(
                 identity=found.identity,
                 provider=self.name,
-                alive=found.is_running,
+                alive=found.is_running and not found.sidecar,
                 created=own["created"],
                 expires=expires,
                 labels=own["labels"],
@@ -231,15 +245,22 @@ class DockerProvider(ServiceProvider, ImageBuilder):
 
         wanted = labels.items()
         found = [one for one in await self._ours() if wanted <= one.own["labels"].items()]
-        return await asyncio.gather(*map(info, found))
+        # a sandbox of which only sidecars exist is listed too, so that the sweep kills it
+        by_identity = {one.identity: one for one in sorted(found, key=lambda one: not one.sidecar)}
+        return await asyncio.gather(*map(info, by_identity.values()))
 
     async def kill(self, identity: str) -> None:
         check_identity(identity)
         name = self._name(identity)
+        known = await self._listed("{{.Names}}", f"label={LABEL}.identity={identity}")
+        await self.remove([name, *(one for one in known if one != name)])
+
+    async def remove(self, names: Sequence[str]) -> None:
+        """Remove containers that may exist. The first is removed first, so no sidecar joins it."""
 
         async def remove() -> None:
-            said = await docker_cli.call("rm", "--force", "--volumes", name, seconds=REQUEST_S)
-            if said.code and await self._find(name) is not None:
+            said = await docker_cli.call("rm", "--force", "--volumes", *names, seconds=REQUEST_S)
+            if said.code and await self._inspect(names):
                 raise ControlPlaneError(f"docker rm: {said.err}")
 
         await retry_transient(remove)
@@ -313,6 +334,7 @@ class DockerProvider(ServiceProvider, ImageBuilder):
             "env": {**who, **variables},
             "enforced": {"disk": "tmpfs of each folder", "output": "watched", **engine.limits},
             "bound": [mount.target for mount in spec.mounts] if engine.binds else [],
+            "sidecars": [*spec.sidecars],
         }
 
     def _labels(self, identity: str, own: Mapping[str, Any]) -> Mapping[str, str]:
@@ -321,6 +343,29 @@ class DockerProvider(ServiceProvider, ImageBuilder):
             f"{LABEL}.identity": identity,
             f"{LABEL}.spec": json.dumps(own),
         }
+
+    @property
+    def no_sidecars(self) -> str:
+        if runtime := self.settings.docker.runtime:
+            return f"containers of PERDURE_DOCKER__RUNTIME={runtime} share no namespaces"
+        return ""
+
+    async def boot_sidecars(self, spec: SandboxSpec, identity: str) -> None:
+        """Raises: SidecarFailed; SandboxLost."""
+        engine = await self._engine()
+        own_image = await self._present(spec.image or self.settings.docker.image)
+        images = {
+            name: await self._present(self.image_used_for(one.image or ""))
+            for name, one in spec.sidecars.items()
+        }
+        labels = self._labels(identity, self._own(spec, engine, {}))
+        containers = DockerSidecars(self._name(identity), labels, spec.limits, images)
+        await containers.start_first_process(own_image)
+        try:
+            await boot_sidecars(spec.sidecars, containers)
+        except SidecarFailed:
+            await self.kill(identity)  # the next try starts with new ones
+            raise
 
     # -- images -----------------------------------------------------------------------------------
 
@@ -411,13 +456,19 @@ class DockerProvider(ServiceProvider, ImageBuilder):
         return found[0] if found else None
 
     async def _ours(self) -> Sequence[Found]:
+        listed = await self._listed("{{.ID}}")
+        return await self._inspect(listed) if listed else []
+
+    async def _listed(self, form: str, *filters: str) -> Sequence[str]:
+        """One word for each container of our scope. `filters`: of `docker ps`."""
         scope = f"label={LABEL}.scope={self._scope}"
+        options = [part for one in (scope, *filters) for part in ("--filter", one)]
         listed = await retry_transient(
             lambda: docker_cli.done(
-                "ps", "--all", "--quiet", "--no-trunc", "--filter", scope, seconds=60
+                *("ps", "--all", "--no-trunc", "--format", form, *options), seconds=REQUEST_S
             )
         )
-        return await self._inspect(listed.split()) if listed else []
+        return listed.split()
 
     async def _inspect(self, names: Sequence[str]) -> Sequence[Found]:
         said = await docker_cli.call(
@@ -453,7 +504,7 @@ class DockerProvider(ServiceProvider, ImageBuilder):
 
     async def _deadline(self, found: Found) -> float | None:
         """The deadline in the file that the guest writes, read without starting a process inside."""
-        if not found.is_running:
+        if not found.is_running or found.sidecar:
             return None
         said = await docker_cli.call("cp", f"{found.name}:{DEADLINE}", "-", seconds=REQUEST_S)
         try:
