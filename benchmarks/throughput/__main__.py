@@ -1,7 +1,8 @@
 """`python -m benchmarks.throughput`: unmodified mini-swe-agents that wait for a model, on three runners.
 
 Each batch holds several times as many rollouts as run at once, so that the steady state shows separately
-from the first burst. The sides alternate for each size. `--slurm 1,2,4` compares Perdure with itself on so many nodes instead.
+from the first burst. The sides alternate for each size. `--slurm 1,2,4` compares
+Perdure with itself on 1, 2 and 4 nodes instead.
 """
 
 import argparse

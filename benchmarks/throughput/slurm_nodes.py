@@ -26,7 +26,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class SlurmFigures:
-    """`rollouts`: in the batch, of which `right` are solved. `idle`: of all cores, 0 to 1."""
+    """`right`: the batch's solved `rollouts`. `idle`: the idle share of all cores, 0 to 1."""
 
     nodes: int
     seats: int

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 ASK_AGAIN_S = 1800.0
-"""Seconds until an account without credits is asked again, because nothing says when it has some."""
+"""Seconds until Perdure retries an account without credit: no API tells when credit arrives."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)

@@ -117,7 +117,7 @@ def test_rewards_and_artifacts_are_harbors(
 
 @pytest.mark.parametrize("task", [one for one in TASKS if one.differs], ids=lambda one: one.name)
 def test_what_differs_is_known(results: dict[tuple[str, str], Both], task: Task) -> None:
-    """docs/evaluate.md names each."""
+    """Harbor and Perdure differ on each such task, and `Task.differs` says why."""
     assert any(
         results[task.name, agent].perdure != results[task.name, agent].harbor for agent in AGENTS
     )
@@ -126,7 +126,7 @@ def test_what_differs_is_known(results: dict[tuple[str, str], Both], task: Task)
 def test_the_tasks_are_decided_by_what_the_agent_did(
     results: dict[tuple[str, str], Both],
 ) -> None:
-    """Two systems that both give every task the same would agree too."""
+    """Agreement proves nothing if both systems give every task the same reward."""
     decided = [
         task.name
         for task in TASKS

@@ -157,7 +157,7 @@ async def test_image_of_another_architecture_is_refused_before_a_sandbox_boots(
     """The message names its architecture and where it would run; nothing is left."""
     here, archive = bench.at(pushed), _archive_of_a_folder(tmp_path)
     here.podman("import", "--quiet", "--arch", FOREIGN, archive, IMAGE)
-    with pytest.raises(InstanceError, match=rf"toy/add:1' is for {FOREIGN}, .* in a VM of this"):
+    with pytest.raises(InstanceError, match=rf"toy/add:1' is for {FOREIGN}, .* in a VM of the"):
         await here.boot()
 
     assert await here.boxes() == []

@@ -244,8 +244,8 @@ async def test_an_account_without_credit_is_asked_again_later(tmp_path: Path, ca
 async def test_rollouts_stay_within_a_limit_through_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two runs use up the day's requests, also over kill -9 of the gateway in the middle, and park.
-    With a higher limit they continue by replay."""
+    """Two runs use up the day's requests and park, even if kill -9 ends the gateway halfway. With a
+    higher limit they continue by replay."""
     _skip_at_the_end_of_the_day()
     engine = QuotaEngine()
     async with running(tmp_path, hosted=engine, limits={"requests": {"day": BOUGHT}}) as stack:

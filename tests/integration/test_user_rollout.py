@@ -78,7 +78,7 @@ async def assert_played(
 
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_the_worker_dies_when_the_user_has_answered(tmp_path: Path, when: str) -> None:
-    """Before the answer is stored, and before the agent gets it: another worker sends the same one."""
+    """If it dies before it stores or sends the answer, another worker sends the same one."""
     async with with_user(tmp_path / "stack") as (stack, user):
         await stack.workers[0].kill(signal.SIGTERM)
         dying = await stack.start_worker("tests.dying_worker", when, "*/user-1.json")

@@ -23,7 +23,7 @@ from perdure.storage.base import Store, Stored
 from perdure.types import ApiLimits, Frozen, Price
 
 SHARE = 100
-"""A process takes this fraction of a limit at a time: about as many writes in each window."""
+"""A process takes 1/SHARE of a limit at a time, so a window costs at most about SHARE writes."""
 WINDOWS_S = {"minute": 60.0, "hour": 3600.0, "day": 86400.0}
 
 
@@ -94,7 +94,7 @@ class WindowAllowance:
         what = f"{limit} {self.quantity.replace('_', ' ')} per {self.window}"
         return LimitReached(
             opens_at,
-            f"the limit of {what} (engine.limits) is reached; it continues at {utc_minute(opens_at)}",
+            f"the limit of {what} (engine.limits) is reached; calls continue at {utc_minute(opens_at)}",
         )
 
     def roll(self, begins: float) -> None:
@@ -112,7 +112,7 @@ class WindowAllowance:
         return Taken(begins=self.begins, amount=taken + max(0.0, min(share, self.limit - taken)))
 
     def took(self, taken: Taken, stored: Taken) -> None:
-        """`taken`: from `share_of`, is in the store."""
+        """Add the share that the store now holds. `taken`: the result of `share_of`."""
         if taken.begins == self.begins:
             before = stored.amount if stored.begins == taken.begins else 0.0
             self.left += taken.amount - before
@@ -150,11 +150,11 @@ class ApiAllowance:
         self._key = f"engines/limits/{name}.json"
 
     async def take(self, expected: ApiUsage) -> LimitReached | None:
-        """Take what a call is expected to use. If a limit is reached, the call must not start, and the
-        answer is the limit whose window opens last.
+        """Deduct a call's expected use from the allowances. If a limit is reached, the call must
+        not start: returns the reached limit whose window opens last.
 
-        A call starts while anything of each allowance is left. So the calls in flight may exceed a
-        limit by what they use beyond the expected. Raises: StoreUnavailable.
+        A call starts while every allowance is above zero, even if the call is expected to use more.
+        So calls in flight may exceed a limit. Raises: StoreUnavailable.
         """
         while self._empty():
             async with self._taking:
@@ -175,7 +175,7 @@ class ApiAllowance:
             one.left -= usage.of(one.quantity, self.limits.price)
 
     def _empty(self) -> list[WindowAllowance]:
-        """The allowances of the current windows that are used up."""
+        """Begin the windows that are due, and return the allowances that have nothing left."""
         now = self.clock()
         for one in self._own:
             length = WINDOWS_S[one.window]

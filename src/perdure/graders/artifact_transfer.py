@@ -49,7 +49,7 @@ async def pack_artifacts(
 
 def _pack_line(path: str, left_out: tuple[str, ...], workdir: str) -> str:
     """As in Harbor, patterns are for members of a folder, and an empty ARTIFACTS_FOLDER is no
-    artifact. The repository of the workdir stays, because no tests get it."""
+    artifact. The workdir's `.git` is left out, because no tests get it."""
     place, inside = shlex.quote(path), path.strip("/")
     repository = posixpath.relpath(posixpath.join(workdir, ".git"), path)
     if not repository.startswith("../"):

@@ -88,7 +88,7 @@ class Booted(Frozen):
 
 
 LONGEST_WAIT_S = 6 * 3600.0
-"""Seconds that an agent's calls may wait for an engine in addition to its budget."""
+"""Seconds that an agent may wait for engines and its user in addition to its budget."""
 
 
 class AgentRun(Frozen):
@@ -100,7 +100,7 @@ class AgentRun(Frozen):
     seconds: float = 0.0
     detail: str = ""
     unanswered: str = ""
-    """Why the last call of a chain got no answer. Empty if every chain's last call was answered."""
+    """Why the last call of a chain got no answer, or the user gave none. Otherwise empty."""
     mcp_failed: str = ""
     """Why an MCP server could not answer the agent."""
     model: str = ""
@@ -143,7 +143,7 @@ class Captured(Frozen):
     waits_for: str = ""
     """The step that waits for the grading sandbox's permit."""
     grade_timeout_s: float = 1800.0
-    """Seconds for one run of the tests, on the patch and on each graded turn's diff."""
+    """Seconds for all test runs: one on the patch and one on each graded turn's diff."""
 
 
 class GradedPatch(Frozen):

@@ -260,7 +260,7 @@ def _waited(session: SessionSummary, conversation: Conversation | None) -> float
 
 
 def _waits(session: SessionSummary, conversation: Conversation | None) -> bool:
-    """Whether it waits now. The wait is assumed to last two polls."""
+    """Whether the agent waits for an engine or the user now."""
     return session.waits is not None or (conversation is not None and conversation.is_waiting)
 
 

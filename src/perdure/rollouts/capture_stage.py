@@ -1,5 +1,5 @@
-"""The capture stage: take the diff as bytes, run tests that belong into the agent's sandbox, then kill
-it."""
+"""The capture stage: takes the diff as bytes, runs tests that need the agent's sandbox, then kills
+the sandbox."""
 
 import hashlib
 

@@ -110,7 +110,7 @@ def is_gradable(job: Job, patch: PatchRef) -> bool:
     grading = job.instance.grading
     if (
         grading.in_place or grading.verifier is not None
-    ):  # the tests see more than the diff, or none
+    ):  # the tests do not depend on the diff alone
         return True
     if patch.refused or patch.too_large or patch.unapplied:
         return False
@@ -142,7 +142,7 @@ def _generation(workflow_run_id: str) -> str:
 
 
 async def _grade_all(job: Job) -> Grade:
-    """Grade the patch, and the diff of each turn if the request asks for it."""
+    """Grade the patch, and the diff of each turn if `user.grade_turns` is set."""
     turns = await captured_turns(job)
     if not turns:
         return await _grade(job)

@@ -20,7 +20,8 @@ RESULT, STARTED, LOG = "in-place.json", "in-place-started.txt", "in-place.log"
 
 
 async def run_in_place(job: Job, sandbox: Sandbox) -> None:
-    """Run the tests and store their result, unless the agent's run is no basis for a verdict.
+    """Run the tests and store their result, unless the agent's run broke or a reward model replaces
+    the tests.
 
     Raises: AttemptDamaged if tests that began earlier left no result; SandboxLost; RetryHere.
     """

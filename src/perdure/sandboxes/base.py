@@ -353,7 +353,7 @@ class SandboxProvider(ABC):
 
     @property
     def no_sidecars(self) -> str:
-        """Why it cannot run sidecars, and the fix; empty if it can."""
+        """What to do because this provider cannot run sidecars; empty if it can."""
         return "use --sandbox podman or docker"
 
     @property

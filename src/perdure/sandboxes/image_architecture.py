@@ -10,13 +10,13 @@ NAMES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686": "386"}
 """The kernel's name of an architecture -> the name in images. The others have one name."""
 ALSO_RUNS = {"amd64": "386", "arm64": "arm"}
 RUN_ELSEWHERE = (
-    "run the workers in a VM of this architecture, or use --sandbox kubernetes on such nodes"
+    "run the workers in a VM of the image's architecture, or use --sandbox kubernetes on such nodes"
 )
 
 
 def check_architecture(image: str, architecture: str, machine: str) -> None:
-    """`architecture`: as the image names it, such as `arm64`; empty if it names none. `machine`: the
-    kernel's name of the host's.
+    """`architecture`: as the image names it, such as `arm64`; empty if it names none. `machine`:
+    this host's architecture, as its kernel names it.
 
     Raises: InstanceError if neither the host nor an emulator of its kernel runs the image's programs.
     """

@@ -23,7 +23,7 @@ LOG_OPTIONS = ("--log-opt", "max-size=1m")
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETGID", "SETUID",
 )  # fmt: skip
-"""Those of Docker's usual ones that an image's start script needs, such as a database's."""
+"""The subset of Docker's default capabilities that start scripts of images need."""
 
 
 class SidecarFailed(RetryHere):

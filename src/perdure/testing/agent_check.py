@@ -115,8 +115,12 @@ def _sub_agents(run: Run) -> str:
     return "own chain" if {turn.chain for turn in run.steps()} - {"main"} else "main"
 
 
+def _looks_for_mcp(_: object) -> ToolReadingPolicy:
+    return ToolReadingPolicy(has_mcp_server=True)
+
+
 async def _with_mcp_server(stand: Stand, agent: Agent, start: Start) -> Run:
-    async with mcp_server() as server, stand.served(lambda _: ToolReadingPolicy()) as served:
+    async with mcp_server() as server, stand.served(_looks_for_mcp) as served:
         return await stand.attempt(served, agent, replace(start, mcp_servers={"check": server}))
 
 

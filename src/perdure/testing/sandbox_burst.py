@@ -25,7 +25,7 @@ WAITED_S = 1.0
 
 
 class BurstResult(Frozen):
-    """Times are in seconds. A figure is null if no sandbox booted."""
+    """Times are in seconds. Boot figures are null if no sandbox booted."""
 
     wanted: int
     created: int
@@ -44,7 +44,7 @@ class BurstResult(Frozen):
     sandbox_seconds: float
     """Of all its sandboxes together, from their creates to their kills."""
     live_cap: int | None
-    """`most_at_once` if the account refused more; null if it refused none for their number."""
+    """`most_at_once` if the account refused more live sandboxes; otherwise null."""
     failures: dict[str, int]
     """Message -> sandboxes that did not boot or could not be killed."""
 
@@ -123,7 +123,7 @@ class _Burst:
         finally:
             try:
                 await self.provider.kill(identity)
-            except Exception as error:  # the check looks for what is left
+            except Exception as error:  # the check lists remaining sandboxes later
                 self._fail(error)
             if number in self.created:
                 self.seconds += time.monotonic() - self.created[number]

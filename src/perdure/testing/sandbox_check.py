@@ -106,7 +106,7 @@ class Bounds:
         worst = self.cost(self.most_seconds)
         if worst is None:
             raise ConfigurationError(
-                "--max-cost needs --price: dollars for one sandbox and hour, from your provider's price list"
+                "--max-cost needs --price: dollars per sandbox-hour in your provider's price list"
             )
         if worst > self.max_cost:
             raise ConfigurationError(
@@ -265,7 +265,7 @@ def _not_promised(provider: SandboxProvider) -> dict[str, str]:
     left_out = {}
     if not provider.host_bound:
         left_out["gateway_answers_and_may_restart"] = (
-            "no sandbox elsewhere opens this host's socket"
+            "a sandbox on another host cannot open this host's socket"
         )
     if "memory_mb" not in provider.limits:
         left_out["memory_is_bounded"] = "the image or template sets the memory"

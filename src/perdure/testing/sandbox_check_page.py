@@ -10,7 +10,7 @@ from perdure.testing.sandbox_check import HOUR_S, SandboxCheck
 
 NONE = "—"
 SHORTEST_KEY = 8
-"""Variables with a secret's name and fewer characters are not keys of an account."""
+"""Values of variables named like secrets are hidden if they have at least this many characters."""
 
 
 def public(check: SandboxCheck) -> SandboxCheck:

@@ -8,9 +8,9 @@ from perdure.sandboxes.base import Sandbox, SandboxInfo, SandboxProvider, Sandbo
 
 
 class MeteredProvider(SandboxProvider):
-    """Another provider whose sandboxes are counted. It creates at most `most`, whatever its callers do.
+    """Wraps a provider and counts its sandboxes. It refuses to create more than `most`.
 
-    A sandbox that ended by itself is counted until it is killed or missed here, so `seconds` is never
+    A sandbox that ends by itself counts until `kill` or a failed `attach`, so `seconds` is never
     too low.
     """
 

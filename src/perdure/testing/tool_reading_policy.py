@@ -1,8 +1,8 @@
 """A policy that fixes the probe's task with whatever tools an agent offers, as a model would.
 
 It reads the tools in the prompt, calls a sub-agent and the tool of an MCP server if they are offered,
-then runs three commands and reports that it is done. If the agent offers no tools, the policy answers in the format that the
-prompt describes, or with a shell script if it knows no such format.
+then runs three commands and reports that it is done. If the agent offers no tools, the policy answers
+in the format that the prompt describes, or with a shell script if it knows no such format.
 """
 
 import json
@@ -21,6 +21,8 @@ SHELLS = ("bash", "exec_command", "execute_bash", "run_shell_command", "shell", 
 SPAWN, WAIT = "multi_agent_v1__spawn_agent", "multi_agent_v1__wait_agent"
 """Codex's sub-agents run in the background."""
 SUB_AGENTS = ("agent", "invoke_agent", "task", SPAWN)
+SEARCHES = ("tool_search",)
+"""Tools that add an MCP server's tools to those that are offered."""
 FINISHES = ("complete_task", "final_answer", "finish")
 ROLES = ("generalist", "general-purpose", "general")
 """Names of built-in sub-agents for any task."""
@@ -60,16 +62,19 @@ Schema = Mapping[str, Any]
 class ToolReadingPolicy(Policy):
     """Its answer depends on the prompt alone, so a second attempt gets the same ones."""
 
-    def __init__(self, delegates: bool = False) -> None:
-        """`delegates`: it asks a sub-agent first, if one is offered."""
-        self._reader, self._delegates = load_tokenizer("qwen3"), delegates
+    def __init__(self, *, delegates: bool = False, has_mcp_server: bool = False) -> None:
+        """`delegates`: it asks a sub-agent first, if one is offered. `has_mcp_server`: it looks for that
+        server's tool, if the agent does not offer it at once."""
+        self._reader = load_tokenizer("qwen3")
+        self._delegates, self._has_mcp_server = delegates, has_mcp_server
         super().__init__(self._reader, {})
 
     def complete(self, prompt_ids: list[int]) -> list[int]:
-        return self.tokens(answer(self._reader.decode(prompt_ids), self._delegates))
+        prompt = self._reader.decode(prompt_ids)
+        return self.tokens(answer(prompt, self._delegates, self._has_mcp_server))
 
 
-def answer(prompt: str, delegates: bool) -> dict[str, Any]:
+def answer(prompt: str, delegates: bool, has_mcp_server: bool) -> dict[str, Any]:
     """The next turn, in the format of `scripted_policy`."""
     tools = offered(prompt)
     if ISSUE not in prompt:  # a sub-agent, or a request for a title
@@ -84,6 +89,9 @@ def answer(prompt: str, delegates: bool) -> dict[str, Any]:
         return {"tool_calls": [{"name": WAIT, "arguments": {"targets": [spawned[1]]}}]}
     if RESULT not in prompt and (mcp_tool := mcp_tool_of(tools)):
         return _call(prompt, mcp_tool, QUESTION)
+    searched = f'"arguments": {{"query": "{TOOL}"}}' in prompt
+    if has_mcp_server and not searched and (search := named(tools, SEARCHES)):
+        return _call(prompt, search, TOOL)
     if command := _next_command(prompt):
         return _call(prompt, shell, command)
     if SUBMIT in prompt:

@@ -35,7 +35,7 @@ class Healthcheck(Frozen):
 
     @property
     def limit_s(self) -> float:
-        """Seconds after which Docker calls a container unhealthy that never passed."""
+        """Seconds after which Docker reports a container as unhealthy if no check has passed."""
         return self.start_period_s + self.retries * (self.interval_s + self.timeout_s)
 
 
@@ -65,7 +65,7 @@ class Sidecar(Frozen):
     restart: str = "no"
     """Docker's restart policy, such as `on-failure:3`."""
     memory_mb: int | None = Field(None, ge=6)
-    """At most the sandbox's own limit, which is the default; so is `cpus`."""
+    """Default and maximum: the sandbox's own limit. The same holds for `cpus`."""
     cpus: float | None = Field(None, gt=0)
 
 

@@ -214,7 +214,7 @@ class Instance(Frozen):
     """Absolute path of a file or folder that is kept in addition to the diff -> tar patterns of
     what to leave out below it. The grader's sandbox gets them at the same paths."""
     agent_timeout_s: float | None = None
-    """What the task's author allows the agent. A request's `agent_budget_s` can only shorten it."""
+    """The author's time limit for the agent. A request's `agent_budget_s` can only shorten it."""
     phases: Phases = Phases()
     """Requirements of this instance's sandboxes. A request overrides them."""
     mcp_servers: McpServers = Field(default_factory=dict)

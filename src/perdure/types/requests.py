@@ -176,8 +176,8 @@ class RolloutRequest(Request):
     """Settings of a phase's sandbox that override `sandbox`, `limits` and the instance's own
     phases."""
     agent_budget_s: float = Field(1800.0, gt=0)
-    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for an engine do not
-    count."""
+    """Wall-clock budget of the agent (slime: SWE_TIME_BUDGET_SEC). Waits for engines and
+    users do not count."""
     caps: Caps = Caps()
     """Limits of turns, tokens and dollars, enforced by the gateway."""
     grade_timeout_s: float | None = Field(None, gt=0)

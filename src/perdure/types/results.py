@@ -165,8 +165,8 @@ class TurnGrade(Frozen):
     """1 is the turn that answers the task."""
     outcome: Outcome
     reward: float | None
-    """The share of the turn's own tests that pass; without such tests, as for the whole patch. None, never
-    0, if no diff could be taken, or if it is withheld."""
+    """The share of the turn's own tests that pass. If the turn names none, the reward by all tests.
+    None, never 0, if no diff could be taken, or if it is withheld."""
     reason: str = ""
     patch_sha256: str = ""
 
@@ -191,7 +191,7 @@ class Grade(Frozen):
     model_score: ModelScore | None = None
     """What the request's reward model answered; None if it was not asked."""
     turn_grades: tuple[TurnGrade, ...] = ()
-    """Of each turn, if the request asks for it. `named_rewards` has them as `turn-1`, ..."""
+    """One grade per turn if `user.grade_turns` is set. `named_rewards` has `turn-1`, ..."""
     fail_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     pass_to_pass: dict[str, TestStatus] = Field(default_factory=dict)
     exit_code: int | None = None

@@ -169,7 +169,7 @@ async def test_a_slow_clock_gives_no_second_window(tmp_path: Path) -> None:
 
 
 async def test_a_higher_limit_holds_after_a_restart(tmp_path: Path) -> None:
-    """The store keeps what is taken, not what is left."""
+    """The store keeps the amount taken, not the remainder."""
     clock = Clock()
     assert await calls(process(tmp_path, clock, requests={"day": 5}), 9) == 5
 

@@ -253,7 +253,7 @@ def test_a_wrong_engine_kind_is_named(tmp_path: Path) -> None:
 async def test_limits_of_an_engine_with_token_ids_are_refused(
     tmp_path: Path, engine: ScriptedEngine, kind: str
 ) -> None:
-    """They would hold for no call: the gateway says so at its start, or at the first call."""
+    """No call would obey the limits. The gateway reports this at its start or at the first call."""
     named = {"url": engine.url, "kind": kind, "limits": {"requests": {"day": 1}}}
     if kind == "vllm":
         with pytest.raises(ConfigurationError, match="PERDURE_ENGINE__LIMITS is for hosted APIs"):

@@ -251,7 +251,7 @@ async def test_the_watch_learns_at_once_that_the_agent_waits(
 async def test_who_is_to_blame_for_an_agent_that_was_ended_unwatched(
     tmp_path: Path, watched: bool, unanswered: bool
 ) -> None:
-    """A host that was away. If a worker watched, the agent has only just written the file."""
+    """Without a watch, the user is to blame. With one, the turn ended too recently for that."""
     box = Box(tmp_path / "box")
     job = job_of(tmp_path, SimulatedUser(messages=("a",)))
     assert job.user is not None
@@ -310,7 +310,7 @@ async def test_the_model_ends_the_conversation(tmp_path: Path, content: str) -> 
 
 
 async def test_a_conversation_that_no_longer_fits_the_model_ends(tmp_path: Path) -> None:
-    """A policy that talks a lot must not lose its verdict that way, good or bad."""
+    """A policy must not be able to avoid a verdict by filling the user model's context."""
     long = [SAID[0].model_copy(update={"said": "word " * 3000})] * 40
     async with asking(tmp_path, {"content": "Go on."}) as (job, user, _):
         answer = await user_model.next_message(job, user, long, "Done.")

@@ -31,9 +31,9 @@ def test_another_architecture_is_named_with_what_to_do(emulators: Path) -> None:
         check_architecture("a/b:1", "arm64", "x86_64")
 
     assert str(refused.value) == (
-        "image 'a/b:1' is for arm64, and this host is amd64: run the workers in a VM of this "
-        "architecture, or use --sandbox kubernetes on such nodes, or install an emulator (Debian: "
-        f"qemu-user-static) that the worker sees as {emulators}/qemu-aarch64"
+        "image 'a/b:1' is for arm64, and this host is amd64: run the workers in a VM of the "
+        "image's architecture, or use --sandbox kubernetes on such nodes, or install an emulator "
+        f"(Debian: qemu-user-static) that the worker sees as {emulators}/qemu-aarch64"
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import sys
 import tempfile
@@ -46,7 +47,11 @@ def check(*, names: tuple[str, ...], assignments: tuple[str, ...], as_json: bool
     Needs bubblewrap but no stack: a scripted policy answers in the agent's own tools. NAME may be
     package.module:Name. Prints a table. Exit code 1: an agent did not solve the task.
     """
+    import structlog
+
     settings = load_settings()
+    only_warnings = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=only_warnings)
     with contextlib.redirect_stdout(sys.stderr):  # the gateway's log
         found = [signal_cleanup.run(_check(settings, name, assignments)) for name in names]
     if as_json:

@@ -53,7 +53,7 @@ def check(
 
     Needs no stack. Writes a report without keys, hosts or paths, and prints it. Ctrl-C removes every
     sandbox. After kill -9, each ends at its time limit, and the next check removes them. Exit code 1: a
-    promise is broken, a sandbox did not boot, or one was left behind.
+    promise is broken, a sandbox did not boot or could not be killed, or the time ran out.
     """
     from perdure.episodes.output_file import output_file
     from perdure.testing.sandbox_check import Bounds

@@ -53,7 +53,7 @@ NO_CREDIT = (
 )
 """How OpenAI and Anthropic word that an account has no credit, or has spent what its owner allows."""
 RATE = "resource_exhausted"
-"""Gemini's status of a rate limit, which it words like OpenAI an empty account."""
+"""Gemini's status for a rate limit, whose message is OpenAI's message for an empty account."""
 SECRET = re.compile(r"[\w*.-]{20,}")
 """Text that may be a key, or a part of one, in the answer of a server that refused it."""
 TOLD = ("message", "code", "type", "error")

@@ -181,7 +181,7 @@ class HostedApi(ABC):
     async def _once(
         self, path: str, content: bytes, read: Read, expected: ApiUsage
     ) -> dict[str, Any]:
-        """One try. If it gets no answer, the provider may still charge what was expected."""
+        """One try. Without a usable answer its expected use stays deducted: it may be charged."""
         try:
             response = await self._client.post(
                 self._root + path, content=content, headers=self._headers | tracing.carrier()
@@ -239,7 +239,7 @@ class HostedApi(ABC):
 
 
 def _usage_of(completion: Mapping[str, Any]) -> ApiUsage | None:
-    """What a chat completion object says it used; None if it does not."""
+    """The usage that a chat completion object reports; None if it reports none."""
     try:
         usage = completion["usage"]
         details = usage.get("prompt_tokens_details") or {}

@@ -1,9 +1,9 @@
 """Grades as Harbor does: `/tests/test.sh` writes an object of numbers into
 `/logs/verifier/reward.json`, as rewardkit does, or a number into `reward.txt`.
 
-Harbor tests the sandbox in which the agent worked. Perdure does so only for tasks with sidecars.
-Others are tested in a fresh one with the agent's diff, so changes outside the repository do not
-count. Code under test can write the reward file too: like
+Harbor tests the sandbox in which the agent worked. Perdure does so only for tasks with sidecars and
+a shared verifier. It tests others in a fresh sandbox, which gets the artifacts and, unless the
+verifier is separate, the diff. Code under test can write the reward file too: like
 `eval_cmd`, this protocol suits only tasks whose tests guard themselves.
 """
 

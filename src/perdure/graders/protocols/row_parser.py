@@ -39,8 +39,8 @@ def check() -> None:
     said = tried.stderr[-200:].decode("utf-8", "replace").strip()
     if tried.returncode and any(words in said.lower() for words in _NOT_ALLOWED):
         raise MissingDependency(
-            f"bubblewrap, which confines the row's parser, may not run here: {said}; grade such rows "
-            "by workers on hosts of their own, not in pods"
+            f"bubblewrap, which confines the row's parser, cannot run here: {said}; grade such "
+            "rows with workers on hosts of their own, not in pods"
         )
 
 

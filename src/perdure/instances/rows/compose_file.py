@@ -1,7 +1,7 @@
 """Reads the docker-compose.yaml of a Harbor task: the service `main` is the sandbox's own container,
 and the others become its sidecars.
 
-What Perdure cannot do is a problem with the key's name, and all problems are found at once.
+Each unsupported key becomes a problem that names it. An import reports all problems at once.
 """
 
 import re
@@ -21,7 +21,7 @@ from perdure.types.validation_errors import faults
 NAME = "docker-compose.yaml"
 """The only name that Harbor reads."""
 CONTEXT, OWN_IMAGE = "${CONTEXT_DIR}", "perdure-main-image"
-"""Harbor's variables for the task's own folder and image."""
+"""Harbor's variable for the task's folder, and our value for its variable MAIN_IMAGE_NAME."""
 WITHOUT_EFFECT = frozenset(
     [
         "expose",
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = frozenset(
         "mem_reservation",
     ]
 )
-"""Keys that change no result: nothing outside reaches a sandbox, and its end kills sidecars."""
+"""Keys that Perdure ignores: nothing outside reaches a sandbox, and its end kills sidecars."""
 FILES_FIX = "containers share no files: COPY them in a Dockerfile"
 REASONS: Mapping[str, str] = {
     "volumes": FILES_FIX,
@@ -46,8 +46,8 @@ REASONS: Mapping[str, str] = {
     "secrets": FILES_FIX,
     "env_file": "write the variables under `environment`",
     "network_mode": "all containers of a sandbox share one network",
-    "privileged": "sidecars have Docker's usual capabilities only",
-    "cap_add": "sidecars have Docker's usual capabilities only",
+    "privileged": "sidecars have a fixed subset of Docker's capabilities",
+    "cap_add": "sidecars have a fixed subset of Docker's capabilities",
 }
 IDLE = (["sh", "-c", "sleep infinity"], ["sleep", "infinity"], ["tail", "-f", "/dev/null"])
 """Commands that keep `main` alive; a sandbox needs none."""
@@ -114,11 +114,11 @@ class _Reader:
         """The variables of the main service. Its image and command are the sandbox's."""
         build = self._build_of(table.pop("build", CONTEXT))
         if build != (self.folder, "Dockerfile"):
-            self._refuse("build", "the image of `main` is that of the task's environment")
+            self._refuse("build", "`main` uses the image of the task's environment")
         if self._text(table.pop("image", OWN_IMAGE)) != OWN_IMAGE:
             self._refuse("image", "set `environment.docker_image` in task.toml")
         if (command := table.pop("command", None)) and self._words(command) not in IDLE:
-            self._refuse("command", "the agent's commands are all that runs in `main`")
+            self._refuse("command", "only the agent's commands run in `main`")
         volumes = [str(one) for one in table.pop("volumes", None) or ()]
         if any(not one.startswith("${HOST_") for one in volumes):  # Harbor's own folders of logs
             self._refuse("volumes", FILES_FIX)
@@ -137,7 +137,7 @@ class _Reader:
         if "build" in table:
             folder, dockerfile = self._build_of(table.pop("build"))
             if dockerfile != "Dockerfile" or not (folder / dockerfile).is_file():
-                self._refuse("build", "it needs a folder with a `Dockerfile`, and no other key")
+                self._refuse("build", "give a folder with a `Dockerfile`, and no build options")
             build = Build(path=str(folder.absolute()), timeout_s=build_timeout_s)
             table.pop("image", None)
         names = [table.pop(key, None) for key in ("container_name", "hostname")]
@@ -197,7 +197,7 @@ class _Reader:
     def _refuse_rest(self, table: Mapping[str, Any]) -> None:
         for key in table.keys() - WITHOUT_EFFECT:
             if table[key] not in (None, [], {}, False):
-                self._refuse(key, REASONS.get(key, "no sidecar has it"))
+                self._refuse(key, REASONS.get(key, "Perdure has no equivalent"))
 
     def _text(self, value: Any) -> str | None:
         """With its variables replaced, as compose does."""
@@ -271,7 +271,7 @@ class _Reader:
             return None
         found = DURATION.findall(str(value))
         if "".join(number + unit for number, unit in found) != str(value):
-            self._refuse(f"healthcheck.{key}", f"{value!r} is no duration, such as `10s`")
+            self._refuse(f"healthcheck.{key}", f"{value!r} is not a duration such as `10s`")
         return sum(float(number) * SECONDS[unit] for number, unit in found) or None
 
     def _megabytes(self, value: Any) -> int | None:
@@ -291,7 +291,7 @@ class _Reader:
         }
         for name, condition in named.items():
             if condition not in CONDITIONS or name == MAIN:
-                self._refuse(f"depends_on.{name}", f"{condition!r} of {name} cannot be awaited")
+                self._refuse(f"depends_on.{name}", f"Perdure cannot wait for {condition!r}")
             if condition == COMPLETED:
                 self.completing.add(name)
         return {name: CONDITIONS.get(condition, "started") for name, condition in named.items()}

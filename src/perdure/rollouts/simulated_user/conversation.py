@@ -87,7 +87,7 @@ class Conversation:
                 return status
 
     async def _follow(self) -> bool:
-        """Whether the user has begun to answer a turn."""
+        """Record a finished answer and start the next. Returns whether an answer was started."""
         if self._question is not None and self._question.task.done():
             question, self._question = self._question, None
             self._turns.append(question.task.result())

@@ -46,7 +46,7 @@ async def captured_turns(job: Job) -> list[tuple[int, PatchRef]]:
 async def with_turn_grades(
     job: Job, grade: Grade, turns: Sequence[tuple[int, PatchRef]], name: str, by_tests: GradePatch
 ) -> Grade:
-    """The grade of the final patch with those of all turns. `name`: of the grading, for its files."""
+    """The final grade with the grades of all turns. `name`: used in the names of its files."""
     grades = []
     for turn, patch in turns:
 

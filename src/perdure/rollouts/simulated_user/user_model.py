@@ -47,7 +47,7 @@ class Answer(NamedTuple):
 async def next_message(
     job: Job, user: SimulatedUser, turns: Sequence[UserTurn], said: str
 ) -> Answer:
-    """`turns`: those before the one in which the agent has just said `said`.
+    """`turns`: the earlier turns. `said`: what the agent wrote in the turn to answer.
 
     Raises: GatewayUnavailable; ConfigurationError; UserModelRefused.
     """

@@ -29,7 +29,7 @@ class UserTurn(Frozen):
     """
 
     turn: int
-    """The turn of the agent that the user answers; 1 answers the task."""
+    """The number of the agent's turn that the user answers. Turn 1 is the work on the task."""
     said: str
     """What the agent said in that turn, cut at the beginning."""
     message: str | None

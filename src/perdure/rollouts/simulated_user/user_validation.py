@@ -34,8 +34,8 @@ def _check_grading(job: Job, user: SimulatedUser) -> None:
     model, instance = job.request.reward_model, job.instance
     if instance.artifacts or (model is not None and model.replaces_tests):
         raise ConfigurationError(
-            f"user.grade_turns: tests on a diff grade each turn, and {job.request.instance} is graded "
-            "otherwise; set it to false"
+            f"user.grade_turns needs tests on each turn's diff, but {job.request.instance} is "
+            "graded with artifacts or by a reward model: set it to false"
         )
     known = {*instance.grading.fail_to_pass, *instance.grading.pass_to_pass}
     for turn, tests in enumerate(user.turn_tests, 1):

@@ -63,7 +63,7 @@ def source_of(name: str) -> str:
 
 
 def names_missing_program(said: str) -> bool:
-    """Or one that cannot run."""
+    """Whether the output reports a program that is missing, or built for another architecture."""
     return any(words in said.lower() for words in (*NO_PROGRAM, FOREIGN_PROGRAM))
 
 

@@ -227,9 +227,7 @@ class PodmanProvider(NamespaceProvider, ImageBuilder):
 
     @property
     def no_sidecars(self) -> str:
-        return (
-            "" if os.geteuid() == 0 else "it needs workers of root for that; use --sandbox docker"
-        )
+        return "" if os.geteuid() == 0 else "run the workers as root, or use --sandbox docker"
 
     async def _sidecar_image(self, name: str) -> SidecarImage:
         found = await self._present(name)

@@ -392,8 +392,8 @@ def _has_tests(folder: Path, tables: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _files_with_env(folder: Path, script: str, table: Mapping[str, Any]) -> dict[str, bytes]:
-    """The folder's files. If the table has variables, another script sets them and then runs the
-    folder's own, which its first line interprets, as in Harbor."""
+    """The folder's files. If the table has variables, a wrapper script sets them and then
+    runs the folder's own script with the interpreter in its first line, as in Harbor."""
     files, own = _files(folder), f"own-{script}"
     lines = [f"export {key}={shlex.quote(value)}\n" for key, value in _env(table).items()]
     if lines and script in files:

@@ -12,7 +12,7 @@ import sys
 import time
 
 ALIVE = "alive"
-"""File that the sandbox's first process keeps locked; it appears locked."""
+"""The sandbox's first process holds a lock on this file from the moment it appears."""
 TICK_S = 0.1
 
 
