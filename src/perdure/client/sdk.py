@@ -53,8 +53,8 @@ from perdure.agents.agent_validation import check_options
 from perdure.client import request_comparison, rollout_listing, temporal_names
 from perdure.client import search_attribute_keys as attributes
 from perdure.client.batch_collection import Accept, Collector, Leftover, check_positive
+from perdure.client.request_defaults import rollout_with_defaults, run_with_defaults
 from perdure.client.rollout_listing import RolloutInfo, execution_name, info
-from perdure.client.slime_variables import rollout_with_defaults, run_with_defaults
 from perdure.client.temporal_client import check_namespace, connect
 from perdure.errors import Cancelled, ConfigurationError, NoResult, NotFound
 from perdure.settings.settings_tree import Settings

@@ -154,8 +154,6 @@ class RolloutRequest(Request):
     """A name of the sandbox registry, or a dotted path."""
     mcp_servers: McpServers = Field(default_factory=dict)
     """Servers whose tools the agent may call. One replaces the instance's server of the same name."""
-    user: SimulatedUser | None = None
-    """Who writes the messages after the task, for an agent that takes several (`acp`)."""
     model: str = DEFAULT_MODEL
     """The model that answers the agent's calls, whatever name the agent asks for: one that an
     engine serves (`perdure engines list`)."""
@@ -171,6 +169,8 @@ class RolloutRequest(Request):
 
     All samples of a group share both fields."""
     sampling: Sampling = Sampling()
+    user: SimulatedUser | None = None
+    """Who writes the messages after the task, for an agent that takes several (`acp`)."""
     limits: Limits = Limits()
     phases: Phases = Phases()
     """Settings of a phase's sandbox that override `sandbox`, `limits` and the instance's own

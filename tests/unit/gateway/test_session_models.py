@@ -10,6 +10,7 @@ import pytest
 
 from perdure.engines.engine_roster import (
     ModelFormat,
+    Roster,
     StoredRoster,
     add_engine,
     remove_engine,
@@ -249,20 +250,19 @@ async def test_a_run_with_engines_never_uses_those_of_all_runs(
     tmp_path: Path, policy: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its calls wait while the gateway has not read that the run has engines, and once they are gone."""
-    follows, may_read = Fleet._follow, asyncio.Event()
+    syncs, may_see = Fleet._sync, asyncio.Event()
 
-    async def follow(fleet: Fleet) -> None:
-        await may_read.wait()
-        await follows(fleet)
+    def sync(fleet: Fleet, roster: Roster) -> None:
+        syncs(fleet, roster if may_see.is_set() else roster.without(name_of(own.url)))
 
-    monkeypatch.setattr(Fleet, "_follow", follow)
+    monkeypatch.setattr(Fleet, "_sync", sync)
     async with ScriptedEngine(says("the trainer's")) as own, home(tmp_path, policy) as gateway:
         before = await converse(gateway, await gateway.open("s-1"), calls=1)
         await add_engine(roster_of(gateway), EngineSpec(own.url), run="train-7")
         key = await gateway.open("s-2", labels={"run": "train-7"})
         first = asyncio.create_task(converse(gateway, key, calls=1))
         await waiting_calls(gateway, 1)
-        may_read.set()
+        may_see.set()
         after = await first
         await remove_engine(roster_of(gateway), name_of(own.url))
         while name_of(own.url) in str(await gateway.control.engines()):

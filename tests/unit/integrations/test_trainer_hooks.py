@@ -17,7 +17,7 @@ import numpy
 import pytest
 import pytest_asyncio
 
-from perdure.client.slime_variables import rollout_with_defaults
+from perdure.client.request_defaults import rollout_with_defaults
 from perdure.dialects.base import Refused
 from perdure.engines.function_engine import Ask, Sampled
 from perdure.episodes import turns_parquet

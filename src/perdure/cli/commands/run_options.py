@@ -268,7 +268,7 @@ def read(
     """Turn the command line into settings, run options and launch options. Raises: ConfigurationError."""
     from perdure.cli.runs import mcp_file
     from perdure.cli.runs.run_request import RunOptions, budget_of, caps_of, fields_of, retried
-    from perdure.client.slime_variables import defaults_for
+    from perdure.client.request_defaults import defaults_for
     from perdure.data_source_handlers import import_handlers
     from perdure.settings.settings_loader import load_settings
 

@@ -49,7 +49,7 @@ def check(
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Run the published contract in real sandboxes, then create a burst of them.
+    """Run the published contract, then a burst, in real sandboxes.
 
     Needs no stack. Writes a report without keys, hosts or paths, and prints it. Ctrl-C removes every
     sandbox. After kill -9, each ends at its time limit, and the next check removes them. Exit code 1: a

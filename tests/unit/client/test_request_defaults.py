@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.client.slime_variables import defaults_for, rollout_with_defaults, run_with_defaults
+from perdure.client.request_defaults import defaults_for, rollout_with_defaults, run_with_defaults
 from perdure.errors import ConfigurationError
 from perdure.types import RolloutRequest, RunRequest
 
