@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 from modal_proto import api_pb2
+from pydantic import ValidationError
 
 from perdure.errors import ConfigurationError, RateLimited, SandboxLost
+from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
 from perdure.sandboxes.guest.service_provider import ServiceProvider
 from perdure.sandboxes.providers.modal import provider as modal
 from perdure.settings.settings_tree import ModalSettings, Settings
+from perdure.types import Instance, Limits, Phases, RolloutRequest, Source, SourceKind
 from tests.service_harness import ID, MODAL, SPEC, Bench, Service, impatient
 
 
@@ -51,6 +54,40 @@ async def test_sandbox_with_a_gpu_is_made_found_and_ended(bench: Bench, tmp_path
 
     assert ([record["gpu"] for record in records], seen, listed) == (["A100"], b"one", [ID])
     assert bench.live == []
+
+
+async def test_gpu_of_the_spec_replaces_that_of_the_settings(bench: Bench, tmp_path: Path) -> None:
+    """A request or a row may name its GPU. A sandbox of this identity with another is refused."""
+    gpus, spec = provider(tmp_path / "gpus", gpu="T4"), replace(SPEC, limits=Limits(gpu="A100:2"))
+    box = await gpus.create(spec, ID)
+    with pytest.raises(ConfigurationError, match="GPU"):
+        await gpus.create(SPEC, ID)
+    (record,) = bench.server.sandboxes.all()
+    await box.kill()
+
+    assert record["gpu"] == "A100"
+
+
+async def test_limits_that_modal_can_give(bench: Bench) -> None:
+    """GPUs of requests and rows, and the disk that a row asks for, which every sandbox has. A cap on
+    the disk is refused."""
+
+    def check(limits: dict[str, object], row: dict[str, object]) -> None:
+        fields = {"run_id": "r", "instance": "d/i", "sandbox": "modal", "limits": limits}
+        source = Source(kind=SourceKind.IMAGE)
+        phases = Phases.model_validate({"agent": {"limits": row}})
+        instance = Instance(
+            instance_id="i", dataset="d", problem_statement="x", source=source, phases=phases
+        )
+        asked = RolloutRequest.model_validate(fields)
+        phase_specs.check(asked, instance, lambda _: bench.provider)
+
+    check({"gpu": "T4"}, {"gpu": "A100-80GB:2", "disk_mb": 10_240})
+    with pytest.raises(ConfigurationError, match=r"limits\.disk_mb"):
+        check({"disk_mb": 10_240}, {})
+    for wrong in ("two GPUs", "T4:0", ":2"):
+        with pytest.raises(ValidationError, match="gpu"):
+            check({"gpu": wrong}, {})
 
 
 async def test_another_spec_under_the_same_identity_is_refused(bench: Bench) -> None:
@@ -108,7 +145,7 @@ async def test_image_name_is_no_way_into_a_dockerfile(bench: Bench) -> None:
 
 async def test_image_of_the_account_is_used_by_its_id(bench: Bench) -> None:
     """`im-...` names an image that the account has built. Nothing is pulled for it."""
-    bench.server.images.write("im-mine", [])
+    bench.server.images.write("im-mine", {"lines": []})
     async with bench.box(replace(SPEC, image="im-mine")):
         used = [record["image"] for record in bench.server.sandboxes.all()]
 

@@ -22,10 +22,10 @@ the service for this. Assumed, and to be checked with an account:
 - commands run as root with all capabilities, in one process namespace with the first process;
 - a command beyond the memory limit is killed alone, and its sandbox goes on;
 - a time limit of 24 hours is allowed on every account, and ends the sandbox with GENERIC_STATUS_TIMEOUT;
-- an image that cannot be pulled is a failed result of ImageGetOrCreate, an unknown `im-` NOT_FOUND;
 - a full disk fails an upload with "No space left on device".
+`modal_images` has images, and what is assumed of them.
 Not played: functions, volumes, secrets but variables, tunnels, PTYs, snapshots, sidecars, probes,
-logs, network rules, real GPUs, image builds. A command starts when its standard input has ended or
+logs of sandboxes, network rules, real GPUs. A command starts when its standard input has ended or
 its output is first read.
 """
 
@@ -60,7 +60,8 @@ from perdure.sandboxes.guest.service_retries import retry_after
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from tests.doubles import service_double
 from tests.doubles.fault_rules import Faults, Rule, met_rule
-from tests.doubles.service_double import LIMITS, Double, Records
+from tests.doubles.modal_images import ModalImages
+from tests.doubles.service_double import LIMITS, Records
 
 HOME = "/root"
 ROUTER = "task_command_router.TaskCommandRouter"
@@ -86,8 +87,9 @@ STATUSES = {
 }
 """HTTP statuses of rules as those of gRPC. All others are UNAVAILABLE."""
 UNARY = {
-    "AppGetOrCreate", "AuthTokenGet", "ClientHello", "EnvironmentGetOrCreate", "ImageFromId",
-    "ImageGetOrCreate", "SandboxCreate", "SandboxCreateV2", "SandboxGetCommandRouterAccess",
+    "AppFetchLogs", "AppGetOrCreate", "AuthTokenGet", "ClientHello", "EnvironmentGetOrCreate",
+    "ImageBuildChainGet", "ImageFromId", "ImageGetOrCreate", "MountBatchedCheckExistence",
+    "MountGetOrCreate", "MountPutFile", "SandboxCreate", "SandboxCreateV2", "SandboxGetCommandRouterAccess",
     "SandboxGetFromName", "SandboxGetFromNameV2", "SandboxGetTaskId", "SandboxGetTaskIdV2",
     "SandboxList", "SandboxListV2", "SandboxTagsGet", "SandboxTagsGetV2", "SandboxTagsSet",
     "SandboxTagsSetV2", "SandboxTerminate", "SandboxTerminateV2", "SandboxWait", "SandboxWaitV2",
@@ -156,7 +158,7 @@ class _Command:
         return piece
 
 
-class ModalServer(Double):
+class ModalServer(ModalImages):
     """Control plane and command router, both on one port."""
 
     def __init__(self, state: Path) -> None:
@@ -167,7 +169,6 @@ class ModalServer(Double):
             "list_lag_s": 0.0, "clock_offset_s": 0.0,
         }  # fmt: skip
         self.ended = Records(state / "ended")
-        self.images = Records(state / "images")
         self.url = ""
         self._booting: dict[str, asyncio.Task[None]] = {}
         self._commands: dict[str, _Command] = {}
@@ -191,6 +192,7 @@ class ModalServer(Double):
                 yield server, server.url
             finally:
                 await grpc.end()
+                await server.end_builds()
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -228,6 +230,8 @@ class ModalServer(Double):
             return await self._stdin_write_stream(request, stream)
         if name == "TaskExecStdioRead":
             return await self._stdio_read(request, stream)
+        if name == "ImageJoinStreaming":
+            return await self._image_join_streaming(request, stream)
         raise GRPCError(Status.UNIMPLEMENTED, f"{name} is not played")
 
     async def _break(self, stream: Stream[Any, Any], rule: Rule) -> None:
@@ -286,26 +290,6 @@ class ModalServer(Double):
         app = f"ap-{request.app_name}"
         shown = api_pb2.AppHandleMetadata(description=request.app_name, app_id=app)
         return api_pb2.AppGetOrCreateResponse(app_id=app, handle_metadata=shown)
-
-    async def _image_get_or_create(self, request: Request) -> Any:
-        lines = list(request.image.dockerfile_commands)
-        identity = f"im-{uuid4().hex[:22]}"
-        self.images.write(identity, lines)
-        result = api_pb2.GenericResult(status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS)
-        if any("no-such-image" in line for line in lines):
-            result = api_pb2.GenericResult(
-                status=api_pb2.GenericResult.GENERIC_STATUS_FAILURE, exception="image not found"
-            )
-        return api_pb2.ImageGetOrCreateResponse(
-            image_id=identity, result=result, metadata=api_pb2.ImageMetadata()
-        )
-
-    async def _image_from_id(self, request: Request) -> Any:
-        if self.images.read(request.image_id) is None:
-            raise GRPCError(Status.NOT_FOUND, f"Image {request.image_id} not found")
-        return api_pb2.ImageFromIdResponse(
-            image_id=request.image_id, metadata=api_pb2.ImageMetadata()
-        )
 
     async def _sandbox_create(self, request: Request) -> Any:
         record = self._made(request, uuid4().hex[:V1_LENGTH])

@@ -37,13 +37,13 @@ from perdure.types import Instance, Limits
 DOCKERFILE_ERRORS = re.compile(
     r"building at STEP|returned a non-zero code|did not complete successfully|failed to solve"
     r"|(COPY|ADD) failed|instruction|parse error|no FROM statement|no build stage"
-    r"|invalid reference",
+    r"|invalid reference|image build for \S+ (failed|timed out)",
     re.IGNORECASE,
 )
-"""What podman and docker print for an error in the Dockerfile or in one of its commands."""
+"""What podman, docker and Modal print for an error in the Dockerfile or in one of its commands."""
 BUILDER_ERRORS = re.compile(
     r"cannot connect to the docker daemon|error during connect|unexpected EOF|connection reset"
-    r"|code = Unavailable|OCI runtime error|runc create failed",
+    r"|code = Unavailable|OCI runtime error|runc create failed|toomanyrequests",
     re.IGNORECASE,
 )
 """What they print when they, or the engine, fail."""

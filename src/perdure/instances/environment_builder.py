@@ -36,7 +36,7 @@ from perdure.python_interpreters import find_uv
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host.forward_proxy import UnreachedHosts, forward_proxy, variables
-from perdure.sandboxes.image_builds import ImageBuilder
+from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
 from perdure.sandboxes.phase_specs import INSTALL_LIMITS
 from perdure.sandboxes.spec_validation import check_sidecars
 from perdure.storage.base import Store
@@ -145,7 +145,12 @@ class Environments:
         return await asyncio.to_thread(_prepared, instance, ready, elsewhere)
 
     async def prepare_image(
-        self, instance: Instance, *, limits: Limits = INSTALL_LIMITS, network: Network
+        self,
+        instance: Instance,
+        builder: LocalImageBuilder,
+        *,
+        limits: Limits = INSTALL_LIMITS,
+        network: Network,
     ) -> None:
         """Pull or build the instance's image before a sandbox needs it. Raises: as `prepare`."""
         image = instance.environment.image or ""
@@ -153,10 +158,10 @@ class Environments:
         if instance.environment.build is not None and used == image:
             await self._build_image(instance, limits, network)
         elif image:
-            await image_builder(instance, self._runs_on).pull_image(used)
+            await builder.pull_image(used)
 
     async def _build_image(self, instance: Instance, limits: Limits, network: Network) -> None:
-        """Build the image of the instance's Dockerfile, unless this host has it."""
+        """Build the image of the instance's Dockerfile, unless it was built for this host."""
         image = instance.environment.image or ""
         if self._runs_on.image_used_for(image) != image:
             return
@@ -404,7 +409,7 @@ def image_builder(instance: Instance, provider: SandboxProvider) -> ImageBuilder
         return provider
     raise ConfigurationError(
         f"{instance.ref} has a Dockerfile, and --sandbox {provider.name} builds no images: use "
-        "--sandbox podman or docker, or build the image where it can get it and map "
+        "--sandbox podman, docker or modal, or build the image where it can get it and map "
         f"{instance.environment.image!r} to its name in the file of PERDURE_SANDBOX__IMAGE_MAP"
     )
 

@@ -10,7 +10,7 @@ from perdure.errors import PerdureError
 from perdure.instances.environment_builder import LAST_USES, Environments
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, SandboxProvider
-from perdure.sandboxes.image_builds import REPOSITORY, ImageBuilder, qualified_name
+from perdure.sandboxes.image_builds import REPOSITORY, LocalImageBuilder, qualified_name
 from perdure.types import Instance, Limits, SourceKind
 
 
@@ -41,7 +41,7 @@ def images_of(instances: Sequence[Instance], provider: SandboxProvider) -> Mappi
 
 
 async def missing_images(
-    instances: Sequence[Instance], builder: ImageBuilder, mirror: str
+    instances: Sequence[Instance], builder: LocalImageBuilder, mirror: str
 ) -> Mapping[str, Instance]:
     """The images of these instances that are not here. `mirror`: as in `image_names.mirrored`."""
     wanted = images_of(instances, builder)
@@ -57,7 +57,7 @@ async def missing_images(
 async def prepare_all(
     instances: Sequence[Instance],
     environments: Environments,
-    builder: ImageBuilder,
+    builder: LocalImageBuilder,
     *,
     limits: Limits,
     network: Network,
@@ -72,7 +72,7 @@ async def prepare_all(
             started = time.monotonic()
             try:
                 was_here = await builder.image_size(image) is not None
-                await environments.prepare_image(instance, limits=limits, network=network)
+                await environments.prepare_image(instance, builder, limits=limits, network=network)
                 size = await builder.image_size(image) or 0
             except PerdureError as error:
                 return PreparedImage(image, instance.ref, "", problem=str(error))
@@ -90,7 +90,7 @@ async def prepare_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def prune(home: Path, builders: Sequence[ImageBuilder], *, unused_s: float) -> list[str]:
+async def prune(home: Path, builders: Sequence[LocalImageBuilder], *, unused_s: float) -> list[str]:
     """Remove the images that Perdure built here and no rollout has used for `unused_s` seconds.
     Returns their names. An image that a sandbox uses stays. One that none of `builders` has keeps its
     record, because another engine may have it."""

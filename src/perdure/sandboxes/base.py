@@ -341,8 +341,11 @@ class SandboxProvider(ABC):
     runs_images: bool = False
     """Makes sandboxes from `SandboxSpec.image`. If False, rows whose tree is in an image are refused."""
 
-    limits: frozenset[str] = frozenset(Limits.model_fields)
+    limits: frozenset[str] = frozenset(Limits.model_fields) - {"gpu"}
     """Fields of Limits that the provider enforces. A request that sets another is refused."""
+    ample: frozenset[str] = frozenset()
+    """Fields of Limits that a row may set although the provider does not enforce them: each sandbox
+    has more than a task asks for."""
     networks: frozenset[Network] = frozenset(Network) - {Network.LISTED}
     account_caps: AccountCaps | None = None
     """The account's caps, unless the settings name others. None: there is no account, or it needs no

@@ -1,6 +1,6 @@
-"""Images built on a host from a Dockerfile: names, base images, limits, and the run of a build.
+"""Images built from a Dockerfile: names, base images, limits, and the run of a build on this host.
 
-`docker` and `podman` run the builds. `perdure.instances.dockerfile_builds` decides when.
+`docker`, `podman` and `modal` run the builds. `perdure.instances.dockerfile_builds` decides when.
 """
 
 import asyncio
@@ -52,6 +52,7 @@ class ImageBuild:
     variables: Mapping[str, str]
     """Variables of the `RUN` lines. They are not in the image."""
     log: Path
+    """File for its output."""
     lock: int
     """Descriptor of the image's lock file. A build that outlives this process keeps it."""
 
@@ -66,27 +67,19 @@ class BuildOutput:
 
 
 class ImageBuilder(SandboxProvider):
-    """A provider whose images this host can pull, build and remove before a sandbox needs them."""
+    """A provider that builds Dockerfiles."""
 
-    has_build_proxy: bool
-    """Its builds can use `ImageBuild.proxy`. Otherwise Network.INDEX gives them no network."""
-
-    @abstractmethod
-    async def local_images(self) -> Collection[str]:
-        """The names of all images that are here, as `qualified_name` writes them."""
+    has_build_proxy = False
+    """Its builds can use `ImageBuild.proxy`."""
 
     @abstractmethod
     async def image_size(self, name: str) -> int | None:
-        """Bytes of the image; None if it is not here."""
-
-    @abstractmethod
-    async def pull_image(self, name: str) -> None:
-        """Pull the image unless it is here. Raises: as `Pulls.present`."""
+        """Bytes of the image, 0 if the builder does not tell; None if there is no such image."""
 
     @abstractmethod
     async def build_image(self, build: ImageBuild) -> BuildOutput:
         """Build under the name `draft_name_of(build.image)`. Raises: as `Pulls.present`, for the
-        Dockerfile's own images."""
+        Dockerfile's own images; ConfigurationError for a network that it cannot give."""
 
     @abstractmethod
     async def rename_image(self, name: str, new: str) -> None: ...
@@ -94,6 +87,18 @@ class ImageBuilder(SandboxProvider):
     @abstractmethod
     async def remove_image(self, name: str) -> bool:
         """Remove this name of the image. False: it is in use. Succeeds if there is none."""
+
+
+class LocalImageBuilder(ImageBuilder):
+    """One whose images this host can pull, build and remove before a sandbox needs them."""
+
+    @abstractmethod
+    async def local_images(self) -> Collection[str]:
+        """The names of all images that are here, as `qualified_name` writes them."""
+
+    @abstractmethod
+    async def pull_image(self, name: str) -> None:
+        """Pull the image unless it is here. Raises: as `Pulls.present`."""
 
 
 def image_name_of(digest: str) -> str:
@@ -200,4 +205,9 @@ async def run_build(
 def _tail(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:])
+        return last_lines(file.read().decode("utf-8", "replace"))
+
+
+def last_lines(log: str) -> str:
+    """The end of a build's log, for an error message."""
+    return "\n".join(log[-TAIL_BYTES:].splitlines()[-TAIL_LINES:])

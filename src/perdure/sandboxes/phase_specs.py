@@ -17,6 +17,8 @@ from perdure.types.allowed_hosts import allowed_host
 INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
 """Limits of the sandbox that builds an environment, once for all rollouts."""
 PHASES: tuple[PhaseName, ...] = ("environment", "agent", "grade")
+OF_ROW = "instance "
+"""Begins the name of a field that the instance sets."""
 
 Providers = Callable[[str], SandboxProvider]
 
@@ -42,10 +44,10 @@ class _Fields:
     request: Phase
     instance: Phase
 
-    def limits(self) -> dict[str, tuple[float, str]]:
+    def limits(self) -> dict[str, tuple[float | str, str]]:
         """Limit -> its value, and the field that sets it."""
-        found: dict[str, tuple[float, str]] = {}
-        for source, fields in (("instance ", self.instance), ("", self.request)):
+        found: dict[str, tuple[float | str, str]] = {}
+        for source, fields in ((OF_ROW, self.instance), ("", self.request)):
             for name, value in fields.limits.model_dump(exclude_none=True).items():
                 found[name] = value, f"{source}phases.{self.phase}.limits.{name}"
         return found
@@ -70,6 +72,11 @@ def check(request: RolloutRequest, instance: Instance | None, providers: Provide
     """Raises: ConfigurationError naming the field that no provider of its phase can honour."""
     for phase in PHASES:
         placement = place(request, instance, phase)
+        if phase == "environment" and placement.limits.gpu:
+            raise ConfigurationError(
+                "phases.environment.limits.gpu: builds get no GPU; leave it out, or set it for "
+                "phases.agent or phases.grade"
+            )
         if placement.provider:
             provider = providers(placement.provider)
             _check(_fields(request, instance, phase), request, placement, provider)
@@ -88,6 +95,8 @@ def _check(
     asked = {name: f"limits.{name}" for name in sorted(general)}
     asked |= {name: field for name, (_, field) in fields.limits().items()}
     for name, field in asked.items():
+        if name in provider.ample and field.startswith(OF_ROW):
+            continue
         if name not in provider.limits:
             held = ", ".join(sorted(provider.limits)) or "nothing"
             raise ConfigurationError(

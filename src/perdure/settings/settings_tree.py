@@ -271,7 +271,7 @@ class ModalSettings(Group):
     image: str = Field("docker.io/library/python:3.11-bookworm", min_length=1)
     """Image for instances that have a tree and no image. It needs python3, bash and git."""
     gpu: str = ""
-    """GPU of each sandbox, such as `T4` or `A100:2`. Empty = none."""
+    """GPU of sandboxes without `limits.gpu`, such as `T4` or `A100:2`. Empty = none."""
     scope: str = ""
     """Name of this deployment in a shared account, equal on all its hosts. Empty = one per home."""
 

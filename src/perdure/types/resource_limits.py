@@ -8,6 +8,7 @@ from perdure.types.allowed_hosts import allowed_hosts
 from perdure.types.base import Request
 
 NETWORKS = ("none", "index", "host")
+GPU = r"^([A-Za-z][\w-]*!?(:[1-9]\d?)?)?$"
 
 
 class LimitChanges(Request):
@@ -18,6 +19,7 @@ class LimitChanges(Request):
     pids: int | None = Field(None, ge=16)
     disk_mb: int | None = Field(None, ge=16)
     output_mb: int | None = Field(None, ge=1)
+    gpu: str | None = Field(None, pattern=GPU)
 
 
 class Phase(Request):
@@ -73,6 +75,8 @@ class Limits(Request):
     disk_mb: int = Field(2048, ge=16)
     output_mb: int = Field(64, ge=1)
     """Cap on each command's captured stdout and stderr. A command that exceeds it is killed."""
+    gpu: str = Field("", pattern=GPU)
+    """A GPU of the provider, such as `T4` or `A100-80GB:2`. Empty: as the settings say."""
 
 
 class AccountCaps(Request):

@@ -88,6 +88,9 @@ def test_an_instance_opens_no_network_by_itself() -> None:
     ("fields", "row", "named"),
     [
         ({"phases": {"grade": {"provider": "podmann"}}}, {}, "podmann"),
+        ({"limits": {"gpu": "T4"}}, {}, "limits.gpu"),
+        ({}, {"agent": {"limits": {"gpu": "T4"}}}, "instance phases.agent.limits.gpu"),
+        ({}, {"environment": {"limits": {"gpu": "T4"}}}, "phases.environment.limits.gpu"),
         ({"sandbox": "local", "limits": {"disk_mb": 99}}, {}, "limits.disk_mb"),
         (
             {"sandbox": "local"},

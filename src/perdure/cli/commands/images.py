@@ -70,7 +70,7 @@ async def _prepare(
     from perdure.instances.environment_builder import Environments, check_image
     from perdure.instances.rows.row_choice import Choice
     from perdure.sandboxes import phase_specs
-    from perdure.sandboxes.image_builds import ImageBuilder
+    from perdure.sandboxes.image_builds import LocalImageBuilder
     from perdure.stack.home_providers import ready_provider
     from perdure.storage.store_url import open_store
 
@@ -78,7 +78,7 @@ async def _prepare(
     fields = fields_of(given["assignments"], {"sandbox": given["sandbox"]})
     rollout = check(RunOptions(source, "nop", fields=fields))
     provider, store = ready_provider(settings, rollout.sandbox), open_store(settings)
-    if not isinstance(provider, ImageBuilder):
+    if not isinstance(provider, LocalImageBuilder):
         raise ConfigurationError(
             f"--sandbox {rollout.sandbox} keeps no images that this host can prepare: use podman or docker"
         )
@@ -142,9 +142,9 @@ def prune(days: float, as_json: bool) -> None:
 
 async def _prune(settings: "Settings", days: float) -> list[str]:
     from perdure.instances import image_preparation
-    from perdure.sandboxes.image_builds import ImageBuilder
+    from perdure.sandboxes.image_builds import LocalImageBuilder
     from perdure.stack.home_providers import provider
 
     named = (provider(settings, name) for name in ("podman", "docker"))
-    ready = [one for one in named if isinstance(one, ImageBuilder) and not one.check()]
+    ready = [one for one in named if isinstance(one, LocalImageBuilder) and not one.check()]
     return await image_preparation.prune(settings.home.absolute(), ready, unused_s=days * DAY_S)

@@ -38,7 +38,7 @@ from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.image_builds import ImageBuilder
+from perdure.sandboxes.image_builds import LocalImageBuilder
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers, stack_lifecycle
 from perdure.stack.engine_presence import (
@@ -186,7 +186,7 @@ async def _missing_image_notes(
 ) -> list[str]:
     """A note if images must be pulled or built first."""
     used = provider(settings, request.rollout_request("any/instance").sandbox)
-    if not isinstance(used, ImageBuilder) or used.check():
+    if not isinstance(used, LocalImageBuilder) or used.check():
         return []
     found = await missing_images(instances, used, settings.sandbox.image_mirror)
     if not found:

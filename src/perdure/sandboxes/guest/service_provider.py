@@ -238,8 +238,9 @@ class SdkProvider(ServiceProvider):
 
 def spec_digest(spec: SandboxSpec, *more: str | None) -> str:
     """Digest of what cannot change after the create, for the label `spec`. `more`: what the service
-    boots, such as the image's name."""
-    fixed = [spec.workdir, *more, str(spec.network), spec.limits.model_dump()]
+    boots, such as the names of image and GPU."""
+    limits = spec.limits.model_dump(exclude={"gpu"})
+    fixed = [spec.workdir, *more, str(spec.network), limits]
     return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:32]
 
 

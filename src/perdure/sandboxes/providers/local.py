@@ -19,7 +19,7 @@ import structlog
 
 from perdure.errors import ConfigurationError
 from perdure.sandboxes.agent_user import SYSTEM_PATH
-from perdure.sandboxes.base import ExecStatus, Network, SandboxSpec
+from perdure.sandboxes.base import ExecStatus, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host import cgroups
 from perdure.sandboxes.host.host_sandbox import HostSandbox
 from perdure.sandboxes.host.keeper.full_disk import is_full
@@ -96,7 +96,7 @@ class LocalProvider(HostProvider):
 
     name = "local"
     isolated = False
-    limits = frozenset(Limits.model_fields) - {"disk_mb"}
+    limits = SandboxProvider.limits - {"disk_mb"}
     networks = frozenset({Network.HOST})
 
     def check(self) -> Sequence[str]:

@@ -46,7 +46,7 @@ from perdure.sandboxes.image_builds import (
     PROXY_PORT,
     BuildOutput,
     ImageBuild,
-    ImageBuilder,
+    LocalImageBuilder,
     base_images,
     draft_name_of,
     limit_options,
@@ -70,7 +70,7 @@ PULLER = Puller(
 )
 
 
-class PodmanProvider(NamespaceProvider, ImageBuilder):
+class PodmanProvider(NamespaceProvider, LocalImageBuilder):
     """Works as root or as an ordinary user, also in a container. Commands run as the only user of
     the sandbox's container, root without capabilities."""
 

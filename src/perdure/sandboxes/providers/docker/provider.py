@@ -44,7 +44,7 @@ from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     BuildOutput,
     ImageBuild,
-    ImageBuilder,
+    LocalImageBuilder,
     base_images,
     draft_name_of,
     limit_options,
@@ -171,12 +171,11 @@ class DockerSandbox(ContainerSandbox):
         await self.provider.boot_sidecars(spec, self.identity)
 
 
-class DockerProvider(ServiceProvider, ImageBuilder):
+class DockerProvider(ServiceProvider, LocalImageBuilder):
     """`DOCKER_HOST` or Docker's context selects the engine. Its sandboxes have no network, so model
     calls need a relay, unless `PERDURE_DOCKER__NETWORK` names a network of the engine."""
 
     name = "docker"
-    has_build_proxy = False
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from perdure.errors import (
+    Boundary,
     ConfigurationError,
     ControlPlaneError,
     NotFound,
     PerdureError,
     RateLimited,
+    RetryHere,
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import init_command, names_missing_program
@@ -33,8 +35,16 @@ from perdure.sandboxes.guest.service_retries import (
     recheck_missing,
     sandbox_lost_error,
 )
+from perdure.sandboxes.image_builds import (
+    REPOSITORY,
+    BuildOutput,
+    ImageBuild,
+    ImageBuilder,
+    draft_name_of,
+)
 from perdure.sandboxes.providers.modal import modal_client
 from perdure.sandboxes.providers.modal.modal_errors import typed
+from perdure.sandboxes.providers.modal.modal_image_builds import ModalBuild, run_build
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings import process_environment
 from perdure.types import AccountCaps
@@ -141,13 +151,14 @@ class ModalSandbox(SdkSandbox):
         )
 
 
-class ModalProvider(SdkProvider):
+class ModalProvider(SdkProvider, ImageBuilder):
     """`MODAL_TOKEN_ID`, `MODAL_TOKEN_SECRET` and `MODAL_ENVIRONMENT` name the account. Set
     `PERDURE_MODAL__SCOPE` if a deployment has several hosts, or if deployments share an account.
     """
 
     name = "modal"
-    limits = frozenset({"memory_mb", "cpus", "output_mb"})
+    limits = frozenset({"memory_mb", "cpus", "output_mb", "gpu"})
+    ample = frozenset({"disk_mb"})  # 512 GiB, which a create cannot change
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """A cautious start. Refusals show what the account allows."""
     account_variables = ("MODAL_SERVER_URL", "MODAL_ENVIRONMENT", "MODAL_TOKEN_ID")
@@ -247,10 +258,10 @@ class ModalProvider(SdkProvider):
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
     ) -> "modal.Sandbox":
         async def create() -> "modal.Sandbox":
-            it, limits, gpu = await self._connection(), spec.limits, self.settings.modal.gpu
+            it, limits, gpu = await self._connection(), spec.limits, self._gpu_of(spec)
             import modal  # loaded by now
 
-            image = await _image(self._image_of(spec), it)
+            image = await self._image(self._image_of(spec), it)
             async with asyncio.timeout(GPU_S if gpu else self.request_s):
                 return await modal.Sandbox.create.aio(
                     *("sh", "-c", FIRST, FOLDER, *init_command(spec.ttl_s)),
@@ -269,6 +280,9 @@ class ModalProvider(SdkProvider):
         try:
             return await self._once("create", create)
         except Missing as error:
+            if _is_built(self._image_of(spec)):
+                await self.remove_image(self._image_of(spec))
+                raise _not_built(self._image_of(spec)) from error
             raise ConfigurationError(
                 f"{error}; name an image that exists in environment.image or PERDURE_MODAL__IMAGE"
             ) from error
@@ -278,11 +292,14 @@ class ModalProvider(SdkProvider):
         image = spec.image if spec.tree is None else None
         return image or self.settings.modal.image
 
+    def _gpu_of(self, spec: SandboxSpec) -> str:
+        return spec.limits.gpu or self.settings.modal.gpu
+
     def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
         now = time.time()
         return {
             **super()._labels(spec, identity),
-            f"{OWN}spec": spec_digest(spec, self._image_of(spec), self.settings.modal.gpu),
+            f"{OWN}spec": spec_digest(spec, self._image_of(spec), self._gpu_of(spec)),
             f"{OWN}created": str(now),
             f"{OWN}expires": str(now + spec.ttl_s),
         }
@@ -301,6 +318,75 @@ class ModalProvider(SdkProvider):
             )
         if spec.image and not IMAGE.fullmatch(spec.image):  # it becomes a line of a Dockerfile
             raise ConfigurationError(f"environment.image: {spec.image!r} is not an image name")
+
+    # -- images -----------------------------------------------------------------------------------
+
+    async def image_size(self, name: str) -> int | None:
+        """0 if this host knows the image's id in the account: Modal tells no size."""
+        return 0 if self._id_file(name).exists() else None
+
+    async def build_image(self, build: ImageBuild) -> BuildOutput:
+        if build.network is Network.NONE:
+            raise ConfigurationError(
+                "phases.environment.network: builds at Modal reach the internet; set it to 'host', "
+                "or use --sandbox podman"
+            )
+
+        async def run() -> ModalBuild:
+            return await run_build(build, await self._connection())
+
+        try:
+            async with asyncio.timeout(build.timeout_s):
+                image_id, output = await self._call("build", run, transient=Missing)
+        except TimeoutError:
+            await self._read("hello", self._hello)  # an outage is not the Dockerfile's fault
+            said = f"Modal's log of the app {self.settings.modal.app} has its output"
+            image_id, output = "", BuildOutput(None, said)
+        build.log.write_text(output.tail)
+        if image_id:
+            file = self._id_file(draft_name_of(build.image))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(image_id)
+        return output
+
+    async def rename_image(self, name: str, new: str) -> None:
+        self._id_file(name).replace(self._id_file(new))
+
+    async def remove_image(self, name: str) -> bool:
+        """Forget the image. Modal keeps it, so that the next build is fast."""
+        self._id_file(name).unlink(missing_ok=True)
+        return True
+
+    def _id_file(self, name: str) -> Path:
+        """The file with the id of a built image in this account."""
+        return self.root / "images" / self.account / name.removeprefix(f"{REPOSITORY}:")
+
+    async def _hello(self) -> None:
+        it = await self._connection()
+        await it.client.hello.aio()  # type: ignore[no-untyped-call]  # the SDK gives it no types
+
+    async def _image(self, name: str, it: modal_client.Connection) -> "modal.Image":
+        """The image, pulled or built by Modal.
+
+        Raises: ConfigurationError when Modal cannot pull it; RetryHere; the SDK's errors.
+        """
+        import modal
+
+        if _is_built(name):
+            try:
+                return modal.Image.from_id(self._id_file(name).read_text(), client=it.client)
+            except FileNotFoundError:
+                raise _not_built(name) from None
+        if name.startswith(IMAGE_ID):
+            return modal.Image.from_id(name, client=it.client)
+        try:
+            async with asyncio.timeout(IMAGE_S):
+                return await modal.Image.from_registry(name).build.aio(it.app)
+        except modal.exception.RemoteError as error:
+            raise ConfigurationError(
+                f"environment.image: Modal cannot pull {name!r}: {error}; images that need "
+                "credentials are refused: build one in the account and name its id (im-...)"
+            ) from error
 
     # -- finding ----------------------------------------------------------------------------------
 
@@ -340,20 +426,11 @@ class ModalProvider(SdkProvider):
         return await self._call(what, read)
 
 
-async def _image(name: str, it: modal_client.Connection) -> "modal.Image":
-    """The image, pulled by Modal.
+def _is_built(name: str) -> bool:
+    """Rows name images, and the name becomes that of a file."""
+    return re.fullmatch(rf"{REPOSITORY}:\w+", name) is not None
 
-    Raises: ConfigurationError when Modal cannot pull it; the SDK's errors.
-    """
-    import modal
 
-    if name.startswith(IMAGE_ID):
-        return modal.Image.from_id(name, client=it.client)
-    try:
-        async with asyncio.timeout(IMAGE_S):
-            return await modal.Image.from_registry(name).build.aio(it.app)
-    except modal.exception.RemoteError as error:
-        raise ConfigurationError(
-            f"environment.image: Modal cannot pull {name!r}: {error}; images that need credentials "
-            "are refused: build one in the account and name its id (im-...)"
-        ) from error
+def _not_built(name: str) -> RetryHere:
+    """The next try prepares the environment again, and so builds it."""
+    return RetryHere(f"the Modal account lacks the built image {name}", boundary=Boundary.INSTANCE)
