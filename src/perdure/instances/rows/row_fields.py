@@ -4,6 +4,7 @@ field and the fix. The formats decide what a field means.
 
 import ast
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,9 @@ from pydantic import JsonValue, ValidationError
 from perdure.errors import InstanceError
 
 ID_FORM = "letters, digits, '.', '_' and '-', at most 200, and begin with a letter or digit"
+_PARSING = threading.Lock()
+"""Held while Python text is parsed: rows are read by several threads, and the parser counts its depth
+once for all of them (python/cpython#106905)."""
 STRINGS_FIX = "give a list of strings, or a JSON or Python literal of one"
 
 
@@ -126,6 +130,7 @@ def _literal(text: str) -> Any:
     except ValueError:
         pass
     try:
-        return ast.literal_eval(text.strip())
+        with _PARSING:
+            return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
