@@ -41,7 +41,8 @@ async def test_no_status_reaches_an_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statuses: list[int], kind: str
 ) -> None:
     """Whatever the engine, or a proxy in front of it, answers once: the agent gets a completion, and
-    nothing is held against the rollout."""
+    nothing is held against the rollout. From a hosted API, 402 says that the account has no credit, and
+    the rollout is parked: `test_quota.py`."""
     monkeypatch.setattr(GenerateCall, "pause", _at_once)
     monkeypatch.setattr(hosted_requests, "FIRST_PAUSE_S", 0.0)
     async with (
@@ -51,6 +52,8 @@ async def test_no_status_reaches_an_agent(
     ):
         found = {}
         for status in statuses:
+            if (kind, status) == ("openai", httpx.codes.PAYMENT_REQUIRED):
+                continue
             engine.reset(kind="status", status=status, times=1)
             answer = await _ask(gateway, await gateway.open(f"s{status}"))
             summary = await gateway.control.close(f"s{status}")
