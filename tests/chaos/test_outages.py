@@ -113,6 +113,7 @@ async def test_the_machine_goes_down(stack: Stack) -> None:
     os.kill(int((stack.home / "run" / "life.lock").read_text().split()[0]), signal.SIGKILL)
     for request in requests:
         await stack.lose(request, "agent")
+    await until(lambda: not stack.agents(), "all agents are dead before a gateway answers")
     await stack.recover()
     stack.engine.let_go()
 
