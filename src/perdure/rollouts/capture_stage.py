@@ -11,6 +11,7 @@ from perdure.rollouts import handler_hooks
 from perdure.rollouts.activity_messages import AgentRun, Captured
 from perdure.rollouts.attempt_job import Job
 from perdure.rollouts.boot_stage import BootRecord, attach
+from perdure.rollouts.diff_storage import store_diff
 from perdure.rollouts.grade_stage import ARTIFACTS, needs_tests
 from perdure.rollouts.in_place_grading import run_in_place
 from perdure.rollouts.prediction_application import IGNORED, has_given_patch
@@ -59,26 +60,16 @@ async def _take(job: Job) -> PatchRef:
         with tracing.span("take diff"):
             forced = IGNORED if await has_given_patch(job) else ""
             captured = await _captured(job, sandbox, boot.base_git if boot else None, forced)
-    key, store = job.key("patch.diff"), job.services.store
-    if not await store.put_if_absent(key, captured.data):
-        captured = captured.with_data((await store.get(key)).data)
+    patch = await store_diff(job, "patch.diff", captured)
     artifacts, refused = await _artifacts(job, sandbox)
     if job.instance.grading.in_place:
         await run_in_place(job, sandbox)
-    return PatchRef(
-        key=key,
-        sha256=hashlib.sha256(captured.data).hexdigest(),
-        size=len(captured.data),
-        empty=not captured.data,
-        files=captured.files,
-        ignored_files=captured.ignored_files,
-        too_large=captured.too_large,
-        dropped=captured.dropped,
-        refused=captured.refused,
-        artifacts_size=len(artifacts),
-        artifacts_sha256=hashlib.sha256(artifacts).hexdigest() if artifacts else "",
-        artifacts_refused=refused,
-    )
+    kept = {
+        "artifacts_size": len(artifacts),
+        "artifacts_sha256": hashlib.sha256(artifacts).hexdigest() if artifacts else "",
+        "artifacts_refused": refused,
+    }
+    return patch.model_copy(update=kept)
 
 
 async def _artifacts(job: Job, sandbox: Sandbox) -> tuple[bytes, str]:

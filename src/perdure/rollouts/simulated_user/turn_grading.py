@@ -1,11 +1,11 @@
 """Captures the diff after each turn of the agent, and grades it like the final one."""
 
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 
 from perdure.graders.diff import diff_capture
 from perdure.graders.verdict_rules import F2P_PASSES
 from perdure.rollouts.attempt_job import Job
+from perdure.rollouts.diff_storage import store_diff
 from perdure.rollouts.simulated_user.user_turn import read_turns
 from perdure.sandboxes.base import Sandbox
 from perdure.storage import store_keys
@@ -19,20 +19,7 @@ async def capture(job: Job, sandbox: Sandbox, base_git: str | None, turn: int) -
     """Take the diff while the agent waits for the user. Raises: SandboxLost."""
     most = job.services.settings.diff_max_bytes
     captured = await diff_capture.capture(sandbox, base_git, max_bytes=most)
-    key, store = job.key(f"turn-{turn}.diff"), job.services.store
-    if not await store.put_if_absent(key, captured.data):
-        captured = captured.with_data((await store.get(key)).data)
-    return PatchRef(
-        key=key,
-        sha256=hashlib.sha256(captured.data).hexdigest(),
-        size=len(captured.data),
-        empty=not captured.data,
-        files=captured.files,
-        ignored_files=captured.ignored_files,
-        too_large=captured.too_large,
-        dropped=captured.dropped,
-        refused=captured.refused,
-    )
+    return await store_diff(job, f"turn-{turn}.diff", captured)
 
 
 async def captured_turns(job: Job) -> list[tuple[int, PatchRef]]:
