@@ -1,8 +1,9 @@
 """RunWorkflow: a set of instances x n samples under one config.
 
-A small run starts its rollouts itself. A large run is cut into shards, each small enough to need no
-continue-as-new (docs/decisions/0004-runs-are-sharded.md). A shard starts when the previous one has
-started all its rollouts. It gets the part of the run's concurrency that older shards do not use.
+A small run starts its rollouts itself. A large run is cut into shards of 500 instances, each small enough
+to need no continue-as-new. That would have to restore state and to find lost children, and would cost 7.7
+events per child instead of 4.7. A shard starts when the previous one has started all its rollouts. It gets
+the part of the run's concurrency that older shards do not use.
 """
 
 import asyncio
