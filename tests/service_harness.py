@@ -169,11 +169,25 @@ async def serving(
     async with service.double.serving(folder) as (server, url):
         for name, value in service.variables(url, folder).items():
             patch.setenv(name, value)
+        if service is DAYTONA:
+            _let_contexts_go_by_http(patch)
         try:
             yield server, url
         finally:
             for record in server.sandboxes.all():
                 await server.guests.kill(record["id"])
+
+
+def _let_contexts_go_by_http(patch: pytest.MonkeyPatch) -> None:
+    """Daytona's SDK uploads build contexts over TLS only, which the double does not speak."""
+    from daytona._async import object_storage
+    from obstore.store import S3Store
+
+    def store(**given: Any) -> S3Store:
+        given["client_options"] = {**given["client_options"], "allow_http": True}
+        return S3Store(**given)
+
+    patch.setattr(object_storage, "S3Store", store)
 
 
 class ServiceContract(SandboxContract):

@@ -4,8 +4,8 @@
     export DAYTONA_API_URL=http://127.0.0.1:3986/api DAYTONA_API_KEY=dtn_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
-faults to `/__control/rules` (see `fault_rules.Rule`). Not played: PTY, pause, snapshots, volumes, git,
-events, image builds.
+faults to `/__control/rules` (see `fault_rules.Rule`). `daytona_snapshots` has the builds of snapshots. Not
+played: PTY, pause, snapshots of sandboxes, volumes, git, events.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import json
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -25,8 +25,9 @@ from perdure.errors import NotFound, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
 from tests.doubles import service_double
+from tests.doubles.daytona_snapshots import DaytonaSnapshots
 from tests.doubles.fault_rules import Faults, Rule, met_rule
-from tests.doubles.service_double import LIMITS, Double, Refusal, entries, iso, listed
+from tests.doubles.service_double import LIMITS, Refusal, entries, iso, listed
 
 HOME = "/home/daytona"
 PIECE = 1 << 20
@@ -35,7 +36,7 @@ FINAL = ("started", "error", "build_failed", "stopped")
 GARBLED = 'failed to convert exit code to int: strconv.Atoi: parsing "": invalid syntax'
 
 
-class DaytonaServer(Double):
+class DaytonaServer(DaytonaSnapshots):
     """Control plane below `/api`, data plane below `/toolbox`, ports inside by host name."""
 
     def __init__(self, state: Path) -> None:
@@ -43,7 +44,7 @@ class DaytonaServer(Double):
         self.faults = Faults(state / "rules.json", self._about, _caller)
         self.settings = {
             "max_cpu": None, "others_cpu": 0.0, "creates_per_s": None, "boot_s": 0.0,
-            "list_lag_s": 0.0, "clock_offset_s": 0.0, "minute_s": 60.0,
+            "list_lag_s": 0.0, "clock_offset_s": 0.0, "minute_s": 60.0, "max_snapshots": None,
         }  # fmt: skip
         self._booting: dict[str, asyncio.Task[None]] = {}
 
@@ -77,11 +78,13 @@ class DaytonaServer(Double):
             web.post(f"{BOX}/files/folder", self._folder),
             web.post(f"{BOX}/files/move", self._move),
             web.get(f"{BOX}/{{which:work-dir|user-home-dir}}", self._home),
+            *self.snapshot_routes(),
         ]
 
-    def app(self) -> web.Application:
-        app = super().app()
-        return app
+    async def _expiring(self, app: web.Application) -> AsyncIterator[None]:
+        async for _ in super()._expiring(app):
+            yield
+        await self.end_builds()
 
     async def _about(self, request: web.Request) -> str:
         if request.method == "POST" and request.path == "/api/sandbox":
@@ -100,6 +103,7 @@ class DaytonaServer(Double):
         name = body.get("name") or identity
         if self._find(name) is not None:
             raise _refusal(409, f"Sandbox with name {name} already exists")
+        self.check_snapshot(body.get("snapshot") or "")
         self._check_quota(body.get("cpu") or 1)
         now, minute = time.time(), self.settings["minute_s"] or 60
         ttl = body.get("ttlMinutes") or 0
@@ -148,7 +152,8 @@ class DaytonaServer(Double):
         if (record := self.sandboxes.read(identity)) is None:
             return
         env = {**(record["asked"].get("env") or {}), "HOME": HOME}
-        await self.guests.create(SandboxSpec(HOME, env=env, limits=LIMITS), identity)
+        box = await self.guests.create(SandboxSpec(HOME, env=env, limits=LIMITS), identity)
+        await self.fill(box, record["asked"].get("snapshot") or "")
         now = time.time()
         if self._change(identity, state="started", updated=now, activity=now) is None:
             await self.guests.kill(identity)  # deleted meanwhile
@@ -174,10 +179,6 @@ class DaytonaServer(Double):
         if record is None:
             raise _refusal(404, f"Sandbox {request.match_info['id']} not found")
         return record
-
-    def _check_key(self, request: web.Request) -> None:
-        if not request.headers.get("Authorization", "").removeprefix("Bearer").strip():
-            raise _refusal(401, "Invalid credentials")
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(self._shown(self._known(request), request))

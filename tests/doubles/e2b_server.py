@@ -4,7 +4,8 @@
     export E2B_API_URL=http://127.0.0.1:3900 E2B_SANDBOX_URL=http://127.0.0.1:3900 E2B_API_KEY=e2b_0
 
 Kill it and start it again on the same DIR: it keeps its state, and its sandboxes live on. Post
-faults to `/__control/rules` (see `fault_rules.Rule`). Not played: PTY, pause, watchers, ports.
+faults to `/__control/rules` (see `fault_rules.Rule`). `e2b_templates` has the builds of templates. Not
+played: PTY, pause, watchers, ports.
 """
 
 import asyncio
@@ -28,10 +29,10 @@ from aiohttp import web
 from perdure.errors import NotFound, PerdureError, SandboxLost
 from perdure.sandboxes.base import Exec, ExecState, ExecStatus, Sandbox, SandboxSpec
 from perdure.sandboxes.host.namespaces import NamespaceSandbox
+from tests.doubles.e2b_templates import E2BTemplates
 from tests.doubles.fault_rules import Faults, met_rule
 from tests.doubles.service_double import (
     LIMITS,
-    Double,
     Entry,
     Records,
     Refusal,
@@ -54,7 +55,7 @@ def _refusal(status: int, message: str, headers: Mapping[str, str] | None = None
     return Refusal(status, {"code": status, "message": message}, headers)
 
 
-class E2BServer(Double):
+class E2BServer(E2BTemplates):
     """Both planes on one port."""
 
     def __init__(self, state: Path) -> None:
@@ -63,7 +64,7 @@ class E2BServer(Double):
         self.faults = Faults(state / "rules.json", self._about)
         self.settings: dict[str, float | None] = {
             "max_live": None, "others_live": 0.0, "creates_per_s": None, "boot_s": 0.0,
-            "list_lag_s": 0.0, "clock_offset_s": 0.0, "memory_mb": None,
+            "list_lag_s": 0.0, "clock_offset_s": 0.0, "memory_mb": None, "max_builds": None,
         }  # fmt: skip
         self._creating: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._inputs: dict[tuple[str, int], int] = {}
@@ -89,6 +90,7 @@ class E2BServer(Double):
             web.post("/process.Process/SendInput", self._input),
             web.post("/process.Process/CloseStdin", self._close_stdin),
             web.post("/filesystem.Filesystem/{operation}", self._filesystem),
+            *self.template_routes(),
         ]
 
     async def _about(self, request: web.Request) -> str:
@@ -114,6 +116,7 @@ class E2BServer(Double):
         if known is not None and "made" in known:  # even if it is dead by now
             return web.json_response(_created(known["made"]), status=201)
         if known is None:
+            self.check_template(body["templateID"])
             self._check_quota()
             known = {"digest": digest, "id": f"i{uuid4().hex[:19]}"}
             self.keys.write(key, known)
@@ -154,7 +157,7 @@ class E2BServer(Double):
         memory = int(self.settings["memory_mb"] or LIMITS.memory_mb)
         limits = LIMITS.model_copy(update={"memory_mb": memory})
         spec = SandboxSpec(HOME, env={**record["env"], "HOME": HOME}, limits=limits)
-        await self.guests.create(spec, record["id"])
+        await self.fill(await self.guests.create(spec, record["id"]), record["template"])
         record["state"] = "running"
         self.sandboxes.write(record["id"], record)
         return record
@@ -231,10 +234,6 @@ class E2BServer(Double):
         for place in [place for place in self._inputs if place[0] == identity]:
             os.close(self._inputs.pop(place))
 
-    def _check_key(self, request: web.Request) -> None:
-        if not request.headers.get("X-API-KEY"):
-            raise _refusal(401, "no API key")
-
     def _controlled(self, request: web.Request) -> dict[str, Any]:
         self._check_key(request)
         record = self._running(request.match_info["id"])
@@ -256,6 +255,7 @@ class E2BServer(Double):
             yield
         for left in making:
             left.cancel()
+        await self.end_builds()
         for fd in self._inputs.values():
             os.close(fd)
 

@@ -35,16 +35,19 @@ from perdure.types import (
     Environment,
     Instance,
     Limits,
+    RolloutRequest,
     Source,
     SourceKind,
 )
 from tests import docker_engine, small_image
 from tests.checkout_paths import ROOT
-from tests.images import podman_storage
+from tests.images import debian, podman_storage
 from tests.images.played_stages import played
 from tests.images.podman_storage import Podman, podman_in
 
 BASE = "localhost/perdure-test/base:1"
+KEPT = ROOT / ".perdure/test-images"
+ASKED = RolloutRequest.model_validate({"run_id": "r", "instance": "made/one", "sandbox": "podman"})
 PROGRAMS = tuple(name for name in small_image.PROGRAMS if name != "git")
 
 
@@ -177,11 +180,11 @@ async def test_an_image_of_the_mirror_is_not_missing(bench: Bench, podman: Podma
         source=Source(kind=SourceKind.IMAGE),
         environment=Environment(image=name),
     )
-    before = await missing_images([made], bench.podman, mirror)
+    before = await missing_images([made], bench.podman, ASKED, mirror)
     podman("tag", BASE, "mirror.example/hub/demo/tool:1")
 
     assert [*before] == [name]
-    assert await missing_images([made], bench.podman, mirror) == {}
+    assert await missing_images([made], bench.podman, ASKED, mirror) == {}
 
 
 async def test_a_build_ends_at_its_limit(bench: Bench, podman: Podman, tmp_path: Path) -> None:
@@ -362,16 +365,47 @@ async def test_artifacts_that_cannot_be_taken_are_no_verdict_of_the_tests(
     assert grade.reason.startswith("artifacts_too_large")
 
 
-async def test_only_podman_docker_and_modal_build(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.longer
+async def test_toolchains_come_from_debians_source_packages(
+    bench: Bench, podman: Podman, tmp_path: Path
+) -> None:
+    """A Dockerfile may say `apt-get build-dep`, if the builds may reach Debian's archive. (`hello` has
+    a compiler's whole toolchain, and is smaller than python3.)"""
+    if missing := debian.why_not():
+        pytest.skip(missing)
+    podman("import", "--quiet", str(debian.archive(KEPT, ("git",))), "debian:1")
+    archive = "http://deb.debian.org/debian bookworm main"
+    instance = await bench.instance(
+        tmp_path / "context",
+        f"RUN printf 'deb {archive}\\ndeb-src {archive}\\n' >/etc/apt/sources.list\n"
+        "RUN apt-get update && apt-get build-dep --yes hello\n"
+        "RUN gcc --version && make --version\n",
+        timeout_s=900,
+        base="localhost/debian:1",
+    )
+    environments = Environments(
+        bench.settings.home / "environments",
+        bench.store,
+        bench.podman,
+        build_hosts="deb.debian.org:80",
+    )
+    await environments.prepare(instance, network=Network.INDEX)
+
+    assert await bench.podman.image_size(instance.environment.image or "") is not None
+
+
+async def test_providers_without_a_builder_refuse(bench: Bench, tmp_path: Path) -> None:
     """Other providers refuse before a run, and name what to do. A mapped image is used as it is."""
     instance = await bench.instance(tmp_path / "context", "")
-    for name in ("bubblewrap", "e2b", "daytona", "kubernetes", "apptainer"):
+    for name in ("bubblewrap", "kubernetes", "apptainer"):
         with pytest.raises(ConfigurationError, match=r"podman(,| or) docker"):
             check_image(instance, home_providers.provider(bench.settings, name))
+    for name in ("modal", "e2b", "daytona"):
+        check_image(instance, home_providers.provider(bench.settings, name))
     known = tmp_path / "map.json"
-    known.write_text(json.dumps({instance.environment.image: {"e2b": "hello"}}))
+    known.write_text(json.dumps({instance.environment.image: {"kubernetes": "pushed:1"}}))
     mapped = bench.settings.changed(sandbox={"image_map": known})
-    check_image(instance, home_providers.provider(mapped, "e2b"))
+    check_image(instance, home_providers.provider(mapped, "kubernetes"))
 
 
 def test_a_set_is_prepared_and_pruned(

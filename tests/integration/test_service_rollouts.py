@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from perdure.instances.rows.row_import import import_rows
 from perdure.types import Outcome, RolloutStatus
 from tests import service_harness
 from tests.service_harness import DAYTONA, E2B, MODAL, Service
@@ -70,6 +71,42 @@ async def hosted(
 async def test_gold_patch_resolves(hosted: Hosted) -> None:
     """The oracle's rollout is graded resolved, and the service has no sandbox left."""
     assert await hosted.solved("gold", agent="oracle") == (Outcome.RESOLVED, 0, [])
+
+
+TASK = {
+    "task.toml": "[environment]\ncpus = 1\nmemory_mb = 2048\nstorage_mb = 10240\n",
+    "instruction.md": "Write hello into hello.txt.\n",
+    "environment/Dockerfile": "FROM python:3.11\nWORKDIR /app\nCOPY note .\nRUN cat note >made\n",
+    "environment/note": "in the image\n",
+    "solution/solve.sh": "#!/bin/bash\necho hello > hello.txt\n",
+    "tests/test.sh": """#!/bin/bash
+if grep -qx hello /app/hello.txt && grep -q image /app/made; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+""",
+}
+"""A Harbor task. Its size becomes that of the template which E2B builds."""
+
+
+@pytest.mark.parametrize("hosted", [E2B], indirect=True, ids=["e2b"])
+async def test_a_harbor_task_is_built_run_and_graded(hosted: Hosted, tmp_path: Path) -> None:
+    """The solution gets 1 and no change gets 0, from one build of its Dockerfile."""
+    for name, text in TASK.items():
+        path = tmp_path / "hello" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    report = await import_rows(hosted.stack.store, tmp_path / "hello")
+    (ref,) = report.refs
+    seen = [
+        await hosted.solved(f"built-{agent}", agent=agent, instance=ref)
+        for agent in ("oracle", "nop")
+    ]
+    (build,) = hosted.server.builds.all()
+
+    assert seen == [(Outcome.RESOLVED, 0, []), (Outcome.UNRESOLVED, 0, [])]
+    assert (build["asked"]["cpuCount"], build["asked"]["memoryMB"]) == (1, 2048)
 
 
 async def test_agent_reaches_the_gateway_by_a_relay(hosted: Hosted) -> None:

@@ -40,7 +40,7 @@ DOCKERFILE_ERRORS = re.compile(
     r"|invalid reference|image build for \S+ (failed|timed out)",
     re.IGNORECASE,
 )
-"""What podman, docker and Modal print for an error in the Dockerfile or in one of its commands."""
+"""What the builders print for an error in the Dockerfile or in one of its commands."""
 BUILDER_ERRORS = re.compile(
     r"cannot connect to the docker daemon|error during connect|unexpected EOF|connection reset"
     r"|code = Unavailable|OCI runtime error|runc create failed|toomanyrequests",
@@ -61,6 +61,8 @@ class BuildPlace:
     lock: int
     """Descriptor of the image's lock."""
     limits: Limits
+    sandbox_limits: Limits
+    """Limits of the sandboxes that boot the image."""
     network: Network
     build_hosts: str
 
@@ -85,6 +87,7 @@ async def build_image(
                 image=image,
                 context=place.folder,
                 limits=place.limits,
+                sandbox_limits=place.sandbox_limits,
                 timeout_s=build.timeout_s,
                 network=place.network,
                 proxy=proxy,

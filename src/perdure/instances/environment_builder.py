@@ -37,7 +37,7 @@ from perdure.sandboxes import image_names
 from perdure.sandboxes.base import ExecResult, Mount, Network, SandboxProvider, SandboxSpec
 from perdure.sandboxes.host.forward_proxy import UnreachedHosts, forward_proxy, variables
 from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
-from perdure.sandboxes.phase_specs import INSTALL_LIMITS
+from perdure.sandboxes.phase_specs import INSTALL_LIMITS, SANDBOX_LIMITS
 from perdure.sandboxes.spec_validation import check_sidecars
 from perdure.storage.base import Store
 from perdure.types import Instance, Limits, Sidecar, SourceKind
@@ -108,9 +108,10 @@ class Environments:
         *,
         limits: Limits = INSTALL_LIMITS,
         network: Network = Network.INDEX,
+        sandbox_limits: Limits = SANDBOX_LIMITS,
     ) -> Prepared:
         """The instance's environment, built if it does not exist. `limits` and `network` apply to
-        the sandbox that runs its install lines.
+        the sandbox that runs its install lines, `sandbox_limits` to those that boot the image.
 
         Raises: InstanceError (no such release, or an install line fails: the message holds its last
         lines and the log's path), RetryHere (registry unreachable), ConfigurationError (this
@@ -126,7 +127,7 @@ class Environments:
             for one in instance.environment.containers:
                 if one.build is not None:
                     needs = instance.model_copy(update={"environment": one})
-                    await self._build_image(needs, limits, network)
+                    await self._build_image(needs, limits, network, sandbox_limits)
             return prepared
         if instance.environment.install and not self._provider.isolated:
             raise ConfigurationError(
@@ -147,25 +148,31 @@ class Environments:
     async def prepare_image(
         self,
         instance: Instance,
-        builder: LocalImageBuilder,
         *,
         limits: Limits = INSTALL_LIMITS,
         network: Network,
+        sandbox_limits: Limits,
     ) -> None:
         """Pull or build the instance's image before a sandbox needs it. Raises: as `prepare`."""
         image = instance.environment.image or ""
         used = self._runs_on.image_used_for(image)
         if instance.environment.build is not None and used == image:
-            await self._build_image(instance, limits, network)
-        elif image:
-            await builder.pull_image(used)
+            await self._build_image(instance, limits, network, sandbox_limits)
+        elif image and isinstance(self._runs_on, LocalImageBuilder):
+            await self._runs_on.pull_image(used)
 
-    async def _build_image(self, instance: Instance, limits: Limits, network: Network) -> None:
+    async def _build_image(
+        self, instance: Instance, limits: Limits, network: Network, sandbox_limits: Limits
+    ) -> None:
         """Build the image of the instance's Dockerfile, unless it was built for this host."""
         image = instance.environment.image or ""
         if self._runs_on.image_used_for(image) != image:
             return
-        builder, key = image_builder(instance, self._runs_on), image_names.key_of(image)
+        builder = image_builder(instance, self._runs_on)
+        image = builder.sized_image(image, sandbox_limits)
+        environment = instance.environment.model_copy(update={"image": image})
+        instance = instance.model_copy(update={"environment": environment})
+        key = image_names.key_of(image)
         if await builder.image_size(image) is None:
             async with self._locked(key) as lock:
                 if await builder.image_size(image) is None:
@@ -175,6 +182,7 @@ class Environments:
                         socket=self.root / f"{key[:12]}.index",
                         lock=lock,
                         limits=limits,
+                        sandbox_limits=sandbox_limits,
                         network=network,
                         build_hosts=self._build_hosts,
                     )
@@ -409,7 +417,7 @@ def image_builder(instance: Instance, provider: SandboxProvider) -> ImageBuilder
         return provider
     raise ConfigurationError(
         f"{instance.ref} has a Dockerfile, and --sandbox {provider.name} builds no images: use "
-        "--sandbox podman, docker or modal, or build the image where it can get it and map "
+        "--sandbox podman, docker, modal, e2b or daytona, or build the image where it can get it and map "
         f"{instance.environment.image!r} to its name in the file of PERDURE_SANDBOX__IMAGE_MAP"
     )
 

@@ -5,13 +5,26 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from perdure.errors import PerdureError
 from perdure.instances.environment_builder import LAST_USES, Environments
-from perdure.sandboxes import image_names
-from perdure.sandboxes.base import Network, SandboxProvider
-from perdure.sandboxes.image_builds import REPOSITORY, LocalImageBuilder, qualified_name
-from perdure.types import Instance, Limits, SourceKind
+from perdure.sandboxes import image_names, phase_specs
+from perdure.sandboxes.base import SandboxProvider
+from perdure.sandboxes.image_builds import (
+    REPOSITORY,
+    ImageBuilder,
+    LocalImageBuilder,
+    qualified_name,
+)
+from perdure.types import (
+    Environment,
+    Instance,
+    Limits,
+    PhaseName,
+    RolloutRequest,
+    SourceKind,
+)
 
 
 @dataclass(frozen=True)
@@ -29,26 +42,59 @@ class PreparedImage:
     problem: str = ""
 
 
-def images_of(instances: Sequence[Instance], provider: SandboxProvider) -> Mapping[str, Instance]:
-    """Image that the provider uses -> the first instance that needs it, with that environment."""
-    found: dict[str, Instance] = {}
+class ImageNeed(NamedTuple):
+    """An instance with the environment whose image it needs, and the limits of its sandboxes."""
+
+    instance: Instance
+    limits: Limits
+
+
+def images_of(
+    instances: Sequence[Instance], provider: SandboxProvider, request: RolloutRequest
+) -> Mapping[str, ImageNeed]:
+    """Image that the provider uses -> the first need of it. A service pulls images by itself, so only
+    those that it builds are included."""
+    found: dict[str, ImageNeed] = {}
     for instance in instances:
-        for environment in instance.environments:
-            if instance.source.kind is SourceKind.IMAGE and (image := environment.image):
-                needs = instance.model_copy(update={"environment": environment})
-                found.setdefault(provider.image_used_for(image), needs)
+        if instance.source.kind is not SourceKind.IMAGE:
+            continue
+        for phase, environments in _environments_by_phase(instance):
+            limits = phase_specs.place(request, instance, phase).limits
+            for environment in environments:
+                if not (image := environment.image):
+                    continue
+                used = provider.image_used_for(image)
+                is_built = environment.build is not None and used == image
+                if is_built and isinstance(provider, ImageBuilder):
+                    used = provider.sized_image(image, limits)
+                if is_built or isinstance(provider, LocalImageBuilder):
+                    needs = instance.model_copy(update={"environment": environment})
+                    found.setdefault(used, ImageNeed(needs, limits))
     return found
 
 
+def _environments_by_phase(
+    instance: Instance,
+) -> "Sequence[tuple[PhaseName, Sequence[Environment]]]":
+    verifier = instance.grading.verifier
+    own = instance.environment.containers
+    return ("agent", own), ("grade", verifier.environment.containers if verifier else own)
+
+
 async def missing_images(
-    instances: Sequence[Instance], builder: LocalImageBuilder, mirror: str
-) -> Mapping[str, Instance]:
-    """The images of these instances that are not here. `mirror`: as in `image_names.mirrored`."""
-    wanted = images_of(instances, builder)
+    instances: Sequence[Instance], builder: ImageBuilder, request: RolloutRequest, mirror: str
+) -> Mapping[str, ImageNeed]:
+    """The images of these instances that this host does not know to be ready. `mirror`: as in
+    `image_names.mirrored`."""
+    wanted = images_of(instances, builder, request)
+    if not isinstance(builder, LocalImageBuilder):
+        return {
+            name: need for name, need in wanted.items() if await builder.image_size(name) is None
+        }
     here = await builder.local_images() if wanted else ()
     return {
-        image: instance
-        for image, instance in wanted.items()
+        image: need
+        for image, need in wanted.items()
         if not {qualified_name(image), qualified_name(image_names.mirrored(image, mirror))}
         & {*here}
     }
@@ -57,22 +103,27 @@ async def missing_images(
 async def prepare_all(
     instances: Sequence[Instance],
     environments: Environments,
-    builder: LocalImageBuilder,
+    builder: ImageBuilder,
+    request: RolloutRequest,
     *,
-    limits: Limits,
-    network: Network,
     jobs: int,
 ) -> AsyncIterator[PreparedImage]:
     """Yield each image once it is done, even if others fail. An image that is here costs one
     check."""
-    slots = asyncio.Semaphore(jobs)
+    slots, build = asyncio.Semaphore(jobs), phase_specs.place(request, None, "environment")
 
-    async def one(image: str, instance: Instance) -> PreparedImage:
+    async def one(image: str, need: ImageNeed) -> PreparedImage:
+        instance = need.instance
         async with slots:
             started = time.monotonic()
             try:
                 was_here = await builder.image_size(image) is not None
-                await environments.prepare_image(instance, builder, limits=limits, network=network)
+                await environments.prepare_image(
+                    instance,
+                    limits=build.limits,
+                    network=build.network,
+                    sandbox_limits=need.limits,
+                )
                 size = await builder.image_size(image) or 0
             except PerdureError as error:
                 return PreparedImage(image, instance.ref, "", problem=str(error))
@@ -80,7 +131,8 @@ async def prepare_all(
         seconds = time.monotonic() - started
         return PreparedImage(image, instance.ref, "here" if was_here else made, size, seconds)
 
-    tasks = [asyncio.create_task(one(*pair)) for pair in images_of(instances, builder).items()]
+    wanted = images_of(instances, builder, request)
+    tasks = [asyncio.create_task(one(*pair)) for pair in wanted.items()]
     try:
         for done in asyncio.as_completed(tasks):
             yield await done
@@ -90,7 +142,7 @@ async def prepare_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def prune(home: Path, builders: Sequence[LocalImageBuilder], *, unused_s: float) -> list[str]:
+async def prune(home: Path, builders: Sequence[ImageBuilder], *, unused_s: float) -> list[str]:
     """Remove the images that Perdure built here and no rollout has used for `unused_s` seconds.
     Returns their names. An image that a sandbox uses stays. One that none of `builders` has keeps its
     record, because another engine may have it."""

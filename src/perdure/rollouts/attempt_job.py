@@ -235,7 +235,10 @@ class Job:
         environments = self.services.environments(plan.placement.provider, build.provider)
         with tracing.span("prepare environment"):
             return await environments.prepare(
-                instance or self.instance, limits=build.limits, network=build.network
+                instance or self.instance,
+                limits=build.limits,
+                network=build.network,
+                sandbox_limits=plan.placement.limits,
             )
 
     @property

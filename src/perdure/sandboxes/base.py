@@ -346,6 +346,8 @@ class SandboxProvider(ABC):
     ample: frozenset[str] = frozenset()
     """Fields of Limits that a row may set although the provider does not enforce them: each sandbox
     has more than a task asks for."""
+    fixed_by_image: frozenset[str] = frozenset()
+    """Fields of Limits that a row with a Dockerfile may set: the image built from it fixes them."""
     networks: frozenset[Network] = frozenset(Network) - {Network.LISTED}
     account_caps: AccountCaps | None = None
     """The account's caps, unless the settings name others. None: there is no account, or it needs no

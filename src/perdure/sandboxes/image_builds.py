@@ -1,6 +1,6 @@
 """Images built from a Dockerfile: names, base images, limits, and the run of a build on this host.
 
-`docker`, `podman` and `modal` run the builds. `perdure.instances.dockerfile_builds` decides when.
+`docker`, `podman`, `modal`, `e2b` and `daytona` run the builds. `perdure.instances.dockerfile_builds` decides when.
 """
 
 import asyncio
@@ -45,6 +45,8 @@ class ImageBuild:
     context: Path
     """A folder with `Dockerfile` at its top."""
     limits: Limits
+    sandbox_limits: Limits
+    """Limits of the sandboxes that boot the image. Some services fix them with the image."""
     timeout_s: float
     network: Network
     proxy: Path | None
@@ -71,6 +73,10 @@ class ImageBuilder(SandboxProvider):
 
     has_build_proxy = False
     """Its builds can use `ImageBuild.proxy`."""
+
+    def sized_image(self, image: str, limits: Limits) -> str:
+        """The name of the image for sandboxes with these limits. Another name if the image fixes them."""
+        return image
 
     @abstractmethod
     async def image_size(self, name: str) -> int | None:
@@ -131,7 +137,7 @@ def base_images(dockerfile: str) -> list[str]:
     values: dict[str, str] = {}
     stages: set[str] = {"scratch"}
     found: list[str] = []
-    for line in _instructions(dockerfile):
+    for line in instructions(dockerfile):
         if (given := _ARG.match(line)) and not found:
             pairs = (word.partition("=") for word in shlex.split(given[1]))
             values |= {name: value for name, _, value in pairs}
@@ -156,8 +162,8 @@ def _resolved_names(text: str, values: Mapping[str, str], stages: set[str]) -> l
     return [] if "$" in name or name.lower() in stages else [name]
 
 
-def _instructions(dockerfile: str) -> list[str]:
-    """Its lines without comments and here-documents, joined where they are continued."""
+def instructions(dockerfile: str) -> list[str]:
+    """The Dockerfile's lines without comments and here-documents, joined where they are continued."""
     text = re.sub(r"^\s*#.*\n?", "", dockerfile, flags=re.MULTILINE)
     lines = iter(re.sub(r"[\\`][ \t]*\n", " ", text).splitlines())
     found = []

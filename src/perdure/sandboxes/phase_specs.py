@@ -16,6 +16,8 @@ from perdure.types.allowed_hosts import allowed_host
 
 INSTALL_LIMITS = Limits(memory_mb=8192, cpus=4, pids=2048, disk_mb=16_384, output_mb=64)
 """Limits of the sandbox that builds an environment, once for all rollouts."""
+SANDBOX_LIMITS = Limits()
+"""The limits of a sandbox if nothing sets others."""
 PHASES: tuple[PhaseName, ...] = ("environment", "agent", "grade")
 OF_ROW = "instance "
 """Begins the name of a field that the instance sets."""
@@ -79,12 +81,20 @@ def check(request: RolloutRequest, instance: Instance | None, providers: Provide
             )
         if placement.provider:
             provider = providers(placement.provider)
-            _check(_fields(request, instance, phase), request, placement, provider)
+            met = provider.ample
+            if instance is not None and instance.environment.build is not None:
+                met |= provider.fixed_by_image
+            _check(_fields(request, instance, phase), request, placement, provider, met)
 
 
 def _check(
-    fields: _Fields, request: RolloutRequest, placement: PhasePlacement, provider: SandboxProvider
+    fields: _Fields,
+    request: RolloutRequest,
+    placement: PhasePlacement,
+    provider: SandboxProvider,
+    met: frozenset[str],
 ) -> None:
+    """`met`: limits that the provider gives a row although it does not enforce them."""
     building = fields.phase == "environment"
     if building and not (provider.sees_host and provider.isolated):
         raise ConfigurationError(
@@ -95,7 +105,7 @@ def _check(
     asked = {name: f"limits.{name}" for name in sorted(general)}
     asked |= {name: field for name, (_, field) in fields.limits().items()}
     for name, field in asked.items():
-        if name in provider.ample and field.startswith(OF_ROW):
+        if name in met and field.startswith(OF_ROW):
             continue
         if name not in provider.limits:
             held = ", ".join(sorted(provider.limits)) or "nothing"

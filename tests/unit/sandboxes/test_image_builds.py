@@ -59,6 +59,7 @@ def a_build(folder: Path, timeout_s: float) -> ImageBuild:
         image_name_of("0" * 64),
         folder,
         limits,
+        limits,
         timeout_s,
         Network.NONE,
         None,

@@ -33,14 +33,17 @@ def images() -> None:
 @click.option("-l", "--limit", type=click.IntRange(1), metavar="N", help="At most N instances.")
 @click.option("--sandbox", default="podman", metavar="S", show_default=True,
               shell_complete=completion.sandboxes,
-              help="Sandbox provider whose images to prepare: podman or docker.")  # fmt: skip
+              help="Sandbox provider whose images to prepare.")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=4, metavar="N", show_default=True,
               help="Images at a time.")  # fmt: skip
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE",
               help="Set a field of a rollout, e.g. phases.environment.network=host.")  # fmt: skip
 @json_option
 def prepare(*, source: str, jobs: int, as_json: bool, **given: Any) -> None:
-    """Pull or build every image that a run of SOURCE needs on this host.
+    """Pull or build every image that a run of SOURCE needs.
+
+    Podman and docker keep images on this host. A service builds Dockerfiles in its account, and pulls
+    other images by itself.
 
     Prints each image once it is ready. Images that are here are skipped, so repeat the command to
     continue after Ctrl-C or a failure. Exit code 1: an image is missing.
@@ -69,8 +72,7 @@ async def _prepare(
     from perdure.instances import image_preparation, instance_catalog
     from perdure.instances.environment_builder import Environments, check_image
     from perdure.instances.rows.row_choice import Choice
-    from perdure.sandboxes import phase_specs
-    from perdure.sandboxes.image_builds import LocalImageBuilder
+    from perdure.sandboxes.image_builds import ImageBuilder
     from perdure.stack.home_providers import ready_provider
     from perdure.storage.store_url import open_store
 
@@ -78,9 +80,10 @@ async def _prepare(
     fields = fields_of(given["assignments"], {"sandbox": given["sandbox"]})
     rollout = check(RunOptions(source, "nop", fields=fields))
     provider, store = ready_provider(settings, rollout.sandbox), open_store(settings)
-    if not isinstance(provider, LocalImageBuilder):
+    if not isinstance(provider, ImageBuilder):
         raise ConfigurationError(
-            f"--sandbox {rollout.sandbox} keeps no images that this host can prepare: use podman or docker"
+            f"--sandbox {rollout.sandbox} builds no images that can be prepared: use podman, docker, "
+            "modal, e2b or daytona"
         )
     choice = Choice(given["include"], given["exclude"], given["limit"], True)
     selection = await instance_selection.resolve(store, source, choice)
@@ -93,7 +96,6 @@ async def _prepare(
     instances = [await instance_catalog.load(store, ref) for ref in refs[: choice.limit]]
     for instance in instances:
         check_image(instance, provider)
-    build = phase_specs.place(rollout, None, "environment")
     environments = Environments(
         settings.home.absolute() / "environments",
         store,
@@ -106,8 +108,7 @@ async def _prepare(
             instances,
             environments,
             provider,
-            limits=build.limits,
-            network=build.network,
+            rollout,
             jobs=jobs,
         ):
             found.append(one)
@@ -129,7 +130,8 @@ def _image_line(one: "PreparedImage") -> str:
 def prune(days: float, as_json: bool) -> None:
     """Remove built images that no rollout uses any more.
 
-    A later run builds them again. Pulled images stay: podman and docker have their own `image prune`.
+    A later run builds them again. Those of E2B and Daytona are deleted from the account, also if other
+    hosts use them. Pulled images stay: podman and docker have their own `image prune`.
     """
     settings = load_settings()
     removed = asyncio.run(_prune(settings, days))
@@ -142,9 +144,9 @@ def prune(days: float, as_json: bool) -> None:
 
 async def _prune(settings: "Settings", days: float) -> list[str]:
     from perdure.instances import image_preparation
-    from perdure.sandboxes.image_builds import LocalImageBuilder
+    from perdure.sandboxes.image_builds import ImageBuilder
     from perdure.stack.home_providers import provider
 
-    named = (provider(settings, name) for name in ("podman", "docker"))
-    ready = [one for one in named if isinstance(one, LocalImageBuilder) and not one.check()]
+    named = (provider(settings, name) for name in ("podman", "docker", "e2b", "daytona"))
+    ready = [one for one in named if isinstance(one, ImageBuilder) and not one.check()]
     return await image_preparation.prune(settings.home.absolute(), ready, unused_s=days * DAY_S)

@@ -38,7 +38,7 @@ from perdure.rollouts.request_models import check_models
 from perdure.rollouts.run_record import current_request
 from perdure.sandboxes import phase_specs
 from perdure.sandboxes.base import Network
-from perdure.sandboxes.image_builds import LocalImageBuilder
+from perdure.sandboxes.image_builds import ImageBuilder, LocalImageBuilder
 from perdure.settings.settings_tree import Settings
 from perdure.stack import home_providers, stack_lifecycle
 from perdure.stack.engine_presence import (
@@ -185,15 +185,17 @@ async def _missing_image_notes(
     settings: Settings, request: RunRequest, instances: Sequence[Instance], dataset: str
 ) -> list[str]:
     """A note if images must be pulled or built first."""
-    used = provider(settings, request.rollout_request("any/instance").sandbox)
-    if not isinstance(used, LocalImageBuilder) or used.check():
+    rollout = request.rollout_request("any/instance")
+    used = provider(settings, rollout.sandbox)
+    if not isinstance(used, ImageBuilder) or used.check():
         return []
-    found = await missing_images(instances, used, settings.sandbox.image_mirror)
+    found = await missing_images(instances, used, rollout, settings.sandbox.image_mirror)
     if not found:
         return []
-    built = sum(instance.environment.build is not None for instance in found.values())
+    built = sum(need.instance.environment.build is not None for need in found.values())
+    where = "missing on" if isinstance(used, LocalImageBuilder) else "not known to"
     return [
-        f"{many(len(found), 'image')} missing on this host: {used.name} builds {built} and pulls "
+        f"{many(len(found), 'image')} {where} this host: {used.name} builds {built} and pulls "
         f"{len(found) - built} when rollouts need them; `{invoked_command()} images prepare {dataset} "
         f"--sandbox {used.name}` does it before the run"
     ]

@@ -34,6 +34,7 @@ from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     Silences,
+    cancellable,
     retry_transient,
     sandbox_lost_error,
     was_refused,
@@ -193,7 +194,7 @@ class SdkProvider(ServiceProvider):
 
     async def _once(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
-            done = await call()
+            done = await cancellable(call)
         except Exception as error:
             raise self.typed(error, what, key_works=self._key_works) from error
         self._key_works = True
@@ -279,7 +280,7 @@ class SdkSandbox(GuestSandbox):
         `in_sandbox`: the sandbox answers this call, rather than the service.
         """
         try:
-            done = await call()
+            done = await cancellable(call)
         except Exception as error:
             found = self.provider.typed(error, what, key_works=True)
             if was_refused(found):

@@ -53,6 +53,18 @@ async def retry_transient(
     )
 
 
+async def cancellable(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of the call. A cancellation is raised even if the SDK loses it: E2B's transport does so
+    in about one of five calls, and its caller would go on."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        return await call()
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
+
+
 async def recheck_missing(look: Callable[[], Awaitable[T]]) -> T:
     """Look again after a 404: a service's reads lag behind its creates.
 

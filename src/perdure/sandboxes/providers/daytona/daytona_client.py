@@ -53,8 +53,8 @@ def _import() -> None:
 
     for model in (
         daytona.CreateSandboxFromImageParams, daytona.CreateSandboxFromSnapshotParams,
-        api.CreateBuildInfo, api.CreateSandbox,
-        api.ListSandboxesResponse, api.Sandbox, api.SandboxListItem,
+        daytona.CreateSnapshotParams, api.CreateBuildInfo, api.CreateSandbox, api.CreateSnapshot,
+        api.ListSandboxesResponse, api.Sandbox, api.SandboxListItem, api.SnapshotDto,
         toolbox.ExecuteRequest, toolbox.ExecuteResponse,
     ):  # fmt: skip
         model.model_rebuild()

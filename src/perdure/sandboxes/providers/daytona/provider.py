@@ -6,11 +6,13 @@ program runs commands and keeps their records. The service's exit codes are only
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,18 +26,25 @@ from perdure.errors import (
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.guest_sandbox import MARK
-from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox, spec_digest
+from perdure.sandboxes.guest.service_image_builds import (
+    ServiceBuild,
+    ServiceImageBuilder,
+    with_size,
+)
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
     sandbox_lost_error,
 )
+from perdure.sandboxes.image_builds import ImageBuild
+from perdure.sandboxes.providers.daytona import daytona_image_builds
 from perdure.sandboxes.providers.daytona.daytona_client import client, unread_file
 from perdure.sandboxes.providers.daytona.daytona_errors import typed
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings import process_environment
-from perdure.types import AccountCaps
+from perdure.types import AccountCaps, Limits
 
 if TYPE_CHECKING:
     from daytona import AsyncSandbox
@@ -44,8 +53,6 @@ UPLOAD_BYTES_PER_S = 1_000_000
 """Speed of the slowest link on which an upload does not time out."""
 QUEUE_MINUTES = 5
 """Minutes that the service may look for a machine to run a sandbox on."""
-LEAST_DISK_GIB = 3
-"""The service's default. The image needs disk too."""
 LOOK_S = 0.2
 GONE = frozenset({"destroying", "destroyed"})
 ENDED = frozenset(
@@ -121,12 +128,13 @@ class DaytonaSandbox(SdkSandbox):
         return await self.provider.lives(self.sdk.id, silent=_is_silence(error))
 
 
-class DaytonaProvider(SdkProvider):
+class DaytonaProvider(ServiceImageBuilder):
     """`DAYTONA_API_KEY` and the SDK's other variables name the account. `PERDURE_DAYTONA__SCOPE`
     names the deployment, if several hosts share one or several share an account."""
 
     name = "daytona"
     limits = frozenset({"output_mb"})  # the snapshot sets the others
+    fixed_by_image = frozenset({"cpus", "memory_mb", "disk_mb"})
     account_caps = AccountCaps(creates_per_s=5, starting=32)
     """What the smallest account allows. Refusals show its quota."""
     account_variables = ("DAYTONA_API_URL", "DAYTONA_ORGANIZATION_ID", "DAYTONA_API_KEY")
@@ -225,6 +233,8 @@ class DaytonaProvider(SdkProvider):
     async def _ask(
         self, spec: SandboxSpec, identity: str, own: Mapping[str, str]
     ) -> "AsyncSandbox":
+        if built := self._built_image(spec):
+            spec = replace(spec, image=f"{SNAPSHOT}{self._image_id(built)}")
         params = _params(spec, self.settings.daytona.snapshot)
         params.name, params.labels = self._name(identity), dict(own)
 
@@ -234,7 +244,12 @@ class DaytonaProvider(SdkProvider):
 
         try:
             return await self._once("create", create)
-        except Missing as error:
+        except (Missing, ConfigurationError) as error:
+            if built and f"Snapshot {daytona_image_builds.snapshot_name(built)}" in str(error):
+                self._forget(built)  # it was deleted, or is inactive
+                raise self._not_built(built) from error
+            if isinstance(error, ConfigurationError):
+                raise
             raise ConfigurationError(
                 f"{error}; name an image or snapshot that exists in environment.image or "
                 "PERDURE_DAYTONA__SNAPSHOT"
@@ -279,6 +294,34 @@ class DaytonaProvider(SdkProvider):
                 f"environment.image: {spec.image!r} is neither an image nor {SNAPSHOT}NAME"
             )
 
+    # -- images -----------------------------------------------------------------------------------
+
+    def sized_image(self, image: str, limits: Limits) -> str:
+        return with_size(image, limits)
+
+    async def _build(self, build: ImageBuild) -> ServiceBuild:
+        call = functools.partial(self._call, transient=Missing)
+        return await daytona_image_builds.run_build(build, call)
+
+    async def _end_late_build(self, build: ImageBuild) -> str:
+        if not await self._remove_snapshot(build.image):
+            raise ControlPlaneError("Daytona: build: it was not accepted within the build's time")
+        return "the snapshot of the build was deleted"
+
+    async def remove_image(self, name: str) -> bool:
+        await self._remove_snapshot(name)
+        self._forget(name)
+        return True
+
+    async def _remove_snapshot(self, name: str) -> bool:
+        snapshot = daytona_image_builds.snapshot_name(name)
+
+        async def remove() -> bool:
+            async with asyncio.timeout(self.request_s):
+                return await daytona_image_builds.remove_snapshot(snapshot)
+
+        return await self._call("delete snapshot", remove)
+
     # -- finding ----------------------------------------------------------------------------------
 
     async def _look(self, id_or_name: str) -> "AsyncSandbox":
@@ -321,7 +364,7 @@ class DaytonaProvider(SdkProvider):
 def _params(spec: SandboxSpec, default_snapshot: str) -> Any:
     """The parameters of a create. A tree is uploaded into a snapshot; without one, the image is
     booted."""
-    from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
+    from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams
 
     minutes = _minutes(spec.ttl_s)
     common: dict[str, Any] = {
@@ -337,12 +380,7 @@ def _params(spec: SandboxSpec, default_snapshot: str) -> Any:
         snapshot = (image or "").removeprefix(SNAPSHOT)
         snapshot = snapshot or default_snapshot
         return CreateSandboxFromSnapshotParams(snapshot=snapshot or None, **common)
-    limits = spec.limits
-    resources = Resources(
-        cpu=math.ceil(limits.cpus),
-        memory=math.ceil(limits.memory_mb / 1024),
-        disk=max(LEAST_DISK_GIB, math.ceil(limits.disk_mb / 1024)),
-    )
+    resources = daytona_image_builds.resources(spec.limits)
     return CreateSandboxFromImageParams(image=image, resources=resources, **common)
 
 

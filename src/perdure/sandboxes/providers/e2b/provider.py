@@ -26,17 +26,24 @@ from perdure.errors import (
 )
 from perdure.sandboxes import image_names
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
-from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox
+from perdure.sandboxes.guest.service_image_builds import (
+    ServiceBuild,
+    ServiceImageBuilder,
+    with_size,
+)
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
     sandbox_lost_error,
 )
+from perdure.sandboxes.image_builds import ImageBuild
+from perdure.sandboxes.providers.e2b import e2b_image_builds
 from perdure.sandboxes.providers.e2b.e2b_errors import typed
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings import process_environment
-from perdure.types import AccountCaps
+from perdure.types import AccountCaps, Limits
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -124,12 +131,13 @@ class E2BSandbox(SdkSandbox):
             )
 
 
-class E2BProvider(SdkProvider):
+class E2BProvider(ServiceImageBuilder):
     """`E2B_API_KEY` and the SDK's other variables name the account. `PERDURE_E2B__SCOPE` names the
     deployment, if several hosts share one or several share an account."""
 
     name = "e2b"
     limits = frozenset({"output_mb"})  # the template sets the others
+    fixed_by_image = frozenset({"cpus", "memory_mb", "disk_mb"})
     account_caps = AccountCaps(creates_per_s=5, starting=16)
     """What a paid account allows. Refusals show how many live sandboxes it allows."""
     account_variables = ("E2B_API_KEY",)
@@ -253,6 +261,9 @@ class E2BProvider(SdkProvider):
                 ),
             )
         except Missing as error:
+            if built := self._built_image(spec):
+                self._forget(built)
+                raise self._not_built(built) from error
             raise ConfigurationError(
                 f"{error}; build the template {template!r}, or name another in environment.image "
                 "or PERDURE_E2B__TEMPLATE"
@@ -266,6 +277,8 @@ class E2BProvider(SdkProvider):
     def _template(self, spec: SandboxSpec) -> str:
         """The template to boot. A tree is uploaded into the default one. Without a tree it is the
         image, unless routing tags already name the image."""
+        if built := self._built_image(spec):
+            return self._image_id(built)
         if spec.tree is None and spec.image is not None and not self._routing_tags(spec.image):
             return spec.image
         return self.settings.e2b.template
@@ -276,6 +289,32 @@ class E2BProvider(SdkProvider):
 
     def _labels(self, spec: SandboxSpec, identity: str) -> dict[str, str]:
         return {**self._routing_tags(spec.image), **super()._labels(spec, identity)}
+
+    # -- images -----------------------------------------------------------------------------------
+
+    def sized_image(self, image: str, limits: Limits) -> str:
+        return with_size(image, limits)
+
+    async def _build(self, build: ImageBuild) -> ServiceBuild:
+        await _sandboxes()
+        call = functools.partial(self._call, transient=Missing)
+        return await e2b_image_builds.run_build(build, call, self.options)
+
+    async def _end_late_build(self, build: ImageBuild) -> str:
+        await self.remove_image(build.image)
+        return "the template of the build was deleted"
+
+    async def remove_image(self, name: str) -> bool:
+        await _sandboxes()
+        template = e2b_image_builds.template_name(name)
+
+        async def remove() -> bool:
+            return await e2b_image_builds.remove_template(template, self.options)
+
+        if not await self._call("delete template", remove, transient=Missing):
+            return False
+        self._forget(name)
+        return True
 
     # -- finding ----------------------------------------------------------------------------------
 

@@ -5,9 +5,10 @@ that it made. Nothing can stop a build there.
 """
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from perdure.errors import ControlPlaneError
+from perdure.sandboxes.guest.service_image_builds import ServiceBuild, failed
 from perdure.sandboxes.image_builds import (
     DOCKERFILE,
     TAIL_LINES,
@@ -25,14 +26,7 @@ OUT_OF_MEMORY = ("Unknown status 9!", "Unknown status 10!")
 """What the SDK says of a build that Modal ended because of its memory."""
 
 
-class ModalBuild(NamedTuple):
-    """How a build ended. `image_id` is empty if it failed."""
-
-    image_id: str
-    output: BuildOutput
-
-
-async def run_build(build: ImageBuild, it: Connection) -> ModalBuild:
+async def run_build(build: ImageBuild, it: Connection) -> ServiceBuild:
     """Wait for the build's end. Raises: ControlPlaneError if Modal gave it up; the SDK's errors."""
     import modal
 
@@ -45,14 +39,10 @@ async def run_build(build: ImageBuild, it: Connection) -> ModalBuild:
             said = f"Image build for {error.image_id} failed: out of memory"
         if not DOCKERFILE_FAILED.match(said):
             raise ControlPlaneError(f"Modal: {said}") from error
-        return _failed(f"{said}\n{await _log_of(image)}")
+        return failed(f"{said}\n{await _log_of(image)}")
     except (modal.exception.InvalidError, ValueError) as error:
-        return _failed(f"parse error of the SDK: {error}")  # it reads the Dockerfile's COPY lines
-    return ModalBuild(image.object_id, BuildOutput(0, ""))
-
-
-def _failed(said: str) -> ModalBuild:
-    return ModalBuild("", BuildOutput(1, said))
+        return failed(f"parse error of the SDK: {error}")  # it reads the Dockerfile's COPY lines
+    return ServiceBuild(image.object_id, BuildOutput(0, ""))
 
 
 async def _log_of(image: "modal.Image") -> str:

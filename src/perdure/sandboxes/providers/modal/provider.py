@@ -17,34 +17,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from perdure.errors import (
-    Boundary,
     ConfigurationError,
     ControlPlaneError,
     NotFound,
     PerdureError,
     RateLimited,
-    RetryHere,
 )
 from perdure.sandboxes.base import Network, Sandbox, SandboxInfo, SandboxSpec
 from perdure.sandboxes.guest.container_options import init_command, names_missing_program
 from perdure.sandboxes.guest.guest_sandbox import FOLDER, MARK
-from perdure.sandboxes.guest.service_provider import OWN, SdkProvider, SdkSandbox, spec_digest
+from perdure.sandboxes.guest.service_image_builds import ServiceBuild, ServiceImageBuilder
+from perdure.sandboxes.guest.service_provider import OWN, SdkSandbox, spec_digest
 from perdure.sandboxes.guest.service_retries import (
     Conflict,
     Missing,
     recheck_missing,
     sandbox_lost_error,
 )
-from perdure.sandboxes.image_builds import (
-    REPOSITORY,
-    BuildOutput,
-    ImageBuild,
-    ImageBuilder,
-    draft_name_of,
-)
+from perdure.sandboxes.image_builds import ImageBuild
 from perdure.sandboxes.providers.modal import modal_client
 from perdure.sandboxes.providers.modal.modal_errors import typed
-from perdure.sandboxes.providers.modal.modal_image_builds import ModalBuild, run_build
+from perdure.sandboxes.providers.modal.modal_image_builds import run_build
 from perdure.sandboxes.spec_validation import check_identity
 from perdure.settings import process_environment
 from perdure.types import AccountCaps
@@ -151,7 +144,7 @@ class ModalSandbox(SdkSandbox):
         )
 
 
-class ModalProvider(SdkProvider, ImageBuilder):
+class ModalProvider(ServiceImageBuilder):
     """`MODAL_TOKEN_ID`, `MODAL_TOKEN_SECRET` and `MODAL_ENVIRONMENT` name the account. Set
     `PERDURE_MODAL__SCOPE` if a deployment has several hosts, or if deployments share an account.
     """
@@ -261,7 +254,7 @@ class ModalProvider(SdkProvider, ImageBuilder):
             it, limits, gpu = await self._connection(), spec.limits, self._gpu_of(spec)
             import modal  # loaded by now
 
-            image = await self._image(self._image_of(spec), it)
+            image = await self._image(spec, it)
             async with asyncio.timeout(GPU_S if gpu else self.request_s):
                 return await modal.Sandbox.create.aio(
                     *("sh", "-c", FIRST, FOLDER, *init_command(spec.ttl_s)),
@@ -280,9 +273,9 @@ class ModalProvider(SdkProvider, ImageBuilder):
         try:
             return await self._once("create", create)
         except Missing as error:
-            if _is_built(self._image_of(spec)):
-                await self.remove_image(self._image_of(spec))
-                raise _not_built(self._image_of(spec)) from error
+            if built := self._built_image(spec):
+                self._forget(built)
+                raise self._not_built(built) from error
             raise ConfigurationError(
                 f"{error}; name an image that exists in environment.image or PERDURE_MODAL__IMAGE"
             ) from error
@@ -321,62 +314,35 @@ class ModalProvider(SdkProvider, ImageBuilder):
 
     # -- images -----------------------------------------------------------------------------------
 
-    async def image_size(self, name: str) -> int | None:
-        """0 if this host knows the image's id in the account: Modal tells no size."""
-        return 0 if self._id_file(name).exists() else None
-
-    async def build_image(self, build: ImageBuild) -> BuildOutput:
-        if build.network is Network.NONE:
-            raise ConfigurationError(
-                "phases.environment.network: builds at Modal reach the internet; set it to 'host', "
-                "or use --sandbox podman"
-            )
-
-        async def run() -> ModalBuild:
+    async def _build(self, build: ImageBuild) -> ServiceBuild:
+        async def run() -> ServiceBuild:
             return await run_build(build, await self._connection())
 
-        try:
-            async with asyncio.timeout(build.timeout_s):
-                image_id, output = await self._call("build", run, transient=Missing)
-        except TimeoutError:
-            await self._read("hello", self._hello)  # an outage is not the Dockerfile's fault
-            said = f"Modal's log of the app {self.settings.modal.app} has its output"
-            image_id, output = "", BuildOutput(None, said)
-        build.log.write_text(output.tail)
-        if image_id:
-            file = self._id_file(draft_name_of(build.image))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(image_id)
-        return output
+        return await self._call("build", run, transient=Missing)
 
-    async def rename_image(self, name: str, new: str) -> None:
-        self._id_file(name).replace(self._id_file(new))
+    async def _end_late_build(self, build: ImageBuild) -> str:
+        await self._read("hello", self._hello)
+        return f"Modal's log of the app {self.settings.modal.app} has its output"
 
     async def remove_image(self, name: str) -> bool:
         """Forget the image. Modal keeps it, so that the next build is fast."""
-        self._id_file(name).unlink(missing_ok=True)
+        self._forget(name)
         return True
-
-    def _id_file(self, name: str) -> Path:
-        """The file with the id of a built image in this account."""
-        return self.root / "images" / self.account / name.removeprefix(f"{REPOSITORY}:")
 
     async def _hello(self) -> None:
         it = await self._connection()
         await it.client.hello.aio()  # type: ignore[no-untyped-call]  # the SDK gives it no types
 
-    async def _image(self, name: str, it: modal_client.Connection) -> "modal.Image":
+    async def _image(self, spec: SandboxSpec, it: modal_client.Connection) -> "modal.Image":
         """The image, pulled or built by Modal.
 
         Raises: ConfigurationError when Modal cannot pull it; RetryHere; the SDK's errors.
         """
         import modal
 
-        if _is_built(name):
-            try:
-                return modal.Image.from_id(self._id_file(name).read_text(), client=it.client)
-            except FileNotFoundError:
-                raise _not_built(name) from None
+        if built := self._built_image(spec):
+            return modal.Image.from_id(self._image_id(built), client=it.client)
+        name = self._image_of(spec)
         if name.startswith(IMAGE_ID):
             return modal.Image.from_id(name, client=it.client)
         try:
@@ -424,13 +390,3 @@ class ModalProvider(SdkProvider, ImageBuilder):
                 return await call()
 
         return await self._call(what, read)
-
-
-def _is_built(name: str) -> bool:
-    """Rows name images, and the name becomes that of a file."""
-    return re.fullmatch(rf"{REPOSITORY}:\w+", name) is not None
-
-
-def _not_built(name: str) -> RetryHere:
-    """The next try prepares the environment again, and so builds it."""
-    return RetryHere(f"the Modal account lacks the built image {name}", boundary=Boundary.INSTANCE)
